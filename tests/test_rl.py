@@ -1,0 +1,203 @@
+"""The trainer's half against plain float64 computations that share no code with it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import qwen2
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+
+from engine_adapter import Rollout
+from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
+
+
+def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(3, vocabulary, (n,), generator=generator).tolist()  # noqa: E731
+    return [Rollout(draw(p), 0, draw(r), [-0.1 * (i + 1) for i in range(r)], [1] * r, "stop") for p, r in lengths]
+
+
+def plain_logprobs(model, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """log softmax(logits / T) of each response token, one row at a time, in float64."""
+    ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
+    with torch.no_grad():
+        logits = model(ids).logits.double()[0] / temperature
+    positions = range(len(rollout.prompt_ids), ids.shape[1])
+    return torch.stack([logits[p - 1, ids[0, p]] - torch.logsumexp(logits[p - 1], 0) for p in positions])
+
+
+def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
+    a = Rollout([5, 6], 0, [7, 8], [-0.1, -0.2], [1, 1], "stop")
+    b = Rollout([9], 0, [4], [-0.3], [1], "length")
+    batch = make_batch([a, b], torch.tensor([1.0, -1.0]))
+    assert batch.inputs.tolist() == [[5, 6, 7], [9, 4, 0]]
+    assert batch.targets.tolist() == [[6, 7, 8], [4, 0, 0]]
+    assert batch.mask.tolist() == [[0, 1, 1], [1, 0, 0]]
+    torch.testing.assert_close(batch.behavior_logprobs, torch.tensor([[0, -0.1, -0.2], [-0.3, 0, 0]]))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temperature):
+    model, rows = qwen2(tied=True), rollouts()
+    batch = make_batch(rows, torch.zeros(4))
+    for chunk_elements in (2**25, 96 * 2, 1):
+        logprobs, entropy = Policy(model, chunk_elements=chunk_elements).logprobs(batch, temperature)
+        for row, rollout in enumerate(rows):
+            expected = plain_logprobs(model, rollout, temperature)
+            torch.testing.assert_close(logprobs[row][batch.mask[row] > 0].double(), expected, atol=2e-5, rtol=0)
+        assert (logprobs[batch.mask == 0] == 0).all()
+        assert (entropy[batch.mask == 0] == 0).all()
+    ids = torch.tensor([rows[0].prompt_ids + rows[0].token_ids])
+    probabilities = torch.softmax(model(ids).logits.double()[0, 2] / temperature, -1)
+    expected = -(probabilities * probabilities.log()).sum().item()
+    assert entropy[0, 2].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_chunked_head_has_the_gradient_of_the_plain_one():
+    gradients = []
+    for chunk_elements in (2**25, 96 * 3):
+        model = qwen2(tied=True)
+        batch = make_batch(rollouts(), torch.zeros(4))
+        Policy(model, chunk_elements=chunk_elements).logprobs(batch, 0.7)[0].sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for whole, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(whole, chunked, atol=1e-4, rtol=1e-4)
+
+
+SMALL = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, head_dim=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SMALL, final_logit_softcapping=0.5),
+        CohereConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}, logit_scale=0.3),
+        GraniteConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}, logits_scaling=5.0),
+    ],
+    ids=["soft-capping", "logit scale", "logits scaling"],
+)
+def test_what_a_model_does_after_its_head_is_honoured(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    rows = rollouts()
+    batch = make_batch(rows, torch.zeros(4))
+    logprobs, _ = Policy(model).logprobs(batch, 0.7)
+    for row, rollout in enumerate(rows):
+        torch.testing.assert_close(
+            logprobs[row][batch.mask[row] > 0].double(), plain_logprobs(model, rollout, 0.7), atol=2e-5, rtol=0
+        )
+
+
+def test_an_unknown_operation_after_the_head_is_refused():
+    model = qwen2(tied=False)
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * 1.01)
+    with pytest.raises(ValueError, match="does more after its head"):
+        Policy(model)
+
+
+def test_fp32_head_differs_from_the_model_dtype_head_as_rounding_does():
+    model = qwen2(tied=False, dtype=torch.bfloat16)
+    batch = make_batch(rollouts(), torch.zeros(4))
+    fine, _ = Policy(model, fp32_head=True).logprobs(batch, 0.7)
+    coarse, _ = Policy(model, fp32_head=False).logprobs(batch, 0.7)
+    assert 1e-4 < (fine - coarse).abs().max() < 0.3
+
+
+def test_score_agrees_with_plain_logprobs():
+    model = qwen2(tied=True)
+    rows = rollouts(((3, 4), (3, 4)))
+    scored = Policy(model).score([r.prompt_ids + r.token_ids for r in rows], 3)
+    for values, rollout in zip(scored, rows, strict=True):
+        assert values == pytest.approx(plain_logprobs(model, rollout, 1.0).tolist(), abs=2e-5)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path, folders):
+    from safetensors.torch import load_file, save_file
+
+    source = AutoModelForCausalLM.from_pretrained(folders[False])
+    source.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj"):
+        Policy.load(str(tmp_path), torch.float32, "cpu")
+
+
+def stepped(options: UpdateOptions, advantages=(1.0, -1.0, 0.5, -0.5), lr: float = 1e-3, dtype=torch.float32):
+    """Weights, metrics and Adam's first moments after one update of a fresh model."""
+    model = qwen2(tied=True, dtype=dtype)
+    policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
+    batch = make_batch(rollouts(), torch.tensor(advantages))
+    old, _ = frozen_logprobs(policy, batch, options)
+    reference = old - 0.1 * batch.mask
+    metrics = update(policy, optimizer, replace(batch, old_logprobs=old, ref_logprobs=reference), options, lr)
+    moments = [state["exp_avg"].flatten() for state in optimizer.adamw.state.values()]  # 0.1 * gradient after one step
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics, moments
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo", "cispo"])
+def test_loss_and_gradient_do_not_depend_on_the_micro_batch_size(objective):
+    options = UpdateOptions(objective=objective, num_minibatches=1, kl_coef=0.1, tis="sequence")
+    _, metrics, moments = stepped(options)
+    for size in (1, 3):
+        _, split_metrics, split_moments = stepped(replace(options, micro_batch_size=size))
+        torch.testing.assert_close(torch.cat(moments), torch.cat(split_moments), atol=1e-6, rtol=1e-4)
+        assert split_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def test_first_loss_equals_the_formula_by_hand():
+    options = UpdateOptions(objective="grpo", num_minibatches=1)
+    _, metrics, _ = stepped(options, advantages=(1.0, -1.0, 2.0, 0.5))
+    lengths, advantages = [4, 2, 6, 1], [1.0, -1.0, 2.0, 0.5]  # at ratio 1 the surrogate is -A on every token
+    expected = -sum(n * a for n, a in zip(lengths, advantages, strict=True)) / sum(lengths)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["clip_rate"] == 0.0
+
+
+def test_two_policy_ratio_is_to_the_behavior_policy():
+    _, metrics, _ = stepped(UpdateOptions(old_policy="rollout", num_minibatches=1))
+    assert abs(metrics["ratio_mean"] - 1.0) > 0.1  # these rollouts were not sampled from the model
+    assert metrics["kl_new_old"] == pytest.approx(0.0, abs=1e-6)  # KL stays the trainer's own
+
+
+def test_a_batch_without_signal_takes_no_step_and_says_so():
+    start = torch.cat([p.detach().flatten() for p in qwen2(tied=True).parameters()])
+    weights, metrics, _ = stepped(UpdateOptions(num_minibatches=2), advantages=(0.0, 0.0, 0.0, 0.0))
+    assert torch.equal(weights, start)
+    assert metrics["skipped_updates"] == 2
+    assert metrics["loss"] is None
+    half, metrics, _ = stepped(UpdateOptions(num_minibatches=2), advantages=(1.0, -1.0, 0.0, 0.0))
+    assert metrics["skipped_updates"] == 1
+    assert not torch.equal(half, start)
+
+
+def test_a_nan_stops_the_update_before_the_weights_move():
+    model = qwen2(tied=True)
+    policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
+    start = [p.detach().clone() for p in model.parameters()]
+    batch = make_batch(rollouts(), torch.tensor([float("nan"), 1.0, 0.0, 0.0]))
+    options = UpdateOptions(num_minibatches=1)
+    batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)[0])
+    with pytest.raises(FloatingPointError):
+        update(policy, optimizer, batch, options, 1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
+
+
+def test_bf16_masters_add_up_steps_too_small_for_bf16():
+    parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
+    for _ in range(100):  # bf16 alone cannot leave 1.0 by steps of 1e-4: its spacing there is 4e-3
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.accumulate()
+        optimizer.step(lr=1e-4, grad_clip=1e9)
+    assert parameter[0].item() == pytest.approx(0.99, abs=4e-3)
+    assert optimizer.masters[0][0].item() == pytest.approx(0.99, abs=1e-4)
+
+
+def test_rows_are_cut_to_their_longest_response():
+    batch = make_batch(rollouts(), torch.zeros(4))
+    assert batch.inputs.shape[1] == 7
+    assert batch.rows(slice(3, 4)).inputs.shape == (1, 4)
+    assert isinstance(batch.split(3)[1], Batch)

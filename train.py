@@ -1,0 +1,460 @@
+"""Colocated GRPO in one process: a transformers trainer and a vLLM V1 engine take turns on one device.
+
+One step is: sample, sleep, score, update, wake, load. It is spelled out in `train`, which is the page to read.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+import tyro
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling, check_vllm_version
+from objectives import OBJECTIVES, group_advantages, mismatch_metrics
+from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
+from tasks import Problem, Task, addition, encode_prompt, from_jsonl, load_tokenizer, toy_model
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True)
+class Config(UpdateOptions):
+    """The options of a run. The defaults are the toy job: a small model learns to add on two CPU cores."""
+
+    out: str = "runs/toy"
+    """Folder of the run: config.json, metrics.jsonl, curves.png, checkpoints/."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `out`; the other options must be those of the first start."""
+    seed: int = 0
+    """Decides the toy model, the held-out split, the problems of each step and the seed of every sample."""
+    steps: int = 120
+    """Batches of rollouts; the learning rate decays to zero over them."""
+    model: str = "toy"
+    """`toy`, a folder with a Hugging Face causal language model, or a hub name."""
+    task: str = "toy"
+    """`toy` (addition) or a JSONL file of {"question", "answer"} with numeric answers."""
+    eval_task: str | None = None
+    """JSONL file of held-out problems; if not given, a tenth of `task` is held out."""
+    cache_dir: str = str(Path(__file__).parent / ".cache")
+    """Where the toy model is kept once it has been taught."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the model on both sides; bfloat16 keeps fp32 master weights in the optimizer."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Both sides share it; auto takes the GPU if there is one."""
+
+    num_prompts: int = 64
+    """Problems per step (P)."""
+    group_size: int = 8
+    """Samples per problem (G); their mean is the baseline, so a single one would carry no signal."""
+    parity: ParityFlags = field(default_factory=ParityFlags)
+    """The four backend fixes, each switchable alone."""
+    tis_over_a_broken_backend: bool = False
+    """Allow `tis` although a parity flag is off: only to study how a correction hides a broken backend."""
+
+    lr: float = 1e-3
+    """AdamW's peak learning rate; right for the toy, a thousand times too high for a pretrained model."""
+    lr_warmup_steps: int = 5
+    """Linear warm-up: Adam's second moments are noise at first."""
+    weight_decay: float = 0.0
+    """Decoupled; a few hundred steps of RL have nothing to regularise."""
+    eval_every: int = 20
+    """Steps between evaluations on held-out problems; also before the first step and after the last."""
+    eval_problems: int = 256
+    """Held-out problems per evaluation (or all there are), one sample each, through the engine."""
+    checkpoint_every: int = 20
+    """Steps between checkpoints, and after the last; the newest two are kept."""
+
+    max_num_seqs: int = 512
+    """Sequences the engine decodes at once; further rollouts queue, so memory does not grow with their number."""
+    kv_cache_gib: float = 0.25
+    """The engine's KV cache: given, not guessed from memory that the trainer will need."""
+    enforce_eager: bool = True
+    """No CUDA graphs: starts in seconds instead of minutes; switch off for long GPU runs."""
+    allow_untested_vllm: bool = False
+    """Try a vLLM version outside the tested range."""
+
+    def __post_init__(self):
+        for rule, holds, names in (
+            ("at least 1", lambda value: value >= 1, "steps num_prompts max_new_tokens num_minibatches micro_batch_size"
+             " eval_every eval_problems checkpoint_every max_num_seqs"),
+            ("positive and finite", lambda value: 0 < value < float("inf"),
+             "temperature lr grad_clip tis_cap kv_cache_gib"),
+            ("non-negative and finite", lambda value: 0 <= value < float("inf"),
+             "kl_coef tis_floor weight_decay lr_warmup_steps seed"),
+            ("at least 2 (the group's mean is the baseline)", lambda value: value >= 2, "group_size"),
+        ):
+            for name in names.split():
+                if not holds(getattr(self, name)):
+                    raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+        if (rows := self.num_prompts * self.group_size) % self.num_minibatches:
+            raise ValueError(f"num_minibatches must divide num_prompts * group_size = {rows} (all optimizer steps weigh"
+                             f" alike), got {self.num_minibatches}")
+        if not (0 <= self.clip[0] < 1 and 0 < self.clip[1] < float("inf")):
+            raise ValueError(f"clip_low must be in [0, 1) and clip_high positive and finite, got {self.clip}")
+        if self.tis != "off":
+            self._check_tis()
+
+    def _check_tis(self) -> None:
+        """Fix the backend first, then correct what is left."""
+        if self.old_policy == "rollout":
+            raise ValueError(f"tis must be off with old_policy rollout (its ratio holds the mismatch already: a weight"
+                             f" would count it twice), got {self.tis}; try --old-policy recompute")
+        if self.parity.off() and not self.tis_over_a_broken_backend:
+            raise ValueError(f"tis must be off before parity (a correction hides the broken backend), got {self.tis}"
+                             f" without {', '.join(self.parity.off())}; to study that, --tis-over-a-broken-backend")
+        if self.tis == "masked" and self.tis_floor >= self.tis_cap:
+            raise ValueError(f"tis_floor must be below tis_cap = {self.tis_cap}, got {self.tis_floor}")
+
+    def lr_at(self, step: int) -> float:
+        """Linear warm-up times linear decay to zero after the last step; steps count from 1."""
+        return self.lr * min(1.0, step / (self.lr_warmup_steps + 1)) * (1 - (step - 1) / self.steps)
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+def train(config: Config) -> None:
+    """The whole algorithm, one batch of rollouts a turn.
+
+    Raises: ValueError for what the user can mend, before any model is loaded.
+    """
+    run = prepare(config)
+    policy, reference, optimizer, engine, rng, first_step = build(run)
+    if first_step == 1:
+        run.log({"step": 0, "eval_reward": evaluate(run, engine, 0)})
+    for step in range(first_step, config.steps + 1):
+        clock = Clock()
+        problems = run.task.sample(rng, config.num_prompts)  # P
+        seeds = [sample_seed(config.seed, "train", step, p) for p in range(config.num_prompts)]
+        with clock("generate_s"):
+            rollouts = engine.generate(run.encode(problems), config.group_size, run.sampling, seeds)  # B = P * G
+            engine.sleep()
+
+        asked = [problem for problem in problems for _ in range(config.group_size)]  # B, group-major as the rollouts
+        rewards = torch.tensor(run.rewards(asked, rollouts))  # (B,)
+        advantages = group_advantages(rewards, config.group_size, OBJECTIVES[config.objective].divide_by_std)  # (B,)
+        batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
+        with clock("old_logprobs_s"):
+            old_logprobs, entropy = frozen_logprobs(policy, batch, config)  # (B, T), at the weights that sampled
+            batch = replace(batch, old_logprobs=old_logprobs)
+            if reference is not None:
+                batch = replace(batch, ref_logprobs=frozen_logprobs(reference, batch, config)[0])
+        with clock("update_s"):
+            metrics = update(policy, optimizer, batch, config, config.lr_at(step))
+
+        with clock("sync_s"):
+            engine.wake()
+            engine.load(policy.weights(), policy.score)
+
+        metrics |= mismatch_metrics(old_logprobs, batch.behavior_logprobs, batch.mask)
+        metrics |= rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version - 1)
+        metrics |= {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
+        metrics |= clock.seconds()
+        if step % config.eval_every == 0 or step == config.steps:
+            metrics["eval_reward"] = evaluate(run, engine, step)
+        run.log(metrics)
+        if step % config.checkpoint_every == 0 or step == config.steps:
+            save_checkpoint(run, step, policy, optimizer, rng)
+    engine.close()
+    plot_curves(run.out)
+
+
+def evaluate(run: "Run", engine: Engine, step: int) -> float:
+    """Mean reward on held-out problems, one sample each at the run's temperature."""
+    problems = run.task.held_out[: run.config.eval_problems]
+    seeds = [sample_seed(run.config.seed, "eval", step, p) for p in range(len(problems))]
+    rewards = run.rewards(problems, engine.generate(run.encode(problems), 1, run.sampling, seeds))
+    return sum(rewards) / len(rewards)
+
+
+def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: int, version: int) -> dict[str, float]:
+    """What the rollouts alone tell; staleness counts updates between sampling a token and training on it."""
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    groups = rewards.view(-1, group_size)  # (P, G)
+    return {
+        "reward": rewards.mean().item(),
+        "flat_frac": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
+        "trunc_frac": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "response_len": tokens / len(rollouts),
+        "tokens": tokens,
+        "staleness_max": version - min(min(rollout.versions) for rollout in rollouts),
+    }
+
+
+def sample_seed(run_seed: int, stream: str, step: int, index: int) -> int:
+    """The seed of a group, far from all others (its samples use seed, seed + 1, ...): 48 bits of a hash."""
+    return int.from_bytes(sha256(f"{run_seed}/{stream}/{step}/{index}".encode()).digest()[:6], "big")
+
+
+class Clock:
+    """Seconds of each phase and of the step."""
+
+    def __init__(self):
+        self.started, self.phases = time.perf_counter(), {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.phases[phase] = time.perf_counter() - started
+
+    def seconds(self) -> dict[str, float]:
+        return self.phases | {"step_s": time.perf_counter() - self.started}
+
+
+# ------------------------------------------------------------------------------------------------ set-up and its checks
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first step to the last."""
+
+    config: Config
+    out: Path
+    model_path: str
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    max_model_len: int
+
+    def encode(self, problems: list[Problem]) -> list[list[int]]:
+        return [encode_prompt(self.tokenizer, problem) for problem in problems]
+
+    def rewards(self, problems: list[Problem], rollouts: list[Rollout]) -> list[float]:
+        texts = self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
+        return [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """All of it to metrics.jsonl, one line to the terminal."""
+        with open(self.out / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        print(log_line(metrics, self.config.steps), flush=True)
+
+
+def prepare(config: Config) -> Run:
+    """Find all that can be wrong before a model is loaded. Raises: ValueError with the rule and the way out."""
+    check_vllm_version(config.allow_untested_vllm)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be cpu or auto on this machine (torch sees no GPU), got cuda")
+    _check_out(config)
+    task = addition(config.seed) if config.task == "toy" else from_jsonl(config.task, config.seed, config.eval_task)
+    if config.num_prompts > len(task.train):
+        raise ValueError(f"num_prompts must be at most {len(task.train)} (all there are), got {config.num_prompts}")
+    path = config.model
+    if path == "toy":
+        path = str(toy_model(config.cache_dir, config.seed, addition(config.seed)))
+    model_config, tokenizer, stop_token_ids = _check_model(path)
+    longest, problem = _longest_prompt(tokenizer, task)
+    context = getattr(model_config, "max_position_embeddings", None)
+    if context and longest + config.max_new_tokens > context:
+        raise ValueError(f"prompt and response must fit the model's context of {context} tokens, {problem.source} has"
+                         f" {longest} and --max-new-tokens adds {config.max_new_tokens}; shorten one of them")
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
+    return Run(config, Path(config.out), path, task, tokenizer, sampling, longest + config.max_new_tokens)
+
+
+def _check_out(config: Config) -> None:
+    out, record = Path(config.out), Path(config.out) / "config.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"out must be a writable folder, got {out}: {error}") from error
+    if record.exists() and not config.resume:
+        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or choose another --out")
+    if record.exists():
+        ours, theirs = asdict(config), json.loads(record.read_text())["config"]
+        changed = [name for name in ours.keys() - {"resume", "out", "cache_dir"} if ours[name] != theirs.get(name)]
+        if changed:
+            raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
+
+
+def _check_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
+    """Configuration, tokenizer and stop tokens; weights are only looked for."""
+    if os.path.isdir(path) and not any(any(Path(path).glob(pattern)) for pattern in WEIGHT_FILES):
+        raise ValueError(f"model must be a folder with weights ({' or '.join(WEIGHT_FILES)}), {path} has none")
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
+    try:
+        declared = GenerationConfig.from_pretrained(path).eos_token_id  # chat models name more than their tokenizer
+    except OSError:
+        declared = None
+    stop = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    if not stop:
+        raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has none")
+    return config.get_text_config(), tokenizer, tuple(sorted(stop))
+
+
+def _longest_prompt(tokenizer: PreTrainedTokenizerBase, task: Task) -> tuple[int, Problem]:
+    longest = (0, task.train[0])
+    for problem in task.train + task.held_out:
+        try:
+            longest = max(longest, (len(encode_prompt(tokenizer, problem)), problem), key=lambda pair: pair[0])
+        except Exception as error:  # tokenizers raise bare Exceptions on text outside their vocabulary
+            raise ValueError(f"the tokenizer must encode all prompts, it fails on {problem.source}: {error}") from error
+    return longest
+
+
+def build(run: Run) -> tuple[Policy, Policy | None, Optimizer, Engine, random.Random, int]:
+    """Policy, reference, optimizer, an engine with the policy's weights, the task's randomness, the first step."""
+    config, rng, first_step = run.config, random.Random(run.config.seed), 1
+    checkpoint = newest_checkpoint(run.out) if config.resume else None
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    placement = getattr(torch, config.dtype), device, config.parity.fp32_head
+    policy = Policy.load(str(checkpoint / "policy" if checkpoint else run.model_path), *placement)
+    reference = Policy.load(run.model_path, *placement) if config.kl_coef else None  # the first policy, resumed or not
+    optimizer = Optimizer(policy.model, config.weight_decay)
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    engine = Engine(
+        run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
+        max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, enforce_eager=config.enforce_eager,
+        seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
+    )
+    torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
+    if checkpoint:
+        first_step = load_checkpoint(run, checkpoint, optimizer, rng) + 1
+    else:
+        (run.out / "metrics.jsonl").unlink(missing_ok=True)  # of a run that died before its first checkpoint
+    engine.load(policy.weights(), policy.score)
+    write_config(run, engine, policy)
+    print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
+    if config.resume:
+        print(f"resumed at step {first_step}" + ("" if checkpoint else ": there was no checkpoint"), flush=True)
+    return policy, reference, optimizer, engine, rng, first_step
+
+
+# ------------------------------------------------------------------------------------------------ records
+COLUMNS = (
+    "step {step:>3}/{steps} | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
+    " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%} | entropy {entropy:.2f}"
+    " | gnorm {grad_norm:.2f} | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s"
+)
+
+
+def log_line(metrics: dict[str, Any], steps: int) -> str:
+    """One line per step in fixed columns; an evaluation and a degenerate batch are named at its end."""
+    if metrics["step"] == 0:
+        return f"step   0/{steps} | eval {metrics['eval_reward']:.3f}"
+    shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
+    line = COLUMNS.format(**shown, steps=steps)
+    if "eval_reward" in metrics:
+        line += f" | eval {metrics['eval_reward']:.3f}"
+    if metrics["skipped_updates"]:
+        line += f" | NO SIGNAL in {metrics['skipped_updates']} minibatch(es): all groups flat, no optimizer step"
+    if metrics["trunc_frac"] == 1.0:
+        line += " | ALL TRUNCATED: raise --max-new-tokens"
+    return line
+
+
+def write_config(run: Run, engine: Engine, policy: Policy) -> None:
+    """config.json: all one needs to know of what was run, the audit of the live engine included."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        result = subprocess.run(command, check=False, capture_output=True, text=True)
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
+    status = git("status", "--porcelain")
+    on_gpu = policy.device.type == "cuda"
+    record = {
+        "config": asdict(run.config),
+        "audit": engine.settings,
+        "trainer": {"attention": policy.model.config._attn_implementation, "model_path": run.model_path},
+        "versions": versions | {"vllm": engine.version, "python": sys.version.split()[0]},
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": None if status is None else bool(status),
+        "seed": run.config.seed,
+        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+    }
+    _write_atomically(run.out / "config.json", json.dumps(record, indent=2))
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.with_name(path.name + ".new").write_text(text)
+    path.with_name(path.name + ".new").replace(path)
+
+
+def plot_curves(out: Path) -> None:
+    """curves.png from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    panels = {
+        "reward": ["reward", "eval_reward"], "clip rate": ["clip_rate"], "KL new/old, nats": ["kl_new_old"],
+        "entropy, nats": ["entropy"], "mismatch, nats": ["mismatch_abs_mean", "mismatch_max"],
+        "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
+    }
+    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
+        for name in names:
+            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), label=name, marker="o" if name == "eval_reward" else None)
+                axis.legend(fontsize=8)
+        axis.set(title=title, xlabel="step", yscale="log" if title.startswith("mismatch") else "linear")
+    figure.savefig(out / "curves.png", dpi=110)
+    pyplot.close(figure)
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+def save_checkpoint(run: Run, step: int, policy: Policy, optimizer: Optimizer, rng: random.Random) -> None:
+    """checkpoints/step_N, whole or not there: written beside and renamed at the end; the one before it stays."""
+    folder = run.out / "checkpoints" / f"step_{step:06d}"
+    unfinished = folder.with_suffix(".new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    policy.model.save_pretrained(unfinished / "policy")
+    run.tokenizer.save_pretrained(unfinished / "policy")
+    state = {"step": step, "optimizer": optimizer.state_dict(), "rng": rng.getstate(), "torch": torch.get_rng_state()}
+    torch.save(state | {"cuda": torch.cuda.get_rng_state_all()}, unfinished / "state.pt")
+    unfinished.rename(folder)
+    for old in sorted(folder.parent.glob("step_??????"))[:-2]:
+        shutil.rmtree(old)
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    return max(out.glob("checkpoints/step_??????"), default=None)
+
+
+def load_checkpoint(run: Run, folder: Path, optimizer: Optimizer, rng: random.Random) -> int:
+    """Restore all but the policy (loaded from the folder), drop the metrics written since; returns the step."""
+    state = torch.load(folder / "state.pt", weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    rng.setstate(state["rng"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state_all(state["cuda"])
+    lines = (run.out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state["step"]]
+    _write_atomically(run.out / "metrics.jsonl", "".join(kept))
+    return state["step"]
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        train(tyro.cli(Config, description=__doc__))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

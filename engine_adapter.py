@@ -9,6 +9,7 @@ import gc
 import importlib.metadata
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -115,12 +116,23 @@ def _prepare_environment() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first log-probability compiles a kernel for 17 s
 
 
-def plain_vllm(model: str, **engine_args: Any):
-    """vLLM's own `LLM` in this process, as its users start it: the bare side of bench.py."""
-    _prepare_environment()
-    from vllm import LLM
+def plain_vllm(model: str, *, max_model_len: int, max_num_seqs: int, kv_cache_gib: float) -> Callable[..., None]:
+    """vLLM's own `LLM.generate` in this process, as its users call it: the bare side of bench.py.
 
-    return LLM(model, skip_tokenizer_init=True, **engine_args)
+    Returns `generate(prompts, group_size, sampling)`: fp32, no log-probabilities, no seeds, V1's defaults.
+    """
+    _prepare_environment()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=max_model_len,
+              max_num_seqs=max_num_seqs, kv_cache_memory_bytes=int(kv_cache_gib * 2**30), gpu_memory_utilization=0.1)
+
+    def generate(prompts: list[list[int]], group_size: int, sampling: Sampling) -> None:
+        params = SamplingParams(n=group_size, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
+                                stop_token_ids=list(sampling.stop_token_ids), detokenize=False)
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+    return generate
 
 
 class Engine:
@@ -174,7 +186,7 @@ class Engine:
         self._groups: dict[str, list[Rollout]] = {}  # request id -> its group, until all of it is finished
         self._num_requests = 0
         self._kv_asleep = False
-        self.weight_version = 0
+        self.weight_version, self.canary_s = 0, 0.0
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         self.settings = self.audit()
 
@@ -274,7 +286,9 @@ class Engine:
             self._llm.wake_up(tags=["kv_cache"])
             self._kv_asleep = False
         self.weight_version += 1
+        started = time.perf_counter()
         self._check_canary(trainer_logprobs)
+        self.canary_s = time.perf_counter() - started
         self.state = "ready"
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:

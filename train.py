@@ -1,6 +1,6 @@
 """Colocated GRPO in one process: a transformers trainer and a vLLM V1 engine take turns on one device.
 
-One step is: sample, sleep, score, update, wake, load. It is spelled out in `train`, which is the page to read.
+One step is: sample, sleep, score, update, wake, load. It is spelled out in `train_step`, the page to read.
 """
 
 import json
@@ -25,7 +25,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, check_vllm_version
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
-from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
+from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
 from tasks import Problem, Task, addition, encode_prompt, from_jsonl, load_tokenizer, toy_model
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -125,50 +125,64 @@ class Config(UpdateOptions):
 
 
 # ------------------------------------------------------------------------------------------------ the loop
+@dataclass
+class Live:
+    """What changes from step to step."""
+
+    policy: Policy
+    reference: Policy | None
+    optimizer: Optimizer
+    engine: Engine
+    rng: random.Random
+
+
 def train(config: Config) -> None:
-    """The whole algorithm, one batch of rollouts a turn.
-
-    Raises: ValueError for what the user can mend, before any model is loaded.
-    """
+    """The whole run. Raises: ValueError for what the user can mend, before any model is loaded."""
     run = prepare(config)
-    policy, reference, optimizer, engine, rng, first_step = build(run)
+    live, first_step = build(run)
     if first_step == 1:
-        run.log({"step": 0, "eval_reward": evaluate(run, engine, 0)})
+        run.log({"step": 0, "eval_reward": evaluate(run, live.engine, 0)})
     for step in range(first_step, config.steps + 1):
-        clock = Clock()
-        problems = run.task.sample(rng, config.num_prompts)  # P
-        seeds = [sample_seed(config.seed, "train", step, p) for p in range(config.num_prompts)]
-        with clock("generate_s"):
-            rollouts = engine.generate(run.encode(problems), config.group_size, run.sampling, seeds)  # B = P * G
-            engine.sleep()
-
-        asked = [problem for problem in problems for _ in range(config.group_size)]  # B, group-major as the rollouts
-        rewards = torch.tensor(run.rewards(asked, rollouts))  # (B,)
-        advantages = group_advantages(rewards, config.group_size, OBJECTIVES[config.objective].divide_by_std)  # (B,)
-        batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
-        with clock("old_logprobs_s"):
-            old_logprobs, entropy = frozen_logprobs(policy, batch, config)  # (B, T), at the weights that sampled
-            batch = replace(batch, old_logprobs=old_logprobs)
-            if reference is not None:
-                batch = replace(batch, ref_logprobs=frozen_logprobs(reference, batch, config)[0])
-        with clock("update_s"):
-            metrics = update(policy, optimizer, batch, config, config.lr_at(step))
-
-        with clock("sync_s"):
-            engine.wake()
-            engine.load(policy.weights(), policy.score)
-
-        metrics |= mismatch_metrics(old_logprobs, batch.behavior_logprobs, batch.mask)
-        metrics |= rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version - 1)
-        metrics |= {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
-        metrics |= clock.seconds()
-        if step % config.eval_every == 0 or step == config.steps:
-            metrics["eval_reward"] = evaluate(run, engine, step)
+        metrics, _ = train_step(run, live, step)
+        last = step == config.steps
+        if last or step % config.eval_every == 0:
+            metrics["eval_reward"] = evaluate(run, live.engine, step)
         run.log(metrics)
-        if step % config.checkpoint_every == 0 or step == config.steps:
-            save_checkpoint(run, step, policy, optimizer, rng)
-    engine.close()
+        if last or step % config.checkpoint_every == 0:
+            save_checkpoint(run, live, step)
+    live.engine.close()
     plot_curves(run.out)
+
+
+def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch]:
+    """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
+    config, policy, engine, clock = run.config, live.policy, live.engine, Clock()
+    problems = run.task.sample(live.rng, config.num_prompts)  # P
+    seeds = [sample_seed(config.seed, "train", step, p) for p in range(config.num_prompts)]
+    with clock("generate_s"):
+        rollouts = engine.generate(run.encode(problems), config.group_size, run.sampling, seeds)  # B = P * G
+        engine.sleep()
+
+    asked = [problem for problem in problems for _ in range(config.group_size)]  # B, group-major as the rollouts
+    rewards = torch.tensor(run.rewards(asked, rollouts))  # (B,)
+    advantages = group_advantages(rewards, config.group_size, OBJECTIVES[config.objective].divide_by_std)  # (B,)
+    batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
+    with clock("old_logprobs_s"):
+        old_logprobs, entropy = frozen_logprobs(policy, batch, config)  # (B, T), still at the weights that sampled
+        batch = replace(batch, old_logprobs=old_logprobs)
+        if live.reference is not None:
+            batch = replace(batch, ref_logprobs=frozen_logprobs(live.reference, batch, config)[0])
+    with clock("update_s"):
+        metrics = update(policy, live.optimizer, batch, config, config.lr_at(step))
+
+    with clock("sync_s"):
+        engine.wake()
+        engine.load(policy.weights(), policy.score)
+
+    metrics |= mismatch_metrics(old_logprobs, batch.behavior_logprobs, batch.mask)
+    metrics |= rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version - 1)
+    metrics |= {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
+    return metrics | clock.seconds() | {"canary_s": engine.canary_s, "memory_gib": memory_gib(policy.device)}, batch
 
 
 def evaluate(run: "Run", engine: Engine, step: int) -> float:
@@ -196,6 +210,13 @@ def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: 
 def sample_seed(run_seed: int, stream: str, step: int, index: int) -> int:
     """The seed of a group, far from all others (its samples use seed, seed + 1, ...): 48 bits of a hash."""
     return int.from_bytes(sha256(f"{run_seed}/{stream}/{step}/{index}".encode()).digest()[:6], "big")
+
+
+def memory_gib(device: torch.device) -> float:
+    """GPU: the most that torch has held since the start. CPU: resident memory now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 class Clock:
@@ -311,8 +332,8 @@ def _longest_prompt(tokenizer: PreTrainedTokenizerBase, task: Task) -> tuple[int
     return longest
 
 
-def build(run: Run) -> tuple[Policy, Policy | None, Optimizer, Engine, random.Random, int]:
-    """Policy, reference, optimizer, an engine with the policy's weights, the task's randomness, the first step."""
+def build(run: Run) -> tuple[Live, int]:
+    """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
     config, rng, first_step = run.config, random.Random(run.config.seed), 1
     checkpoint = newest_checkpoint(run.out) if config.resume else None
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
@@ -336,7 +357,7 @@ def build(run: Run) -> tuple[Policy, Policy | None, Optimizer, Engine, random.Ra
     print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
     if config.resume:
         print(f"resumed at step {first_step}" + ("" if checkpoint else ": there was no checkpoint"), flush=True)
-    return policy, reference, optimizer, engine, rng, first_step
+    return Live(policy, reference, optimizer, engine, rng), first_step
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -417,15 +438,15 @@ def plot_curves(out: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
-def save_checkpoint(run: Run, step: int, policy: Policy, optimizer: Optimizer, rng: random.Random) -> None:
+def save_checkpoint(run: Run, live: Live, step: int) -> None:
     """checkpoints/step_N, whole or not there: written beside and renamed at the end; the one before it stays."""
     folder = run.out / "checkpoints" / f"step_{step:06d}"
     unfinished = folder.with_suffix(".new")
     shutil.rmtree(unfinished, ignore_errors=True)
-    policy.model.save_pretrained(unfinished / "policy")
+    live.policy.model.save_pretrained(unfinished / "policy")
     run.tokenizer.save_pretrained(unfinished / "policy")
-    state = {"step": step, "optimizer": optimizer.state_dict(), "rng": rng.getstate(), "torch": torch.get_rng_state()}
-    torch.save(state | {"cuda": torch.cuda.get_rng_state_all()}, unfinished / "state.pt")
+    random_states = {"rng": live.rng.getstate(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    torch.save({"step": step, "optimizer": live.optimizer.state_dict()} | random_states, unfinished / "state.pt")
     unfinished.rename(folder)
     for old in sorted(folder.parent.glob("step_??????"))[:-2]:
         shutil.rmtree(old)

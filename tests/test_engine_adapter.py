@@ -190,7 +190,7 @@ def test_two_consecutive_loads_arrive_tied_or_not(folders, tied, dtype):
 
 
 def test_a_tied_head_that_is_not_sent_is_caught_by_the_canary(folders):
-    """vLLM's CPU build keeps its own packed copy of a tied head; a trainer that sends each tensor once leaves it stale."""
+    """vLLM's CPU build keeps a packed copy of a tied head; a trainer that sends each tensor once leaves it stale."""
     policy = Policy(qwen2(tied=True))
     weights = lambda: {n: t for n, t in policy.weights().items() if n != "lm_head.weight"}  # noqa: E731
     engine = Engine(folders[True], {n: t.shape for n, t in weights().items()}, ParityFlags(), max_model_len=128)

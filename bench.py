@@ -1,0 +1,109 @@
+"""What a step costs over the bare work, both measured in one run; and what time and memory do as rollouts grow.
+
+The bare work is what no colocated GRPO can do without: vLLM's own `generate` on the same prompts without
+log-probabilities, and plain transformers' forward and backward over the same tokens in the same micro-batches, with
+one more forward for the old log-probabilities.
+"""
+
+import contextlib
+import io
+import random
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+import transformers
+import tyro
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine_adapter import plain_vllm
+from rl import Batch
+from train import Config, Live, Run, build, prepare, train_step
+
+PHASES = ("generate_s", "old_logprobs_s", "update_s", "sync_s")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How long to measure."""
+
+    rounds: int = 20
+    """Pairs of one step and its bare work, in turns; medians are compared."""
+    rollouts: tuple[int, ...] = (64, 512, 4096)
+    """Rollouts per step at which time and memory are measured; empty for none."""
+    seed: int = 0
+    """Of the toy model and the problems."""
+
+
+def bare_training(model: PreTrainedModel, batch: Batch, rows: int) -> dict[str, float]:
+    """Seconds of a forward, and of a forward and backward, over the batch's tokens, without any optimizer."""
+    started = time.perf_counter()
+    with torch.no_grad():
+        for micro in batch.split(rows):
+            model(input_ids=micro.inputs, use_cache=False)
+    forward = time.perf_counter()
+    for micro in batch.split(rows):
+        logits = model(input_ids=micro.inputs, use_cache=False).logits  # (rows, T, V)
+        losses = F.cross_entropy(logits.flatten(0, 1), micro.targets.flatten(), reduction="none")
+        (losses * micro.mask.flatten()).sum().backward()
+    model.zero_grad()
+    return {"old_logprobs_s": forward - started, "update_s": time.perf_counter() - forward}
+
+
+def compare(run: Run, live: Live, rounds: int) -> None:
+    """Print the table of phases: our step beside the bare work, medians over `rounds` after two uncounted ones."""
+    config = run.config
+    model = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=torch.float32).to(live.policy.device).eval()
+    generate = plain_vllm(run.model_path, max_model_len=run.max_model_len, max_num_seqs=config.max_num_seqs,
+                          kv_cache_gib=config.kv_cache_gib)
+    ours, bare = [], []
+    for step in range(1, rounds + 3):
+        state = live.rng.getstate()
+        metrics, batch = train_step(run, live, step)
+        rng = random.Random()
+        rng.setstate(state)
+        prompts = run.encode(run.task.sample(rng, config.num_prompts))  # the same as the step's
+        started = time.perf_counter()
+        generate(prompts, config.group_size, run.sampling)
+        phases = {"generate_s": time.perf_counter() - started} | bare_training(model, batch, config.micro_batch_size)
+        ours.append(metrics)
+        bare.append(phases | {"step_s": sum(phases.values())})
+    print(f"{'phase':<16} {'step, ms':>9} {'bare, ms':>9}   medians of {rounds} pairs, {config.num_prompts} prompts"
+          f" x {config.group_size}, {ours[-1]['tokens']} tokens")
+    table = {name: (median(row[name] for row in ours[2:]), median(row.get(name, 0.0) for row in bare[2:]))
+             for name in (*PHASES, "canary_s", "step_s")}
+    for name, (step_s, bare_s) in table.items():
+        print(f"{name:<16} {1e3 * step_s:9.1f} {1e3 * bare_s:9.1f}{'   in sync_s' if name == 'canary_s' else ''}")
+    ratios = sorted(a["step_s"] / b["step_s"] for a, b in zip(ours[2:], bare[2:], strict=True))
+    print(f"a step costs {table['step_s'][0] / table['step_s'][1]:.3f} times the bare work (pairs: {ratios[0]:.2f} to"
+          f" {ratios[-1]:.2f}); the canary is {table['canary_s'][0] / table['step_s'][0]:.1%} of a step")
+
+
+def grow(run: Run, live: Live, rollouts: tuple[int, ...]) -> None:
+    """Print seconds and memory of a step as the number of rollouts grows."""
+    print(f"{'rollouts':>8} {'step, s':>8} {'ms/rollout':>11} {'memory, GiB':>12}")
+    for num_rollouts in rollouts:
+        size = replace(run, config=replace(run.config, num_prompts=num_rollouts // run.config.group_size))
+        rows = [train_step(size, live, step)[0] for step in range(1, 4)]
+        seconds = median(row["step_s"] for row in rows)
+        print(f"{num_rollouts:8d} {seconds:8.2f} {1e3 * seconds / num_rollouts:11.2f} {rows[-1]['memory_gib']:12.3f}")
+
+
+def main() -> None:
+    transformers.utils.logging.disable_progress_bar()
+    options = tyro.cli(Options, description=__doc__)
+    with tempfile.TemporaryDirectory() as folder:
+        # A learning rate too small to move the weights: both sides sample from the same policy throughout.
+        run = prepare(Config(out=folder, seed=options.seed, lr=1e-12))
+        with contextlib.redirect_stdout(io.StringIO()):
+            live, _ = build(run)
+        compare(run, live, options.rounds)
+        if options.rollouts:
+            grow(run, live, options.rollouts)
+
+
+if __name__ == "__main__":
+    main()

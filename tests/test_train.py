@@ -1,0 +1,180 @@
+"""The command line from the outside: it learns, it repeats itself, it survives kill -9, it refuses what cannot work."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+from conftest import qwen2
+
+from tasks import toy_tokenizer
+from train import Config, sample_seed
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "16")
+SECONDS = re.compile(r"_s$|^memory_gib$")
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "train.py"), "--out", str(out), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(out: Path, *arguments: str) -> str:
+    process = start(out, *arguments)
+    text, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, text[-3000:]
+    return text
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(out: Path) -> list[dict]:
+    return [{name: value for name, value in row.items() if not SECONDS.search(name)} for row in rows(out)]
+
+
+# ------------------------------------------------------------------------------------------------ the default job
+def test_the_default_job_learns_at_parity(tmp_path):
+    """The README's figure, one seed of it: thresholds are the project's promise, not this machine's result."""
+    text = run(tmp_path / "run")
+    table = rows(tmp_path / "run")
+    steps = table[1:]
+    assert [row["step"] for row in table] == list(range(len(table)))
+    assert sum(row["reward"] for row in steps[:3]) / 3 < 0.45
+    assert sum(row["reward"] for row in steps[-5:]) / 5 >= 0.9
+    assert table[0]["eval_reward"] < 0.45
+    assert table[-1]["eval_reward"] >= 0.9
+    assert max(row["mismatch_abs_mean"] for row in steps) <= 1e-5
+    assert max(row["mismatch_max"] for row in steps) <= 1e-3
+    assert all(row["staleness_max"] == 0 for row in steps)
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["audit"]["logprobs_mode"] == "processed_logprobs"
+    assert record["config"]["temperature"] == 0.7
+    assert set(record) >= {"config", "audit", "versions", "commit", "dirty", "seed", "device"}
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    assert len(re.findall(r"^step +\d+/\d+ \| reward .* \| mismatch_kl .* s", text, re.M)) == len(steps)
+
+
+# ------------------------------------------------------------------------------------------------ resume
+def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(tmp_path):
+    options = (*SMALL, "--steps", "4", "--checkpoint-every", "2", "--eval-every", "2")
+    run(tmp_path / "whole", *options)
+    process = start(tmp_path / "killed", *options)
+    for line in process.stdout:
+        if line.startswith("step   3/"):
+            process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert [row["step"] for row in rows(tmp_path / "killed")] == [0, 1, 2, 3]
+    checkpoint = tmp_path / "killed" / "checkpoints"
+    (checkpoint / "step_000003.new").mkdir()  # as if it had been killed while writing the next one
+    text = run(tmp_path / "killed", *options, "--resume")
+    assert "resumed at step 3" in text
+    assert timeless(tmp_path / "killed") == timeless(tmp_path / "whole")
+    assert sorted(p.name for p in checkpoint.glob("step_??????")) == ["step_000002", "step_000004"]
+
+
+def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path):
+    config = json.loads(json.dumps(tyro_default()))
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    assert "lr, seed" in refusal("--out", str(tmp_path), "--resume", "--lr", "0.5", "--seed", "3")
+    assert "holds a run" in refusal("--out", str(tmp_path))
+
+
+def tyro_default() -> dict:
+    from dataclasses import asdict
+
+    return asdict(Config())
+
+
+# ------------------------------------------------------------------------------------------------ real models and data
+def test_a_model_folder_and_a_jsonl_file_go_through_the_same_door(tmp_path):
+    """Two steps of everything the default job leaves off: GSPO, KL, TIS, untied bf16 model, numeric reward."""
+    folder = tmp_path / "model"
+    qwen2(tied=False).save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    problems = [{"question": f"{i}+1=", "answer": f"{i} + 1 = #### {i + 1}"} for i in range(40)]
+    (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    out = tmp_path / "run"
+    options = ("--model", str(folder), "--task", str(tmp_path / "task.jsonl"), "--dtype", "bfloat16", "--steps", "2")
+    run(out, *options, *SMALL, "--objective", "gspo", "--kl-coef", "0.05", "--tis", "sequence", "--lr", "1e-4")
+    steps = rows(out)[1:]
+    assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)  # bf16 arithmetic, fp32 heads
+    assert all(math.isfinite(row["kl_ref"]) for row in steps)
+    record = json.loads((out / "config.json").read_text())
+    assert record["audit"]["head_dtype"] == "float32"
+    assert record["audit"]["model_dtype"] == "bfloat16"
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+def refusal(*arguments: str) -> str:
+    """What a refused command line says; it must be one sentence and a non-zero exit, without a traceback."""
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr, result.stderr
+    assert "engine:" not in result.stdout
+    return result.stderr
+
+
+def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded(tmp_path):
+    empty, bad, long = tmp_path / "empty.jsonl", tmp_path / "bad.jsonl", tmp_path / "long.jsonl"
+    empty.touch()
+    bad.write_text('{"question": "1+1=", "answer": 2}\n{"question": \n')
+    long.write_text("\n".join(json.dumps({"question": "1+1=" * (1 + 30 * (i == 7)), "answer": 2}) for i in range(20)))
+    weightless, file = tmp_path / "weightless", tmp_path / "file"
+    weightless.mkdir()
+    file.touch()
+    qwen2(tied=False).config.save_pretrained(weightless)
+    out = ("--out", str(tmp_path / "run"))
+    assert "objective" in refusal(*out, "--objective", "ppo")
+    assert "error: group_size must be at least 2" in refusal(*out, "--group-size", "1")
+    assert "error: task must have problems" in refusal(*out, "--task", str(empty))
+    assert f"error: {bad}, line 2 must be a JSON object" in refusal(*out, "--task", str(bad))
+    assert f"{long}, line 8 has 125" in refusal(*out, "--task", str(long), "--num-prompts", "4")
+    assert "folder with weights" in refusal(*out, "--model", str(weightless))
+    assert "out must be a writable folder" in refusal("--out", str(file / "run"))
+    assert "without fp32_head" in refusal(*out, "--tis", "token", "--parity.no-fp32-head")
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    ("--tis token --old-policy rollout", "count it twice"),
+    ("--tis masked --parity.no-processed-logprobs --parity.no-inflight-keep", "processed_logprobs, inflight_keep"),
+    ("--tis masked --tis-cap 0.4", "tis_floor must be below"),
+    ("--num-minibatches 3", "num_minibatches must divide"),
+    ("--temperature 0", "temperature must be positive"),
+    ("--temperature nan", "temperature must be positive"),
+    ("--lr inf", "lr must be positive and finite"),
+    ("--steps 0", "steps must be at least 1"),
+    ("--clip-low 1.5", "clip_low"),
+    ("--kl-coef -1", "kl_coef must be non-negative"),
+])  # fmt: skip
+def test_config_refuses_what_cannot_work(arguments, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        tyro.cli(Config, args=arguments.split())
+
+
+def test_a_correction_over_a_broken_backend_needs_the_option_that_says_so():
+    arguments = ["--tis", "token", "--parity.no-processed-logprobs", "--tis-over-a-broken-backend"]
+    assert tyro.cli(Config, args=arguments).tis == "token"
+
+
+def test_sample_seeds_differ_by_run_stream_step_and_group():
+    seeds = [sample_seed(r, s, t, p) for r in (0, 1) for s in ("train", "eval") for t in (1, 2) for p in range(50)]
+    assert len({seed // 1024 for seed in seeds}) == len(seeds)  # far apart: a group's samples count up from its seed
+    assert sample_seed(0, "train", 1, 0) == sample_seed(0, "train", 1, 0)
+    assert all(0 <= seed < 2**48 for seed in seeds)
+
+
+def test_learning_rate_warms_up_and_decays_to_zero():
+    config = Config(steps=100, lr=1.0, lr_warmup_steps=4)
+    rates = [config.lr_at(step) for step in range(1, 101)]
+    assert rates[:5] == pytest.approx([0.2, 0.4 * 0.99, 0.6 * 0.98, 0.8 * 0.97, 0.96])
+    assert rates[-1] == pytest.approx(0.01)
+    assert rates[4:] == sorted(rates[4:], reverse=True)

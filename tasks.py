@@ -18,9 +18,19 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 HELD_OUT_SHARE = 0.1  # of the problems, never trained on
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -114,6 +124,29 @@ def _read_problem(line: str, source: str) -> Problem:
 
 
 # ------------------------------------------------------------------------------------------------ text <-> token ids
+def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
+    """Configuration, tokenizer and stop tokens of `toy`, a folder or a hub name; weights are only looked for.
+
+    Raises: ValueError if the folder has no weights, the name cannot be resolved, or no stop token is named.
+    """
+    if path == "toy":
+        return toy_config(), toy_tokenizer(), (EOS,)
+    if os.path.isdir(path) and not any(any(Path(path).glob(pattern)) for pattern in WEIGHT_FILES):
+        raise ValueError(f"model must be a folder with weights ({' or '.join(WEIGHT_FILES)}), {path} has none")
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
+    try:
+        declared = GenerationConfig.from_pretrained(path).eos_token_id  # chat models name more than their tokenizer
+    except OSError:
+        declared = None
+    stop = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    if not stop:
+        raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has none")
+    return config.get_text_config(), tokenizer, tuple(sorted(stop))
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The folder's own tokenizer. A folder that names the generic fast class is taken at its word: AutoTokenizer would
     make a Qwen tokenizer of it by the model's type and lose characters."""
@@ -133,10 +166,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[
 # ------------------------------------------------------------------------------------------------ the toy model
 TOY_CHARACTERS = "0123456789+="
 PAD, BOS, EOS = range(3)
-TOY_LIMIT_S = 45.0  # of supervised teaching; it takes about a third of that on two cores
+TOY_LIMIT_S = 45.0  # of supervised teaching; it takes about half of that on two cores
 TOY_SHARE = 0.22  # of attempts at TOY_TEMPERATURE that are right when teaching stops: the rest is for RL to find
 TOY_TEMPERATURE = 0.7  # the default job's
-TOY_SMOOTHING = 0.55  # of the labels: the toy is unsure of what it knows, so its samples differ and RL has a choice
+TOY_SMOOTHING = 0.6  # of the labels: the toy is unsure of what it knows, so its samples differ and RL has a choice
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:

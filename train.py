@@ -21,14 +21,12 @@ from typing import Any, Literal
 import torch
 import transformers
 import tyro
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, check_vllm_version
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
 from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
-from tasks import Problem, Task, addition, encode_prompt, from_jsonl, load_tokenizer, toy_model
-
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+from tasks import Problem, Task, addition, describe_model, encode_prompt, from_jsonl, toy_model
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Config(UpdateOptions):
     """Go on from the newest checkpoint in `out`; the other options must be those of the first start."""
     seed: int = 0
     """Decides the toy model, the held-out split, the problems of each step and the seed of every sample."""
-    steps: int = 120
+    steps: int = 100
     """Batches of rollouts; the learning rate decays to zero over them."""
     model: str = "toy"
     """`toy`, a folder with a Hugging Face causal language model, or a hub name."""
@@ -56,7 +54,7 @@ class Config(UpdateOptions):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Both sides share it; auto takes the GPU if there is one."""
 
-    num_prompts: int = 64
+    num_prompts: int = 128
     """Problems per step (P)."""
     group_size: int = 8
     """Samples per problem (G); their mean is the baseline, so a single one would carry no signal."""
@@ -136,10 +134,9 @@ class Live:
     rng: random.Random
 
 
-def train(config: Config) -> None:
-    """The whole run. Raises: ValueError for what the user can mend, before any model is loaded."""
-    run = prepare(config)
-    live, first_step = build(run)
+def train(run: "Run") -> None:
+    """The whole run: steps, evaluations, records, checkpoints."""
+    config, (live, first_step) = run.config, build(run)
     if first_step == 1:
         run.log({"step": 0, "eval_reward": evaluate(run, live.engine, 0)})
     for step in range(first_step, config.steps + 1):
@@ -273,15 +270,15 @@ def prepare(config: Config) -> Run:
     task = addition(config.seed) if config.task == "toy" else from_jsonl(config.task, config.seed, config.eval_task)
     if config.num_prompts > len(task.train):
         raise ValueError(f"num_prompts must be at most {len(task.train)} (all there are), got {config.num_prompts}")
-    path = config.model
-    if path == "toy":
-        path = str(toy_model(config.cache_dir, config.seed, addition(config.seed)))
-    model_config, tokenizer, stop_token_ids = _check_model(path)
+    model_config, tokenizer, stop_token_ids = describe_model(config.model)
     longest, problem = _longest_prompt(tokenizer, task)
     context = getattr(model_config, "max_position_embeddings", None)
     if context and longest + config.max_new_tokens > context:
         raise ValueError(f"prompt and response must fit the model's context of {context} tokens, {problem.source} has"
                          f" {longest} and --max-new-tokens adds {config.max_new_tokens}; shorten one of them")
+    path = config.model
+    if path == "toy":  # taught, if it is not there yet, after all else has been checked
+        path = str(toy_model(config.cache_dir, config.seed, addition(config.seed)))
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
     return Run(config, Path(config.out), path, task, tokenizer, sampling, longest + config.max_new_tokens)
 
@@ -302,24 +299,6 @@ def _check_out(config: Config) -> None:
         changed = [name for name in ours.keys() - {"resume", "out", "cache_dir"} if ours[name] != theirs.get(name)]
         if changed:
             raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
-
-
-def _check_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
-    """Configuration, tokenizer and stop tokens; weights are only looked for."""
-    if os.path.isdir(path) and not any(any(Path(path).glob(pattern)) for pattern in WEIGHT_FILES):
-        raise ValueError(f"model must be a folder with weights ({' or '.join(WEIGHT_FILES)}), {path} has none")
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
-    try:
-        declared = GenerationConfig.from_pretrained(path).eos_token_id  # chat models name more than their tokenizer
-    except OSError:
-        declared = None
-    stop = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
-    if not stop:
-        raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has none")
-    return config.get_text_config(), tokenizer, tuple(sorted(stop))
 
 
 def _longest_prompt(tokenizer: PreTrainedTokenizerBase, task: Task) -> tuple[int, Problem]:
@@ -472,9 +451,10 @@ def load_checkpoint(run: Run, folder: Path, optimizer: Optimizer, rng: random.Ra
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     try:
-        train(tyro.cli(Config, description=__doc__))
+        run = prepare(tyro.cli(Config, description=__doc__))
     except ValueError as error:
         sys.exit(f"error: {error}")
+    train(run)
 
 
 if __name__ == "__main__":

@@ -189,16 +189,22 @@ def test_two_consecutive_loads_arrive_tied_or_not(folders, tied, dtype):
             assert stale > 2 * max(floor, after)
 
 
-def test_a_tied_head_that_is_not_sent_is_caught_by_the_canary(folders):
-    """vLLM's CPU build keeps a packed copy of a tied head; a trainer that sends each tensor once leaves it stale."""
+def test_a_tied_head_that_is_not_sent_is_never_stale_in_silence(folders):
+    """vLLM 0.32's CPU build keeps a packed copy of a tied head, stale if each tensor is sent once; 0.26 has no copy."""
     policy = Policy(qwen2(tied=True))
     weights = lambda: {n: t for n, t in policy.weights().items() if n != "lm_head.weight"}  # noqa: E731
     engine = Engine(folders[True], {n: t.shape for n, t in weights().items()}, ParityFlags(), max_model_len=128)
     try:
-        with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
+        if engine.version.startswith("0.26") or engine.on_gpu:
             engine.load(weights(), policy.score)
-        with pytest.raises(EngineStateError, match="broken: build a new one"):
-            engine.generate(PROMPTS, 1, WARM, SEEDS)
+            move(policy)
+            engine.load(weights(), policy.score)
+            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+        else:
+            with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
+                engine.load(weights(), policy.score)
+            with pytest.raises(EngineStateError, match="broken: build a new one"):
+                engine.generate(PROMPTS, 1, WARM, SEEDS)
     finally:
         engine.close()
 

@@ -49,24 +49,27 @@ class Batch:
     def split(self, num_rows: int) -> list["Batch"]:
         return [self.rows(slice(start, start + num_rows)) for start in range(0, len(self.inputs), num_rows)]
 
+    def minibatches(self, options: "UpdateOptions") -> list["Batch"]:
+        """The rows of each optimizer step."""
+        return self.split(len(self.inputs) // options.num_minibatches)
+
 
 def make_batch(rollouts: list["Rollout"], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
     """Shift once, pad once: position t of every (B, T) tensor belongs to the prediction of token t + 1.
 
     Shapes: B rollouts, advantages (B,) -> Batch with T = longest prompt + response - 1.
     """
-    num_rows, longest = len(rollouts), max(len(r.prompt_ids) + len(r.token_ids) for r in rollouts)
-    ids = torch.zeros(num_rows, longest, dtype=torch.long)  # any id pads: causal attention never looks right
-    mask = torch.zeros(num_rows, longest)
-    behavior_logprobs = torch.zeros(num_rows, longest)
-    for row, rollout in enumerate(rollouts):
-        start, stop = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout.token_ids)
-        assert len(rollout.logprobs) == len(rollout.token_ids), f"{len(rollout.logprobs)=} {len(rollout.token_ids)=}"
-        ids[row, :stop] = torch.tensor(rollout.prompt_ids + rollout.token_ids)
-        mask[row, start:stop] = 1.0
-        behavior_logprobs[row, start:stop] = torch.tensor(rollout.logprobs)
-    shifted = ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:]  # (B, T) each
-    return Batch(*(tensor.to(device) for tensor in shifted), advantages.to(device))
+    longest = max(len(r.prompt_ids) + len(r.token_ids) for r in rollouts)
+    ids, mask, behavior_logprobs = [], [], []  # B rows of T + 1
+    for rollout in rollouts:
+        prompt, response = len(rollout.prompt_ids), len(rollout.token_ids)
+        assert len(rollout.logprobs) == response, f"{len(rollout.logprobs)=} {response=}"
+        padding = [0] * (longest - prompt - response)  # any id pads: causal attention never looks right
+        ids.append(rollout.prompt_ids + rollout.token_ids + padding)
+        mask.append([0.0] * prompt + [1.0] * response + padding)
+        behavior_logprobs.append([0.0] * prompt + rollout.logprobs + padding)
+    ids, mask, behavior_logprobs = (torch.tensor(rows, device=device) for rows in (ids, mask, behavior_logprobs))
+    return Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:], advantages.to(device))
 
 
 # ------------------------------------------------------------------------------------------------ policy
@@ -265,7 +268,9 @@ class UpdateOptions:
 def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> tuple[Tensor, Tensor]:
     """`policy.logprobs` over the whole batch without gradients, micro-batch by micro-batch: two tensors (B, T)."""
     width = batch.mask.shape[1]
-    parts = [policy.logprobs(micro, options.temperature) for micro in batch.split(options.micro_batch_size)]
+    # Cut as `update` cuts, so that in 16 bits the ratio starts at 1 and not at the noise of another padding.
+    micros = [m for rows in batch.minibatches(options) for m in rows.split(options.micro_batch_size)]
+    parts = [policy.logprobs(micro, options.temperature) for micro in micros]
     logprobs, entropy = zip(*parts, strict=True)
     return tuple(torch.cat([F.pad(p, (0, width - p.shape[1])) for p in column]) for column in (logprobs, entropy))
 
@@ -303,7 +308,7 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
     Raises: FloatingPointError if a loss or a gradient is not finite.
     """
     sums, losses, norms = defaultdict(float), [], []
-    for minibatch in batch.split(len(batch.inputs) // options.num_minibatches):
+    for minibatch in batch.minibatches(options):
         if not options.kl_coef and not minibatch.advantages.any():
             continue
         weights = loss_weights(minibatch.mask, OBJECTIVES[options.objective].normalizer, options.max_new_tokens)

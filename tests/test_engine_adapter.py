@@ -259,6 +259,18 @@ def test_the_canary_sees_a_tensor_that_is_not_the_trainers(folders, name, change
             engine.load(weights, policy.score)
 
 
+def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_does_not(folders):
+    long_prompts = [torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
+    for runtime in (True, False):  # a prompt must be longer than a KV block, of which 32 is the CPU's smallest
+        policy = Policy(qwen2(tied=False))
+        with started(folders[False], policy, ParityFlags(explicit_runtime=runtime), block_size=32) as engine:
+            assert mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"] < 1e-5
+            move(policy)
+            engine.load(policy.weights(), policy.score)
+            stale = mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"]
+            assert stale < 1e-5 if runtime else stale > 0.01
+
+
 # ------------------------------------------------------------------------------------------------ states
 def test_sleep_wake_load_generate_is_the_only_order(folders):
     policy = Policy(qwen2(tied=False))
@@ -280,6 +292,8 @@ def test_sleep_wake_load_generate_is_the_only_order(folders):
             engine.load(policy.weights(), policy.score)
         with pytest.raises(EngineStateError, match="sleep needs an engine that is ready"):
             engine.sleep()
+        with pytest.raises(EngineStateError, match="audit needs an engine that is awake"):
+            engine.audit()
         engine.wake()
         with pytest.raises(EngineStateError, match="empty: call load"):
             engine.generate(PROMPTS, 1, WARM, SEEDS)

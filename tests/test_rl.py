@@ -1,5 +1,6 @@
 """The trainer's half against plain float64 computations that share no code with it."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from conftest import qwen2
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from engine_adapter import Rollout
-from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
+from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -156,10 +157,37 @@ def test_first_loss_equals_the_formula_by_hand():
     assert metrics["clip_rate"] == 0.0
 
 
+def by_hand(options: UpdateOptions) -> list[tuple[float, float]]:
+    """(log pi, log mu) of every response token at the start, from plain float64 computations."""
+    model = qwen2(tied=True)
+    return [
+        (value, mu)
+        for rollout in rollouts()
+        for value, mu in zip(plain_logprobs(model, rollout, 0.7).tolist(), rollout.logprobs, strict=True)
+    ]
+
+
 def test_two_policy_ratio_is_to_the_behavior_policy():
-    _, metrics, _ = stepped(UpdateOptions(old_policy="rollout", num_minibatches=1))
-    assert abs(metrics["ratio_mean"] - 1.0) > 0.1  # these rollouts were not sampled from the model
+    options = UpdateOptions(old_policy="rollout", num_minibatches=1)
+    _, metrics, _ = stepped(options)
+    ratios = [math.exp(value - mu) for value, mu in by_hand(options)]
+    assert metrics["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
     assert metrics["kl_new_old"] == pytest.approx(0.0, abs=1e-6)  # KL stays the trainer's own
+
+
+def test_loss_with_tis_and_kl_equals_the_formula_by_hand():
+    options = UpdateOptions(num_minibatches=1, tis="token", tis_cap=0.5, kl_coef=0.3)
+    advantages = (1.0, -1.0, 2.0, 0.5)
+    _, metrics, _ = stepped(options, advantages)
+    tokens = by_hand(options)
+    of_row = [a for rollout, a in zip(rollouts(), advantages, strict=True) for _ in rollout.token_ids]
+    k3 = math.exp(-0.1) - 1 + 0.1  # `stepped` has a reference 0.1 nats below the policy, on every token
+    weights = [min(math.exp(value - mu), 0.5) for value, mu in tokens]
+    expected = sum(-w * a + 0.3 * k3 for w, a in zip(weights, of_row, strict=True)) / len(tokens)
+    assert 0 < sum(w == 0.5 for w in weights) < len(weights)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["kl_ref"] == pytest.approx(k3, rel=1e-3)
+    assert metrics["tis_clip_frac"] == pytest.approx(sum(w == 0.5 for w in weights) / len(weights), rel=1e-4)
 
 
 def test_a_batch_without_signal_takes_no_step_and_says_so():
@@ -196,8 +224,29 @@ def test_bf16_masters_add_up_steps_too_small_for_bf16():
     assert optimizer.masters[0][0].item() == pytest.approx(0.99, abs=1e-4)
 
 
+def test_a_restored_optimizer_goes_on_exactly_masters_included():
+    def fresh() -> tuple[torch.nn.Parameter, Optimizer]:
+        parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        return parameter, Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
+
+    def step(parameter: torch.nn.Parameter, optimizer: Optimizer, seed: int) -> None:
+        parameter.grad = torch.randn(8, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        optimizer.accumulate()
+        optimizer.step(lr=1e-4, grad_clip=1.0)
+
+    parameter, optimizer = fresh()
+    step(parameter, optimizer, 0)
+    copy, restored = fresh()
+    with torch.no_grad():
+        copy.copy_(parameter)
+    restored.load_state_dict(optimizer.state_dict())
+    step(parameter, optimizer, 1)
+    step(copy, restored, 1)
+    assert torch.equal(optimizer.masters[0], restored.masters[0])
+
+
 def test_rows_are_cut_to_their_longest_response():
     batch = make_batch(rollouts(), torch.zeros(4))
     assert batch.inputs.shape[1] == 7
     assert batch.rows(slice(3, 4)).inputs.shape == (1, 4)
-    assert isinstance(batch.split(3)[1], Batch)
+    assert [part.inputs.shape for part in batch.split(3)] == [(3, 7), (1, 4)]

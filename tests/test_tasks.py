@@ -48,6 +48,11 @@ def test_exact_match(response, reward):
     ("42", "first 42, then 43", 0),
     ("-3", "the result is -3.", 1),
     ("0.5", "0.50", 1),
+    ("1e-05", "that is 0.00001", 1),
+    ("0.5", "about .5", 1),
+    ("12", "pages 10-12", 1),
+    ("-2", "x = -2", 1),
+    ("2", "7-5=2", 1),
     ("42", "no idea", 0),
     ("42", "", 0),
 ])  # fmt: skip

@@ -120,6 +120,7 @@ def refusal(*arguments: str) -> str:
     assert result.returncode != 0
     assert "Traceback" not in result.stderr, result.stderr
     assert "engine:" not in result.stdout
+    assert "toy model" not in result.stdout
     return result.stderr
 
 
@@ -153,6 +154,9 @@ def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded
     ("--lr inf", "lr must be positive and finite"),
     ("--steps 0", "steps must be at least 1"),
     ("--clip-low 1.5", "clip_low"),
+    ("--objective cispo --clip-low 0.1", "clip_low must not be given"),
+    ("--eval-task x.jsonl", "eval_task must not be given"),
+    ("--seed 4294967296", "seed must be below"),
     ("--kl-coef -1", "kl_coef must be non-negative"),
 ])  # fmt: skip
 def test_config_refuses_what_cannot_work(arguments, complaint):

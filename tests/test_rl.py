@@ -1,5 +1,6 @@
 """The trainer's half against plain float64 computations that share no code with it."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -176,18 +177,18 @@ def test_two_policy_ratio_is_to_the_behavior_policy():
 
 
 def test_loss_with_tis_and_kl_equals_the_formula_by_hand():
-    options = UpdateOptions(num_minibatches=1, tis="token", tis_cap=0.5, kl_coef=0.3)
+    tokens = by_hand(UpdateOptions())
+    cap = sorted(math.exp(value - mu) for value, mu in tokens)[6] * 1.01  # seven of the thirteen tokens are below it
+    options = UpdateOptions(num_minibatches=1, tis="token", tis_cap=cap, kl_coef=0.3)
     advantages = (1.0, -1.0, 2.0, 0.5)
     _, metrics, _ = stepped(options, advantages)
-    tokens = by_hand(options)
     of_row = [a for rollout, a in zip(rollouts(), advantages, strict=True) for _ in rollout.token_ids]
     k3 = math.exp(-0.1) - 1 + 0.1  # `stepped` has a reference 0.1 nats below the policy, on every token
-    weights = [min(math.exp(value - mu), 0.5) for value, mu in tokens]
+    weights = [min(math.exp(value - mu), cap) for value, mu in tokens]
     expected = sum(-w * a + 0.3 * k3 for w, a in zip(weights, of_row, strict=True)) / len(tokens)
-    assert 0 < sum(w == 0.5 for w in weights) < len(weights)
     assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
     assert metrics["kl_ref"] == pytest.approx(k3, rel=1e-3)
-    assert metrics["tis_clip_frac"] == pytest.approx(sum(w == 0.5 for w in weights) / len(weights), rel=1e-4)
+    assert metrics["tis_clip_frac"] == pytest.approx(6 / 13, rel=1e-4)
 
 
 def test_a_batch_without_signal_takes_no_step_and_says_so():
@@ -236,12 +237,12 @@ def test_a_restored_optimizer_goes_on_exactly_masters_included():
 
     parameter, optimizer = fresh()
     step(parameter, optimizer, 0)
-    copy, restored = fresh()
+    again, restored = fresh()
     with torch.no_grad():
-        copy.copy_(parameter)
-    restored.load_state_dict(optimizer.state_dict())
+        again.copy_(parameter)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step(parameter, optimizer, 1)
-    step(copy, restored, 1)
+    step(again, restored, 1)
     assert torch.equal(optimizer.masters[0], restored.masters[0])
 
 

@@ -5,6 +5,7 @@ random weights and generates only from what the trainer has loaded into it, so a
 behind a checkpoint on disk.
 """
 
+import ctypes
 import gc
 import importlib.metadata
 import math
@@ -265,6 +266,8 @@ class Engine:
         if self.on_gpu:
             torch.cuda.empty_cache()  # the blocks the trainer has cached are what the engine needs now
             self._llm.wake_up(tags=["weights"])
+        else:
+            ctypes.CDLL(None).malloc_trim(0)  # else glibc keeps the trainer's freed blocks: 0.5 GiB after 100 steps
         self.state = "empty"
 
     def load(self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs) -> None:

@@ -27,7 +27,7 @@ def start(out: Path, *arguments: str) -> subprocess.Popen:
 
 def run(out: Path, *arguments: str) -> str:
     process = start(out, *arguments)
-    text, _ = process.communicate(timeout=400)
+    text, _ = process.communicate(timeout=1500)
     assert process.returncode == 0, text[-3000:]
     return text
 
@@ -116,7 +116,7 @@ def test_a_model_folder_and_a_jsonl_file_go_through_the_same_door(tmp_path):
 def refusal(*arguments: str) -> str:
     """What a refused command line says; it must be one sentence and a non-zero exit, without a traceback."""
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode != 0
     assert "Traceback" not in result.stderr, result.stderr
     assert "engine:" not in result.stdout

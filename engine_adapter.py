@@ -187,6 +187,7 @@ class Engine:
         self._runner = self._core.model_executor.driver_worker.worker.model_runner
         self._model = self._runner.get_model()
         self._names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
         self._groups: dict[str, list[Rollout]] = {}  # request id -> its group, until all of it is finished
         self._num_requests = 0
@@ -286,7 +287,8 @@ class Engine:
             self._abort_unfinished()
         self.state = "broken"  # until the canary has sung
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
-        sent = ((n, t.detach()) for n, t in weights.items() if n != "lm_head.weight" or n in self._names)
+        unnamed = {"lm_head.weight"} - self._names if self._tied else set()
+        sent = ((name, tensor.detach()) for name, tensor in weights.items() if name not in unnamed)
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
         except Exception as error:

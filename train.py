@@ -165,6 +165,7 @@ def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch
 
     asked = [problem for problem in problems for _ in range(config.group_size)]  # B, group-major as the rollouts
     rewards = torch.tensor(run.rewards(asked, rollouts))  # (B,)
+    sampled = rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version)
     advantages = group_advantages(rewards, config.group_size, OBJECTIVES[config.objective].divide_by_std)  # (B,)
     batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
     with clock("old_logprobs_s"):
@@ -180,8 +181,7 @@ def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch
         engine.load(policy.weights(), policy.score)
 
     metrics |= mismatch_metrics(old_logprobs, batch.behavior_logprobs, batch.mask)
-    metrics |= rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version - 1)
-    metrics |= {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
+    metrics |= sampled | {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
     return metrics | clock.seconds() | {"canary_s": engine.canary_s, "memory_gib": memory_gib(policy.device)}, batch
 
 

@@ -47,17 +47,34 @@ class ParityFlags:
 
 @dataclass(frozen=True)
 class Sampling:
-    """All that may shape the distribution is the temperature; `_sampling_params` neutralises the rest by name."""
+    """All that shapes the distribution; what is not here, `_sampling_params` neutralises by name.
 
-    temperature: float
+    Training uses the temperature alone. The rest is for the probe: `rl.process_logits` reproduces all of it.
+    """
+
+    temperature: float  # 0 is greedy
     max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self):
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be positive and finite (it divides the logits), got {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        for name, rule, holds in (
+            ("temperature", "finite and not negative (it divides the logits; 0 is greedy)", lambda v: 0 <= v < math.inf),
+            ("max_new_tokens", "at least 1", lambda v: v >= 1),
+            ("top_k", "at least 0 (0 is off)", lambda v: v >= 0),
+            ("top_p", "in (0, 1]", lambda v: 0 < v <= 1),
+            ("min_p", "in [0, 1)", lambda v: 0 <= v < 1),
+            ("repetition_penalty", "positive and finite", lambda v: 0 < v < math.inf),
+            ("presence_penalty", "finite", math.isfinite),
+            ("frequency_penalty", "finite", math.isfinite),
+        ):
+            if not holds(getattr(self, name)):
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
 
 @dataclass
@@ -423,8 +440,10 @@ def _sampling_params(sampling: Sampling, group_size: int, seed: int):
         n=group_size, seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
         # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list out.
         stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True,
-        # Whatever would change the distribution behind the trainer's back, at its neutral value.
-        top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
+        top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty, presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        # Whatever else would change the distribution behind the trainer's back, at its neutral value.
         min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None,
         logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA,  # the sampled token's log-probability only
     )

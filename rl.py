@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from objectives import OBJECTIVES, TisKind, kl_k3, loss_weights, tis_weights
 
 if TYPE_CHECKING:
-    from engine_adapter import Rollout
+    from engine_adapter import Rollout, Sampling
 
 HEAD_CHUNK_ELEMENTS = 2**25  # logits held at once by the head, N_chunk * V: 128 MiB in fp32
 
@@ -177,6 +177,35 @@ class Policy:
                 f"{type(self.model).__name__} does more after its head than the trainer reproduces: the logits differ"
                 f" by {(ours - theirs).abs().max():.1e}, more than {allowed:.1e}"
             )
+
+
+def process_logits(logits: Tensor, sampling: "Sampling", in_prompt: Tensor, counts: Tensor) -> Tensor:
+    """The logits vLLM's sampler draws from, in its order: penalties, temperature, min-p, top-k, top-p.
+
+    Training needs the temperature only and has it in `Policy.logprobs`; this is for the probe.
+
+    Shapes: logits (N, V); in_prompt (N, V) bool; counts (N, V), how often each token has been sampled so far -> (N, V),
+    -inf where cut off. The last two are not looked at without penalties.
+    Source: vLLM's v1/sample/sampler.py and ops/topk_topp_sampler.py; V0 applied min-p last.
+    """
+    if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
+        rate = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
+        logits = torch.where(in_prompt | (counts > 0), logits * rate, logits)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if sampling.temperature == 0:  # greedy: no temperature, no mask
+        return logits
+    logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        ratios = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+        logits = logits.masked_fill(ratios < sampling.min_p, -math.inf)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        cut[:, -1] = False  # the likeliest token stays whatever top_p
+        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
+    return logits
 
 
 # ------------------------------------------------------------------------------------------------ optimizer

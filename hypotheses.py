@@ -1,0 +1,596 @@
+"""What an engine may have done to the log-probabilities it reported: hypotheses, recomputed token by token.
+
+A hypothesis is a forward pass (which weights, which KV cache, which dtype) and a reading of it (which distribution,
+which token, which place). It explains a trace if it brings the mismatch down to the floor, and the floor is measured:
+the trainer against itself along another path of the same arithmetic.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine_adapter import Sampling
+from replay import Replay, Trace, Weights
+from rl import Policy
+
+FLOOR_FACTOR = 1.5  # a mean mismatch within this many times the measured floor is parity
+TAIL_FACTOR = 4.0  # the same for the largest token and for the worst sequence, which vary more
+ROUNDING = 2e-7  # nats: reported log-probabilities are float32
+FEW = 0.2  # at most this share of the sequences can be "a few wrong requests"
+MASK_EDGE = 0.004  # share of the tokens that may lie at the edge of a top-k, top-p or min-p mask
+MAX_CAUSES = 3
+FALSE_ALARM = 1e-6  # chance, over a whole trace, that tokens honestly drawn are called implausible
+BLOCK_SIZES = (16, 32, 64, 128)  # of a KV cache, where the trace does not tell
+
+
+# ------------------------------------------------------------------------------------------------ causes
+@dataclass(frozen=True)
+class Cause:
+    """One thing the engine (or the trainer) does differently, its layer, and the switch that repairs it."""
+
+    layer: Literal["semantics", "inference path", "numerics", "objective"]
+    name: str
+    repair: str
+
+
+PROCESSED = 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)'
+ALIGN = "align log-probabilities with their own tokens, as make_batch does"
+RUNTIME = "enable_prefix_caching=False, async_scheduling=False (--parity.explicit-runtime)"
+RAW = Cause("semantics", "raw log-probabilities (temperature, penalties and masks not applied)", PROCESSED)
+NO_TEMPERATURE = Cause("semantics", "temperature not applied", PROCESSED)
+NO_MASK = Cause("semantics", "top-k/top-p/min-p mask not applied to the reported value", PROCESSED)
+NO_PENALTIES = Cause("semantics", "penalties not applied to the reported value", PROCESSED)
+TOP_1 = Cause("semantics", "log-probability of the likeliest token in place of the sampled one",
+              "look the sampled id up; index 0 of a list of log-probabilities need not be it")
+SHIFTED = {1: Cause("semantics", "shifted by one position (each token has its predecessor's value)", ALIGN),
+           -1: Cause("semantics", "shifted by one position (each token has its successor's value)", ALIGN)}
+NO_STOP = Cause("semantics", "stop token without a log-probability",
+                "keep the stop token's own log-probability and its place in the mask")
+HEAD = Cause("numerics", "head in 16 bits", 'hf_overrides={"head_dtype": "float32"} in the engine, F.linear in fp32 in the'
+             " trainer (--parity.fp32-head)")
+PREFIX = Cause("inference path", "prompt KV computed under earlier weights (stale prefix cache)",
+               "enable_prefix_caching=False, or reset_prefix_cache() at each load (--parity.explicit-runtime)")
+KEPT = Cause("inference path", "KV kept over an in-flight update",
+             "none in the backend: these values belong to no single set of weights, which is what TIS is for")
+RECOMPUTED = Cause("inference path", "in-flight update with KV recomputed under the new weights",
+                   "none in the backend, but score each token under the weights of its own version")
+MISLABELLED = Cause("inference path", "weight versions one token off at an update (async scheduling)", RUNTIME)
+WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones", "replay those requests alone, see `requests`")
+UNLIKE = Cause("semantics", "tokens that were not drawn from the reported distribution",
+               "check the sampler's own parameters: generation_config.json, logit processors, the seed's path")
+NOT_FINITE = Cause("inference path", "log-probabilities that are not finite", "replay those requests alone, see `requests`")
+
+
+def stale(updates: int) -> Cause:
+    return Cause("inference path", f"weights {updates} update(s) old", "load the weights before sampling, every name")
+
+
+def moved_on(updates: int) -> Cause:
+    return Cause("objective", f"the trainer has moved on by {updates} update(s) since (staleness)",
+                 "none in the backend: bound the staleness, then correct it with the ratio")
+
+
+def old_tensors(names: list[str], updates: int) -> Cause:
+    return Cause("inference path", f"tensors {updates} update(s) old: {', '.join(names)}",
+                 "load every name; Engine.load checks the set")
+
+
+def hidden(what: str) -> Cause:
+    return Cause("semantics", f"{what} in the sampler and not in the trace", "name every sampling parameter per request;"
+                 ' generation_config="vllm" (--parity.explicit-runtime)')
+
+
+# ------------------------------------------------------------------------------------------------ figures
+@dataclass(frozen=True)
+class Noise:
+    """How large a difference is, in nats; `infinite` counts tokens that one side gives no probability at all."""
+
+    mean: float
+    median: float
+    rms: float
+    max: float
+    k3: float
+    worst_row: float
+    infinite: int
+    tokens: int
+
+    @classmethod
+    def of(cls, replay: Replay, difference: Tensor) -> "Noise":
+        infinite = difference.isinf()
+        finite = difference[difference.isfinite()]
+        if not len(finite):
+            return cls(*[math.inf] * 6, int(infinite.sum()), 0)
+        size, rows = finite.abs(), replay.row_means(difference.abs().masked_fill(infinite, math.nan))
+        return cls(size.mean().item(), size.median().item(), size.pow(2).mean().sqrt().item(), size.max().item(),
+                   (torch.expm1(finite.clamp(max=20)) - finite).mean().item(), rows[~rows.isnan()].max().item(),
+                   int(infinite.sum()), len(finite))
+
+    def allows(self, other: "Noise") -> bool:
+        """Is the other difference no more than this floor, given how few tokens each is measured on?"""
+        return (other.mean <= self.allowed_mean(other.tokens) and other.max <= self.allowed_max
+                and other.infinite == 0)
+
+    def allowed_mean(self, tokens: int) -> float:
+        """1.5 times the floor, and four standard errors of a mean over so few tokens."""
+        return FLOOR_FACTOR * self.mean + 4 * self.rms / tokens**0.5 + ROUNDING
+
+    @property
+    def allowed_max(self) -> float:
+        return TAIL_FACTOR * max(self.max, TAIL_FACTOR * self.rms) + ROUNDING
+
+    def wrong_rows(self, replay: Replay, difference: Tensor) -> Tensor:
+        """Sequences whose mean difference is beyond what the floor's worst sequence and the length allow: (B,) bool."""
+        limit = torch.maximum(FLOOR_FACTOR * self.mean + 8 * self.rms / replay.lengths**0.5,
+                              torch.tensor(TAIL_FACTOR * self.worst_row))
+        return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a forward pass becomes reported values: the distribution, the token, its place, its end, the head's dtype."""
+
+    kind: str = "processed"
+    token: str = "sampled"
+    shift: int = 0
+    stop: bool = False
+    head: str = "float32"
+
+
+@dataclass
+class Explanation:
+    """A hypothesis of what the engine did: its causes, what it leaves unexplained per token, and its own floor."""
+
+    causes: tuple[Cause, ...]
+    body: str
+    reading: Reading
+    noise: Noise  # of predicted - reported: what is left unexplained
+    floor: Noise  # of the same hypothesis recomputed along another path
+    wrong: Tensor  # (B,) sequences it does not explain
+    coverage: float  # share of the tokens it says something about
+    supported: bool = True  # a 16-bit hypothesis must also come closer token by token, or be on record
+    apart: Tensor | None = None  # (B,) sequences set aside as wrong requests
+
+    @property
+    def fits(self) -> bool:
+        sound = self.supported and self.coverage >= 0.5 and not self.wrong.any()
+        return sound and self.floor.allows(self.noise)
+
+    @property
+    def order(self) -> tuple:
+        """Fewest causes first; what was not fitted to the trace before what was; then the closest."""
+        return len(self.causes), self.reading.kind.startswith("fitted"), self.noise.infinite, self.noise.mean
+
+    def share(self, start: "Explanation") -> float:
+        """Share of the start's excess over its floor that this explains; each side is held against its own floor."""
+        excess = start.noise.mean - start.floor.mean
+        return min(1.0, max(0.0, 1 - (self.noise.mean - self.floor.mean) / excess)) if excess > 0 else 0.0
+
+
+# ------------------------------------------------------------------------------------------------ hypotheses
+@dataclass
+class Body:
+    """One forward pass under a hypothesis, and what each head and distribution makes of it."""
+
+    causes: tuple[Cause, ...]
+    hidden: Tensor | None  # (N, H); None where put together from others
+    weights: Weights | None
+    values: dict[tuple[str, str, str], Tensor]  # (head, kind, token) -> (N,)
+    note: str = ""
+
+
+class Probe:
+    """All hypotheses about one trace. `earlier` are the trainer's older weights, newest first: 1, 2, ... updates back.
+
+    `version` is the trainer's own (if not given: the newest the trace names); `trainer` says what distribution the
+    trainer scores: the full processed one, or the temperature alone, as train.py does.
+    """
+
+    def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights], version: int | None = None,
+                 trainer: Literal["processed", "temperature"] = "processed"):
+        self.replay, self.policy, self.trace, self.earlier = Replay(policy, trace), policy, trace, earlier
+        labels = [v for r in trace.rollouts for v in r.versions]
+        self.labels = torch.tensor(labels, device=policy.device) if labels else None  # (N,)
+        self.version = version if version is not None else max(labels, default=0)
+        self.stops = self.replay.is_last
+        if trace.sampling.stop_token_ids:
+            ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
+            self.stops = self.stops & torch.isin(self.replay.targets, ids)
+        self.reported, broken = self.replay.reported.clone(), ~self.replay.reported.isfinite()
+        if (broken & ~self.stops).any():  # broken output: named by request, kept out of the means
+            self.broken = broken
+        else:  # NaN at stop tokens alone says the same as a zero there: no value
+            self.broken = torch.zeros_like(broken)
+            self.reported[broken] = 0.0
+        self.kinds: dict[str, tuple[Sampling, Cause | None]] = {"processed": (trace.sampling, None)}
+        self.kinds |= _variants(trace.sampling)
+        alone = Sampling(trace.sampling.temperature, trace.sampling.max_new_tokens, trace.sampling.stop_token_ids)
+        self.trainer = Reading("processed", head="float32" if policy.fp32_head else "16 bits")
+        if trainer == "temperature" and alone != trace.sampling:
+            self.kinds["temperature"] = alone, NO_MASK
+            self.trainer = replace(self.trainer, kind="temperature")
+        self.half = torch.bfloat16 if policy.model.dtype == torch.float32 else policy.model.dtype
+        self.heads = {"float32": torch.float32, "16 bits": self.half}
+        self.bodies: dict[str, Body] = {}
+        current = self.replay.body()
+        self.bodies["current"] = self._body((), current)
+        self.other = {"": self._body((), self.replay.other_arithmetic())}  # the floor's second passes, by arithmetic
+
+    # ---------------------------------------------------------------------------------------------- predictions
+    def _body(self, causes: tuple[Cause, ...], hidden: Tensor, weights: Weights | None = None) -> Body:
+        body = Body(causes, hidden, weights, {})
+        self._read(body, {name: sampling for name, (sampling, _) in self.kinds.items()})
+        return body
+
+    def _read(self, body: Body, samplings: dict[str, Sampling]) -> None:
+        for head, dtype in self.heads.items():
+            for key, values in self.replay.read(body.hidden, samplings, dtype, body.weights).items():
+                body.values[head, *key] = values
+
+    def add_kind(self, name: str, sampling: Sampling, cause: Cause) -> None:
+        """A distribution found by looking at the trace, read from every pass there is."""
+        self.kinds[name] = sampling, cause
+        for body in (*self.bodies.values(), *self.other.values()):
+            self._read(body, {name: sampling})
+
+    def predict(self, body: str, reading: Reading) -> Tensor:
+        """What the engine would have reported: (N,), NaN where the hypothesis says nothing."""
+        values = self.bodies[body].values[reading.head, reading.kind, reading.token]
+        if reading.shift:
+            values = self.replay.neighbours(values, reading.shift)
+        return values.masked_fill(self.stops, 0.0) if reading.stop else values
+
+    def residual(self, body: str, reading: Reading) -> Tensor:
+        return (self.predict(body, reading) - self.reported).masked_fill(self.broken, math.nan)
+
+    def floor(self, body: str, reading: Reading) -> Noise:
+        """The trainer against itself along another path of the same arithmetic."""
+        arithmetic = body if body in self.other else ""
+        key = reading.head, reading.kind, reading.token
+        base = self.bodies[arithmetic or "current"].values[key]
+        return Noise.of(self.replay, _difference(base, self.other[arithmetic].values[key]))
+
+    def explain(self, body: str, reading: Reading) -> Explanation:
+        causes = list(self.bodies[body].causes)
+        if (kind := self.kinds[reading.kind][1]) is not None:
+            causes.append(kind)
+        causes += [TOP_1] * (reading.token == "top-1") + [NO_STOP] * reading.stop
+        causes += [SHIFTED[reading.shift]] if reading.shift else []
+        supported = True
+        if reading.head != "float32":
+            causes.append(HEAD)
+            supported = self._on_record("head_dtype") or self._closer(body, reading, body, replace(reading, head="float32"))
+        floor = self.floor(body, reading)
+        residual = self._without_flips(self.residual(body, reading), floor, self.kinds[reading.kind][0])
+        if body in self.other and body:
+            supported &= self._on_record("model_dtype") or self._closer(body, reading, "current", reading)
+        noise = Noise.of(self.replay, residual)
+        return Explanation(tuple(causes), body, reading, noise, floor, floor.wrong_rows(self.replay, residual),
+                           noise.tokens / len(residual), supported)
+
+    def _without_flips(self, residual: Tensor, floor: Noise, sampling: Sampling) -> Tensor:
+        """Leaves out the few tokens at a mask's edge, in for one side and out for the other by a rounding error."""
+        beyond = residual.abs() > floor.allowed_max
+        masked = (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0)
+        few = 0 < beyond.sum() <= MASK_EDGE * len(residual) + 3 * floor.infinite
+        return residual.masked_fill(beyond, math.nan) if masked and few else residual
+
+    def _on_record(self, name: str) -> bool:
+        """Does the trace itself say that this was in 16 bits?"""
+        meta = self.trace.meta
+        said = meta.get("audit", {}).get(name, meta.get("dtype") if name == "model_dtype" else None)
+        return said is not None and said != "float32" and self.policy.model.dtype == torch.float32
+
+    def _closer(self, body: str, reading: Reading, than_body: str, than: Reading) -> bool:
+        """Is the typical token clearly better explained? Rounding moves few tokens far: the mean would not tell."""
+        ours, theirs = self.residual(body, reading), self.residual(than_body, than)
+        return bool(ours.abs().nanmedian() < (1 - len(ours) ** -0.5) * theirs.abs().nanmedian())
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
+    """ours - theirs, 0 where both give no probability at all."""
+    return (ours - theirs).masked_fill(ours.isinf() & theirs.isinf(), 0.0)
+
+
+def _variants(sampling: Sampling) -> dict[str, tuple[Sampling, Cause]]:
+    """The distributions an engine may report in place of the one it drew from."""
+    neutral = dict(top_k=0, top_p=1.0, min_p=0.0)
+    no_penalties = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    unit = dict(temperature=0.0 if sampling.temperature == 0 else 1.0)
+    variants = {
+        "raw": (replace(sampling, **unit, **neutral, **no_penalties), RAW),
+        "no temperature": (replace(sampling, **unit), NO_TEMPERATURE),
+        "no mask": (replace(sampling, **neutral), NO_MASK),
+        "no penalties": (replace(sampling, **no_penalties), NO_PENALTIES),
+    }
+    seen, kept = {sampling}, {}
+    for name, (variant, cause) in variants.items():
+        if variant not in seen:
+            kept[name] = variant, cause
+            seen.add(variant)
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------ the search
+class Search:
+    """Hypotheses in the order of their cost, until one explains the trace: readings, weights, KV caches, tensors."""
+
+    def __init__(self, probe: Probe):
+        self.probe, self.replay = probe, probe.replay
+        self.found: dict[tuple[str, Reading], Explanation] = {}
+
+    def run(self) -> list[Explanation]:
+        """All explanations tried, the best first; those that fit come before those that do not."""
+        probe = self.probe
+        self._combine(["current"], max_causes=0)
+        if not self._fitting(0):
+            self._combine(["current"])
+        if not self._fitting(1):
+            for updates, weights in enumerate(probe.earlier, 1):
+                hidden = self.replay.body(weights)
+                probe.bodies[f"{updates} back"] = probe._body((stale(updates),), hidden, weights)
+            self._other_dtype()
+            self._fit_kinds()
+            self._combine(list(probe.bodies))
+        if not self._fitting(1) and probe.earlier:
+            readings = self._promising()
+            for updates, weights in enumerate(probe.earlier, 1):
+                self._kv_bodies(updates, weights, readings)
+            if not self._fitting(1):
+                for updates, weights in enumerate(probe.earlier, 1):
+                    for reading in readings:
+                        self._tensors(updates, weights, reading)
+        if not self._fitting(MAX_CAUSES):
+            self._few_wrong()
+        return sorted(self.found.values(), key=lambda e: (not e.fits, e.order if e.fits else e.noise.mean))
+
+    def _fitting(self, max_causes: int) -> bool:
+        return any(e.fits and len(e.causes) <= max_causes for e in self.found.values())
+
+    def _combine(self, bodies: list[str], max_causes: int = MAX_CAUSES) -> None:
+        """Every reading of every pass, up to so many causes."""
+        probe = self.probe
+        stops = (False, True) if (probe.reported[probe.stops] == 0).any() else (False,)
+        heads = ("float32", "16 bits")
+        for body, kind, token, shift, stop, head in product(bodies, probe.kinds, ("sampled", "top-1"), (0, 1, -1), stops,
+                                                            heads):
+            reading = Reading(kind, token, shift, stop, head)
+            deviations = sum(ours != theirs for ours, theirs in zip(vars(reading).values(), vars(Reading()).values(),
+                                                                    strict=True))
+            if deviations + len(probe.bodies[body].causes) <= max_causes and (body, reading) not in self.found:
+                self.found[body, reading] = probe.explain(body, reading)
+
+    def _promising(self, most: int = 3) -> list[Reading]:
+        """The readings under which the typical token is closest to some version of the weights; fp32 heads."""
+        probe = self.probe
+        bodies = ["current", *(name for name in probe.bodies if name.endswith(" back"))]
+        scores = {}
+        for reading in {reading for _, reading in self.found if reading.head == "float32"}:
+            if sum(vars(reading)[name] != vars(Reading())[name] for name in vars(reading)) < MAX_CAUSES:
+                best = torch.stack([probe.residual(body, reading).abs() for body in bodies]).nan_to_num(math.inf)
+                scores[reading] = best.amin(dim=0).median().item()
+        return sorted(scores, key=lambda reading: (scores[reading], reading != Reading()))[:most]
+
+    # ---------------------------------------------------------------------------------------------- numerics
+    def _other_dtype(self) -> None:
+        """The whole body in bfloat16 where the trainer is in fp32, and the other way round."""
+        probe, replay = self.probe, self.replay
+        other = torch.bfloat16 if probe.policy.model.dtype == torch.float32 else torch.float32
+        name = f"body in {str(other).removeprefix('torch.')}"
+        cause = Cause("numerics", f"whole {name} in the engine", "the same dtype on both sides (--dtype)")
+        weights = {n: p.detach().to(other) for n, p in probe.policy.model.named_parameters()}
+        probe.bodies[name] = probe._body((cause,), replay.body(weights), weights)
+        with replay.holding(weights):
+            hidden = replay.other_arithmetic()
+        probe.other[name] = probe._body((), hidden, weights)
+
+    # ---------------------------------------------------------------------------------------------- semantics
+    def _fit_kinds(self) -> None:
+        """Sampling parameters that are in force and not in the trace: read off the first tokens' values."""
+        probe, replay, declared = self.probe, self.replay, self.probe.trace.sampling
+        chunk, logits = next(replay.logits(probe.bodies["current"].hidden, torch.float32))
+        targets, reported = replay.targets[chunk], probe.reported[chunk]
+
+        def miss(sampling: Sampling) -> float:
+            logprobs = torch.log_softmax(replay.process(logits, sampling, chunk), dim=-1)
+            return (logprobs.gather(-1, targets[:, None])[:, 0] - reported).abs().nanmedian().item()
+
+        for name, low, high in (("temperature", 0.05, 5.0), ("repetition_penalty", 0.5, 2.0)):
+            if name == "temperature" and declared.temperature == 0:
+                continue
+            for _ in range(6):  # six grids of nine, each within two cells of the best of the last
+                grid = [low * (high / low) ** (step / 8) for step in range(9)]
+                best = min(grid, key=lambda value: miss(replace(declared, **{name: value})))
+                cell = (high / low) ** (1 / 8)
+                low, high = best / cell, best * cell
+            if abs(best - getattr(declared, name)) > 1e-3:
+                probe.add_kind(f"fitted {name}", replace(declared, **{name: best}), hidden(f"{name} {best:.3f}"))
+        if (declared.top_k, declared.top_p, declared.min_p) == (0, 1.0, 0.0):
+            self._fit_masks(logits, chunk)
+
+    def _fit_masks(self, logits: Tensor, chunk: Tensor) -> None:
+        """A hidden mask shows in each value: reported - unmasked = -log(mass kept)."""
+        probe, replay, declared = self.probe, self.replay, self.probe.trace.sampling
+        probabilities = torch.softmax(replay.process(logits, declared, chunk).double(), dim=-1)  # (n, V)
+        sampled = probabilities.gather(-1, replay.targets[chunk][:, None])[:, 0]
+        kept = sampled / probe.reported[chunk].exp()  # (n,)
+        descending = probabilities.sort(dim=-1, descending=True).values
+        mass = descending.cumsum(dim=-1)
+        size = (mass - kept[:, None]).abs().argmin(dim=-1, keepdim=True)  # (n, 1) last kept place
+        cut = kept < 1 - 1e-3
+        if not cut.any():
+            return
+        top_p = mass.gather(-1, size)[cut].amin().item() - 1e-6
+        min_p = (descending.gather(-1, size) / descending[:, :1])[cut].amin().item() * (1 - 1e-6)
+        fits = {"top_k": int(size.mode(dim=0).values) + 1, "top_p": min(1.0, max(1e-6, top_p)), "min_p": min(0.999, min_p)}
+        for name, value in fits.items():
+            probe.add_kind(f"fitted {name}", replace(declared, **{name: value}), hidden(f"{name} {value:.4g}"))
+
+    # ---------------------------------------------------------------------------------------------- KV caches
+    def _kv_bodies(self, updates: int, weights: Weights, readings: list[Reading]) -> None:
+        """Stale prefixes of whole blocks; and updates in flight, the token before which they came found per sequence."""
+        probe, replay = self.probe, self.replay
+        audited = probe.trace.meta.get("audit", {}).get("block_size")
+        for block in (audited,) if audited else BLOCK_SIZES:
+            prefix = (replay.prompt_lengths - 1) // block * block  # (B,) a full hit leaves one token to compute
+            if prefix.any():
+                body = probe._body((PREFIX,), replay.body_over_kv(weights, prefix))
+                for number, reading in enumerate(readings):
+                    key = reading.head, reading.kind, reading.token
+                    misses = [replay.row_means((b.values[key] - probe.reported).abs())
+                              for b in (body, probe.bodies["current"])]
+                    hit = (misses[0] < misses[1]) & (prefix > 0)  # (B,) prompts the engine had met before
+                    self._merge(f"prefix of {block}s, {updates} back, {number}", (PREFIX,), hit[replay.rows], body,
+                                probe.bodies["current"], f"in {int(hit.sum())} of {len(hit)} requests")
+        old, new = probe.bodies[f"{updates} back"], probe.bodies["current"]
+        for number, reading in enumerate(readings):
+            place = self._change_point(old, new, reading)  # (B,)
+            note = _places(place, replay.lengths)
+            self._merge(f"recomputed, {updates} back, {number}", (RECOMPUTED,), replay.positions < place[replay.rows], old,
+                        new, note)
+            place = self._change_point(old, None, reading)
+            kept = probe._body((KEPT,), replay.body_over_kv(weights, (replay.prompt_lengths + place - 1).clamp(min=0)))
+            causes = (KEPT, MISLABELLED) if self._mislabelled(place) else (KEPT,)
+            self._merge(f"kept, {updates} back, {number}", causes, replay.positions < place[replay.rows], old, kept,
+                        _places(place, replay.lengths))
+
+    def _merge(self, name: str, causes: tuple[Cause, ...], first: Tensor, ours: Body, theirs: Body, note: str) -> None:
+        """A pass put together token by token: `ours` where `first` (N,) is true."""
+        if first.any() and not first.all():
+            values = {key: torch.where(first, ours.values[key], theirs.values[key]) for key in ours.values}
+            self.probe.bodies[name] = Body(causes, None, None, values, note)
+            self._combine([name])
+
+    def _change_point(self, old: Body, new: Body | None, reading: Reading) -> Tensor:
+        """How many tokens of each row are the old weights': (B,). Without `new`, where they stop being so."""
+        probe, replay = self.probe, self.replay
+        key = reading.head, reading.kind, reading.token
+        gain = -(old.values[key] - probe.reported).abs().nan_to_num(0.0)  # (N,) for calling this token old
+        if new is None:
+            floor = probe.floor("current", reading)
+            gain = gain + max(3 * floor.rms, 10 * ROUNDING)
+        else:
+            gain = gain + (new.values[key] - probe.reported).abs().nan_to_num(0.0)
+        table = torch.zeros(len(replay.lengths), int(replay.lengths.max()), dtype=gain.dtype, device=gain.device)
+        table[replay.rows, replay.positions] = gain.clamp(-1.0, 1.0)  # one wild token decides nothing
+        sums = torch.nn.functional.pad(table.cumsum(dim=1), (1, 0))  # (B, T + 1): the gain of k old tokens
+        return sums.argmax(dim=1)
+
+    def _mislabelled(self, place: Tensor) -> bool:
+        """Do the trace's labels change one token before the weights did, in most sequences that saw an update?"""
+        probe, replay = self.probe, self.replay
+        if probe.labels is None:
+            return False
+        newest = torch.zeros_like(replay.lengths).scatter_reduce(0, replay.rows, probe.labels, "amax", include_self=False)
+        labelled = replay.row_means((probe.labels < newest[replay.rows]).double()) * replay.lengths
+        changed = (place > 0) & (place < replay.lengths) & (labelled > 0)
+        return bool(changed.any() and (place - labelled.round())[changed].median() == 1)
+
+    # ---------------------------------------------------------------------------------------------- tensors
+    def _tensors(self, updates: int, weights: Weights, reading: Reading, rounds: int = 6) -> None:
+        """Which tensors are still the old ones? Ranked by gradients, settled by recomputed values.
+
+        To first order the mismatch is the sum of the old tensors' effects, and one backward pass gives the effect of
+        every tensor on a weighted sum of log-probabilities. With one such sum per group of sequences this is a sparse
+        linear problem; its greedy solutions of 1, 2, 4, ... tensors are then recomputed exactly: O(log n) forwards a
+        round, and no claim without a recomputed value.
+        """
+        probe, replay = self.probe, self.replay
+        names = [name for name, p in probe.policy.model.named_parameters() if not torch.equal(p, weights[name])]
+        old, closest = frozenset(), math.inf
+        for _ in range(rounds):
+            candidates = self._ranked(names, old, weights, reading)
+            tried = {}
+            for size in sorted({min(2**power, len(candidates)) for power in range(len(candidates).bit_length())} - {0}):
+                subset = old.symmetric_difference(candidates[:size])
+                tried[subset] = self._with_old(subset, updates, weights, reading)
+            if not tried:
+                return
+            old = min(tried, key=lambda subset: tried[subset].noise.mean)
+            if tried[old].fits or tried[old].noise.mean >= 0.9 * closest:
+                break
+            closest = tried[old].noise.mean
+        if tried[old].fits:
+            for name in sorted(old) if 1 < len(old) <= 8 else ():  # is each of them needed?
+                fewer = self._with_old(old - {name}, updates, weights, reading)
+                old = old - {name} if fewer.fits else old
+            self._with_old(old, updates, weights, reading)
+            self._combine([self._name(old, updates)])
+
+    def _name(self, old: frozenset[str], updates: int) -> str:
+        return f"{updates} back: {', '.join(sorted(old))}"
+
+    def _with_old(self, old: frozenset[str], updates: int, weights: Weights, reading: Reading) -> Explanation:
+        """The explanation by these old tensors; kept only as long as it is the one looked at."""
+        probe, replay, name = self.probe, self.replay, self._name(old, updates)
+        some = {tensor: weights[tensor] for tensor in old}
+        with torch.no_grad():
+            probe.bodies[name] = probe._body((old_tensors(sorted(old), updates),), replay.body(some), some)
+            explanation = probe.explain(name, reading)
+        if explanation.fits:
+            self.found[name, reading] = explanation
+        else:
+            del probe.bodies[name]
+        return explanation
+
+    def _ranked(self, names: list[str], old: frozenset[str], weights: Weights, reading: Reading) -> list[str]:
+        """Tensors whose exchange for their other version should explain what is left, the most telling first."""
+        probe, replay = self.probe, self.replay
+        parameters = dict(probe.policy.model.named_parameters())
+        held = {name: parameter.detach() for name, parameter in parameters.items()}
+        some = {name: weights[name] for name in old}
+        sums, effects = [], []
+        sampling = probe.kinds[reading.kind][0]
+        reported = replay.neighbours(probe.reported, -reading.shift) if reading.shift else probe.reported
+        with torch.enable_grad(), replay.holding(some):
+            for rows in replay.micros(max(1, len(replay.inputs) // 32)):
+                start, stop = (int((replay.rows < edge).sum()) for edge in (rows.start, rows.stop))
+                tokens = torch.arange(start, stop, device=replay.device)
+                logits = replay.head(replay._hidden(rows)[replay.response[rows]], torch.float32)
+                logprobs = torch.log_softmax(replay.process(logits, sampling, tokens), dim=-1)
+                sampled = logprobs.gather(-1, replay.targets[tokens, None])[:, 0]
+                values = sampled if reading.token == "sampled" else logprobs.amax(dim=-1)
+                left = (reported[tokens] - values.detach()).nan_to_num(0.0, 0.0, 0.0)  # (n,) to be explained
+                gradients = torch.autograd.grad((left * values).sum(), [parameters[n] for n in names], allow_unused=True)
+                sums.append(left.pow(2).sum())
+                effects.append(torch.stack([
+                    torch.zeros((), device=replay.device) if g is None else
+                    (g.float() * ((held[n] if n in old else weights[n]) - parameters[n].detach()).float()).sum()
+                    for n, g in zip(names, gradients, strict=True)
+                ]))
+        left, effects = torch.stack(sums).double(), torch.stack(effects).double()  # (m,), (m, n)
+        chosen = []
+        while len(chosen) < len(names):
+            errors = (left[:, None] - effects).pow(2).sum(dim=0)  # (n,)
+            errors[chosen] = math.inf
+            best = int(errors.argmin())
+            if chosen and errors[best] >= left.pow(2).sum():
+                break
+            chosen.append(best)
+            left = left - effects[:, best]
+        return [names[index] for index in chosen]
+
+    # ---------------------------------------------------------------------------------------------- a few requests
+    def _few_wrong(self) -> None:
+        """Explanations that hold for all but a few sequences: those are listed, not averaged away."""
+        for key, explanation in list(self.found.items()):
+            wrong = explanation.wrong
+            if 0 < wrong.sum() <= FEW * len(wrong) and len(explanation.causes) < MAX_CAUSES:
+                residual = self.probe.residual(explanation.body, explanation.reading)
+                rest = residual.masked_fill(wrong[self.replay.rows], math.nan)
+                self.found[*key, "few"] = replace(
+                    explanation, causes=(*explanation.causes, WRONG_REQUESTS), noise=Noise.of(self.replay, rest),
+                    wrong=torch.zeros_like(wrong), apart=wrong,
+                )
+
+
+def _places(place: Tensor, lengths: Tensor) -> str:
+    """Where an update came, in words."""
+    inside = place[(place > 0) & (place < lengths)].tolist()
+    common = max(set(inside), key=inside.count) if inside else 0
+    spread = f"tokens {min(inside, default=0)} to {max(inside, default=0)}, mostly {common},"
+    where = f"token {common}" if len(set(inside)) == 1 else spread
+    return f"before {where} of the response in {len(inside)} of {len(lengths)} requests"

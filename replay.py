@@ -1,0 +1,299 @@
+"""The trainer's half of the probe: a trace of sampled tokens, and what the trainer would have reported for each.
+
+A trace needs no engine to be read. All per-token values here are flat: N response tokens of B sequences, row after row.
+Log-probabilities in nats, float64.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from engine_adapter import Rollout, Sampling
+from rl import Policy, make_batch, process_logits
+
+MICRO_TOKENS = 16_384  # per forward: memory does not grow with the trace
+FLOOR_PADDING = 5  # columns of left padding in the pass that measures the floor
+Weights = dict[str, Tensor]  # by parameter name, of another version of the trainer
+
+
+# ------------------------------------------------------------------------------------------------ trace
+@dataclass(frozen=True)
+class Trace:
+    """Sequences sampled under one `sampling`, with the log-probabilities their engine reported; `meta` is free."""
+
+    name: str
+    rollouts: list[Rollout]
+    sampling: Sampling
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def save_trace(path: str, trace: Trace) -> None:
+    """Write the npz layout of the README, one group."""
+    columns = {
+        "prompt_ids": ([r.prompt_ids for r in trace.rollouts], -1, numpy.int32),
+        f"{trace.name}/tokens": ([r.token_ids for r in trace.rollouts], -1, numpy.int32),
+        f"{trace.name}/logprobs": ([r.logprobs for r in trace.rollouts], 0.0, numpy.float32),
+        f"{trace.name}/versions": ([r.versions for r in trace.rollouts], -1, numpy.int32),
+    }
+    arrays = {}
+    for name, (rows, padding, dtype) in columns.items():
+        longest = max(map(len, rows))
+        arrays[name] = numpy.array([[*row, *[padding] * (longest - len(row))] for row in rows], dtype)
+    meta = trace.meta | {"groups": {trace.name: asdict(trace.sampling)}}
+    numpy.savez_compressed(path, meta=numpy.array(json.dumps(meta)), **arrays)
+
+
+def load_traces(path: str) -> list[Trace]:
+    """Every group of an npz or JSON trace (the layout is in the README).
+
+    Raises: ValueError naming the field that is missing or malformed.
+    """
+    read = _read_json if path.endswith(".json") else _read_npz
+    try:
+        meta, columns, samplings = read(path)
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise ValueError(f"{path} must be an npz or JSON trace with meta, prompt_ids and groups: {error}") from error
+    if not samplings:
+        raise ValueError(f"{path}: groups must name at least one group")
+    return [_trace(f"{path}: ", name, sampling, meta, columns) for name, sampling in samplings.items()]
+
+
+def _read_npz(path: str) -> tuple[dict, dict[str, list], dict]:
+    with numpy.load(path, allow_pickle=False) as archive:
+        columns = {name: archive[name] for name in archive.files}
+    meta = json.loads(str(columns.pop("meta")))
+    return meta, columns, meta["groups"]
+
+
+def _read_json(path: str) -> tuple[dict, dict[str, list], dict]:
+    record = json.loads(Path(path).read_text())
+    columns = {"prompt_ids": record["prompt_ids"]}
+    for name, group in record["groups"].items():
+        columns |= {f"{name}/{key}": group[key] for key in ("tokens", "logprobs", "versions") if key in group}
+    return record["meta"], columns, {name: group["sampling"] for name, group in record["groups"].items()}
+
+
+def _trace(where: str, name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Trace:
+    def rows(field_name: str, shape: list[int] | None, integer: bool = True) -> list[list]:
+        """One field as lists, its padding of -1 (or all beyond `shape`) cut off."""
+        if field_name not in columns:
+            raise ValueError(f"{where}{field_name} is missing")
+        table = [list(map(int if integer else float, row)) for row in columns[field_name]]
+        if integer:
+            table = [row[: row.index(-1)] if -1 in row else row for row in table]
+        else:
+            table = [row[:length] for row, length in zip(table, shape or [], strict=False)]
+        if shape is not None and [len(row) for row in table] != shape:
+            raise ValueError(f"{where}{field_name} must have an entry for each token of {name}/tokens")
+        return table
+
+    prompts = rows("prompt_ids", None)
+    tokens = rows(f"{name}/tokens", None)
+    lengths = [len(row) for row in tokens]
+    if len(prompts) != len(tokens) or not all(prompts) or not all(lengths):
+        raise ValueError(f"{where}{name}/tokens must have a non-empty row for each non-empty row of prompt_ids")
+    logprobs = rows(f"{name}/logprobs", lengths, integer=False)
+    versions = rows(f"{name}/versions", lengths) if f"{name}/versions" in columns else [[]] * len(tokens)
+    known = {each.name for each in fields(Sampling)}
+    if unknown := sampling.keys() - known:
+        raise ValueError(f"{where}groups.{name} has {', '.join(sorted(unknown))}, which the probe does not reproduce")
+    stops = meta.get("stop_token_ids", ())
+    neutral = {"max_new_tokens": max(lengths), "stop_token_ids": stops} | sampling
+    neutral |= {"stop_token_ids": tuple(neutral["stop_token_ids"]), "top_k": max(0, neutral.get("top_k", 0))}
+    try:
+        settings = Sampling(**neutral)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}groups.{name}: {error}") from error
+    return Trace(name, [Rollout(*row) for row in zip(prompts, range(len(tokens)), tokens, logprobs, versions,
+                                                     strict=True)], settings, meta)
+
+
+# ------------------------------------------------------------------------------------------------ replay
+class Replay:
+    """The trace's tokens, and the trainer's forward passes over them under one hypothesis or another.
+
+    Raises: ValueError if a token id is outside the model's vocabulary.
+    """
+
+    def __init__(self, policy: Policy, trace: Trace):
+        self.policy, self.trace, self.device = policy, trace, policy.device
+        batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)), self.device)
+        self.inputs, self.response = batch.inputs, batch.mask > 0  # (B, L)
+        vocabulary = policy.head.weight.shape[0]
+        largest = max(max(r.prompt_ids + r.token_ids) for r in trace.rollouts)
+        if largest >= vocabulary:
+            raise ValueError(f"tokens must be below the model's vocabulary of {vocabulary}, {trace.name} has {largest}")
+        self.rows, columns = self.response.nonzero(as_tuple=True)  # (N,) row of each token
+        self.prompt_lengths = torch.tensor([len(r.prompt_ids) for r in trace.rollouts], device=self.device)
+        self.positions = columns - self.prompt_lengths[self.rows] + 1  # (N,) place in the response, from 0
+        self.targets = batch.targets[self.response]  # (N,)
+        self.reported = torch.tensor([v for r in trace.rollouts for v in r.logprobs], dtype=torch.float64,
+                                     device=self.device)  # (N,), not from the batch: float32 there, NaN here allowed
+        self.lengths = torch.bincount(self.rows, minlength=len(trace.rollouts))  # (B,)
+        self.is_last = self.positions == self.lengths[self.rows] - 1  # (N,)
+        self.forwards = 0  # passes over the whole trace, for the record
+
+    # ---------------------------------------------------------------------------------------------- weights
+    @contextmanager
+    def holding(self, weights: Weights | None) -> Iterator[None]:
+        """The policy with other values in its parameters; the tensors themselves are swapped, nothing is copied."""
+        held = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
+        parameters = dict(self.policy.model.named_parameters())
+        try:
+            for name, tensor in (weights or {}).items():
+                parameters[name].data = tensor
+            yield
+        finally:
+            for name, tensor in held.items():
+                parameters[name].data = tensor
+
+    @contextmanager
+    def _attending(self, implementation: str | None) -> Iterator[None]:
+        model = self.policy.model
+        usual = model.config._attn_implementation
+        model.set_attn_implementation(implementation or usual)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(usual)
+
+    # ---------------------------------------------------------------------------------------------- bodies
+    def micros(self, size: int | None = None) -> Iterator[slice]:
+        """Rows of one forward each."""
+        size = size or max(1, MICRO_TOKENS // self.inputs.shape[1])
+        return (slice(start, start + size) for start in range(0, len(self.inputs), size))
+
+    def body(self, weights: Weights | None = None) -> Tensor:
+        """Last hidden states at the response tokens: (N, H)."""
+        self.forwards += 1
+        with self.holding(weights):
+            return torch.cat([self._hidden(rows)[self.response[rows]] for rows in self.micros()])
+
+    def _hidden(self, rows: slice) -> Tensor:
+        return self.policy.model.base_model(input_ids=self.inputs[rows], use_cache=False).last_hidden_state
+
+    def other_arithmetic(self) -> Tensor:
+        """The same hidden states along another path of the same arithmetic: what is left is the floor.
+
+        Other attention kernel, other micro-batch size, other padding. Padding and size alone are not enough: on a CPU
+        they change nothing at all, while an engine's kernels differ as much as eager differs from sdpa.
+        """
+        self.forwards += 1
+        softcapped = self.policy.model.config._attn_implementation == "eager"  # then sdpa would compute something else
+        hidden = []
+        with self._attending(None if softcapped else "eager"):
+            for rows in self.micros(max(1, MICRO_TOKENS // self.inputs.shape[1] // 3)):
+                ids = self.inputs[rows]
+                if softcapped:
+                    half = max(1, ids.shape[1] // 2)
+                    states = self._over_cache(ids, half, None)
+                    first = self.policy.model.base_model(input_ids=ids[:, :half], use_cache=False).last_hidden_state
+                    hidden.append(torch.cat([first, states], dim=1)[self.response[rows]])
+                    continue
+                ids = torch.nn.functional.pad(ids, (FLOOR_PADDING, 0))
+                real = torch.ones_like(ids)
+                real[:, :FLOOR_PADDING] = 0
+                places = (real.cumsum(dim=1) - 1).clamp(min=0)
+                states = self.policy.model.base_model(input_ids=ids, attention_mask=real, position_ids=places,
+                                                      use_cache=False).last_hidden_state
+                hidden.append(states[:, FLOOR_PADDING:][self.response[rows]])
+        return torch.cat(hidden)
+
+    def body_over_kv(self, earlier: Weights, num_earlier: Tensor) -> Tensor:
+        """Hidden states where the first `num_earlier[b]` inputs of row b left their KV cache under earlier weights.
+
+        Shapes: (B,) -> (N, H); tokens predicted from within that prefix have zeros: they are the earlier version's.
+        """
+        self.forwards += 2
+        hidden = torch.zeros(*self.inputs.shape, self.policy.head.weight.shape[1], dtype=self.policy.model.dtype,
+                             device=self.device)
+        for prefix in num_earlier.unique().tolist():
+            if prefix >= self.inputs.shape[1]:
+                continue
+            group = (num_earlier == prefix).nonzero()[:, 0]
+            for rows in group.split(max(1, MICRO_TOKENS // self.inputs.shape[1])):
+                hidden[rows, prefix:] = self._over_cache(self.inputs[rows], prefix, earlier)
+        return hidden[self.response]
+
+    def _over_cache(self, ids: Tensor, prefix: int, earlier: Weights | None) -> Tensor:
+        """Hidden states from `prefix` on, over the prefix's KV cache under (earlier) weights."""
+        cache = DynamicCache(config=self.policy.model.config)
+        if prefix:
+            with self.holding(earlier):
+                self.policy.model.base_model(input_ids=ids[:, :prefix], past_key_values=cache, use_cache=True)
+        return self.policy.model.base_model(input_ids=ids[:, prefix:], past_key_values=cache,
+                                            use_cache=True).last_hidden_state
+
+    # ---------------------------------------------------------------------------------------------- heads
+    def read(
+        self, hidden: Tensor, samplings: dict[str, Sampling], head_dtype: torch.dtype, weights: Weights | None = None
+    ) -> dict[tuple[str, str], Tensor]:
+        """What would have been reported, by (sampling, token): the sampled token's and the likeliest token's value.
+
+        Shapes: (N, H) -> {(name, "sampled" or "top-1"): (N,)}; N may also be a part of the trace from its start.
+        """
+        values: dict[tuple[str, str], list[Tensor]] = {(n, t): [] for n in samplings for t in ("sampled", "top-1")}
+        with self.holding(weights):
+            for chunk, logits in self.logits(hidden, head_dtype):
+                for name, sampling in samplings.items():
+                    logprobs = torch.log_softmax(self.process(logits, sampling, chunk), dim=-1)
+                    values[name, "sampled"].append(logprobs.gather(-1, self.targets[chunk, None])[:, 0])
+                    values[name, "top-1"].append(logprobs.amax(dim=-1))
+        return {name: torch.cat(parts).double() for name, parts in values.items()}
+
+    def logits(self, hidden: Tensor, head_dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """(N, H) -> chunks of (indices of tokens, logits (N_chunk, V) in fp32), the head's product in `head_dtype`."""
+        rows = max(1, self.policy.chunk_elements // self.policy.head.weight.shape[0])
+        for chunk in torch.arange(len(hidden), device=self.device).split(rows):
+            yield chunk, self.head(hidden[chunk], head_dtype)
+
+    def head(self, hidden: Tensor, head_dtype: torch.dtype) -> Tensor:
+        weight, bias = self.policy.head.weight, getattr(self.policy.head, "bias", None)
+        return self.policy.logits(hidden, weight.to(head_dtype), None if bias is None else bias.to(head_dtype))
+
+    def process(self, logits: Tensor, sampling: Sampling, chunk: Tensor) -> Tensor:
+        in_prompt = counts = logits
+        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
+            in_prompt, counts = self._seen(chunk, logits.shape[1])
+        return process_logits(logits, sampling, in_prompt, counts)
+
+    def _seen(self, chunk: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """Tokens seen before each of the chunk's tokens: in the prompt (n, V) bool, and sampled so far (n, V)."""
+        def counted(sequences: list[list[int]], known: Tensor) -> Tensor:
+            """How often each id is among the first `known[n]` of each chunk token's sequence."""
+            longest = max(map(len, sequences))
+            table = torch.tensor([row + [vocabulary] * (longest - len(row)) for row in sequences], device=self.device)
+            before = (torch.arange(longest, device=self.device) < known[:, None]).float()  # (n, longest)
+            zeros = torch.zeros(len(chunk), vocabulary + 1, device=self.device)
+            return zeros.scatter_add(1, table[self.rows[chunk]], before)[:, :vocabulary]
+
+        in_prompt = counted([r.prompt_ids for r in self.trace.rollouts], self.prompt_lengths[self.rows[chunk]]) > 0
+        return in_prompt, counted([r.token_ids for r in self.trace.rollouts], self.positions[chunk])
+
+    # ---------------------------------------------------------------------------------------------- per sequence
+    def row_means(self, values: Tensor) -> Tensor:
+        """Means of (N,) over the tokens of each row, NaN left out: (B,), NaN for a row without any."""
+        known = ~values.isnan()
+        zeros = torch.zeros(len(self.lengths), dtype=values.dtype, device=self.device)
+        sums = zeros.index_add(0, self.rows[known], values[known])
+        return sums / zeros.index_add(0, self.rows[known], torch.ones_like(values[known]))
+
+    def neighbours(self, values: Tensor, shift: int) -> Tensor:
+        """Each token's value taken from `shift` tokens earlier in its own sequence, NaN where there is none."""
+        moved = torch.full_like(values, math.nan)
+        if shift > 0:
+            moved[shift:] = values[:-shift]
+            moved[self.positions < shift] = math.nan
+        else:
+            moved[:shift] = values[-shift:]
+            moved[self.positions >= self.lengths[self.rows] + shift] = math.nan
+        return moved

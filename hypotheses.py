@@ -6,7 +6,7 @@ the trainer against itself along another path of the same arithmetic.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -22,6 +22,7 @@ TAIL_FACTOR = 4.0  # the same for the largest token and for the worst sequence, 
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
 FEW = 0.2  # at most this share of the sequences can be "a few wrong requests"
 MASK_EDGE = 0.004  # share of the tokens that may lie at the edge of a top-k, top-p or min-p mask
+HEAD_EDGE = 0.02  # the same for the edges between the 16-bit values of V logits, where the body is in fp32
 MAX_CAUSES = 3
 FALSE_ALARM = 1e-6  # chance, over a whole trace, that tokens honestly drawn are called implausible
 BLOCK_SIZES = (16, 32, 64, 128)  # of a KV cache, where the trace does not tell
@@ -161,8 +162,9 @@ class Explanation:
 
     @property
     def order(self) -> tuple:
-        """Fewest causes first; what was not fitted to the trace before what was; then the closest."""
-        return len(self.causes), self.reading.kind.startswith("fitted"), self.noise.infinite, self.noise.mean
+        """Fewest causes first, a wrong request each being one; what was fitted to the trace last; then the closest."""
+        apart = 0 if self.apart is None else int(self.apart.sum())
+        return len(self.causes) + max(0, apart - 1), apart, self.reading.kind.startswith("fitted"), self.noise.mean
 
     def share(self, start: "Explanation") -> float:
         """Share of the start's excess over its floor that this explains; each side is held against its own floor."""
@@ -191,7 +193,10 @@ class Probe:
 
     def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights], version: int | None = None,
                  trainer: Literal["processed", "temperature"] = "processed"):
-        self.replay, self.policy, self.trace, self.earlier = Replay(policy, trace), policy, trace, earlier
+        self.replay, self.policy, self.trace = Replay(policy, trace), policy, trace
+        now = dict(policy.model.named_parameters())
+        self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
+                        if any(not torch.equal(now[name], tensor) for name, tensor in weights.items())}
         labels = [v for r in trace.rollouts for v in r.versions]
         self.labels = torch.tensor(labels, device=policy.device) if labels else None  # (N,)
         self.version = version if version is not None else max(labels, default=0)
@@ -243,6 +248,13 @@ class Probe:
             values = self.replay.neighbours(values, reading.shift)
         return values.masked_fill(self.stops, 0.0) if reading.stop else values
 
+    def miss(self, body: Body, reading: Reading) -> Tensor:
+        """|predicted - reported| at the token the value is of, whatever place it was reported at: (N,), NaN if unknown."""
+        reported = self.reported.masked_fill(self.broken | (self.stops & reading.stop), math.nan)
+        if reading.shift:
+            reported = self.replay.neighbours(reported, -reading.shift)
+        return (body.values[reading.head, reading.kind, reading.token] - reported).abs()
+
     def residual(self, body: str, reading: Reading) -> Tensor:
         return (self.predict(body, reading) - self.reported).masked_fill(self.broken, math.nan)
 
@@ -264,19 +276,22 @@ class Probe:
             causes.append(HEAD)
             supported = self._on_record("head_dtype") or self._closer(body, reading, body, replace(reading, head="float32"))
         floor = self.floor(body, reading)
-        residual = self._without_flips(self.residual(body, reading), floor, self.kinds[reading.kind][0])
+        residual = self._without_flips(self.residual(body, reading), floor, self.kinds[reading.kind][0],
+                                       half=reading.head != "float32" and self.policy.model.dtype == torch.float32)
         if body in self.other and body:
             supported &= self._on_record("model_dtype") or self._closer(body, reading, "current", reading)
         noise = Noise.of(self.replay, residual)
         return Explanation(tuple(causes), body, reading, noise, floor, floor.wrong_rows(self.replay, residual),
                            noise.tokens / len(residual), supported)
 
-    def _without_flips(self, residual: Tensor, floor: Noise, sampling: Sampling) -> Tensor:
-        """Leaves out the few tokens at a mask's edge, in for one side and out for the other by a rounding error."""
+    def _without_flips(self, residual: Tensor, floor: Noise, sampling: Sampling, half: bool) -> Tensor:
+        """Leaves out the few tokens that an error of rounding moves by a whole step: at a mask's edge, in for one side
+        and out for the other; or at the edge between two 16-bit values, of logits computed in fp32."""
         beyond = residual.abs() > floor.allowed_max
         masked = (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0)
-        few = 0 < beyond.sum() <= MASK_EDGE * len(residual) + 3 * floor.infinite
-        return residual.masked_fill(beyond, math.nan) if masked and few else residual
+        edge = HEAD_EDGE if half else MASK_EDGE if masked else 0.0
+        few = edge and 0 < beyond.sum() <= edge * len(residual) + 3 * floor.infinite
+        return residual.masked_fill(beyond, math.nan) if few else residual
 
     def _on_record(self, name: str) -> bool:
         """Does the trace itself say that this was in 16 bits?"""
@@ -329,7 +344,7 @@ class Search:
         if not self._fitting(0):
             self._combine(["current"])
         if not self._fitting(1):
-            for updates, weights in enumerate(probe.earlier, 1):
+            for updates, weights in probe.earlier.items():
                 hidden = self.replay.body(weights)
                 probe.bodies[f"{updates} back"] = probe._body((stale(updates),), hidden, weights)
             self._other_dtype()
@@ -337,13 +352,13 @@ class Search:
             self._combine(list(probe.bodies))
         if not self._fitting(1) and probe.earlier:
             readings = self._promising()
-            for updates, weights in enumerate(probe.earlier, 1):
+            for updates, weights in probe.earlier.items():
                 self._kv_bodies(updates, weights, readings)
             if not self._fitting(1):
-                for updates, weights in enumerate(probe.earlier, 1):
+                for updates, weights in probe.earlier.items():
                     for reading in readings:
                         self._tensors(updates, weights, reading)
-        if not self._fitting(MAX_CAUSES):
+        if not self._fitting(1):
             self._few_wrong()
         return sorted(self.found.values(), key=lambda e: (not e.fits, e.order if e.fits else e.noise.mean))
 
@@ -364,15 +379,15 @@ class Search:
                 self.found[body, reading] = probe.explain(body, reading)
 
     def _promising(self, most: int = 3) -> list[Reading]:
-        """The readings under which the typical token is closest to some version of the weights; fp32 heads."""
+        """The readings under which the tokens are closest to some version of the weights; fp32 heads."""
         probe = self.probe
         bodies = ["current", *(name for name in probe.bodies if name.endswith(" back"))]
         scores = {}
         for reading in {reading for _, reading in self.found if reading.head == "float32"}:
             if sum(vars(reading)[name] != vars(Reading())[name] for name in vars(reading)) < MAX_CAUSES:
                 best = torch.stack([probe.residual(body, reading).abs() for body in bodies]).nan_to_num(math.inf)
-                scores[reading] = best.amin(dim=0).median().item()
-        return sorted(scores, key=lambda reading: (scores[reading], reading != Reading()))[:most]
+                scores[reading] = best.amin(dim=0).clamp(max=1.0).mean().item()  # one wild token decides nothing
+        return list(dict.fromkeys([*sorted(scores, key=lambda reading: scores[reading])[:most], Reading()]))
 
     # ---------------------------------------------------------------------------------------------- numerics
     def _other_dtype(self) -> None:
@@ -391,7 +406,7 @@ class Search:
     def _fit_kinds(self) -> None:
         """Sampling parameters that are in force and not in the trace: read off the first tokens' values."""
         probe, replay, declared = self.probe, self.replay, self.probe.trace.sampling
-        chunk, logits = next(replay.logits(probe.bodies["current"].hidden, torch.float32))
+        chunk, logits = next(replay.logits(probe.bodies["current"].hidden[:512], torch.float32))
         targets, reported = replay.targets[chunk], probe.reported[chunk]
 
         def miss(sampling: Sampling) -> float:
@@ -401,11 +416,11 @@ class Search:
         for name, low, high in (("temperature", 0.05, 5.0), ("repetition_penalty", 0.5, 2.0)):
             if name == "temperature" and declared.temperature == 0:
                 continue
-            for _ in range(6):  # six grids of nine, each within two cells of the best of the last
-                grid = [low * (high / low) ** (step / 8) for step in range(9)]
+            best, width = (low * high) ** 0.5, (high / low) ** 0.5
+            for _ in range(14):  # grids of nine, each within two cells of the best of the last
+                grid = [best * width ** (step / 4) for step in range(-4, 5)]
                 best = min(grid, key=lambda value: miss(replace(declared, **{name: value})))
-                cell = (high / low) ** (1 / 8)
-                low, high = best / cell, best * cell
+                width **= 0.25
             if abs(best - getattr(declared, name)) > 1e-3:
                 probe.add_kind(f"fitted {name}", replace(declared, **{name: best}), hidden(f"{name} {best:.3f}"))
         if (declared.top_k, declared.top_p, declared.min_p) == (0, 1.0, 0.0):
@@ -420,12 +435,12 @@ class Search:
         descending = probabilities.sort(dim=-1, descending=True).values
         mass = descending.cumsum(dim=-1)
         size = (mass - kept[:, None]).abs().argmin(dim=-1, keepdim=True)  # (n, 1) last kept place
-        cut = kept < 1 - 1e-3
+        cut = (kept < 1 - 1e-3) & (kept > sampled)
         if not cut.any():
             return
         top_p = mass.gather(-1, size)[cut].amin().item() - 1e-6
         min_p = (descending.gather(-1, size) / descending[:, :1])[cut].amin().item() * (1 - 1e-6)
-        fits = {"top_k": int(size.mode(dim=0).values) + 1, "top_p": min(1.0, max(1e-6, top_p)), "min_p": min(0.999, min_p)}
+        fits = {"top_k": int(size[cut].mode(dim=0).values) + 1, "top_p": max(1e-6, top_p), "min_p": min_p}
         for name, value in fits.items():
             probe.add_kind(f"fitted {name}", replace(declared, **{name: value}), hidden(f"{name} {value:.4g}"))
 
@@ -439,43 +454,55 @@ class Search:
             if prefix.any():
                 body = probe._body((PREFIX,), replay.body_over_kv(weights, prefix))
                 for number, reading in enumerate(readings):
-                    key = reading.head, reading.kind, reading.token
-                    misses = [replay.row_means((b.values[key] - probe.reported).abs())
-                              for b in (body, probe.bodies["current"])]
-                    hit = (misses[0] < misses[1]) & (prefix > 0)  # (B,) prompts the engine had met before
-                    self._merge(f"prefix of {block}s, {updates} back, {number}", (PREFIX,), hit[replay.rows], body,
-                                probe.bodies["current"], f"in {int(hit.sum())} of {len(hit)} requests")
+                    hit = self._closest_rows([body, probe.bodies["current"]], reading) == 0  # prompts met before
+                    self._add(f"prefix of {block}s, {updates} back, {number}", (PREFIX,), hit[replay.rows], body,
+                              probe.bodies["current"], f"in {int(hit.sum())} of {len(hit)} requests")
         old, new = probe.bodies[f"{updates} back"], probe.bodies["current"]
         for number, reading in enumerate(readings):
             place = self._change_point(old, new, reading)  # (B,)
-            note = _places(place, replay.lengths)
-            self._merge(f"recomputed, {updates} back, {number}", (RECOMPUTED,), replay.positions < place[replay.rows], old,
-                        new, note)
-            place = self._change_point(old, None, reading)
-            kept = probe._body((KEPT,), replay.body_over_kv(weights, (replay.prompt_lengths + place - 1).clamp(min=0)))
-            causes = (KEPT, MISLABELLED) if self._mislabelled(place) else (KEPT,)
-            self._merge(f"kept, {updates} back, {number}", causes, replay.positions < place[replay.rows], old, kept,
-                        _places(place, replay.lengths))
+            self._add(f"recomputed, {updates} back, {number}", (RECOMPUTED,), replay.positions < place[replay.rows], old, new,
+                      _places(place, replay.lengths))
+            self._kept(f"kept, {updates} back, {number}", weights, old, reading)
 
-    def _merge(self, name: str, causes: tuple[Cause, ...], first: Tensor, ours: Body, theirs: Body, note: str) -> None:
-        """A pass put together token by token: `ours` where `first` (N,) is true."""
-        if first.any() and not first.all():
-            values = {key: torch.where(first, ours.values[key], theirs.values[key]) for key in ours.values}
-            self.probe.bodies[name] = Body(causes, None, None, values, note)
+    def _kept(self, name: str, weights: Weights, old: Body, reading: Reading) -> None:
+        """KV kept over an update: each sequence's own best place, or the one most sequences have (they run in step)."""
+        probe, replay = self.probe, self.replay
+        own = self._change_point(old, None, reading)  # (B,)
+        inside = own[(own > 0) & (own < replay.lengths)]
+        if not len(inside):
+            return
+        places = [own, inside.mode().values.expand_as(own).minimum(replay.lengths)]
+        merged = []
+        for place in places:
+            kept = probe._body((KEPT,), replay.body_over_kv(weights, (replay.prompt_lengths + place - 1).clamp(min=0)))
+            merged.append(_merged(replay.positions < place[replay.rows], old, kept, (KEPT,), ""))
+        choice = self._closest_rows(merged, reading)
+        place = torch.where(choice == 0, *places)
+        causes = (KEPT, MISLABELLED) if self._mislabelled(place) else (KEPT,)
+        self._add(name, causes, (choice == 0)[replay.rows], *merged, _places(place, replay.lengths), always=True)
+
+    def _closest_rows(self, bodies: list[Body], reading: Reading) -> Tensor:
+        """Which of the passes comes closest, sequence by sequence: (B,)."""
+        misses = [self.replay.row_means(self.probe.miss(body, reading)).nan_to_num(0.0) for body in bodies]
+        return torch.stack(misses).argmin(dim=0)
+
+    def _add(self, name: str, causes: tuple[Cause, ...], first: Tensor, ours: Body, theirs: Body, note: str,
+             always: bool = False) -> None:
+        """A pass put together token by token, `ours` where `first` (N,) is true; not if it is all one of them."""
+        if always or (first.any() and not first.all()) or (first.all() and causes == (PREFIX,)):
+            self.probe.bodies[name] = _merged(first, ours, theirs, causes, note)
             self._combine([name])
 
     def _change_point(self, old: Body, new: Body | None, reading: Reading) -> Tensor:
         """How many tokens of each row are the old weights': (B,). Without `new`, where they stop being so."""
         probe, replay = self.probe, self.replay
-        key = reading.head, reading.kind, reading.token
-        gain = -(old.values[key] - probe.reported).abs().nan_to_num(0.0)  # (N,) for calling this token old
+        gain = -probe.miss(old, reading)  # (N,) for calling this token old
         if new is None:
-            floor = probe.floor("current", reading)
-            gain = gain + max(3 * floor.rms, 10 * ROUNDING)
+            gain = gain + max(3 * probe.floor("current", reading).rms, 10 * ROUNDING)
         else:
-            gain = gain + (new.values[key] - probe.reported).abs().nan_to_num(0.0)
+            gain = gain + probe.miss(new, reading)
         table = torch.zeros(len(replay.lengths), int(replay.lengths.max()), dtype=gain.dtype, device=gain.device)
-        table[replay.rows, replay.positions] = gain.clamp(-1.0, 1.0)  # one wild token decides nothing
+        table[replay.rows, replay.positions] = gain.nan_to_num(0.0).clamp(-1.0, 1.0)  # one wild token decides nothing
         sums = torch.nn.functional.pad(table.cumsum(dim=1), (1, 0))  # (B, T + 1): the gain of k old tokens
         return sums.argmax(dim=1)
 
@@ -529,10 +556,11 @@ class Search:
         some = {tensor: weights[tensor] for tensor in old}
         with torch.no_grad():
             probe.bodies[name] = probe._body((old_tensors(sorted(old), updates),), replay.body(some), some)
-            explanation = probe.explain(name, reading)
+            both = [probe.explain(name, replace(reading, head=head)) for head in ("float32", "16 bits")]
+        explanation = min(both, key=lambda e: (not e.fits, e.noise.mean))
         if explanation.fits:
-            self.found[name, reading] = explanation
-        else:
+            self.found[name, explanation.reading] = explanation
+        elif not any(body == name for body, *_ in self.found):
             del probe.bodies[name]
         return explanation
 
@@ -544,7 +572,8 @@ class Search:
         some = {name: weights[name] for name in old}
         sums, effects = [], []
         sampling = probe.kinds[reading.kind][0]
-        reported = replay.neighbours(probe.reported, -reading.shift) if reading.shift else probe.reported
+        reported = probe.reported.masked_fill(probe.broken | (probe.stops & reading.stop), math.nan)
+        reported = replay.neighbours(reported, -reading.shift) if reading.shift else reported
         with torch.enable_grad(), replay.holding(some):
             for rows in replay.micros(max(1, len(replay.inputs) // 32)):
                 start, stop = (int((replay.rows < edge).sum()) for edge in (rows.start, rows.stop))
@@ -585,6 +614,11 @@ class Search:
                     explanation, causes=(*explanation.causes, WRONG_REQUESTS), noise=Noise.of(self.replay, rest),
                     wrong=torch.zeros_like(wrong), apart=wrong,
                 )
+
+
+def _merged(first: Tensor, ours: Body, theirs: Body, causes: tuple[Cause, ...], note: str) -> Body:
+    values = {key: torch.where(first, ours.values[key], theirs.values[key]) for key in ours.values}
+    return Body(causes, None, None, values, note)
 
 
 def _places(place: Tensor, lengths: Tensor) -> str:

@@ -20,7 +20,7 @@ import tyro
 from torch import Tensor
 
 from engine_adapter import Engine, ParityFlags, Sampling
-from hypotheses import HEAD, NOT_FINITE, UNLIKE, Cause, Explanation, Probe, Search, moved_on
+from hypotheses import HEAD, NOT_FINITE, UNLIKE, Cause, Explanation, Probe, Search, moved_on, stale
 from replay import Trace, Weights, load_traces, save_trace
 from rl import Policy
 
@@ -103,8 +103,8 @@ def diagnose(
     requests = _requests(probe, best)
     causes = _causes(probe, best, start, requests)
     status = "unexplained" if not best.fits else "mismatch" if causes else "parity"
-    others = [each for each in found if each.causes != best.causes and each.fits] or found[1:]
-    second = next((each for each in others if each.causes != best.causes), None)
+    others = [each for each in found if not set(best.causes) <= set(each.causes)]
+    second = next(iter(others), None)  # the best that does not merely add to the verdict
     return Verdict(
         trace.name, status, causes, _sentence(probe, status, causes, start, best, second, found, requests), start, best,
         second, _table(found, best), requests, probe.replay.forwards, values - probe.replay.reported, values,
@@ -126,7 +126,7 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
         causes.append(Cause("semantics", f"{what} applied by the sampler and not by the trainer",
                             "sample without it, or score the processed distribution (rl.process_logits)"))
     for index, cause in enumerate(causes):
-        updates = next((n for n in range(1, len(probe.earlier) + 1) if cause.name == f"weights {n} update(s) old"), 0)
+        updates = next((n for n in probe.earlier if cause == stale(n)), 0)
         if updates and probe.labels is not None and (probe.labels == probe.version - updates).double().mean() > 0.5:
             causes[index] = moved_on(updates)
     if requests["implausible"] and best.fits:
@@ -139,11 +139,11 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
 def _requests(probe: Probe, best: Explanation) -> dict[str, list[int]]:
     """Rows of the trace that stand out: wrong values, values that are not finite, improbable text, repetition."""
     replay, everything = probe.replay, torch.arange(len(probe.replay.lengths))
-    wrong = best.wrong if best.apart is None else best.apart
+    wrong = everything[(best.wrong if best.apart is None else best.apart).cpu()].tolist()
     return {
-        "wrong": everything[wrong.cpu()].tolist() if best.fits or wrong.sum() <= 0.5 * len(wrong) else [],
+        "wrong": wrong if best.fits or len(wrong) <= 0.5 * len(everything) else [],
         "not finite": sorted(set(replay.rows[probe.broken].tolist())),
-        "implausible": _implausible(probe, best),
+        "implausible": [row for row in _implausible(probe, best) if row not in wrong],
         "repetitive": [row for row, r in enumerate(probe.trace.rollouts) if _repeats(r.token_ids)],
     }
 

@@ -64,7 +64,7 @@ class Sampling:
 
     def __post_init__(self):
         for name, rule, holds in (
-            ("temperature", "finite and not negative (it divides the logits; 0 is greedy)", lambda v: 0 <= v < math.inf),
+            ("temperature", "finite and not negative (0 is greedy)", lambda v: 0 <= v < math.inf),
             ("max_new_tokens", "at least 1", lambda v: v >= 1),
             ("top_k", "at least 0 (0 is off)", lambda v: v >= 0),
             ("top_p", "in (0, 1]", lambda v: 0 < v <= 1),

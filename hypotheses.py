@@ -6,7 +6,8 @@ the trainer against itself along another path of the same arithmetic.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Literal
 
@@ -51,8 +52,8 @@ SHIFTED = {1: Cause("semantics", "shifted by one position (each token has its pr
            -1: Cause("semantics", "shifted by one position (each token has its successor's value)", ALIGN)}
 NO_STOP = Cause("semantics", "stop token without a log-probability",
                 "keep the stop token's own log-probability and its place in the mask")
-HEAD = Cause("numerics", "head in 16 bits", 'hf_overrides={"head_dtype": "float32"} in the engine, F.linear in fp32 in the'
-             " trainer (--parity.fp32-head)")
+HEAD = Cause("numerics", "head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype": "float32"} in vLLM'
+             " (--parity.fp32-head)")
 PREFIX = Cause("inference path", "prompt KV computed under earlier weights (stale prefix cache)",
                "enable_prefix_caching=False, or reset_prefix_cache() at each load (--parity.explicit-runtime)")
 KEPT = Cause("inference path", "KV kept over an in-flight update",
@@ -60,10 +61,11 @@ KEPT = Cause("inference path", "KV kept over an in-flight update",
 RECOMPUTED = Cause("inference path", "in-flight update with KV recomputed under the new weights",
                    "none in the backend, but score each token under the weights of its own version")
 MISLABELLED = Cause("inference path", "weight versions one token off at an update (async scheduling)", RUNTIME)
-WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones", "replay those requests alone, see `requests`")
+ALONE = "replay those requests alone, see `requests`"
+WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones", ALONE)
 UNLIKE = Cause("semantics", "tokens that were not drawn from the reported distribution",
                "check the sampler's own parameters: generation_config.json, logit processors, the seed's path")
-NOT_FINITE = Cause("inference path", "log-probabilities that are not finite", "replay those requests alone, see `requests`")
+NOT_FINITE = Cause("inference path", "log-probabilities that are not finite", ALONE)
 
 
 def stale(updates: int) -> Cause:
@@ -81,8 +83,8 @@ def old_tensors(names: list[str], updates: int) -> Cause:
 
 
 def hidden(what: str) -> Cause:
-    return Cause("semantics", f"{what} in the sampler and not in the trace", "name every sampling parameter per request;"
-                 ' generation_config="vllm" (--parity.explicit-runtime)')
+    return Cause("semantics", f"{what} in the sampler and not in the trace",
+                 'name every sampling parameter in every request; generation_config="vllm" (--parity.explicit-runtime)')
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -140,6 +142,10 @@ class Reading:
     stop: bool = False
     head: str = "float32"
 
+    @property
+    def num_causes(self) -> int:
+        return sum(getattr(self, each.name) != each.default for each in fields(self))
+
 
 @dataclass
 class Explanation:
@@ -154,6 +160,7 @@ class Explanation:
     coverage: float  # share of the tokens it says something about
     supported: bool = True  # a 16-bit hypothesis must also come closer token by token, or be on record
     apart: Tensor | None = None  # (B,) sequences set aside as wrong requests
+    fitted: bool = False  # has a number or a place that was read off the trace itself
 
     @property
     def fits(self) -> bool:
@@ -164,7 +171,7 @@ class Explanation:
     def order(self) -> tuple:
         """Fewest causes first, a wrong request each being one; what was fitted to the trace last; then the closest."""
         apart = 0 if self.apart is None else int(self.apart.sum())
-        return len(self.causes) + max(0, apart - 1), apart, self.reading.kind.startswith("fitted"), self.noise.mean
+        return len(self.causes) + max(0, apart - 1), apart, self.fitted, self.noise.mean
 
     def share(self, start: "Explanation") -> float:
         """Share of the start's excess over its floor that this explains; each side is held against its own floor."""
@@ -248,12 +255,14 @@ class Probe:
             values = self.replay.neighbours(values, reading.shift)
         return values.masked_fill(self.stops, 0.0) if reading.stop else values
 
-    def miss(self, body: Body, reading: Reading) -> Tensor:
-        """|predicted - reported| at the token the value is of, whatever place it was reported at: (N,), NaN if unknown."""
+    def aligned(self, reading: Reading) -> Tensor:
+        """The reported values at the tokens they are of, whatever place they were reported at: (N,), NaN if unknown."""
         reported = self.reported.masked_fill(self.broken | (self.stops & reading.stop), math.nan)
-        if reading.shift:
-            reported = self.replay.neighbours(reported, -reading.shift)
-        return (body.values[reading.head, reading.kind, reading.token] - reported).abs()
+        return self.replay.neighbours(reported, -reading.shift) if reading.shift else reported
+
+    def miss(self, body: Body, reading: Reading) -> Tensor:
+        """|value - reported| of each token, as `aligned`: (N,)."""
+        return (body.values[reading.head, reading.kind, reading.token] - self.aligned(reading)).abs()
 
     def residual(self, body: str, reading: Reading) -> Tensor:
         return (self.predict(body, reading) - self.reported).masked_fill(self.broken, math.nan)
@@ -274,7 +283,8 @@ class Probe:
         supported = True
         if reading.head != "float32":
             causes.append(HEAD)
-            supported = self._on_record("head_dtype") or self._closer(body, reading, body, replace(reading, head="float32"))
+            fine = replace(reading, head="float32")
+            supported = self._on_record("head_dtype") or self._closer(body, reading, body, fine)
         floor = self.floor(body, reading)
         residual = self._without_flips(self.residual(body, reading), floor, self.kinds[reading.kind][0],
                                        half=reading.head != "float32" and self.policy.model.dtype == torch.float32)
@@ -282,7 +292,8 @@ class Probe:
             supported &= self._on_record("model_dtype") or self._closer(body, reading, "current", reading)
         noise = Noise.of(self.replay, residual)
         return Explanation(tuple(causes), body, reading, noise, floor, floor.wrong_rows(self.replay, residual),
-                           noise.tokens / len(residual), supported)
+                           noise.tokens / len(residual), supported,
+                           fitted=reading.kind.startswith("fitted") or bool(self.bodies[body].note))
 
     def _without_flips(self, residual: Tensor, floor: Noise, sampling: Sampling, half: bool) -> Tensor:
         """Leaves out the few tokens that an error of rounding moves by a whole step: at a mask's edge, in for one side
@@ -369,13 +380,11 @@ class Search:
         """Every reading of every pass, up to so many causes."""
         probe = self.probe
         stops = (False, True) if (probe.reported[probe.stops] == 0).any() else (False,)
-        heads = ("float32", "16 bits")
-        for body, kind, token, shift, stop, head in product(bodies, probe.kinds, ("sampled", "top-1"), (0, 1, -1), stops,
-                                                            heads):
+        ways = product(bodies, probe.kinds, ("sampled", "top-1"), (0, 1, -1), stops, probe.heads)
+        for body, kind, token, shift, stop, head in ways:
             reading = Reading(kind, token, shift, stop, head)
-            deviations = sum(ours != theirs for ours, theirs in zip(vars(reading).values(), vars(Reading()).values(),
-                                                                    strict=True))
-            if deviations + len(probe.bodies[body].causes) <= max_causes and (body, reading) not in self.found:
+            num_causes = reading.num_causes + len(probe.bodies[body].causes)
+            if num_causes <= max_causes and (body, reading) not in self.found:
                 self.found[body, reading] = probe.explain(body, reading)
 
     def _promising(self, most: int = 3) -> list[Reading]:
@@ -384,7 +393,7 @@ class Search:
         bodies = ["current", *(name for name in probe.bodies if name.endswith(" back"))]
         scores = {}
         for reading in {reading for _, reading in self.found if reading.head == "float32"}:
-            if sum(vars(reading)[name] != vars(Reading())[name] for name in vars(reading)) < MAX_CAUSES:
+            if reading.num_causes < MAX_CAUSES:
                 best = torch.stack([probe.residual(body, reading).abs() for body in bodies]).nan_to_num(math.inf)
                 scores[reading] = best.amin(dim=0).clamp(max=1.0).mean().item()  # one wild token decides nothing
         return list(dict.fromkeys([*sorted(scores, key=lambda reading: scores[reading])[:most], Reading()]))
@@ -409,9 +418,9 @@ class Search:
         chunk, logits = next(replay.logits(probe.bodies["current"].hidden[:512], torch.float32))
         targets, reported = replay.targets[chunk], probe.reported[chunk]
 
-        def miss(sampling: Sampling) -> float:
+        def miss(sampling: Sampling) -> Tensor:
             logprobs = torch.log_softmax(replay.process(logits, sampling, chunk), dim=-1)
-            return (logprobs.gather(-1, targets[:, None])[:, 0] - reported).abs().nanmedian().item()
+            return (logprobs.gather(-1, targets[:, None])[:, 0] - reported).abs().nan_to_num(1.0)
 
         for name, low, high in (("temperature", 0.05, 5.0), ("repetition_penalty", 0.5, 2.0)):
             if name == "temperature" and declared.temperature == 0:
@@ -419,14 +428,14 @@ class Search:
             best, width = (low * high) ** 0.5, (high / low) ** 0.5
             for _ in range(14):  # grids of nine, each within two cells of the best of the last
                 grid = [best * width ** (step / 4) for step in range(-4, 5)]
-                best = min(grid, key=lambda value: miss(replace(declared, **{name: value})))
+                best = min(grid, key=lambda value: miss(replace(declared, **{name: value})).median().item())
                 width **= 0.25
             if abs(best - getattr(declared, name)) > 1e-3:
                 probe.add_kind(f"fitted {name}", replace(declared, **{name: best}), hidden(f"{name} {best:.3f}"))
         if (declared.top_k, declared.top_p, declared.min_p) == (0, 1.0, 0.0):
-            self._fit_masks(logits, chunk)
+            self._fit_masks(logits, chunk, miss)
 
-    def _fit_masks(self, logits: Tensor, chunk: Tensor) -> None:
+    def _fit_masks(self, logits: Tensor, chunk: Tensor, miss: Callable[[Sampling], Tensor]) -> None:
         """A hidden mask shows in each value: reported - unmasked = -log(mass kept)."""
         probe, replay, declared = self.probe, self.replay, self.probe.trace.sampling
         probabilities = torch.softmax(replay.process(logits, declared, chunk).double(), dim=-1)  # (n, V)
@@ -438,30 +447,40 @@ class Search:
         cut = (kept < 1 - 1e-3) & (kept > sampled)
         if not cut.any():
             return
-        top_p = mass.gather(-1, size)[cut].amin().item() - 1e-6
-        min_p = (descending.gather(-1, size) / descending[:, :1])[cut].amin().item() * (1 - 1e-6)
-        fits = {"top_k": int(size[cut].mode(dim=0).values) + 1, "top_p": max(1e-6, top_p), "min_p": min_p}
-        for name, value in fits.items():
-            probe.add_kind(f"fitted {name}", replace(declared, **{name: value}), hidden(f"{name} {value:.4g}"))
+        quantiles = torch.tensor([0.0, 0.002, 0.01, 0.02, 0.05, 0.1, 0.2], dtype=mass.dtype, device=mass.device)
+        values = {"top_k": [int(size[cut].mode(dim=0).values) + 1]}
+        limits = {"top_p": mass.gather(-1, size), "min_p": descending.gather(-1, size) / descending[:, :1]}
+        for name, limit in limits.items():
+            least = limit[cut].quantile(quantiles).tolist()  # the limit is the least of them, but for noise
+            values[name] = [value * (1 - 1e-6) for value in least] + [round(value, 2) for value in least]
+        for name, candidates in values.items():
+            best = min((value for value in candidates if 0 < value < 1 or name == "top_k"), default=None,
+                       key=lambda value: miss(replace(declared, **{name: value})).clamp(max=1.0).mean().item())
+            if best is not None:
+                probe.add_kind(f"fitted {name}", replace(declared, **{name: best}), hidden(f"{name} {best:.4g}"))
 
     # ---------------------------------------------------------------------------------------------- KV caches
     def _kv_bodies(self, updates: int, weights: Weights, readings: list[Reading]) -> None:
-        """Stale prefixes of whole blocks; and updates in flight, the token before which they came found per sequence."""
+        """Stale prefixes of whole blocks; and updates in flight, their places found sequence by sequence."""
         probe, replay = self.probe, self.replay
+        old, new = probe.bodies[f"{updates} back"], probe.bodies["current"]
         audited = probe.trace.meta.get("audit", {}).get("block_size")
         for block in (audited,) if audited else BLOCK_SIZES:
             prefix = (replay.prompt_lengths - 1) // block * block  # (B,) a full hit leaves one token to compute
             if prefix.any():
                 body = probe._body((PREFIX,), replay.body_over_kv(weights, prefix))
                 for number, reading in enumerate(readings):
-                    hit = self._closest_rows([body, probe.bodies["current"]], reading) == 0  # prompts met before
-                    self._add(f"prefix of {block}s, {updates} back, {number}", (PREFIX,), hit[replay.rows], body,
-                              probe.bodies["current"], f"in {int(hit.sum())} of {len(hit)} requests")
-        old, new = probe.bodies[f"{updates} back"], probe.bodies["current"]
+                    hit = self._closest_rows([body, new], reading) == 0  # (B,) prompts that were met before
+                    if hit.any():
+                        note = f"in {int(hit.sum())} of {len(hit)} requests"
+                        self._add(f"prefix of {block}s, {updates} back, {number}",
+                                  _merged(hit[replay.rows], body, new, (PREFIX,), note))
         for number, reading in enumerate(readings):
             place = self._change_point(old, new, reading)  # (B,)
-            self._add(f"recomputed, {updates} back, {number}", (RECOMPUTED,), replay.positions < place[replay.rows], old, new,
-                      _places(place, replay.lengths))
+            if ((place > 0) & (place < replay.lengths)).any():
+                before = replay.positions < place[replay.rows]
+                self._add(f"recomputed, {updates} back, {number}",
+                          _merged(before, old, new, (RECOMPUTED,), _places(place, replay.lengths)))
             self._kept(f"kept, {updates} back, {number}", weights, old, reading)
 
     def _kept(self, name: str, weights: Weights, old: Body, reading: Reading) -> None:
@@ -479,19 +498,16 @@ class Search:
         choice = self._closest_rows(merged, reading)
         place = torch.where(choice == 0, *places)
         causes = (KEPT, MISLABELLED) if self._mislabelled(place) else (KEPT,)
-        self._add(name, causes, (choice == 0)[replay.rows], *merged, _places(place, replay.lengths), always=True)
+        self._add(name, _merged((choice == 0)[replay.rows], *merged, causes, _places(place, replay.lengths)))
 
     def _closest_rows(self, bodies: list[Body], reading: Reading) -> Tensor:
         """Which of the passes comes closest, sequence by sequence: (B,)."""
         misses = [self.replay.row_means(self.probe.miss(body, reading)).nan_to_num(0.0) for body in bodies]
         return torch.stack(misses).argmin(dim=0)
 
-    def _add(self, name: str, causes: tuple[Cause, ...], first: Tensor, ours: Body, theirs: Body, note: str,
-             always: bool = False) -> None:
-        """A pass put together token by token, `ours` where `first` (N,) is true; not if it is all one of them."""
-        if always or (first.any() and not first.all()) or (first.all() and causes == (PREFIX,)):
-            self.probe.bodies[name] = _merged(first, ours, theirs, causes, note)
-            self._combine([name])
+    def _add(self, name: str, body: Body) -> None:
+        self.probe.bodies[name] = body
+        self._combine([name])
 
     def _change_point(self, old: Body, new: Body | None, reading: Reading) -> Tensor:
         """How many tokens of each row are the old weights': (B,). Without `new`, where they stop being so."""
@@ -511,7 +527,7 @@ class Search:
         probe, replay = self.probe, self.replay
         if probe.labels is None:
             return False
-        newest = torch.zeros_like(replay.lengths).scatter_reduce(0, replay.rows, probe.labels, "amax", include_self=False)
+        newest = torch.zeros_like(replay.lengths).scatter_reduce(0, replay.rows, probe.labels, "amax")
         labelled = replay.row_means((probe.labels < newest[replay.rows]).double()) * replay.lengths
         changed = (place > 0) & (place < replay.lengths) & (labelled > 0)
         return bool(changed.any() and (place - labelled.round())[changed].median() == 1)
@@ -525,8 +541,7 @@ class Search:
         linear problem; its greedy solutions of 1, 2, 4, ... tensors are then recomputed exactly: O(log n) forwards a
         round, and no claim without a recomputed value.
         """
-        probe, replay = self.probe, self.replay
-        names = [name for name, p in probe.policy.model.named_parameters() if not torch.equal(p, weights[name])]
+        names = [name for name, p in self.probe.policy.model.named_parameters() if not torch.equal(p, weights[name])]
         old, closest = frozenset(), math.inf
         for _ in range(rounds):
             candidates = self._ranked(names, old, weights, reading)
@@ -572,8 +587,7 @@ class Search:
         some = {name: weights[name] for name in old}
         sums, effects = [], []
         sampling = probe.kinds[reading.kind][0]
-        reported = probe.reported.masked_fill(probe.broken | (probe.stops & reading.stop), math.nan)
-        reported = replay.neighbours(reported, -reading.shift) if reading.shift else reported
+        reported = probe.aligned(reading)
         with torch.enable_grad(), replay.holding(some):
             for rows in replay.micros(max(1, len(replay.inputs) // 32)):
                 start, stop = (int((replay.rows < edge).sum()) for edge in (rows.start, rows.stop))
@@ -583,7 +597,8 @@ class Search:
                 sampled = logprobs.gather(-1, replay.targets[tokens, None])[:, 0]
                 values = sampled if reading.token == "sampled" else logprobs.amax(dim=-1)
                 left = (reported[tokens] - values.detach()).nan_to_num(0.0, 0.0, 0.0)  # (n,) to be explained
-                gradients = torch.autograd.grad((left * values).sum(), [parameters[n] for n in names], allow_unused=True)
+                wanted = [parameters[name] for name in names]
+                gradients = torch.autograd.grad((left * values).sum(), wanted, allow_unused=True)
                 sums.append(left.pow(2).sum())
                 effects.append(torch.stack([
                     torch.zeros((), device=replay.device) if g is None else

@@ -44,7 +44,7 @@ def alarms(metrics: dict[str, Any]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ verdict
 @dataclass
 class Verdict:
-    """What the probe found in one trace. `causes` is empty for parity; `requests` lists rows of the trace by finding."""
+    """What the probe found in one trace. No `causes` is parity; `requests` lists rows of the trace by finding."""
 
     trace: str
     status: Literal["parity", "mismatch", "unexplained"]
@@ -60,6 +60,11 @@ class Verdict:
     trainer_logprobs: Tensor = field(repr=False)  # (N,)
     reported: Tensor = field(repr=False)  # (N,)
     positions: Tensor = field(repr=False)  # (N,)
+
+    @property
+    def headline(self) -> str:
+        blamed = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
+        return f"{blamed or self.status}. {_figures(self.start)}"
 
     @property
     def layers(self) -> list[str]:
@@ -197,7 +202,7 @@ def _sentence(
     probe: Probe, status: str, causes: list[Cause], start: Explanation, best: Explanation, second: Explanation | None,
     found: list[Explanation], requests: dict[str, list[int]],
 ) -> str:
-    floor = f"mean |d| {start.noise.mean:.1e} nats, floor {start.floor.mean:.1e}"
+    floor = _figures(start)
     if status == "parity":
         text = f"parity: {floor}"
     elif status == "mismatch":
@@ -219,6 +224,10 @@ def _sentence(
     return text
 
 
+def _figures(start: Explanation) -> str:
+    return f"mean |d| {start.noise.mean:.1e} nats, floor {start.floor.mean:.1e}"
+
+
 def _table(found: list[Explanation], best: Explanation) -> list[Explanation]:
     """One row per hypothesis: each single cause at its best, and the closest combinations."""
     rows: dict[tuple[Cause, ...], Explanation] = {best.causes: best}
@@ -236,10 +245,10 @@ def print_verdict(verdict: Verdict) -> None:
     rows = [("the trainer as it is", verdict.start)]
     rows += [(" + ".join(c.name for c in each.causes) or "nothing wrong", each) for each in verdict.table]
     for name, each in rows:
-        name = name if len(name) <= 70 else name[:69] + "…"
+        short = name if len(name) <= 70 else name[:69] + "…"
         mark = "*" if each is verdict.best and each.fits else " "
-        print(f"{mark}{name:<71} {each.noise.mean:8.1e} {each.noise.rms:8.1e} {each.noise.max:8.1e} {each.noise.k3:8.1e}"
-              f" {each.floor.mean:8.1e} {each.share(verdict.start):8.0%}")
+        figures = (each.noise.mean, each.noise.rms, each.noise.max, each.noise.k3, each.floor.mean)
+        print(f"{mark}{short:<71} {' '.join(f'{figure:8.1e}' for figure in figures)} {each.share(verdict.start):8.0%}")
     print(f"=> {verdict.sentence}", flush=True)
 
 
@@ -395,12 +404,12 @@ class Diagnose:
             dtype = self.dtype or trace.meta.get("dtype", "float32")
             if dtype not in policies:
                 policies[dtype] = self._load(self.model, dtype)
-                earlier = [_weights(self._load(path, dtype)) for path in self.earlier]
+                earlier = [current_weights(self._load(path, dtype)) for path in self.earlier]
             verdict = diagnose(policies[dtype], trace, earlier, self.version, self.trainer)
             verdict.trace = f"{file}, {trace.name}"
             verdicts.append(verdict)
             if self.brief:
-                print(f"{verdict.trace}: {verdict.sentence}", flush=True)
+                print(f"{verdict.trace}: {verdict.headline}", flush=True)
             else:
                 print_verdict(verdict)
         if self.json:
@@ -416,7 +425,7 @@ class Diagnose:
             raise ValueError(f"model must be a folder or a hub name, got {path}: {error}") from error
 
 
-def _weights(policy: Policy) -> Weights:
+def current_weights(policy: Policy) -> Weights:
     """A policy's weights by parameter name, kept while others are in the trainer."""
     return {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
 

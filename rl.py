@@ -189,9 +189,11 @@ def process_logits(logits: Tensor, sampling: "Sampling", in_prompt: Tensor, coun
     Source: vLLM's v1/sample/sampler.py and ops/topk_topp_sampler.py; V0 applied min-p last.
     """
     if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-        rate = torch.where(logits > 0, 1 / sampling.repetition_penalty, sampling.repetition_penalty)
-        logits = torch.where(in_prompt | (counts > 0), logits * rate, logits)
-        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+        repetition, counts = sampling.repetition_penalty, counts.to(logits.dtype)
+        sampled = (counts > 0).to(logits.dtype)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(in_prompt | (counts > 0), repeated, logits)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * sampled
     if sampling.temperature == 0:  # greedy: no temperature, no mask
         return logits
     logits = logits / sampling.temperature

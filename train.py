@@ -25,6 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, check_vllm_version
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
+from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
+from replay import Weights, save_trace
 from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
 from tasks import Problem, Task, addition, describe_model, encode_prompt, from_jsonl, toy_model
 
@@ -74,6 +76,11 @@ class Config(UpdateOptions):
     checkpoint_every: int = 20
     """Steps between checkpoints, and after the last; the newest two are kept."""
 
+    probe_every: int = 0
+    """Steps between probes of the mismatch (parity.py), stored in `out`/probe; 0 for none."""
+    probe_on_alarm: bool = False
+    """Probe after a step whose mismatch is beyond parity.ALARMS. Either keeps a second copy of the weights."""
+
     max_num_seqs: int = 512
     """Sequences the engine decodes at once; further rollouts queue, so memory does not grow with their number."""
     kv_cache_gib: float = 0.25
@@ -90,7 +97,7 @@ class Config(UpdateOptions):
             ("positive and finite", lambda value: 0 < value < float("inf"),
              "temperature lr grad_clip tis_cap kv_cache_gib"),
             ("non-negative and finite", lambda value: 0 <= value < float("inf"),
-             "kl_coef tis_floor weight_decay lr_warmup_steps seed"),
+             "kl_coef tis_floor weight_decay lr_warmup_steps seed probe_every"),
             ("at least 2 (the group's mean is the baseline)", lambda value: value >= 2, "group_size"),
             ("below 2^32 (numpy's limit)", lambda value: value < 2**32, "seed"),
         ):
@@ -143,8 +150,11 @@ def train(run: "Run") -> None:
     if first_step == 1:
         run.log({"step": 0, "eval_reward": evaluate(run, live.engine, 0)})
     for step in range(first_step, config.steps + 1):
+        seen = before_step(run, live) if config.probe_every or config.probe_on_alarm else None
         metrics, _ = train_step(run, live, step)
         last = step == config.steps
+        if seen and (why := probe_reason(config, step, metrics)):
+            metrics["probe"] = probe(run, live, step, why, *seen)
         if last or step % config.eval_every == 0:
             metrics["eval_reward"] = evaluate(run, live.engine, step)
         run.log(metrics)
@@ -191,6 +201,39 @@ def evaluate(run: "Run", engine: Engine, step: int) -> float:
     seeds = [sample_seed(run.config.seed, "eval", step, p) for p in range(len(problems))]
     rewards = run.rewards(problems, engine.generate(run.encode(problems), 1, run.sampling, seeds))
     return sum(rewards) / len(rewards)
+
+
+# ------------------------------------------------------------------------------------------------ the probe
+PROBE_PROMPTS = 64  # of the step just taken: met again, they show a stale prefix cache
+
+
+def before_step(run: "Run", live: Live) -> tuple[list[Problem], Weights]:
+    """What a probe after the step will need: the step's first problems, and the weights before its update."""
+    rng = random.Random()
+    rng.setstate(live.rng.getstate())
+    return run.task.sample(rng, run.config.num_prompts)[:PROBE_PROMPTS], current_weights(live.policy)
+
+
+def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | None:
+    """Why the engine is to be probed after this step, if it is."""
+    rung = alarms(metrics) if config.probe_on_alarm else []
+    if rung:
+        return f"alarm of {', '.join(rung)}"
+    return "as every" if config.probe_every and step % config.probe_every == 0 else None
+
+
+def probe(run: "Run", live: Live, step: int, why: str, problems: list[Problem], earlier: Weights) -> str:
+    """Sample the step's problems again, diagnose them, keep the trace and the verdict; returns the verdict's status."""
+    seeds = [sample_seed(run.config.seed, "probe", step, p) for p in range(len(problems))]
+    trace = sample_trace(live.engine, run.encode(problems), run.sampling, seeds)
+    verdict = diagnose(live.policy, trace, [earlier], live.engine.weight_version, trainer="temperature")
+    path = run.out / "probe" / f"step_{step:06d}"
+    path.parent.mkdir(exist_ok=True)
+    save_trace(f"{path}.npz", trace)
+    plot_verdict(verdict, f"{path}.png")
+    path.with_suffix(".json").write_text(json.dumps({"step": step, "why": why} | verdict.record(), indent=1))
+    print(f"probe after step {step} ({why}): {verdict.headline}", flush=True)
+    return verdict.status
 
 
 def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: int, version: int) -> dict[str, float]:

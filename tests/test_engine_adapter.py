@@ -336,11 +336,15 @@ def mismatch_of(logprobs, rollouts) -> float:
 
 
 def test_sampling_refuses_what_cannot_be_scored():
-    for temperature in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="temperature must be positive"):
+    for temperature in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="temperature must be finite and not negative"):
             Sampling(temperature, 8, ())
+    bad = dict(top_k=-1, top_p=0.0, min_p=1.0, repetition_penalty=0.0, presence_penalty=float("nan"))
+    for name, value in bad.items():
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            Sampling(1.0, 8, (), **{name: value})
     with pytest.raises(TypeError):
-        Sampling(1.0, 8, (), repetition_penalty=1.1)
+        Sampling(1.0, 8, (), logit_bias={})
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

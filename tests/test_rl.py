@@ -9,8 +9,8 @@ import torch
 from conftest import qwen2
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
-from engine_adapter import Rollout
-from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
+from engine_adapter import Rollout, Sampling
+from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, process_logits, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -251,3 +251,49 @@ def test_rows_are_cut_to_their_longest_response():
     assert batch.inputs.shape[1] == 7
     assert batch.rows(slice(3, 4)).inputs.shape == (1, 4)
     assert [part.inputs.shape for part in batch.split(3)] == [(3, 7), (1, 4)]
+
+
+# ------------------------------------------------------------------------------------------------ processed distribution
+def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling: Sampling) -> list[float]:
+    """Probabilities of one token, entry by entry, in plain Python."""
+    row = list(row)
+    for token, count in enumerate(counts):
+        if token in prompt or count:
+            rate = sampling.repetition_penalty
+            row[token] = row[token] / rate if row[token] > 0 else row[token] * rate
+        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
+    row = [value / (sampling.temperature or 1.0) for value in row]
+    kept = set(range(len(row)))
+    if sampling.temperature:
+        kept = {t for t in kept if math.exp(row[t] - max(row)) >= sampling.min_p}
+        if sampling.top_k:
+            bar = sorted((row[t] for t in kept), reverse=True)[: sampling.top_k][-1]
+            kept = {t for t in kept if row[t] >= bar}
+        total, mass, nucleus = sum(math.exp(row[t]) for t in kept), 0.0, set()
+        for token in sorted(kept, key=lambda t: -row[t]):
+            if mass >= sampling.top_p and nucleus:
+                break
+            nucleus.add(token)
+            mass += math.exp(row[token]) / total
+        kept = nucleus
+    total = sum(math.exp(row[t]) for t in kept)
+    return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"temperature": 0.3}, {"temperature": 0.0, "top_k": 2, "presence_penalty": 1.0}, {"top_k": 3}, {"top_p": 0.6},
+    {"min_p": 0.1}, {"top_k": 5, "top_p": 0.7}, {"min_p": 0.05, "top_k": 6, "top_p": 0.95}, {"repetition_penalty": 1.5},
+    {"presence_penalty": 0.7}, {"frequency_penalty": 0.4}, {"top_k": 99}, {"top_p": 0.01},
+    {"repetition_penalty": 0.8, "presence_penalty": -0.3, "frequency_penalty": 0.2, "temperature": 0.6, "top_p": 0.8},
+])  # fmt: skip
+def test_processed_distribution_is_the_one_of_the_book_in_vllms_order(options):
+    sampling = Sampling(**{"temperature": 1.0, "max_new_tokens": 1} | options)
+    generator = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(6, 12, generator=generator, dtype=torch.float64)
+    in_prompt = torch.rand(6, 12, generator=generator) < 0.3
+    counts = torch.randint(0, 3, (6, 12), generator=generator)
+    found = torch.softmax(process_logits(logits, sampling, in_prompt, counts), dim=-1)
+    for row in range(6):
+        prompt = set(in_prompt[row].nonzero()[:, 0].tolist())
+        expected = by_the_book(logits[row].tolist(), prompt, counts[row].tolist(), sampling)
+        assert found[row].tolist() == pytest.approx(expected, abs=1e-12)

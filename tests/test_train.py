@@ -162,6 +162,8 @@ def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded
     ("--objective cispo --clip-low 0.1", "clip_low must not be given"),
     ("--eval-task x.jsonl", "eval_task must not be given"),
     ("--seed 4294967296", "seed must be below"),
+    ("--repetition-penalty 1.1", "repetition-penalty"),
+    ("--top-p 0.9", "top-p"),
     ("--kl-coef -1", "kl_coef must be non-negative"),
 ])  # fmt: skip
 def test_config_refuses_what_cannot_work(arguments, complaint, capsys):

@@ -1,0 +1,271 @@
+"""The probe: on traces of three versions of vLLM, on faults planted in the live engine, and on malformed input."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import planted
+import pytest
+import torch
+from conftest import qwen2
+
+from engine_adapter import Rollout, Sampling
+from hypotheses import HEAD, Noise, Probe
+from parity import Trace, diagnose
+from replay import load_traces, save_trace
+from rl import Policy
+
+ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    bench = planted.Bench()
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Policy]:
+    model = str(DATA / "tiny-qwen2")
+    return {name: Policy.load(model, getattr(torch, name), "cpu") for name in ("float32", "bfloat16")}
+
+
+def verdicts(file: str, policies: dict[str, Policy], **options) -> dict[str, object]:
+    return {t.name: diagnose(policies[t.meta["dtype"]], t, **options) for t in load_traces(str(DATA / file))}
+
+
+def blamed(verdict) -> list[str]:
+    return [f"{cause.layer}: {cause.name}" for cause in verdict.causes]
+
+
+# ------------------------------------------------------------------------------------------------ the V0 reference
+RAW = "semantics: raw log-probabilities (temperature, penalties and masks not applied)"
+HALF = "numerics: head in 16 bits in the engine"
+
+
+@pytest.mark.parametrize("file, expected", [
+    ("v0_0.8.5_fp32.npz", []),
+    ("v0_0.8.5_fp32_small.json", []),
+    ("v1_0.18.1_fp32_default.npz", [RAW]),
+    ("v1_0.18.1_fp32_fixes.npz", []),
+    ("v1_0.32.0_fp32_default.npz", [RAW]),
+    ("v1_0.32.0_fp32_fixes.npz", []),
+    ("v1_0.18.1_bf16_default.npz", [RAW, HALF]),
+    ("v1_0.18.1_bf16_fixes.npz", [HALF]),
+    ("v1_0.18.1_bf16_fixes_headpatch.npz", []),
+    ("v1_0.32.0_bf16_default.npz", [RAW, HALF]),
+    ("v1_0.32.0_bf16_fixes.npz", [HALF]),
+    ("v1_0.32.0_bf16_fixes_headovr.npz", []),
+])  # fmt: skip
+def test_the_migration_from_v0_to_v1_is_diagnosed_in_every_group(reference, file, expected):
+    for group, verdict in verdicts(file, reference).items():
+        # at temperature 1 without masks, and greedily, the raw distribution is the processed one
+        shown = [cause for cause in expected if not (cause == RAW and group in ("t1", "greedy"))]
+        assert blamed(verdict) == shown, f"{group}: {verdict.sentence}"
+        assert verdict.status == ("mismatch" if shown else "parity")
+
+
+def test_a_trainer_that_scores_the_temperature_alone_is_told_of_masks_and_penalties(reference):
+    found = verdicts("v0_0.8.5_fp32.npz", reference, trainer="temperature")
+    for group in ("t0.7_k20", "t0.7_p0.9", "t0.7_k20_p0.9"):
+        assert blamed(found[group]) == ["semantics: mask applied by the sampler and not by the trainer"]
+    assert blamed(found["t0.7_pen"]) == ["semantics: penalties applied by the sampler and not by the trainer"]
+    assert {found[group].status for group in ("t0.7", "t1", "greedy")} == {"parity"}
+
+
+def test_the_floor_is_measured_and_the_engines_noise_is_no_larger(reference):
+    """Recorded values of three engines against the trainer's own noise along another path: within a fifth."""
+    for file in ("v0_0.8.5_fp32.npz", "v1_0.32.0_fp32_fixes.npz", "v1_0.32.0_bf16_fixes_headovr.npz"):
+        verdict = verdicts(file, reference)["t0.7"]
+        assert 0.8 < verdict.start.noise.mean / verdict.start.floor.mean < 1.2
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_clean_traces_of_the_live_engine_are_parity(bench, tied, dtype):
+    for batch, temperature in ((1, 0.5), (9, 1.5), (40, 1.0)):
+        given = planted.plant(bench, set(), tied, getattr(torch, dtype), 0, batch, temperature)
+        trace, policy, earlier, version, _ = given
+        verdict = diagnose(policy, trace, earlier, version)
+        assert verdict.status == "parity", verdict.sentence
+
+
+@pytest.mark.parametrize("name", [
+    "raw", "top-1", "shift", "stop", "stale", "tensor", "kept", "recomputed", "one request", "hidden temperature",
+    "hidden top-k", "hidden penalty", "moved on", "prefix", "async", "head", "body", "raw+tensor", "shift+kept",
+    "stop+prefix", "head+stale",
+])  # fmt: skip
+def test_a_planted_fault_is_named(bench, name):
+    trace, policy, earlier, version, trainer = planted.plant(bench, set(name.split("+")), False, torch.float32, 0)
+    before = {n: p.clone() for n, p in policy.model.named_parameters()}
+    verdict = diagnose(policy, trace, earlier, version, trainer)
+    assert planted.right(name.split("+"), verdict) == (True, True), verdict.sentence
+    assert all(torch.equal(p, before[n]) for n, p in policy.model.named_parameters())  # the probe leaves no trace
+    assert policy.model.config._attn_implementation == "sdpa"
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["head", "head in trainer", "head on both sides", "raw+head"])
+def test_the_head_is_told_apart_from_the_noise_of_a_bfloat16_body(bench, name):
+    trace, policy, earlier, version, trainer = planted.plant(bench, set(name.split("+")), False, torch.bfloat16, 0)
+    verdict = diagnose(policy, trace, earlier, version, trainer)
+    assert planted.right(name.split("+"), verdict) == (True, True), verdict.sentence
+
+
+def test_a_fault_that_is_no_hypothesis_is_unexplained_and_says_what_was_excluded(bench):
+    """A tensor multiplied by 1.3 in the engine: neither an old one nor any other cause."""
+    trace, policy, *_ = planted.plant(bench, set(), False, torch.float32, 0)
+    parameters = dict(policy.model.named_parameters())
+    with torch.no_grad():
+        parameters["model.layers.0.mlp.up_proj.weight"].mul_(1.3)
+    planted.move(policy, 3)
+    verdict = diagnose(policy, trace, [])
+    assert verdict.status == "unexplained"
+    assert not verdict.causes
+    assert "Excluded: " in verdict.sentence
+    assert "raw log-probabilities" in verdict.sentence
+    assert "not tested, for want of earlier weights" in verdict.sentence
+
+
+def test_the_place_of_an_update_and_the_wrong_request_are_found(bench):
+    trace, policy, earlier, version, _ = planted.plant(bench, {"kept"}, False, torch.float32, 1)
+    assert "before token 11 of the response" in diagnose(policy, trace, earlier, version).sentence
+    trace, policy, earlier, version, _ = planted.plant(bench, {"one request"}, False, torch.float32, 1)
+    assert diagnose(policy, trace, earlier, version).requests["wrong"] == [8]
+
+
+def test_old_tensors_cost_few_forwards_however_many_tensors_there_are(bench):
+    counts = []
+    for name in ("tensor", "tensors"):
+        trace, policy, earlier, version, _ = planted.plant(bench, {name}, False, torch.float32, 0)
+        verdict = diagnose(policy, trace, earlier, version)
+        num_tensors = len(list(policy.model.parameters()))
+        counts.append(verdict.forwards)
+        assert verdict.forwards <= 25 + 6 * math.log2(num_tensors), counts
+
+
+# ------------------------------------------------------------------------------------------------ broken output
+def test_values_that_are_not_finite_are_named_by_request(reference):
+    trace = load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
+    trace.rollouts[5].logprobs[3], trace.rollouts[9].logprobs[0] = math.nan, -math.inf
+    verdict = diagnose(reference["float32"], trace)
+    assert verdict.status == "mismatch"
+    assert verdict.requests["not finite"] == [5, 9]
+    assert "not finite" in verdict.sentence
+
+
+def test_text_the_policy_would_not_write_is_found_although_its_values_are_right(reference):
+    """Tokens drawn uniformly and scored correctly: only their improbability gives them away."""
+    policy, generator = reference["float32"], torch.Generator().manual_seed(0)
+    trace = load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
+    odd = trace.rollouts[7]
+    odd.token_ids = torch.randint(128, (64,), generator=generator).tolist()
+    right = Probe(policy, replace(trace, rollouts=[odd]), [])
+    odd.logprobs = right.bodies["current"].values["float32", "processed", "sampled"].tolist()
+    verdict = diagnose(policy, trace)
+    assert verdict.requests["implausible"] == [7]
+    assert verdict.status == "mismatch"
+
+
+def test_repetition_is_listed_and_is_no_mismatch(reference):
+    found = verdicts("v0_0.8.5_fp32.npz", reference)
+    assert found["t0.7"].status == "parity"
+    assert 22 in found["t0.7"].requests["repetitive"]
+    assert len(found["greedy"].requests["repetitive"]) > 30
+    assert not found["t1"].requests["repetitive"]
+
+
+# ------------------------------------------------------------------------------------------------ traces and commands
+def test_a_trace_survives_its_file(tmp_path):
+    rollouts = [Rollout([1, 2, 3], 0, [4, 5], [-0.5, -1.5], [1, 2]),
+                Rollout([7], 0, [8, 9, 2], [-0.1, -2.0, -3.0], [2, 2, 2])]
+    trace = Trace("mine", rollouts, Sampling(0.7, 3, (2,), top_k=5), {"dtype": "float32", "stop_token_ids": [2]})
+    save_trace(str(tmp_path / "trace.npz"), trace)
+    (again,) = load_traces(str(tmp_path / "trace.npz"))
+    for ours, theirs in zip(trace.rollouts, again.rollouts, strict=True):
+        for name in ("prompt_ids", "token_ids", "versions"):
+            assert getattr(ours, name) == getattr(theirs, name)
+        assert theirs.logprobs == pytest.approx(ours.logprobs)
+    assert (again.name, again.sampling) == ("mine", trace.sampling)
+
+
+def json_trace(**changes) -> dict:
+    group = {"sampling": {"temperature": 0.7}, "tokens": [[4, 5]], "logprobs": [[-0.5, -1.0]]}
+    return {"meta": {"dtype": "float32"}, "prompt_ids": [[1, 3]], "groups": {"g": group | changes}}
+
+
+@pytest.mark.parametrize("record, complaint", [
+    ({}, "'prompt_ids'"),
+    ({"prompt_ids": [[1]], "meta": {}}, "'groups'"),
+    (json_trace() | {"groups": {}}, "groups must name at least one group"),
+    (json_trace(tokens=[]), "g/tokens must have a non-empty row for each non-empty row of prompt_ids"),
+    (json_trace(logprobs=[[-0.5]]), "g/logprobs must have an entry for each token"),
+    (json_trace(versions=[[1]]), "g/versions must have an entry for each token"),
+    (json_trace(sampling={}), "temperature"),
+    (json_trace(sampling={"temperature": -1.0}), "temperature must be finite and not negative"),
+    (json_trace(sampling={"temperature": 1.0, "logit_bias": {}}), "has logit_bias, which the probe does not reproduce"),
+])  # fmt: skip
+def test_a_malformed_trace_gets_a_sentence_that_names_the_field(tmp_path, record, complaint):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"trace\.json") as refused:
+        load_traces(str(path))
+    assert complaint in str(refused.value)
+
+
+def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess:
+    program = f"import sys; {before}; sys.argv = {['parity.py', *arguments]!r}; import parity; parity.main()"
+    whole = [sys.executable, "-c", program]
+    return subprocess.run(whole, capture_output=True, text=True, check=False, cwd=ROOT, timeout=600)
+
+
+def test_exit_status_is_0_for_parity_1_for_mismatch_2_for_bad_input_and_needs_no_vllm(tmp_path):
+    model, absent = str(DATA / "tiny-qwen2"), "sys.modules['vllm'] = None"
+    file = str(DATA / "v1_0.32.0_fp32_default.npz")
+    one = command("diagnose", "--model", model, file, "--group", "t1", "--plot", str(tmp_path / "p.png"), before=absent)
+    assert one.returncode == 0, one.stderr
+    assert "=> parity" in one.stdout
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+    asked = ("diagnose", "--model", model, file, "--group", "t0.7", "--json", str(tmp_path / "v.json"))
+    two = command(*asked, before=absent)
+    assert two.returncode == 1
+    assert "semantics: raw log-probabilities" in two.stdout
+    (record,) = json.loads((tmp_path / "v.json").read_text())
+    assert record["layers"] == ["semantics"]
+    assert record["best"]["share"] > 0.99
+    malformed = tmp_path / "trace.npz"
+    numpy.savez(malformed, meta=numpy.array("{}"))
+    three = command("diagnose", "--model", model, str(malformed), before=absent)
+    assert three.returncode == 2
+    assert three.stderr.strip().endswith("'groups'")
+    assert "Traceback" not in three.stderr
+
+
+def test_a_recorded_workload_is_diagnosed_and_covers_every_sampling_parameter(tmp_path):
+    """record on a live engine; min-p and both masks against vLLM itself. 64 x 64 tokens in well under 30 s."""
+    folder, out = tmp_path / "model", tmp_path / "trace.npz"
+    qwen2(tied=False).save_pretrained(folder)
+    settings = "--top-k 12 --top-p 0.9 --min-p 0.02 --repetition-penalty 1.1 --presence-penalty 0.1"
+    done = command("record", "--model", str(folder), "--out", str(out), *settings.split(), "--frequency-penalty", "0.1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (trace,) = load_traces(str(out))
+    assert trace.meta["audit"]["logprobs_mode"] == "processed_logprobs"
+    assert sum(len(r.token_ids) for r in trace.rollouts) == 64 * 64
+    started = time.perf_counter()
+    verdict = diagnose(Policy.load(str(folder), torch.float32, "cpu"), trace)
+    assert verdict.status == "parity", verdict.sentence
+    assert time.perf_counter() - started < 30
+
+
+def test_noise_over_few_tokens_is_given_more_room():
+    floor = Noise(1e-3, 5e-4, 2e-3, 1e-2, 0.0, 2e-3, 0, 4096)
+    assert floor.allowed_mean(4096) == pytest.approx(1.5e-3 + 4 * 2e-3 / 64, rel=1e-3)
+    assert floor.allowed_mean(4) == pytest.approx(1.5e-3 + 4 * 2e-3 / 2, rel=1e-3)
+    assert HEAD.layer == "numerics"

@@ -6,7 +6,7 @@ the trainer against itself along another path of the same arithmetic.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Literal
@@ -26,6 +26,8 @@ MASK_EDGE = 0.004  # share of the tokens that may lie at the edge of a top-k, to
 HEAD_EDGE = 0.02  # the same for the edges between the 16-bit values of V logits, where the body is in fp32
 MAX_CAUSES = 3
 FALSE_ALARM = 1e-6  # chance, over a whole trace, that tokens honestly drawn are called implausible
+SIGN_SIGMAS = 4.0  # of a coin thrown once a token, by which a 16-bit hypothesis must agree in sign
+PROJECTIONS = 128  # of the tokens, by which old tensors are told apart
 BLOCK_SIZES = (16, 32, 64, 128)  # of a KV cache, where the trace does not tell
 
 
@@ -158,9 +160,10 @@ class Explanation:
     floor: Noise  # of the same hypothesis recomputed along another path
     wrong: Tensor  # (B,) sequences it does not explain
     coverage: float  # share of the tokens it says something about
-    supported: bool = True  # a 16-bit hypothesis must also come closer token by token, or be on record
+    supported: bool = True  # a hypothesis of 16-bit rounding must also agree token by token
     apart: Tensor | None = None  # (B,) sequences set aside as wrong requests
     fitted: bool = False  # has a number or a place that was read off the trace itself
+    num_tensors: int = 0  # that it calls old
 
     @property
     def fits(self) -> bool:
@@ -171,7 +174,7 @@ class Explanation:
     def order(self) -> tuple:
         """Fewest causes first, a wrong request each being one; what was fitted to the trace last; then the closest."""
         apart = 0 if self.apart is None else int(self.apart.sum())
-        return len(self.causes) + max(0, apart - 1), apart, self.fitted, self.noise.mean
+        return len(self.causes) + max(0, apart - 1), apart, self.num_tensors, self.fitted, self.noise.mean
 
     def share(self, start: "Explanation") -> float:
         """Share of the start's excess over its floor that this explains; each side is held against its own floor."""
@@ -189,6 +192,7 @@ class Body:
     weights: Weights | None
     values: dict[tuple[str, str, str], Tensor]  # (head, kind, token) -> (N,)
     note: str = ""
+    num_tensors: int = 0  # that are said to be old one by one
 
 
 class Probe:
@@ -284,36 +288,40 @@ class Probe:
         if reading.head != "float32":
             causes.append(HEAD)
             fine = replace(reading, head="float32")
-            supported = self._on_record("head_dtype") or self._closer(body, reading, body, fine)
+            supported = self._points_there(body, reading, body, fine)
         floor = self.floor(body, reading)
-        residual = self._without_flips(self.residual(body, reading), floor, self.kinds[reading.kind][0],
-                                       half=reading.head != "float32" and self.policy.model.dtype == torch.float32)
+        residual = self._without_flips(body, reading, floor)
         if body in self.other and body:
-            supported &= self._on_record("model_dtype") or self._closer(body, reading, "current", reading)
+            supported &= self._points_there(body, reading, "current", reading)
         noise = Noise.of(self.replay, residual)
         return Explanation(tuple(causes), body, reading, noise, floor, floor.wrong_rows(self.replay, residual),
                            noise.tokens / len(residual), supported,
-                           fitted=reading.kind.startswith("fitted") or bool(self.bodies[body].note))
+                           fitted=reading.kind.startswith("fitted") or bool(self.bodies[body].note),
+                           num_tensors=self.bodies[body].num_tensors)
 
-    def _without_flips(self, residual: Tensor, floor: Noise, sampling: Sampling, half: bool) -> Tensor:
-        """Leaves out the few tokens that an error of rounding moves by a whole step: at a mask's edge, in for one side
-        and out for the other; or at the edge between two 16-bit values, of logits computed in fp32."""
+    def _without_flips(self, body: str, reading: Reading, floor: Noise) -> Tensor:
+        """The residual without the few tokens that an error of rounding moves by a whole step: at a mask's edge, in for
+        one side and out for the other; or at the edge between two 16-bit values of logits computed in fp32."""
+        residual, sampling, edge = self.residual(body, reading), self.kinds[reading.kind][0], 0.0
         beyond = residual.abs() > floor.allowed_max
-        masked = (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0)
-        edge = HEAD_EDGE if half else MASK_EDGE if masked else 0.0
+        if reading.head != "float32" and self.policy.model.dtype == torch.float32:
+            fine = self.bodies[body].values["float32", reading.kind, reading.token]
+            step = (self.bodies[body].values["16 bits", reading.kind, reading.token] - fine).abs().max()
+            edge, beyond = HEAD_EDGE, beyond & (residual.abs() <= 2 * step)
+        elif (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0):
+            edge = MASK_EDGE
         few = edge and 0 < beyond.sum() <= edge * len(residual) + 3 * floor.infinite
         return residual.masked_fill(beyond, math.nan) if few else residual
 
-    def _on_record(self, name: str) -> bool:
-        """Does the trace itself say that this was in 16 bits?"""
-        meta = self.trace.meta
-        said = meta.get("audit", {}).get(name, meta.get("dtype") if name == "model_dtype" else None)
-        return said is not None and said != "float32" and self.policy.model.dtype == torch.float32
+    def _points_there(self, body: str, reading: Reading, from_body: str, from_reading: Reading) -> bool:
+        """Does the mismatch have the sign of what this hypothesis changes, in clearly more than half of the tokens?
 
-    def _closer(self, body: str, reading: Reading, than_body: str, than: Reading) -> bool:
-        """Is the typical token clearly better explained? Rounding moves few tokens far: the mean would not tell."""
-        ours, theirs = self.residual(body, reading), self.residual(than_body, than)
-        return bool(ours.abs().nanmedian() < (1 - len(ours) ** -0.5) * theirs.abs().nanmedian())
+        Rounding in 16 bits is a hypothesis about noise: its size alone would excuse any fault that is no larger.
+        """
+        change = self.predict(body, reading) - self.predict(from_body, from_reading)
+        product_of_both = change * -self.residual(from_body, from_reading)
+        told = product_of_both[product_of_both.isfinite() & (product_of_both != 0)]
+        return len(told) > 0 and ((told > 0).double().mean().item() - 0.5) * 2 * len(told) ** 0.5 > SIGN_SIGMAS
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -365,16 +373,16 @@ class Search:
             readings = self._promising()
             for updates, weights in probe.earlier.items():
                 self._kv_bodies(updates, weights, readings)
-            if not self._fitting(1):
-                for updates, weights in probe.earlier.items():
-                    for reading in readings:
-                        self._tensors(updates, weights, reading)
+            for (updates, weights), reading in product(probe.earlier.items(), readings):
+                if not self._fitting(reading.num_causes + 1):
+                    self._tensors(updates, weights, reading)
         if not self._fitting(1):
             self._few_wrong()
         return sorted(self.found.values(), key=lambda e: (not e.fits, e.order if e.fits else e.noise.mean))
 
     def _fitting(self, max_causes: int) -> bool:
-        return any(e.fits and len(e.causes) <= max_causes for e in self.found.values())
+        """Is there an explanation by so few causes, without a number or a place read off the trace?"""
+        return any(e.fits and not e.fitted and len(e.causes) <= max_causes for e in self.found.values())
 
     def _combine(self, bodies: list[str], max_causes: int = MAX_CAUSES) -> None:
         """Every reading of every pass, up to so many causes."""
@@ -396,7 +404,10 @@ class Search:
             if reading.num_causes < MAX_CAUSES:
                 best = torch.stack([probe.residual(body, reading).abs() for body in bodies]).nan_to_num(math.inf)
                 scores[reading] = best.amin(dim=0).clamp(max=1.0).mean().item()  # one wild token decides nothing
-        return list(dict.fromkeys([*sorted(scores, key=lambda reading: scores[reading])[:most], Reading()]))
+        ordered = sorted(scores, key=lambda reading: scores[reading])
+        fitted = [reading for reading in ordered if reading.kind.startswith("fitted")]
+        plain = [reading for reading in ordered if reading not in fitted]
+        return list(dict.fromkeys([*plain[:most], Reading(), *fitted[:1]]))
 
     # ---------------------------------------------------------------------------------------------- numerics
     def _other_dtype(self) -> None:
@@ -430,7 +441,7 @@ class Search:
                 grid = [best * width ** (step / 4) for step in range(-4, 5)]
                 best = min(grid, key=lambda value: miss(replace(declared, **{name: value})).median().item())
                 width **= 0.25
-            if abs(best - getattr(declared, name)) > 1e-3:
+            if abs(best / getattr(declared, name) - 1) > 0.02:  # noise moves the optimum by less
                 probe.add_kind(f"fitted {name}", replace(declared, **{name: best}), hidden(f"{name} {best:.3f}"))
         if (declared.top_k, declared.top_p, declared.min_p) == (0, 1.0, 0.0):
             self._fit_masks(logits, chunk, miss)
@@ -537,9 +548,9 @@ class Search:
         """Which tensors are still the old ones? Ranked by gradients, settled by recomputed values.
 
         To first order the mismatch is the sum of the old tensors' effects, and one backward pass gives the effect of
-        every tensor on a weighted sum of log-probabilities. With one such sum per group of sequences this is a sparse
-        linear problem; its greedy solutions of 1, 2, 4, ... tensors are then recomputed exactly: O(log n) forwards a
-        round, and no claim without a recomputed value.
+        every tensor on one random projection of the tokens. A hundred such projections make a sparse linear problem;
+        its greedy solutions of 1, 2, 4, ... tensors are then recomputed exactly: O(log n) forwards a round, and no
+        claim without a recomputed value.
         """
         names = [name for name, p in self.probe.policy.model.named_parameters() if not torch.equal(p, weights[name])]
         old, closest = frozenset(), math.inf
@@ -551,7 +562,8 @@ class Search:
                 tried[subset] = self._with_old(subset, updates, weights, reading)
             if not tried:
                 return
-            old = min(tried, key=lambda subset: tried[subset].noise.mean)
+            old = min(tried, key=lambda subset: (not tried[subset].fits, len(subset) * tried[subset].fits,
+                                                 tried[subset].noise.mean))
             if tried[old].fits or tried[old].noise.mean >= 0.9 * closest:
                 break
             closest = tried[old].noise.mean
@@ -571,6 +583,7 @@ class Search:
         some = {tensor: weights[tensor] for tensor in old}
         with torch.no_grad():
             probe.bodies[name] = probe._body((old_tensors(sorted(old), updates),), replay.body(some), some)
+            probe.bodies[name].num_tensors = len(old)
             both = [probe.explain(name, replace(reading, head=head)) for head in ("float32", "16 bits")]
         explanation = min(both, key=lambda e: (not e.fits, e.noise.mean))
         if explanation.fits:
@@ -581,34 +594,23 @@ class Search:
 
     def _ranked(self, names: list[str], old: frozenset[str], weights: Weights, reading: Reading) -> list[str]:
         """Tensors whose exchange for their other version should explain what is left, the most telling first."""
-        probe, replay = self.probe, self.replay
-        parameters = dict(probe.policy.model.named_parameters())
+        parameters = dict(self.probe.policy.model.named_parameters())
         held = {name: parameter.detach() for name, parameter in parameters.items()}
-        some = {name: weights[name] for name in old}
-        sums, effects = [], []
-        sampling = probe.kinds[reading.kind][0]
-        reported = probe.aligned(reading)
-        with torch.enable_grad(), replay.holding(some):
-            for rows in replay.micros(max(1, len(replay.inputs) // 32)):
-                start, stop = (int((replay.rows < edge).sum()) for edge in (rows.start, rows.stop))
-                tokens = torch.arange(start, stop, device=replay.device)
-                logits = replay.head(replay._hidden(rows)[replay.response[rows]], torch.float32)
-                logprobs = torch.log_softmax(replay.process(logits, sampling, tokens), dim=-1)
-                sampled = logprobs.gather(-1, replay.targets[tokens, None])[:, 0]
-                values = sampled if reading.token == "sampled" else logprobs.amax(dim=-1)
-                left = (reported[tokens] - values.detach()).nan_to_num(0.0, 0.0, 0.0)  # (n,) to be explained
-                wanted = [parameters[name] for name in names]
-                gradients = torch.autograd.grad((left * values).sum(), wanted, allow_unused=True)
-                sums.append(left.pow(2).sum())
-                effects.append(torch.stack([
-                    torch.zeros((), device=replay.device) if g is None else
-                    (g.float() * ((held[n] if n in old else weights[n]) - parameters[n].detach()).float()).sum()
-                    for n, g in zip(names, gradients, strict=True)
-                ]))
-        left, effects = torch.stack(sums).double(), torch.stack(effects).double()  # (m,), (m, n)
+        left, effects = [], []  # one entry per random projection of the tokens
+        with torch.enable_grad(), self.replay.holding({name: weights[name] for name in old}):
+            steps = [(held[name] if name in old else weights[name]).float() - parameters[name].detach().float()
+                     for name in names]
+            for miss, projections in self._projected(reading):
+                for signs in projections:
+                    left.append((signs * miss.detach()).sum())
+                    gradients = torch.autograd.grad((signs * -miss).sum(), [parameters[name] for name in names],
+                                                    retain_graph=True, allow_unused=True)
+                    effects.append(torch.stack([left[-1] * 0 if gradient is None else (gradient.float() * step).sum()
+                                                for gradient, step in zip(gradients, steps, strict=True)]))
+        left, effects = torch.stack(left).double(), torch.stack(effects).double()  # (m,), (m, n)
         chosen = []
-        while len(chosen) < len(names):
-            errors = (left[:, None] - effects).pow(2).sum(dim=0)  # (n,)
+        while len(chosen) < len(names):  # matching pursuit with coefficients of one
+            errors = (left[:, None] - effects).pow(2).sum(dim=0)  # (n,) estimates |mismatch left after the exchange|^2
             errors[chosen] = math.inf
             best = int(errors.argmin())
             if chosen and errors[best] >= left.pow(2).sum():
@@ -616,6 +618,21 @@ class Search:
             chosen.append(best)
             left = left - effects[:, best]
         return [names[index] for index in chosen]
+
+    def _projected(self, reading: Reading) -> Iterator[tuple[Tensor, Tensor]]:
+        """Groups of sequences: reported - value with its graph (n,), and random signs (k, n); PROJECTIONS in all."""
+        probe, replay, sampling = self.probe, self.replay, self.probe.kinds[reading.kind][0]
+        reported, generator = probe.aligned(reading), torch.Generator().manual_seed(0)
+        groups = list(replay.micros(max(1, len(replay.inputs) // 32)))
+        for rows in groups:
+            tokens = ((replay.rows >= rows.start) & (replay.rows < rows.stop)).nonzero()[:, 0]
+            logits = replay.head(replay._hidden(rows)[replay.response[rows]], torch.float32)
+            logprobs = torch.log_softmax(replay.process(logits, sampling, tokens), dim=-1)
+            sampled = logprobs.gather(-1, replay.targets[tokens, None])[:, 0]
+            miss = reported[tokens] - (sampled if reading.token == "sampled" else logprobs.amax(dim=-1))
+            known = miss.isfinite()
+            shape = -(-PROJECTIONS // len(groups)), int(known.sum())
+            yield miss[known], (torch.randint(2, shape, generator=generator) * 2 - 1).to(miss)
 
     # ---------------------------------------------------------------------------------------------- a few requests
     def _few_wrong(self) -> None:

@@ -253,7 +253,7 @@ def test_rows_are_cut_to_their_longest_response():
     assert [part.inputs.shape for part in batch.split(3)] == [(3, 7), (1, 4)]
 
 
-# ------------------------------------------------------------------------------------------------ processed distribution
+# ------------------------------------------------------------------------------------------------ processed logits
 def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling: Sampling) -> list[float]:
     """Probabilities of one token, entry by entry, in plain Python."""
     row = list(row)

@@ -69,7 +69,7 @@ class Bench:
 
     def __init__(self):
         self.folders = TemporaryDirectory()
-        self.key, self.engine = None, None
+        self.key, self.engine, self.spoiled = None, None, None
 
     def get(self, policy: Policy, parity: ParityFlags) -> Engine:
         config = policy.model.config
@@ -154,12 +154,14 @@ class Meddler:
         return outputs
 
 
-def spoil_kv(engine: Engine, request: int) -> None:
-    """Another tenant's values in the first KV block of one running request."""
+def spoil_kv(engine: Engine, place: int) -> int:
+    """Another tenant's values in the first KV block of one running request; returns the request's number."""
     scheduler = engine._core.scheduler
-    block = scheduler.kv_cache_manager.get_block_ids(scheduler.running[request].request_id)[0][0]
+    request = scheduler.running[place].request_id
+    block = scheduler.kv_cache_manager.get_block_ids(request)[0][0]
     for cache in engine._runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
         cache[block].neg_()
+    return int(request.split("-")[0])
 
 
 # ------------------------------------------------------------------------------------------------ a trial
@@ -222,13 +224,14 @@ def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: 
         meddler.active = True
         if half_head:
             engine._model.logits_processor.head_dtype = torch.bfloat16
+        first = engine._num_requests + 1
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         steps = 0
         while engine.num_unfinished:
             engine.step()
             steps += 1
             if "one request" in faults and steps == 6:
-                spoil_kv(engine, batch // 3)
+                bench.spoiled = spoil_kv(engine, batch // 3) - first
     if half_head:
         engine._model.logits_processor.head_dtype = torch.float32
     meta = {"vllm": engine.version, "dtype": str(policy.model.dtype).removeprefix("torch."),

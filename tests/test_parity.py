@@ -138,7 +138,7 @@ def test_the_place_of_an_update_and_the_wrong_request_are_found(bench):
     trace, policy, earlier, version, _ = planted.plant(bench, {"kept"}, False, torch.float32, 1)
     assert "before token 11 of the response" in diagnose(policy, trace, earlier, version).sentence
     trace, policy, earlier, version, _ = planted.plant(bench, {"one request"}, False, torch.float32, 1)
-    assert diagnose(policy, trace, earlier, version).requests["wrong"] == [8]
+    assert diagnose(policy, trace, earlier, version).requests["wrong"] == [bench.spoiled]
 
 
 def test_old_tensors_cost_few_forwards_however_many_tensors_there_are(bench):
@@ -220,7 +220,7 @@ def test_a_malformed_trace_gets_a_sentence_that_names_the_field(tmp_path, record
     assert complaint in str(refused.value)
 
 
-def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess:
+def command(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess:
     program = f"import sys; {before}; sys.argv = {['parity.py', *arguments]!r}; import parity; parity.main()"
     whole = [sys.executable, "-c", program]
     return subprocess.run(whole, capture_output=True, text=True, check=False, cwd=ROOT, timeout=600)

@@ -93,6 +93,29 @@ def tyro_default() -> dict:
     return asdict(Config())
 
 
+# ------------------------------------------------------------------------------------------------ the live probe
+def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(tmp_path):
+    options = (*SMALL, "--steps", "2", "--eval-every", "2")
+    run(tmp_path / "plain", *options)
+    text = run(tmp_path / "probed", *options, "--probe-every", "1", "--probe-on-alarm")
+    assert text.count("(as every): parity.") == 2
+    probed = timeless(tmp_path / "probed")
+    assert [row.pop("probe", None) for row in probed] == [None, "parity", "parity"]
+    assert probed == timeless(tmp_path / "plain")  # no random number, no weight is touched
+    record = json.loads((tmp_path / "probed" / "probe" / "step_000002.json").read_text())
+    assert record["status"] == "parity"
+    assert record["mismatch"]["mean"] < 1.5 * record["floor"]["mean"] + 1e-6
+    assert (tmp_path / "probed" / "probe" / "step_000002.npz").exists()
+
+
+def test_an_alarm_asks_the_probe_which_names_the_switch(tmp_path):
+    text = run(tmp_path, *SMALL, "--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
+    assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean" in text
+    record = json.loads((tmp_path / "probe" / "step_000001.json").read_text())
+    assert record["layers"] == ["semantics"]
+    assert "--parity.processed-logprobs" in record["sentence"]
+
+
 # ------------------------------------------------------------------------------------------------ real models and data
 def test_a_model_folder_and_a_jsonl_file_go_through_the_same_door(tmp_path):
     """Two steps of everything the default job leaves off: GSPO, KL, TIS, untied bf16 model, numeric reward."""

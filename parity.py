@@ -20,9 +20,10 @@ import tyro
 from torch import Tensor
 
 from engine_adapter import Engine, ParityFlags, Sampling
-from hypotheses import HEAD, NOT_FINITE, UNLIKE, Cause, Explanation, Probe, Search, moved_on, stale
+from hypotheses import HEAD, NOT_FINITE, UNLIKE, Cause, Explanation, Probe, moved_on, stale
 from replay import Trace, Weights, load_traces, save_trace
 from rl import Policy
+from search import Search
 
 FALSE_ALARM = 1e-6  # chance, over a whole trace, that tokens honestly drawn are called implausible
 SHOWN = 12  # requests named in a sentence; the JSON has all of them
@@ -210,6 +211,8 @@ def _sentence(
         blamed = "; and ".join(f"{cause.layer}: {cause.name}" for cause in causes)
         text = f"{blamed}{f' ({note})' if note else ''}. Repair: {'; '.join(dict.fromkeys(c.repair for c in causes))}."
         text += f" {floor}, left unexplained {best.noise.mean:.1e}"
+        if any(cause.layer == "objective" for cause in causes):
+            text += f"; the policies differ by {start.noise.k3:.1e} nats a token (k3)"
         if second is not None:
             names = " + ".join(cause.name for cause in second.causes) or "nothing wrong"
             text += f". Next best: {names}, which leaves {second.noise.mean:.1e}"

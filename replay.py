@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy
 import torch
@@ -44,7 +45,7 @@ def save_trace(path: str, trace: Trace) -> None:
         f"{trace.name}/logprobs": ([r.logprobs for r in trace.rollouts], 0.0, numpy.float32),
         f"{trace.name}/versions": ([r.versions for r in trace.rollouts], -1, numpy.int32),
     }
-    arrays = {}
+    arrays = {f"{trace.name}/seeds": numpy.array([r.seed for r in trace.rollouts], numpy.int64)}
     for name, (rows, padding, dtype) in columns.items():
         longest = max(map(len, rows))
         arrays[name] = numpy.array([[*row, *[padding] * (longest - len(row))] for row in rows], dtype)
@@ -60,11 +61,15 @@ def load_traces(path: str) -> list[Trace]:
     read = _read_json if path.endswith(".json") else _read_npz
     try:
         meta, columns, samplings = read(path)
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-        raise ValueError(f"{path} must be an npz or JSON trace with meta, prompt_ids and groups: {error}") from error
-    if not samplings:
-        raise ValueError(f"{path}: groups must name at least one group")
-    return [_trace(f"{path}: ", name, sampling, meta, columns) for name, sampling in samplings.items()]
+        if not samplings:
+            raise ValueError("groups must name at least one group")
+        return [_trace(name, sampling, meta, columns) for name, sampling in samplings.items()]
+    except KeyError as error:
+        raise ValueError(f"{path}: {error} is missing (the README has the layout)") from error
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: meta, prompt_ids and groups must be as in the README: {error}") from error
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path}: {error} (the README has the layout)") from error
 
 
 def _read_npz(path: str) -> tuple[dict, dict[str, list], dict]:
@@ -78,43 +83,50 @@ def _read_json(path: str) -> tuple[dict, dict[str, list], dict]:
     record = json.loads(Path(path).read_text())
     columns = {"prompt_ids": record["prompt_ids"]}
     for name, group in record["groups"].items():
-        columns |= {f"{name}/{key}": group[key] for key in ("tokens", "logprobs", "versions") if key in group}
+        columns |= {f"{name}/{key}": group[key] for key in ("tokens", "logprobs", "versions", "seeds") if key in group}
     return record["meta"], columns, {name: group["sampling"] for name, group in record["groups"].items()}
 
 
-def _trace(where: str, name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Trace:
-    def rows(field_name: str, shape: list[int] | None, integer: bool = True) -> list[list]:
-        """One field as lists, its padding of -1 (or all beyond `shape`) cut off."""
-        if field_name not in columns:
-            raise ValueError(f"{where}{field_name} is missing")
-        table = [list(map(int if integer else float, row)) for row in columns[field_name]]
-        if integer:
-            table = [row[: row.index(-1)] if -1 in row else row for row in table]
-        else:
-            table = [row[:length] for row, length in zip(table, shape or [], strict=False)]
-        if shape is not None and [len(row) for row in table] != shape:
-            raise ValueError(f"{where}{field_name} must have an entry for each token of {name}/tokens")
-        return table
+def _trace(name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Trace:
+    prompts = _ids(columns["prompt_ids"], "prompt_ids")
+    tokens = _ids(columns[f"{name}/tokens"], f"{name}/tokens")
+    if len(prompts) != len(tokens) or not all(prompts) or not all(tokens):
+        raise ValueError(f"{name}/tokens must have a non-empty row for each non-empty row of prompt_ids")
 
-    prompts = rows("prompt_ids", None)
-    tokens = rows(f"{name}/tokens", None)
-    lengths = [len(row) for row in tokens]
-    if len(prompts) != len(tokens) or not all(prompts) or not all(lengths):
-        raise ValueError(f"{where}{name}/tokens must have a non-empty row for each non-empty row of prompt_ids")
-    logprobs = rows(f"{name}/logprobs", lengths, integer=False)
-    versions = rows(f"{name}/versions", lengths) if f"{name}/versions" in columns else [[]] * len(tokens)
-    known = {each.name for each in fields(Sampling)}
-    if unknown := sampling.keys() - known:
-        raise ValueError(f"{where}groups.{name} has {', '.join(sorted(unknown))}, which the probe does not reproduce")
-    stops = meta.get("stop_token_ids", ())
-    neutral = {"max_new_tokens": max(lengths), "stop_token_ids": stops} | sampling
-    neutral |= {"stop_token_ids": tuple(neutral["stop_token_ids"]), "top_k": max(0, neutral.get("top_k", 0))}
+    def per_token(field_name: str, kind: type) -> list[list]:
+        """A value for each token; what stands at the padding of the tokens is cut off."""
+        table = columns[f"{name}/{field_name}"]
+        if list(map(len, table)) != list(map(len, columns[f"{name}/tokens"])):
+            raise ValueError(f"{name}/{field_name} must have the shape of {name}/tokens")
+        try:
+            return [list(map(kind, row[: len(ids)])) for row, ids in zip(table, tokens, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}/{field_name} must be numbers: {error}") from error
+
+    logprobs = per_token("logprobs", float)
+    versions = per_token("versions", int) if f"{name}/versions" in columns else [[]] * len(tokens)
+    seeds = map(int, columns.get(f"{name}/seeds", range(len(tokens))))
+    if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
+        raise ValueError(f"groups.{name} has {', '.join(sorted(unknown))}, which the probe does not reproduce")
+    settings = {"max_new_tokens": max(map(len, tokens)), "stop_token_ids": meta.get("stop_token_ids", ())} | sampling
+    settings |= {"stop_token_ids": tuple(settings["stop_token_ids"]), "top_k": max(0, settings.get("top_k", 0))}
     try:
-        settings = Sampling(**neutral)
+        rollouts = [Rollout(*row) for row in zip(prompts, seeds, tokens, logprobs, versions, strict=True)]
+        return Trace(name, rollouts, Sampling(**settings), meta)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}groups.{name}: {error}") from error
-    return Trace(name, [Rollout(*row) for row in zip(prompts, range(len(tokens)), tokens, logprobs, versions,
-                                                     strict=True)], settings, meta)
+        raise ValueError(f"groups.{name}: {error}") from error
+
+
+def _ids(table: Any, field_name: str) -> list[list[int]]:
+    """Rows of token ids, their padding of -1 cut off."""
+    try:
+        rows = [list(row) for row in table]
+        whole = all(int(value) == value >= -1 for row in rows for value in row)
+    except (TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{field_name} must be rows of token ids, padded with -1")
+    return [list(map(int, row[: row.index(-1)] if -1 in row else row)) for row in rows]
 
 
 # ------------------------------------------------------------------------------------------------ replay

@@ -184,13 +184,13 @@ def test_repetition_is_listed_and_is_no_mismatch(reference):
 
 # ------------------------------------------------------------------------------------------------ traces and commands
 def test_a_trace_survives_its_file(tmp_path):
-    rollouts = [Rollout([1, 2, 3], 0, [4, 5], [-0.5, -1.5], [1, 2]),
+    rollouts = [Rollout([1, 2, 3], 2**40, [4, 5], [-0.5, -1.5], [1, 2]),
                 Rollout([7], 0, [8, 9, 2], [-0.1, -2.0, -3.0], [2, 2, 2])]
     trace = Trace("mine", rollouts, Sampling(0.7, 3, (2,), top_k=5), {"dtype": "float32", "stop_token_ids": [2]})
     save_trace(str(tmp_path / "trace.npz"), trace)
     (again,) = load_traces(str(tmp_path / "trace.npz"))
     for ours, theirs in zip(trace.rollouts, again.rollouts, strict=True):
-        for name in ("prompt_ids", "token_ids", "versions"):
+        for name in ("prompt_ids", "seed", "token_ids", "versions"):
             assert getattr(ours, name) == getattr(theirs, name)
         assert theirs.logprobs == pytest.approx(ours.logprobs)
     assert (again.name, again.sampling) == ("mine", trace.sampling)
@@ -202,12 +202,19 @@ def json_trace(**changes) -> dict:
 
 
 @pytest.mark.parametrize("record, complaint", [
-    ({}, "'prompt_ids'"),
-    ({"prompt_ids": [[1]], "meta": {}}, "'groups'"),
+    ({}, "'prompt_ids' is missing"),
+    ([], "meta, prompt_ids and groups must be as in the README"),
+    ({"prompt_ids": [[1]], "meta": {}}, "'groups' is missing"),
     (json_trace() | {"groups": {}}, "groups must name at least one group"),
     (json_trace(tokens=[]), "g/tokens must have a non-empty row for each non-empty row of prompt_ids"),
-    (json_trace(logprobs=[[-0.5]]), "g/logprobs must have an entry for each token"),
-    (json_trace(versions=[[1]]), "g/versions must have an entry for each token"),
+    (json_trace(tokens=[[4, 5.5]]), "g/tokens must be rows of token ids"),
+    (json_trace(tokens=[[4, "a"]]), "g/tokens must be rows of token ids"),
+    (json_trace(tokens=[[4, -3]]), "g/tokens must be rows of token ids"),
+    (json_trace(tokens=[4, 5]), "g/tokens must be rows of token ids"),
+    (json_trace(logprobs=[[-0.5]]), "g/logprobs must have the shape of g/tokens"),
+    (json_trace(logprobs=[[-0.5, -1.0], [-1.0]]), "g/logprobs must have the shape of g/tokens"),
+    (json_trace(logprobs=[[-0.5, None]]), "g/logprobs must be numbers"),
+    (json_trace(versions=[[1]]), "g/versions must have the shape of g/tokens"),
     (json_trace(sampling={}), "temperature"),
     (json_trace(sampling={"temperature": -1.0}), "temperature must be finite and not negative"),
     (json_trace(sampling={"temperature": 1.0, "logit_bias": {}}), "has logit_bias, which the probe does not reproduce"),
@@ -244,7 +251,7 @@ def test_exit_status_is_0_for_parity_1_for_mismatch_2_for_bad_input_and_needs_no
     numpy.savez(malformed, meta=numpy.array("{}"))
     three = command("diagnose", "--model", model, str(malformed), before=absent)
     assert three.returncode == 2
-    assert three.stderr.strip().endswith("'groups'")
+    assert "'groups' is missing" in three.stderr
     assert "Traceback" not in three.stderr
 
 

@@ -37,7 +37,7 @@ class Cause:
 PROCESSED = 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)'
 ALIGN = "align log-probabilities with their own tokens, as make_batch does"
 RUNTIME = "enable_prefix_caching=False, async_scheduling=False (--parity.explicit-runtime)"
-RAW = Cause("semantics", "raw log-probabilities (temperature, penalties and masks not applied)", PROCESSED)
+RAW = Cause("semantics", "raw log-probabilities", PROCESSED)
 NO_TEMPERATURE = Cause("semantics", "temperature not applied", PROCESSED)
 NO_MASK = Cause("semantics", "top-k/top-p/min-p mask not applied to the reported value", PROCESSED)
 NO_PENALTIES = Cause("semantics", "penalties not applied to the reported value", PROCESSED)

@@ -146,10 +146,11 @@ def _requests(probe: Probe, best: Explanation) -> dict[str, list[int]]:
     """Rows of the trace that stand out: wrong values, values that are not finite, improbable text, repetition."""
     replay, everything = probe.replay, torch.arange(len(probe.replay.lengths))
     wrong = everything[(best.wrong if best.apart is None else best.apart).cpu()].tolist()
+    broken = sorted(set(replay.rows[probe.broken].tolist()))
     return {
         "wrong": wrong if best.fits or len(wrong) <= 0.5 * len(everything) else [],
-        "not finite": sorted(set(replay.rows[probe.broken].tolist())),
-        "implausible": [row for row in _implausible(probe, best) if row not in wrong],
+        "not finite": broken,
+        "implausible": [row for row in _implausible(probe, best) if row not in wrong + broken],
         "repetitive": [row for row, r in enumerate(probe.trace.rollouts) if _repeats(r.token_ids)],
     }
 
@@ -232,13 +233,13 @@ def _figures(start: Explanation) -> str:
 
 
 def _table(found: list[Explanation], best: Explanation) -> list[Explanation]:
-    """One row per hypothesis: each single cause at its best, and the closest combinations."""
+    """One row per hypothesis: the best, each single cause, and the closest combinations."""
     rows: dict[tuple[Cause, ...], Explanation] = {best.causes: best}
     for each in sorted(found, key=lambda e: e.noise.mean):
         rows.setdefault(each.causes, each)
-    single = [each for causes, each in rows.items() if len(causes) <= 1]
-    combined = [each for causes, each in rows.items() if len(causes) > 1]
-    return single + combined[:5]
+    others = [each for each in rows.values() if each is not best]
+    combined = [each for each in others if len(each.causes) > 1]
+    return [best, *(each for each in others if len(each.causes) <= 1), *combined[:5]]
 
 
 def print_verdict(verdict: Verdict) -> None:

@@ -30,7 +30,8 @@ from replay import Weights
 
 MAX_CAUSES = 3  # at once
 FEW = 0.2  # at most this share of the sequences can be "a few wrong requests"
-PROJECTIONS = 128  # of the tokens, by which old tensors are told apart
+PROJECTIONS = 64  # of the tokens, by which old tensors are told apart
+PLACES = 7  # tokens by which the old weights' values may seem to outlast an update
 BLOCK_SIZES = (16, 32, 64, 128)  # of a KV cache, where the trace does not tell
 
 
@@ -77,6 +78,8 @@ class Search:
         for body, kind, token, shift, stop, head in ways:
             reading = Reading(kind, token, shift, stop, head)
             num_causes = reading.num_causes + len(probe.bodies[body].causes)
+            if kind.startswith("fitted") and body in probe.other:
+                continue  # a fitted number on top of another dtype's noise could excuse too much
             if num_causes <= max_causes and (body, reading) not in self.found:
                 self.found[body, reading] = probe.explain(body, reading)
 
@@ -126,7 +129,8 @@ class Search:
                 grid = [best * width ** (step / 4) for step in range(-4, 5)]
                 best = min(grid, key=lambda value: miss(replace(declared, **{name: value})).median().item())
                 width **= 0.25
-            if abs(best / getattr(declared, name) - 1) > 0.02:  # noise moves the optimum by less
+            # noise moves the optimum by less; and a value of 1 is that of the raw distribution, a hypothesis of its own
+            if min(abs(best / getattr(declared, name) - 1), abs(best - 1)) > 0.02:
                 probe.add_kind(f"fitted {name}", replace(declared, **{name: best}), hidden(f"{name} {best:.3f}"))
         if (declared.top_k, declared.top_p, declared.min_p) == (0, 1.0, 0.0):
             self._fit_masks(logits, chunk, miss)
@@ -180,21 +184,47 @@ class Search:
             self._kept(f"kept, {updates} back, {number}", weights, old, reading)
 
     def _kept(self, name: str, weights: Weights, old: Body, reading: Reading) -> None:
-        """KV kept over an update: each sequence's own best place, or the one most sequences have (they run in step)."""
+        """KV kept over an update, in each sequence before the place that explains it best: where the old weights'
+        values end, where most sequences have it, where the trace says (or one token later: async scheduling); and, for
+        sequences still unexplained, a few tokens before, since old and new values may agree for a while."""
         probe, replay = self.probe, self.replay
         own = self._change_point(old, None, reading)  # (B,)
         inside = own[(own > 0) & (own < replay.lengths)]
         if not len(inside):
             return
-        places = [own, inside.mode().values.expand_as(own).minimum(replay.lengths)]
-        merged = []
-        for place in places:
-            kept = probe._body((KEPT,), replay.body_over_kv(weights, (replay.prompt_lengths + place - 1).clamp(min=0)))
-            merged.append(_merged(replay.positions < place[replay.rows], old, kept, (KEPT,), ""))
-        choice = self._closest_rows(merged, reading)
-        place = torch.where(choice == 0, *places)
+        likely = [own, inside.mode().values.minimum(replay.lengths)]
+        if (labelled := self._labelled()) is not None:
+            likely += [labelled, (labelled + 1).minimum(replay.lengths)]
+        floor, best, place = probe.floor("current", reading), None, own
+        for number, candidate in enumerate((*likely, *(own - less for less in range(1, PLACES)))):
+            wanted = torch.ones_like(own, dtype=torch.bool)
+            if number >= len(likely):
+                wanted = floor.wrong_rows(replay, probe.miss(best, reading)) & (candidate > 0)
+            if not wanted.any():
+                break
+            tried = self._over_update(weights, old, candidate, wanted)
+            if best is not None:
+                wanted = wanted & (self._closest_rows([best, tried], reading) == 1)
+                tried = _merged(wanted[replay.rows], tried, best, (KEPT,), "")
+            best, place = tried, torch.where(wanted, candidate, place)
         causes = (KEPT, MISLABELLED) if self._mislabelled(place) else (KEPT,)
-        self._add(name, _merged((choice == 0)[replay.rows], *merged, causes, _places(place, replay.lengths)))
+        self._add(name, replace(best, causes=causes, note=_places(place, replay.lengths)))
+
+    def _over_update(self, weights: Weights, old: Body, place: Tensor, wanted: Tensor) -> Body:
+        """Old values before `place` (B,), from there new weights over the old KV; of use for the `wanted` (B,) rows."""
+        probe, replay = self.probe, self.replay
+        prefix = (replay.prompt_lengths + place - 1).clamp(min=0).masked_fill(~wanted, replay.inputs.shape[1])
+        kept = probe._body((KEPT,), replay.body_over_kv(weights, prefix))
+        return _merged(replay.positions < place[replay.rows], old, kept, (KEPT,), "")
+
+    def _labelled(self) -> Tensor | None:
+        """How many tokens of each row the trace says were sampled before its newest weights: (B,)."""
+        probe, replay = self.probe, self.replay
+        if probe.labels is None:
+            return None
+        newest = torch.zeros_like(replay.lengths).scatter_reduce(0, replay.rows, probe.labels, "amax")
+        before = (probe.labels < newest[replay.rows]).double()
+        return (replay.row_means(before) * replay.lengths).round().long()
 
     def _closest_rows(self, bodies: list[Body], reading: Reading) -> Tensor:
         """Which of the passes comes closest, sequence by sequence: (B,)."""
@@ -220,16 +250,14 @@ class Search:
 
     def _mislabelled(self, place: Tensor) -> bool:
         """Do the trace's labels change one token before the weights did, in most sequences that saw an update?"""
-        probe, replay = self.probe, self.replay
-        if probe.labels is None:
+        labelled = self._labelled()
+        if labelled is None:
             return False
-        newest = torch.zeros_like(replay.lengths).scatter_reduce(0, replay.rows, probe.labels, "amax")
-        labelled = replay.row_means((probe.labels < newest[replay.rows]).double()) * replay.lengths
-        changed = (place > 0) & (place < replay.lengths) & (labelled > 0)
-        return bool(changed.any() and (place - labelled.round())[changed].median() == 1)
+        changed = (place > 0) & (place < self.replay.lengths) & (labelled > 0)
+        return bool(changed.any() and (place - labelled)[changed].median() == 1)
 
     # ---------------------------------------------------------------------------------------------- tensors
-    def _tensors(self, updates: int, weights: Weights, reading: Reading, rounds: int = 6) -> None:
+    def _tensors(self, updates: int, weights: Weights, reading: Reading, rounds: int = 5) -> None:
         """Which tensors are still the old ones? Ranked by gradients, settled by recomputed values.
 
         To first order the mismatch is the sum of the old tensors' effects, and one backward pass gives the effect of
@@ -238,7 +266,7 @@ class Search:
         claim without a recomputed value.
         """
         names = [name for name, p in self.probe.policy.model.named_parameters() if not torch.equal(p, weights[name])]
-        old, closest = frozenset(), math.inf
+        old, closest = frozenset(), self.probe.explain("current", reading).noise.mean
         for _ in range(rounds):
             candidates = self._ranked(names, old, weights, reading)
             tried = {}
@@ -249,7 +277,7 @@ class Search:
                 return
             old = min(tried, key=lambda subset: (not tried[subset].fits, len(subset) * tried[subset].fits,
                                                  tried[subset].noise.mean))
-            if tried[old].fits or tried[old].noise.mean >= 0.9 * closest:
+            if tried[old].fits or tried[old].noise.mean > 0.8 * closest:  # found, or not on its track
                 break
             closest = tried[old].noise.mean
         if tried[old].fits:
@@ -308,7 +336,7 @@ class Search:
         """Groups of sequences: reported - value with its graph (n,), and random signs (k, n); PROJECTIONS in all."""
         probe, replay, sampling = self.probe, self.replay, self.probe.kinds[reading.kind][0]
         reported, generator = probe.aligned(reading), torch.Generator().manual_seed(0)
-        groups = list(replay.micros(max(1, len(replay.inputs) // 32)))
+        groups = list(replay.micros(-(-len(replay.inputs) // 16)))
         for rows in groups:
             tokens = ((replay.rows >= rows.start) & (replay.rows < rows.stop)).nonzero()[:, 0]
             logits = replay.head(replay._hidden(rows)[replay.response[rows]], torch.float32)

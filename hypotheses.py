@@ -155,7 +155,7 @@ class Explanation:
     coverage: float  # share of the tokens it says something about
     supported: bool = True  # a hypothesis of 16-bit rounding must also agree token by token
     apart: Tensor | None = None  # (B,) sequences set aside as wrong requests
-    fitted: bool = False  # has a number or a place that was read off the trace itself
+    fitted: int = 0  # read off the trace itself: 1 a number, or a yes or no per sequence; 2 a place per sequence
     num_tensors: int = 0  # that it calls old
 
     @property
@@ -167,7 +167,7 @@ class Explanation:
     def order(self) -> tuple:
         """Fewest causes first, a wrong request each being one; what was fitted to the trace last; then the closest."""
         apart = 0 if self.apart is None else int(self.apart.sum())
-        return len(self.causes) + max(0, apart - 1), apart, self.fitted, self.num_tensors, self.noise.mean
+        return len(self.causes) + max(0, apart - 1), self.fitted, apart, self.num_tensors, self.noise.mean
 
     def share(self, start: "Explanation") -> float:
         """Share of the start's excess over its floor that this explains; each side is held against its own floor."""
@@ -185,6 +185,7 @@ class Body:
     weights: Weights | None
     values: dict[tuple[str, str, str], Tensor]  # (head, kind, token) -> (N,)
     note: str = ""
+    fitted: int = 0  # as in Explanation
     num_tensors: int = 0  # that are said to be old one by one
 
 
@@ -209,6 +210,8 @@ class Probe:
             ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
             self.stops = self.stops & torch.isin(self.replay.targets, ids)
         self.reported, broken = self.replay.reported.clone(), ~self.replay.reported.isfinite()
+        if not self.reported.any():
+            raise ValueError(f"logprobs must be the engine's, all of {trace.name}'s are 0")
         if (broken & ~self.stops).any():  # broken output: named by request, kept out of the means
             self.broken = broken
         else:  # NaN at stop tokens alone says the same as a zero there: no value
@@ -289,7 +292,7 @@ class Probe:
         noise = Noise.of(self.replay, residual)
         return Explanation(tuple(causes), body, reading, noise, floor, floor.wrong_rows(self.replay, residual),
                            noise.tokens / len(residual), supported,
-                           fitted=reading.kind.startswith("fitted") or bool(self.bodies[body].note),
+                           fitted=reading.kind.startswith("fitted") + self.bodies[body].fitted,
                            num_tensors=self.bodies[body].num_tensors)
 
     def _without_flips(self, body: str, reading: Reading, floor: Noise) -> Tensor:
@@ -307,14 +310,16 @@ class Probe:
         return residual.masked_fill(beyond, math.nan) if few else residual
 
     def _points_there(self, body: str, reading: Reading, from_body: str, from_reading: Reading) -> bool:
-        """Does the mismatch have the sign of what this hypothesis changes, in clearly more than half of the tokens?
+        """Is the mismatch as large as what this hypothesis changes, and mostly of its sign?
 
         Rounding in 16 bits is a hypothesis about noise: its size alone would excuse any fault that is no larger.
         """
         change = self.predict(body, reading) - self.predict(from_body, from_reading)
-        product_of_both = change * -self.residual(from_body, from_reading)
-        told = product_of_both[product_of_both.isfinite() & (product_of_both != 0)]
-        return len(told) > 0 and ((told > 0).double().mean().item() - 0.5) * 2 * len(told) ** 0.5 > SIGN_SIGMAS
+        miss = -self.residual(from_body, from_reading)
+        told = (change * miss).isfinite() & (change * miss != 0)
+        agreeing = (change * miss > 0)[told].double().mean().item() if told.any() else 0.0
+        large = bool(told.any()) and miss[told].abs().mean() > 0.5 * change[told].abs().mean()
+        return large and (agreeing - 0.5) * 2 * told.sum().item() ** 0.5 > SIGN_SIGMAS
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> Tensor:

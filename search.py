@@ -29,6 +29,7 @@ from hypotheses import (
 from replay import Weights
 
 MAX_CAUSES = 3  # at once
+LEAST_SHARE = 0.7  # of the excess over the floor that an explanation must explain
 FEW = 0.2  # at most this share of the sequences can be "a few wrong requests"
 PROJECTIONS = 64  # of the tokens, by which old tensors are told apart
 PLACES = 7  # tokens by which the old weights' values may seem to outlast an update
@@ -64,11 +65,21 @@ class Search:
                     self._tensors(updates, weights, reading)
         if not self._fitting(1):
             self._few_wrong()
+        for explanation in self.found.values():
+            explanation.supported &= self._enough(explanation)
         return sorted(self.found.values(), key=lambda e: (not e.fits, e.order if e.fits else e.noise.mean))
+
+    def _enough(self, explanation: Explanation) -> bool:
+        """Most of the excess must be explained: near the floor its tolerance alone would let a wrong cause pass. What
+        explains noise by noise cannot be measured so, and has been asked for its signs."""
+        by_noise = explanation.reading.head != "float32" or explanation.body in self.probe.other
+        start = self.found["current", Reading()]
+        return by_noise or not explanation.causes or explanation.share(start) >= LEAST_SHARE
 
     def _fitting(self, max_causes: int) -> bool:
         """Is there an explanation by so few causes, without a number or a place read off the trace?"""
-        return any(e.fits and not e.fitted and len(e.causes) <= max_causes for e in self.found.values())
+        return any(e.fits and not e.fitted and len(e.causes) <= max_causes and self._enough(e)
+                   for e in self.found.values())
 
     def _combine(self, bodies: list[str], max_causes: int = MAX_CAUSES) -> None:
         """Every reading of every pass, up to so many causes."""
@@ -174,13 +185,17 @@ class Search:
                     if hit.any():
                         note = f"in {int(hit.sum())} of {len(hit)} requests"
                         self._add(f"prefix of {block}s, {updates} back, {number}",
-                                  _merged(hit[replay.rows], body, new, (PREFIX,), note))
+                                  _merged(hit[replay.rows], body, new, (PREFIX,), note, fitted=1))
         for number, reading in enumerate(readings):
+            stale_rows = self._closest_rows([old, new], reading) == 0  # (B,)
+            note = f"in {int(stale_rows.sum())} of {len(stale_rows)} requests"
+            self._add(f"rows, {updates} back, {number}",
+                      _merged(stale_rows[replay.rows], old, new, (stale(updates),), note, fitted=1))
             place = self._change_point(old, new, reading)  # (B,)
             if ((place > 0) & (place < replay.lengths)).any():
                 before = replay.positions < place[replay.rows]
                 self._add(f"recomputed, {updates} back, {number}",
-                          _merged(before, old, new, (RECOMPUTED,), _places(place, replay.lengths)))
+                          _merged(before, old, new, (RECOMPUTED,), _places(place, replay.lengths), fitted=2))
             self._kept(f"kept, {updates} back, {number}", weights, old, reading)
 
     def _kept(self, name: str, weights: Weights, old: Body, reading: Reading) -> None:
@@ -205,17 +220,17 @@ class Search:
             tried = self._over_update(weights, old, candidate, wanted)
             if best is not None:
                 wanted = wanted & (self._closest_rows([best, tried], reading) == 1)
-                tried = _merged(wanted[replay.rows], tried, best, (KEPT,), "")
+                tried = _merged(wanted[replay.rows], tried, best, (KEPT,))
             best, place = tried, torch.where(wanted, candidate, place)
         causes = (KEPT, MISLABELLED) if self._mislabelled(place) else (KEPT,)
-        self._add(name, replace(best, causes=causes, note=_places(place, replay.lengths)))
+        self._add(name, replace(best, causes=causes, note=_places(place, replay.lengths), fitted=2))
 
     def _over_update(self, weights: Weights, old: Body, place: Tensor, wanted: Tensor) -> Body:
         """Old values before `place` (B,), from there new weights over the old KV; of use for the `wanted` (B,) rows."""
         probe, replay = self.probe, self.replay
         prefix = (replay.prompt_lengths + place - 1).clamp(min=0).masked_fill(~wanted, replay.inputs.shape[1])
         kept = probe._body((KEPT,), replay.body_over_kv(weights, prefix))
-        return _merged(replay.positions < place[replay.rows], old, kept, (KEPT,), "")
+        return _merged(replay.positions < place[replay.rows], old, kept, (KEPT,))
 
     def _labelled(self) -> Tensor | None:
         """How many tokens of each row the trace says were sampled before its newest weights: (B,)."""
@@ -361,9 +376,12 @@ class Search:
                 )
 
 
-def _merged(first: Tensor, ours: Body, theirs: Body, causes: tuple[Cause, ...], note: str) -> Body:
+def _merged(
+    first: Tensor, ours: Body, theirs: Body, causes: tuple[Cause, ...], note: str = "", fitted: int = 0
+) -> Body:
+    """A pass put together token by token: `ours` where `first` (N,) is true."""
     values = {key: torch.where(first, ours.values[key], theirs.values[key]) for key in ours.values}
-    return Body(causes, None, None, values, note)
+    return Body(causes, None, None, values, note, fitted)
 
 
 def _places(place: Tensor, lengths: Tensor) -> str:

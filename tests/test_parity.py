@@ -175,6 +175,14 @@ def test_text_the_policy_would_not_write_is_found_although_its_values_are_right(
     assert verdict.status == "mismatch"
 
 
+def test_a_trace_without_log_probabilities_is_bad_input(reference):
+    trace = load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
+    for rollout in trace.rollouts:
+        rollout.logprobs = [0.0] * len(rollout.logprobs)
+    with pytest.raises(ValueError, match=r"logprobs must be the engine's, all of t0\.7's are 0"):
+        diagnose(reference["float32"], trace)
+
+
 def test_repetition_is_listed_and_is_no_mismatch(reference):
     found = verdicts("v0_0.8.5_fp32.npz", reference)
     assert found["t0.7"].status == "parity"

@@ -66,7 +66,7 @@ class Sampling:
         for name, rule, holds in (
             ("temperature", "finite and not negative (0 is greedy)", lambda v: 0 <= v < math.inf),
             ("max_new_tokens", "at least 1", lambda v: v >= 1),
-            ("top_k", "at least 0 (0 is off)", lambda v: v >= 0),
+            ("top_k", "a whole number, at least 0 (0 is off)", lambda v: isinstance(v, int) and v >= 0),
             ("top_p", "in (0, 1]", lambda v: 0 < v <= 1),
             ("min_p", "in [0, 1)", lambda v: 0 <= v < 1),
             ("repetition_penalty", "positive and finite", lambda v: 0 < v < math.inf),

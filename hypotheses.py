@@ -18,6 +18,7 @@ from rl import Policy
 
 FLOOR_FACTOR = 1.5  # a mean mismatch within this many times the measured floor is parity
 TAIL_FACTOR = 4.0  # the same for the largest token and for the worst sequence, which vary more
+FEW_STEPS = 8.0  # of rounding, which a log-probability may be off by
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
 MASK_EDGE = 0.004  # share of the tokens that may lie at the edge of a top-k, top-p or min-p mask
 HEAD_EDGE = 0.02  # the same for the edges between the 16-bit values of V logits, where the body is in fp32
@@ -95,17 +96,18 @@ class Noise:
     worst_row: float
     infinite: int
     tokens: int
+    step: float = 0.0  # of the arithmetic it is the floor of: relative rounding, as for numbers near 1
 
     @classmethod
-    def of(cls, replay: Replay, difference: Tensor) -> "Noise":
+    def of(cls, replay: Replay, difference: Tensor, step: float = 0.0) -> "Noise":
         infinite = difference.isinf()
         finite = difference[difference.isfinite()]
         if not len(finite):
-            return cls(*[math.inf] * 6, int(infinite.sum()), 0)
+            return cls(*[math.inf] * 6, int(infinite.sum()), 0, step)
         size, rows = finite.abs(), replay.row_means(difference.abs().masked_fill(infinite, math.nan))
         return cls(size.mean().item(), size.median().item(), size.pow(2).mean().sqrt().item(), size.max().item(),
                    (torch.expm1(finite.clamp(max=20)) - finite).mean().item(), rows[~rows.isnan()].max().item(),
-                   int(infinite.sum()), len(finite))
+                   int(infinite.sum()), len(finite), step)
 
     def allows(self, other: "Noise") -> bool:
         """Is the other difference no more than this floor, given how few tokens each is measured on?"""
@@ -113,16 +115,17 @@ class Noise:
                 and other.infinite == 0)
 
     def allowed_mean(self, tokens: int) -> float:
-        """1.5 times the floor, and four standard errors of a mean over so few tokens."""
-        return FLOOR_FACTOR * self.mean + 4 * self.rms / tokens**0.5 + ROUNDING
+        """1.5 times the floor; and for few tokens four standard errors, and steps if the floor is 0 by luck."""
+        return FLOOR_FACTOR * self.mean + (4 * self.rms + FEW_STEPS * self.step) / tokens**0.5 + ROUNDING
 
     @property
     def allowed_max(self) -> float:
-        return TAIL_FACTOR * max(self.max, TAIL_FACTOR * self.rms) + ROUNDING
+        return TAIL_FACTOR * max(self.max, TAIL_FACTOR * self.rms, FEW_STEPS * self.step) + ROUNDING
 
     def wrong_rows(self, replay: Replay, difference: Tensor) -> Tensor:
         """Sequences whose mean difference is beyond what the floor's worst sequence and the length allow: (B,) bool."""
-        limit = torch.maximum(FLOOR_FACTOR * self.mean + 8 * self.rms / replay.lengths**0.5,
+        few = (8 * self.rms + FEW_STEPS * self.step) / replay.lengths**0.5
+        limit = torch.maximum(FLOOR_FACTOR * self.mean + few,
                               torch.tensor(TAIL_FACTOR * self.worst_row))
         return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING
 
@@ -210,8 +213,6 @@ class Probe:
             ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
             self.stops = self.stops & torch.isin(self.replay.targets, ids)
         self.reported, broken = self.replay.reported.clone(), ~self.replay.reported.isfinite()
-        if not self.reported.any():
-            raise ValueError(f"logprobs must be the engine's, all of {trace.name}'s are 0")
         if (broken & ~self.stops).any():  # broken output: named by request, kept out of the means
             self.broken = broken
         else:  # NaN at stop tokens alone says the same as a zero there: no value
@@ -272,7 +273,10 @@ class Probe:
         arithmetic = body if body in self.other else ""
         key = reading.head, reading.kind, reading.token
         base = self.bodies[arithmetic or "current"].values[key]
-        return Noise.of(self.replay, _difference(base, self.other[arithmetic].values[key]))
+        weights = self.bodies[arithmetic or "current"].weights
+        dtypes = next(iter(weights.values())).dtype if weights else self.policy.model.dtype, self.heads[reading.head]
+        step = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return Noise.of(self.replay, _difference(base, self.other[arithmetic].values[key]), step)
 
     def explain(self, body: str, reading: Reading) -> Explanation:
         causes = list(self.bodies[body].causes)

@@ -26,6 +26,7 @@ from rl import Policy
 from search import Search
 
 FALSE_ALARM = 1e-6  # chance, over a whole trace, that tokens honestly drawn are called implausible
+DTYPES = ("float32", "bfloat16", "float16")
 SHOWN = 12  # requests named in a sentence; the JSON has all of them
 
 # Metrics of metrics.jsonl and the value beyond which train.py asks the probe (--probe-on-alarm), with its source.
@@ -102,6 +103,8 @@ def diagnose(
     values = probe.predict("current", probe.trainer)
     if values.isnan().any():
         raise ValueError(f"the trainer's own log-probabilities are not finite on {trace.name}: are its weights?")
+    if not probe.replay.reported.any() and values.abs().mean() > 0.01:
+        raise ValueError(f"logprobs must be what the engine reported, all of {trace.name}'s are 0")
     start = replace(probe.explain("current", probe.trainer), causes=())
     start = replace(start, floor=probe.floor("current", replace(probe.trainer, head="float32")))
     found = Search(probe).run()
@@ -316,6 +319,16 @@ class Workload:
     kv_cache_gib: float = 0.25
     """The engine's KV cache."""
 
+    def __post_init__(self):
+        low, high = self.prompt_tokens
+        if self.num_prompts < 1:
+            raise ValueError(f"num_prompts must be at least 1, got {self.num_prompts}")
+        if not 1 <= low <= high:
+            raise ValueError(f"prompt_tokens must be two numbers, 1 <= shortest <= longest, got {low} {high}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in [0, 2^32), got {self.seed}")
+        self.sampling()
+
     def prompts(self, vocabulary: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed)
         low, high = self.prompt_tokens
@@ -338,7 +351,7 @@ def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, s
 
 def record_trace(model: str, workload: Workload) -> Trace:
     """Start an engine on the model's weights and sample the workload."""
-    policy = Policy.load(model, getattr(torch, workload.dtype), _device(), workload.parity.fp32_head)
+    policy = load_policy(model, workload.dtype, workload.parity.fp32_head)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     engine = Engine(model, contract, workload.parity, dtype=policy.model.dtype, seed=workload.seed,
                     max_model_len=workload.prompt_tokens[1] + workload.max_new_tokens, block_size=workload.block_size,
@@ -361,6 +374,7 @@ class Record:
     workload: Annotated[Workload, tyro.conf.arg(name="")] = field(default_factory=Workload)
 
     def run(self) -> int:
+        _check_writable(self.out)
         trace = record_trace(self.model, self.workload)
         save_trace(self.out, trace)
         print(f"{self.out}: {sum(len(r.token_ids) for r in trace.rollouts)} tokens, vLLM {trace.meta['vllm']}")
@@ -396,6 +410,8 @@ class Diagnose:
     workload: Annotated[Workload, tyro.conf.arg(name="record")] = field(default_factory=Workload)
 
     def run(self) -> int:
+        for path in filter(None, (self.json, self.plot)):
+            _check_writable(path)
         traces = [(Path(path).name, trace) for path in self.traces for trace in load_traces(path)]
         if not self.traces:
             traces = [("recorded now", record_trace(self.model, self.workload))]
@@ -406,9 +422,11 @@ class Diagnose:
         verdicts = []
         for file, trace in traces:
             dtype = self.dtype or trace.meta.get("dtype", "float32")
+            if dtype not in DTYPES:
+                raise ValueError(f"meta.dtype of {file} must be one of {', '.join(DTYPES)}, got {dtype}")
             if dtype not in policies:
-                policies[dtype] = self._load(self.model, dtype)
-                earlier = [current_weights(self._load(path, dtype)) for path in self.earlier]
+                policies[dtype] = load_policy(self.model, dtype, self.trainer_head == "float32")
+                earlier = [self._earlier(path, policies[dtype]) for path in self.earlier]
             verdict = diagnose(policies[dtype], trace, earlier, self.version, self.trainer)
             verdict.trace = f"{file}, {trace.name}"
             verdicts.append(verdict)
@@ -422,20 +440,32 @@ class Diagnose:
             plot_verdict(verdicts[-1], self.plot)
         return int(any(verdict.status != "parity" for verdict in verdicts))
 
-    def _load(self, path: str, dtype: str) -> Policy:
-        try:
-            return Policy.load(path, getattr(torch, dtype), _device(), self.trainer_head == "float32")
-        except OSError as error:
-            raise ValueError(f"model must be a folder or a hub name, got {path}: {error}") from error
+    def _earlier(self, path: str, policy: Policy) -> Weights:
+        dtype = str(policy.model.dtype).removeprefix("torch.")
+        weights, now = current_weights(load_policy(path, dtype, policy.fp32_head)), current_weights(policy)
+        if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in now.items()}:
+            raise ValueError(f"earlier must have the tensors of {self.model}, {path} has others")
+        return weights
+
+
+def load_policy(path: str, dtype: str, fp32_head: bool) -> Policy:
+    """The trainer of the probe. Raises: ValueError whatever is wrong with the folder or the name."""
+    try:
+        return Policy.load(path, getattr(torch, dtype), "cuda" if torch.cuda.is_available() else "cpu", fp32_head)
+    except Exception as error:  # transformers and safetensors raise all kinds
+        raise ValueError(f"model must be a loadable causal language model, got {path}: {error}") from error
+
+
+def _check_writable(path: str) -> None:
+    try:
+        Path(path).open("ab").close()
+    except OSError as error:
+        raise ValueError(f"the output must be a writable file, got {path}: {error}") from error
 
 
 def current_weights(policy: Policy) -> Weights:
     """A policy's weights by parameter name, kept while others are in the trainer."""
     return {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
@@ -444,7 +474,7 @@ def main() -> None:
     try:
         status = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__).run()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split())[:500], file=sys.stderr)
         sys.exit(2)
     sys.exit(status)
 

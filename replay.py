@@ -6,6 +6,7 @@ Log-probabilities in nats, float64.
 
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -68,7 +69,7 @@ def load_traces(path: str) -> list[Trace]:
         raise ValueError(f"{path}: {error} is missing (the README has the layout)") from error
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{path}: meta, prompt_ids and groups must be as in the README: {error}") from error
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, EOFError, RecursionError, OverflowError, zlib.error, BadZipFile) as error:
         raise ValueError(f"{path}: {error} (the README has the layout)") from error
 
 
@@ -100,7 +101,7 @@ def _trace(name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Tr
             raise ValueError(f"{name}/{field_name} must have the shape of {name}/tokens")
         try:
             return [list(map(kind, row[: len(ids)])) for row, ids in zip(table, tokens, strict=True)]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{name}/{field_name} must be numbers: {error}") from error
 
     logprobs = per_token("logprobs", float)
@@ -122,7 +123,7 @@ def _ids(table: Any, field_name: str) -> list[list[int]]:
     try:
         rows = [list(row) for row in table]
         whole = all(int(value) == value >= -1 for row in rows for value in row)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         whole = False
     if not whole:
         raise ValueError(f"{field_name} must be rows of token ids, padded with -1")

@@ -179,7 +179,7 @@ def test_a_trace_without_log_probabilities_is_bad_input(reference):
     trace = load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
     for rollout in trace.rollouts:
         rollout.logprobs = [0.0] * len(rollout.logprobs)
-    with pytest.raises(ValueError, match=r"logprobs must be the engine's, all of t0\.7's are 0"):
+    with pytest.raises(ValueError, match=r"logprobs must be what the engine reported, all of t0\.7's are 0"):
         diagnose(reference["float32"], trace)
 
 
@@ -226,6 +226,8 @@ def json_trace(**changes) -> dict:
     (json_trace(versions=[[1]]), "g/versions must have the shape of g/tokens"),
     (json_trace(sampling={}), "temperature"),
     (json_trace(sampling={"temperature": -1.0}), "temperature must be finite and not negative"),
+    (json_trace(sampling={"temperature": 1.0, "top_k": 1.5}), "top_k must be a whole number"),
+    (json_trace(tokens=[[4, float("inf")]]), "g/tokens must be rows of token ids"),
     (json_trace(sampling={"temperature": 1.0, "logit_bias": {}}), "has logit_bias, which the probe does not reproduce"),
 ])  # fmt: skip
 def test_a_malformed_trace_gets_a_sentence_that_names_the_field(tmp_path, record, complaint):
@@ -262,6 +264,12 @@ def test_exit_status_is_0_for_parity_1_for_mismatch_2_for_bad_input_and_needs_no
     assert three.returncode == 2
     assert "'groups' is missing" in three.stderr
     assert "Traceback" not in three.stderr
+    for wrong in (("--model", str(tmp_path / "none"), file), ("--model", model, file, "--earlier", str(ROOT / "tests")),
+                  ("--model", model, "--json", str(tmp_path / "no" / "x.json"), file)):
+        refused = command("diagnose", *wrong, before=absent)
+        assert refused.returncode == 2, refused.stderr
+        assert refused.stderr.count("\n") == 1
+        assert refused.stderr.startswith("error: ")
 
 
 def test_a_recorded_workload_is_diagnosed_and_covers_every_sampling_parameter(tmp_path):
@@ -282,6 +290,7 @@ def test_a_recorded_workload_is_diagnosed_and_covers_every_sampling_parameter(tm
 
 def test_noise_over_few_tokens_is_given_more_room():
     floor = Noise(1e-3, 5e-4, 2e-3, 1e-2, 0.0, 2e-3, 0, 4096)
+    assert Noise(0, 0, 0, 0, 0, 0, 0, 1, step=2**-7).allowed_mean(1) > 0.05  # a floor of 0 over one token is luck
     assert floor.allowed_mean(4096) == pytest.approx(1.5e-3 + 4 * 2e-3 / 64, rel=1e-3)
     assert floor.allowed_mean(4) == pytest.approx(1.5e-3 + 4 * 2e-3 / 2, rel=1e-3)
     assert HEAD.layer == "numerics"

@@ -323,7 +323,7 @@ class Probe:
         told = (change * miss).isfinite() & (change * miss != 0)
         agreeing = (change * miss > 0)[told].double().mean().item() if told.any() else 0.0
         large = bool(told.any()) and miss[told].abs().mean() > 0.5 * change[told].abs().mean()
-        return large and (agreeing - 0.5) * 2 * told.sum().item() ** 0.5 > SIGN_SIGMAS
+        return bool(large) and (agreeing - 0.5) * 2 * told.sum().item() ** 0.5 > SIGN_SIGMAS
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> Tensor:

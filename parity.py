@@ -4,12 +4,13 @@
 first) with the trainer's weights and names the layer, the cause and the switch that repairs it; where no hypothesis
 explains the mismatch it says "unexplained" and what was excluded. It never guesses.
 
-Exit status: 0 parity, 1 mismatch, 2 bad input.
+Exit status: 0 parity, 1 mismatch, 2 bad input, 3 the probe itself failed.
 """
 
 import json
 import math
 import sys
+import traceback
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -476,6 +477,9 @@ def main() -> None:
     except ValueError as error:
         print("error:", " ".join(str(error).split())[:500], file=sys.stderr)
         sys.exit(2)
+    except Exception:  # Python's own status for it is 1, which here means a mismatch
+        traceback.print_exc()
+        sys.exit(3)
     sys.exit(status)
 
 

@@ -1,7 +1,10 @@
 """Small real models in real folders; one live vLLM engine at a time (its parallel groups are global to a process)."""
 
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 
 import pytest
 import torch

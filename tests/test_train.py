@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -22,7 +23,8 @@ SECONDS = re.compile(r"_s$|^memory_gib$")
 
 def start(out: Path, *arguments: str) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "train.py"), "--out", str(out), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    usual = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=usual)
 
 
 def run(out: Path, *arguments: str) -> str:

@@ -17,6 +17,7 @@ from replay import Replay, Trace, Weights
 from rl import Policy
 
 FLOOR_FACTOR = 1.5  # a mean mismatch within this many times the measured floor is parity
+MEDIAN_FACTOR = 2.5  # the same for the median, which varies more between kernels
 TAIL_FACTOR = 4.0  # the same for the largest token and for the worst sequence, which vary more
 FEW_STEPS = 8.0  # of rounding, which a log-probability may be off by
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
@@ -61,6 +62,8 @@ ALONE = "replay those requests alone, see `requests`"
 WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones", ALONE)
 UNLIKE = Cause("semantics", "tokens that were not drawn from the reported distribution",
                "check the sampler's own parameters: generation_config.json, logit processors, the seed's path")
+NOT_IN_FORCE = Cause("semantics", "sampling parameters of the trace not in force in the sampler, which drew from what"
+                     " it reported", "pass them with every request")
 NOT_FINITE = Cause("inference path", "log-probabilities that are not finite", ALONE)
 
 
@@ -111,12 +114,15 @@ class Noise:
 
     def allows(self, other: "Noise") -> bool:
         """Is the other difference no more than this floor, given how few tokens each is measured on?"""
-        return (other.mean <= self.allowed_mean(other.tokens) and other.max <= self.allowed_max
+        tokens = max(1, other.tokens)
+        few = 4 * self.median / tokens**0.5 + FEW_STEPS * self.step / tokens
+        typical = other.median <= MEDIAN_FACTOR * self.median + few + ROUNDING  # a heavy tail hides much from the mean
+        return (typical and other.mean <= self.allowed_mean(other.tokens) and other.max <= self.allowed_max
                 and other.infinite == 0)
 
     def allowed_mean(self, tokens: int) -> float:
         """1.5 times the floor; and for few tokens four standard errors, and steps if the floor is 0 by luck."""
-        return FLOOR_FACTOR * self.mean + (4 * self.rms + FEW_STEPS * self.step) / tokens**0.5 + ROUNDING
+        return FLOOR_FACTOR * self.mean + 4 * self.rms / tokens**0.5 + FEW_STEPS * self.step / tokens + ROUNDING
 
     @property
     def allowed_max(self) -> float:
@@ -124,7 +130,7 @@ class Noise:
 
     def wrong_rows(self, replay: Replay, difference: Tensor) -> Tensor:
         """Sequences whose mean difference is beyond what the floor's worst sequence and the length allow: (B,) bool."""
-        few = (8 * self.rms + FEW_STEPS * self.step) / replay.lengths**0.5
+        few = 8 * self.rms / replay.lengths**0.5 + FEW_STEPS * self.step / replay.lengths
         limit = torch.maximum(FLOOR_FACTOR * self.mean + few,
                               torch.tensor(TAIL_FACTOR * self.worst_row))
         return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING

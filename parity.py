@@ -21,7 +21,22 @@ import tyro
 from torch import Tensor
 
 from engine_adapter import Engine, ParityFlags, Sampling
-from hypotheses import HEAD, NOT_FINITE, UNLIKE, Cause, Explanation, Probe, moved_on, stale
+from hypotheses import (
+    HEAD,
+    MASK_EDGE,
+    NO_MASK,
+    NO_PENALTIES,
+    NO_TEMPERATURE,
+    NOT_FINITE,
+    NOT_IN_FORCE,
+    RAW,
+    UNLIKE,
+    Cause,
+    Explanation,
+    Probe,
+    moved_on,
+    stale,
+)
 from replay import Trace, Weights, load_traces, save_trace
 from rl import Policy
 from search import Search
@@ -104,7 +119,7 @@ def diagnose(
     values = probe.predict("current", probe.trainer)
     if values.isnan().any():
         raise ValueError(f"the trainer's own log-probabilities are not finite on {trace.name}: are its weights?")
-    if not probe.replay.reported.any() and values.abs().mean() > 0.01:
+    if not probe.replay.reported.any() and values.abs().median() > 0.01:
         raise ValueError(f"logprobs must be what the engine reported, all of {trace.name}'s are 0")
     start = replace(probe.explain("current", probe.trainer), causes=())
     start = replace(start, floor=probe.floor("current", replace(probe.trainer, head="float32")))
@@ -139,11 +154,25 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
         updates = next((n for n in probe.earlier if cause == stale(n)), 0)
         if updates and probe.labels is not None and (probe.labels == probe.version - updates).double().mean() > 0.5:
             causes[index] = moved_on(updates)
+    if _drawn_as_reported(probe, best):
+        return [NOT_IN_FORCE if cause in (RAW, NO_TEMPERATURE, NO_MASK, NO_PENALTIES) else cause for cause in causes]
     if requests["implausible"] and best.fits:
         causes.append(UNLIKE)
     if requests["not finite"]:
         causes.append(NOT_FINITE)
     return causes
+
+
+def _drawn_as_reported(probe: Probe, best: Explanation) -> bool:
+    """Were the tokens drawn from the reported distribution rather than from the trace's? A likelihood ratio decides."""
+    if not best.fits or probe.kinds[best.reading.kind][1] not in (RAW, NO_TEMPERATURE, NO_MASK, NO_PENALTIES):
+        return False
+    values = probe.bodies[best.body].values
+    reported, declared = (values[best.reading.head, kind, "sampled"] for kind in (best.reading.kind, "processed"))
+    outside = declared.isinf()
+    if outside.sum() > 2 + MASK_EDGE * len(declared) * (probe.policy.model.dtype != torch.float32):
+        return True
+    return (reported - declared)[~outside].sum().item() > -math.log(FALSE_ALARM)
 
 
 def _requests(probe: Probe, best: Explanation) -> dict[str, list[int]]:

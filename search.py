@@ -31,6 +31,7 @@ from replay import Weights
 MAX_CAUSES = 3  # at once
 LEAST_SHARE = 0.7  # of the excess over the floor that an explanation must explain
 FEW = 0.2  # at most this share of the sequences can be "a few wrong requests"
+SAME_DTYPE = "the same dtype on both sides (--dtype)"
 PROJECTIONS = 64  # of the tokens, by which old tensors are told apart
 PLACES = 7  # tokens by which the old weights' values may seem to outlast an update
 BLOCK_SIZES = (16, 32, 64, 128)  # of a KV cache, where the trace does not tell
@@ -110,11 +111,16 @@ class Search:
 
     # ---------------------------------------------------------------------------------------------- numerics
     def _other_dtype(self) -> None:
-        """The whole body in bfloat16 where the trainer is in fp32, and the other way round."""
+        """The whole body in bfloat16 where the trainer is in fp32, and the other way round; or its weights alone."""
         probe, replay = self.probe, self.replay
+        if probe.policy.model.dtype == torch.float32:
+            rounded = {n: p.detach().bfloat16().float() for n, p in probe.policy.model.named_parameters()}
+            cause = Cause("numerics", "weights rounded to bfloat16 on their way into the engine", SAME_DTYPE)
+            if any(not torch.equal(p, rounded[n]) for n, p in probe.policy.model.named_parameters()):
+                probe.bodies["rounded"] = probe._body((cause,), replay.body(rounded), rounded)
         other = torch.bfloat16 if probe.policy.model.dtype == torch.float32 else torch.float32
         name = f"body in {str(other).removeprefix('torch.')}"
-        cause = Cause("numerics", f"whole {name} in the engine", "the same dtype on both sides (--dtype)")
+        cause = Cause("numerics", f"whole {name} in the engine", SAME_DTYPE)
         weights = {n: p.detach().to(other) for n, p in probe.policy.model.named_parameters()}
         probe.bodies[name] = probe._body((cause,), replay.body(weights), weights)
         with replay.holding(weights):

@@ -44,6 +44,9 @@ EXPECTED = {
     "hidden penalty": ("semantics", "repetition_penalty 1."),
     "trainer without mask": ("semantics", "mask applied by the sampler and not by the trainer"),
     "trainer without penalties": ("semantics", "penalties applied by the sampler and not by the trainer"),
+    "cold": ("semantics", "not in force in the sampler"),
+    "mask not in force": ("semantics", "not in force in the sampler"),
+    "rounded weights": ("numerics", "weights rounded to bfloat16"),
     "stale": ("inference path", "weights 1 update(s) old"),
     "stale by 2": ("inference path", "weights 2 update(s) old"),
     "tensor": ("inference path", "tensors 1 update(s) old: model.layers.1.mlp.down_proj.weight"),
@@ -62,7 +65,7 @@ EXPECTED = {
 }
 SEMANTIC, PATH = ("raw", "top-1", "shift", "stop"), ("stale", "tensor", "prefix", "kept", "one request", "head")
 PAIRS = [f"{a}+{b}" for a, b in product(SEMANTIC, PATH)] + ["head+stale", "head+tensor", "head+prefix", "raw+moved on"]
-ONLY_FP32 = {"body"}
+ONLY_FP32 = {"body", "rounded weights"}
 IN_FLIGHT = {"kept", "recomputed", "async", "staggered"}
 ONLY_BF16 = {"head in trainer", "head on both sides"}
 
@@ -122,7 +125,8 @@ class Meddler:
     table entry, a late one, none for the stop token). The canary's requests are left alone."""
 
     EXTRA = {"hidden temperature": ("temperature", 1.1), "hidden top-k": ("top_k", 5), "hidden top-p": ("top_p", 0.8),
-             "hidden penalty": ("repetition_penalty", 1.2), "top-1": ("logprobs", 1)}
+             "hidden penalty": ("repetition_penalty", 1.2), "top-1": ("logprobs", 1), "cold": ("temperature", 1.0),
+             "mask not in force": ("top_k", 0)}
 
     def __init__(self, engine: Engine, faults: set[str]):
         self.engine, self.faults, self.active, self.marked, self.previous = engine, faults, True, set(), {}
@@ -194,7 +198,7 @@ def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: 
     prompts = [torch.randint(6, 96, (int(n),), generator=generator).tolist() for n in lengths]
     seeds = [5000 * (seed + 1) + 7 * i for i in range(batch)]
     sampling = Sampling(temperature, tokens, STOPS)
-    if "trainer without mask" in faults:
+    if faults & {"trainer without mask", "mask not in force"}:
         sampling = replace(sampling, top_k=8)
     if "trainer without penalties" in faults:
         sampling = replace(sampling, repetition_penalty=1.2, presence_penalty=0.2)
@@ -224,7 +228,10 @@ def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: 
         if "recomputed" in faults:
             assert engine._llm.reset_prefix_cache(reset_running_requests=True)
         meddler.active = False
-        if not faults & {"moved on", "body"}:
+        if "rounded weights" in faults:
+            rounded = {name: tensor.bfloat16().float() for name, tensor in old.items()}
+            load(engine, policy, rounded, names)
+        elif not faults & {"moved on", "body"}:
             policy.fp32_head = parity.fp32_head
             kept_old = next((chosen[fault] for fault in chosen if fault in faults), [])
             load(engine, policy, oldest if "stale by 2" in faults else old, kept_old)

@@ -112,11 +112,15 @@ class Noise:
                    (torch.expm1(finite.clamp(max=20)) - finite).mean().item(), rows[~rows.isnan()].max().item(),
                    int(infinite.sum()), len(finite), step)
 
-    def allows(self, other: "Noise") -> bool:
-        """Is the other difference no more than this floor, given how few tokens each is measured on?"""
+    def allows(self, other: "Noise", by_steps: bool = False) -> bool:
+        """Is the other difference no more than this floor, given how few tokens each is measured on?
+
+        Beside the mean the median is asked, since a heavy tail hides much from a mean; but not where most tokens are
+        off by nothing and the rest by whole steps.
+        """
         tokens = max(1, other.tokens)
         few = 4 * self.median / tokens**0.5 + FEW_STEPS * self.step / tokens
-        typical = other.median <= MEDIAN_FACTOR * self.median + few + ROUNDING  # a heavy tail hides much from the mean
+        typical = by_steps or other.median <= MEDIAN_FACTOR * self.median + few + ROUNDING
         return (typical and other.mean <= self.allowed_mean(other.tokens) and other.max <= self.allowed_max
                 and other.infinite == 0)
 
@@ -170,7 +174,7 @@ class Explanation:
     @property
     def fits(self) -> bool:
         sound = self.supported and self.coverage >= 0.5 and not self.wrong.any()
-        return sound and self.floor.allows(self.noise)
+        return sound and self.floor.allows(self.noise, by_steps=self.reading.head != "float32")
 
     @property
     def order(self) -> tuple:

@@ -98,9 +98,9 @@ def test_clean_traces_of_the_live_engine_are_parity(bench, tied, dtype):
 
 
 @pytest.mark.parametrize("name", [
-    "raw", "top-1", "shift", "stop", "stale", "tensor", "kept", "staggered", "recomputed", "one request", "moved on",
-    "cold", "hidden temperature", "hidden top-k", "hidden penalty", "mask not in force", "rounded weights", "prefix", "async",
-    "head", "body", "raw+tensor", "shift+kept", "stop+prefix", "head+stale",
+    "raw", "top-1", "shift", "stop", "stale", "tensor", "kept", "staggered", "recomputed", "one request",
+    "moved on", "cold", "hidden temperature", "hidden top-k", "hidden penalty", "mask not in force",
+    "rounded weights", "prefix", "async", "head", "body", "raw+tensor", "shift+kept", "stop+prefix", "head+stale",
 ])  # fmt: skip
 def test_a_planted_fault_is_named(bench, name):
     trace, policy, earlier, version, trainer = planted.plant(bench, set(name.split("+")), False, torch.float32, 0)

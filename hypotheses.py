@@ -43,6 +43,7 @@ RAW = Cause("semantics", "raw log-probabilities", PROCESSED)
 NO_TEMPERATURE = Cause("semantics", "temperature not applied", PROCESSED)
 NO_MASK = Cause("semantics", "top-k/top-p/min-p mask not applied to the reported value", PROCESSED)
 NO_PENALTIES = Cause("semantics", "penalties not applied to the reported value", PROCESSED)
+IN_PLACE_OF_PROCESSED = (RAW, NO_TEMPERATURE, NO_MASK, NO_PENALTIES)
 TOP_1 = Cause("semantics", "log-probability of the likeliest token in place of the sampled one",
               "look the sampled id up; index 0 of a list of log-probabilities need not be it")
 SHIFTED = {1: Cause("semantics", "shifted by one position (each token has its predecessor's value)", ALIGN),

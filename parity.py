@@ -23,13 +23,10 @@ from torch import Tensor
 from engine_adapter import Engine, ParityFlags, Sampling
 from hypotheses import (
     HEAD,
+    IN_PLACE_OF_PROCESSED,
     MASK_EDGE,
-    NO_MASK,
-    NO_PENALTIES,
-    NO_TEMPERATURE,
     NOT_FINITE,
     NOT_IN_FORCE,
-    RAW,
     UNLIKE,
     Cause,
     Explanation,
@@ -155,8 +152,8 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
         if updates and probe.labels is not None and (probe.labels == probe.version - updates).double().mean() > 0.5:
             causes[index] = moved_on(updates)
     if _drawn_as_reported(probe, best):
-        return [NOT_IN_FORCE if cause in (RAW, NO_TEMPERATURE, NO_MASK, NO_PENALTIES) else cause for cause in causes]
-    if requests["implausible"] and best.fits:
+        causes = [NOT_IN_FORCE if cause in IN_PLACE_OF_PROCESSED else cause for cause in causes]
+    elif requests["implausible"] and best.fits:
         causes.append(UNLIKE)
     if requests["not finite"]:
         causes.append(NOT_FINITE)
@@ -165,7 +162,7 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
 
 def _drawn_as_reported(probe: Probe, best: Explanation) -> bool:
     """Were the tokens drawn from the reported distribution rather than from the trace's? A likelihood ratio decides."""
-    if not best.fits or probe.kinds[best.reading.kind][1] not in (RAW, NO_TEMPERATURE, NO_MASK, NO_PENALTIES):
+    if not best.fits or probe.kinds[best.reading.kind][1] not in IN_PLACE_OF_PROCESSED:
         return False
     values = probe.bodies[best.body].values
     reported, declared = (values[best.reading.head, kind, "sampled"] for kind in (best.reading.kind, "processed"))

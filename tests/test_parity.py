@@ -15,7 +15,7 @@ import torch
 from conftest import qwen2
 
 from engine_adapter import Rollout, Sampling
-from hypotheses import HEAD, Noise, Probe
+from hypotheses import Noise, Probe
 from parity import Trace, diagnose
 from replay import load_traces, save_trace
 from rl import Policy
@@ -292,4 +292,8 @@ def test_noise_over_few_tokens_is_given_more_room():
     assert Noise(0, 0, 0, 0, 0, 0, 0, 1, step=2**-7).allowed_mean(1) > 0.05  # a floor of 0 over one token is luck
     assert floor.allowed_mean(4096) == pytest.approx(1.5e-3 + 4 * 2e-3 / 64, rel=1e-3)
     assert floor.allowed_mean(4) == pytest.approx(1.5e-3 + 4 * 2e-3 / 2, rel=1e-3)
-    assert HEAD.layer == "numerics"
+    assert floor.allows(replace(floor, mean=1.4e-3))
+    assert not floor.allows(replace(floor, mean=1.8e-3))
+    assert not floor.allows(replace(floor, median=2e-3))  # a heavy tail would hide it from the mean
+    assert not floor.allows(replace(floor, max=0.2))
+    assert not floor.allows(replace(floor, infinite=1))

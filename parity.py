@@ -311,30 +311,18 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ commands
+WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)  # not 1, so that raw log-probabilities show
+
+
 @dataclass(frozen=True)
 class Workload:
-    """A fixed workload for the engine: prompts of random tokens, or those of a file."""
+    """A fixed workload for the engine: prompts of random tokens."""
 
-    temperature: float = 0.7
-    """Not 1, so that raw log-probabilities show."""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = WORKLOAD_SAMPLING
     num_prompts: int = 64
     """Requests in the engine at once."""
     prompt_tokens: tuple[int, int] = (4, 48)
     """Shortest and longest prompt; uniform between."""
-    max_new_tokens: int = 64
-    """Tokens per response."""
-    top_k: int = 0
-    """0 is off."""
-    top_p: float = 1.0
-    """1 is off."""
-    min_p: float = 0.0
-    """0 is off."""
-    repetition_penalty: float = 1.0
-    """1 is off."""
-    presence_penalty: float = 0.0
-    """0 is off."""
-    frequency_penalty: float = 0.0
-    """0 is off."""
     seed: int = 0
     """Of the prompts; sample i has the seed 1000 (seed + 1) + i."""
     parity: ParityFlags = field(default_factory=ParityFlags)
@@ -354,18 +342,12 @@ class Workload:
             raise ValueError(f"prompt_tokens must be two numbers, 1 <= shortest <= longest, got {low} {high}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be in [0, 2^32), got {self.seed}")
-        self.sampling()
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed)
         low, high = self.prompt_tokens
         lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
         return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
-
-    def sampling(self) -> Sampling:
-        names = ("temperature", "max_new_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-                 "frequency_penalty")
-        return Sampling(**{name: getattr(self, name) for name in names})
 
 
 def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> Trace:
@@ -381,11 +363,12 @@ def record_trace(model: str, workload: Workload) -> Trace:
     policy = load_policy(model, workload.dtype, workload.parity.fp32_head)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     engine = Engine(model, contract, workload.parity, dtype=policy.model.dtype, seed=workload.seed,
-                    max_model_len=workload.prompt_tokens[1] + workload.max_new_tokens, block_size=workload.block_size,
+                    max_model_len=workload.prompt_tokens[1] + workload.sampling.max_new_tokens,
+                    block_size=workload.block_size,
                     kv_cache_gib=workload.kv_cache_gib)
     engine.load(policy.weights(), policy.score)
     seeds = [1000 * (workload.seed + 1) + index for index in range(workload.num_prompts)]
-    trace = sample_trace(engine, workload.prompts(policy.head.weight.shape[0]), workload.sampling(), seeds)
+    trace = sample_trace(engine, workload.prompts(policy.head.weight.shape[0]), workload.sampling, seeds)
     engine.close()
     return trace
 

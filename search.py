@@ -100,8 +100,8 @@ class Search:
         probe = self.probe
         bodies = ["current", *(name for name in probe.bodies if name.endswith(" back"))]
         scores = {}
-        for reading in {reading for _, reading in self.found if reading.head == "float32"}:
-            if reading.num_causes < MAX_CAUSES:
+        for reading in dict.fromkeys(reading for _, reading in self.found):
+            if reading.head == "float32" and reading.num_causes < MAX_CAUSES:
                 best = torch.stack([probe.residual(body, reading).abs() for body in bodies]).nan_to_num(math.inf)
                 scores[reading] = best.amin(dim=0).clamp(max=1.0).mean().item()  # one wild token decides nothing
         ordered = sorted(scores, key=lambda reading: scores[reading])

@@ -7,7 +7,6 @@ one more forward for the old log-probabilities.
 
 import contextlib
 import io
-import random
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -61,11 +60,8 @@ def compare(run: Run, live: Live, rounds: int) -> None:
                           kv_cache_gib=config.kv_cache_gib)
     ours, bare = [], []
     for step in range(1, rounds + 3):
-        state = live.rng.getstate()
-        metrics, batch = train_step(run, live, step)
-        rng = random.Random()
-        rng.setstate(state)
-        prompts = run.encode(run.task.sample(rng, config.num_prompts))  # the same as the step's
+        metrics, batch, problems = train_step(run, live, step)
+        prompts = run.encode(problems)
         started = time.perf_counter()
         generate(prompts, config.group_size, run.sampling)
         phases = {"generate_s": time.perf_counter() - started} | bare_training(model, batch, config.micro_batch_size)

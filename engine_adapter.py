@@ -37,12 +37,19 @@ class ParityFlags:
     """Inference path: prefix caching, async scheduling, cascade attention and the model's generation_config.json off;
     off: V1's defaults, and no cache reset at a weight load."""
     inflight_keep: bool = True
-    """Inference path: a weight load keeps unfinished requests and their KV cache; off: it aborts them (V1's pause)."""
+    """Inference path: a weight update keeps unfinished requests and their KV cache; off: see inflight_otherwise."""
     fp32_head: bool = True
     """Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides."""
+    inflight_otherwise: Literal["abort", "recompute"] = "abort"
+    """Without inflight_keep. abort: V1's pause, the partial work is thrown away; recompute: requests stay, their KV
+    cache is dropped and filled again under the new weights."""
+
+    @property
+    def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
+        return "keep" if self.inflight_keep else self.inflight_otherwise
 
     def off(self) -> list[str]:
-        return [name for name, on in asdict(self).items() if not on]
+        return [name for name, on in asdict(self).items() if on is False]
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Rollout:
     # The weight version each token was sampled under; with async scheduling (V1's default) vLLM hands a token out one
     # step late, so a load in flight mislabels one token of each unfinished rollout: part of that fault, left as it is.
     versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
+    finish_reason: str | None = None  # "stop", "length" or "abort" (by a weight update); None while unfinished
 
 
 class EngineStateError(RuntimeError):
@@ -209,8 +216,9 @@ class Engine:
         self._groups: dict[str, list[Rollout]] = {}  # request id -> its group, until all of it is finished
         self._num_requests = 0
         self.num_unfinished, self.max_num_seqs = 0, max_num_seqs  # rollouts queued or running; most running at once
-        self._kv_asleep = False
-        self.weight_version, self.canary_s = 0, 0.0
+        self._memory_released = False  # by vLLM's sleep
+        self._kept: list[tuple[Any, int]] = []  # vLLM's requests that kept their KV at the last load; their preemptions
+        self.weight_version, self.canary_s, self.kv_lost = 0, 0.0, 0
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         self.settings = self.audit()
 
@@ -220,17 +228,24 @@ class Engine:
     ) -> list[Rollout]:
         """Sample `group_size` responses to each of P prompts; sample g of prompt p has the seed `seeds[p] + g`.
 
+        Other unfinished rollouts advance meanwhile.
+
         Shapes: P prompts of token ids -> P * group_size rollouts, group-major.
         Raises: EngineStateError unless ready; FloatingPointError if a log-probability is not finite.
         """
         groups = []
         for prompt, seed in zip(prompts, seeds, strict=True):
-            while self.num_unfinished >= self.max_num_seqs:  # vLLM's own queue takes 50 kB a request
+            while not self.has_room:
                 self.step()
             groups.append(self.submit(prompt, group_size, sampling, seed))
-        while self.num_unfinished:
+        while not all(rollout.finish_reason for group in reversed(groups) for rollout in group):
             self.step()
         return [rollout for group in groups for rollout in group]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a group submitted now would run soon; vLLM's own queue takes 50 kB a request."""
+        return self.num_unfinished < self.max_num_seqs
 
     def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
         """Queue one group; its rollouts fill up in place as `step` runs."""
@@ -267,14 +282,17 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- sleep, wake, load
     def sleep(self) -> None:
-        """Give the device to the trainer. GPU: level 2, weights and KV cache released. CPU: only the state changes."""
+        """Give the device to the trainer. GPU: level 2, weights and KV cache released. CPU: only the state changes.
+
+        Unfinished rollouts meet their update here. If they keep their KV cache, the engine keeps all its memory: vLLM
+        has no sleep that frees the weights and leaves the cache.
+        """
         if self.state != "ready":
             raise EngineStateError(f"sleep needs an engine that is ready, this one is {self.state}")
-        if self.num_unfinished:
-            raise EngineStateError(f"sleep would lose {self.num_unfinished} unfinished rollouts: step to the end")
-        if self.on_gpu:
-            self._llm.sleep(level=2)
-            self._kv_asleep = True
+        self._interrupt()
+        if self.on_gpu and not (self.num_unfinished and self.parity.inflight_keep):
+            self._llm.sleep(level=2, mode="keep")
+            self._memory_released = True
         self.state = "asleep"
 
     def wake(self) -> None:
@@ -283,16 +301,18 @@ class Engine:
             raise EngineStateError(f"wake needs an engine that is asleep, this one is {self.state}")
         if self.on_gpu:
             torch.cuda.empty_cache()  # the blocks the trainer has cached are what the engine needs now
-            self._llm.wake_up(tags=["weights"])
         else:
             ctypes.CDLL(None).malloc_trim(0)  # else glibc keeps the trainer's freed blocks: 0.5 GiB after 100 steps
+        if self._memory_released:
+            self._llm.wake_up(tags=["weights"])
         self.state = "empty"
 
     def load(self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs) -> None:
         """Put the trainer's tensors into the live engine, prove that they are there, count one weight version up.
 
-        At an engine-step boundary by construction: nothing runs between two calls of `step`. Unfinished requests keep
-        their KV cache (`inflight_keep`) or are aborted, as V1's default pause does.
+        At an engine-step boundary by construction: nothing runs between two calls of `step`. Unfinished rollouts are
+        kept, recomputed or aborted (`parity.inflight_update`). The later log-probabilities of a kept one belong to no
+        single set of weights: the new ones computed them, looking at keys and values of the old.
 
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected, wrongly shaped or not
         finite (the engine is untouched then), or if vLLM refuses one or the canary fails (the engine is broken then).
@@ -300,8 +320,7 @@ class Engine:
         if self.state not in ("empty", "ready"):
             raise EngineStateError(f"load needs an engine that is awake, this one is {self.state}: call wake() first")
         self._check_weights(weights)
-        if not self.parity.inflight_keep:
-            self._abort_unfinished()
+        self._interrupt()
         self.state = "broken"  # until the canary has sung
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
         unnamed = {"lm_head.weight"} - self._names if self._tied else set()
@@ -310,9 +329,9 @@ class Engine:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
         except Exception as error:
             raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}") from error
-        if self._kv_asleep:
+        if self._memory_released:
             self._llm.wake_up(tags=["kv_cache"])
-            self._kv_asleep = False
+            self._memory_released = False
         self.weight_version += 1
         started = time.perf_counter()
         self._check_canary(trainer_logprobs)
@@ -330,12 +349,30 @@ class Engine:
         if not all(finite):
             raise WeightLoadError(f"not finite: {[name for name, ok in zip(weights, finite, strict=True) if not ok]}")
 
-    def _abort_unfinished(self) -> None:
-        self._llm.abort_request(list(self._llm.output_processor.request_states), internal=True)
-        for rollout in (rollout for group in self._groups.values() for rollout in group):
-            rollout.finish_reason = rollout.finish_reason or "abort"
-        self._groups.clear()
-        self.num_unfinished = 0
+    def _interrupt(self) -> None:
+        """What an update does to unfinished rollouts; a second call before the next `step` changes nothing."""
+        in_vllm = len(self._llm.output_processor.request_states)
+        if in_vllm != self.num_unfinished:
+            raise EngineStateError(f"vLLM holds {in_vllm} requests, {self.num_unfinished} rollouts are unfinished")
+        if self.parity.inflight_keep:
+            # A kept request that is preempted later is recomputed under other weights; nothing in its output says so.
+            self.kv_lost += sum(request.num_preemptions > before for request, before in self._kept)
+            running = self._core.scheduler.running
+            self._kept = [(request, request.num_preemptions) for request in running]
+        elif self.parity.inflight_update == "recompute":
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+        else:
+            self.abort([rollout for group in self._groups.values() for rollout in group])
+
+    def abort(self, rollouts: list[Rollout]) -> None:
+        """Give up whole groups: their unfinished rollouts get the finish reason "abort" and keep what they have."""
+        doomed = {id(rollout) for rollout in rollouts}
+        requests = [name for name, group in self._groups.items() if not doomed.isdisjoint(map(id, group))]
+        self._llm.abort_request(requests)
+        for rollout in (rollout for name in requests for rollout in self._groups.pop(name)):
+            if rollout.finish_reason is None:
+                rollout.finish_reason = "abort"
+                self.num_unfinished -= 1
 
     # ---------------------------------------------------------------------------------------------- canary
     def _sample_canary(self) -> list[Rollout]:
@@ -384,7 +421,7 @@ class Engine:
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
-            "inflight_update": "keep" if self.parity.inflight_keep else "abort",
+            "inflight_update": self.parity.inflight_update,
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
         wanted = {

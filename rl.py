@@ -121,7 +121,8 @@ class Policy:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits if self.scale == 1.0 else logits * self.scale
 
-    def _head_weights(self) -> tuple[Tensor, Tensor | None]:
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """(V, H) and the bias (V,), if there is one, in the dtype the head computes in."""
         weight, bias = self.head.weight, getattr(self.head, "bias", None)
         return (weight.float(), None if bias is None else bias.float()) if self.fp32_head else (weight, bias)
 
@@ -134,7 +135,7 @@ class Policy:
         """
         response = batch.mask > 0
         hidden = self.model.base_model(input_ids=batch.inputs, use_cache=False).last_hidden_state[response]  # (N, H)
-        weight, bias = self._head_weights()
+        weight, bias = self.head_weights()
 
         def score(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             all_logprobs = torch.log_softmax(self.logits(hidden, weight, bias) / temperature, dim=-1)  # (N_chunk, V)
@@ -169,7 +170,7 @@ class Policy:
         ids = torch.arange(8, device=self.device)[None] % self.head.weight.shape[0]
         theirs = self.model(input_ids=ids, use_cache=False).logits[0].float()
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        ours = self.logits(hidden, *self._head_weights())
+        ours = self.logits(hidden, *self.head_weights())
         # fp32 agrees to rounding; a 16-bit head rounds each logit to 8 or 11 bits, and soft-capping does it twice.
         allowed = theirs.abs().max() * (1e-5 if self.model.dtype == torch.float32 else 2**-6) + 1e-6
         if not (ours - theirs).abs().max() <= allowed:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any, Literal
 
 import torch
@@ -24,8 +25,10 @@ import tyro
 from transformers import PreTrainedTokenizerBase
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, check_vllm_version
+from inflight import Flight
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
 from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
+from reference import ReferenceEngine
 from replay import Weights, save_trace
 from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
 from tasks import Problem, Task, addition, describe_model, encode_prompt, from_jsonl, toy_model
@@ -58,6 +61,12 @@ class Config(UpdateOptions):
     """Problems per step (P)."""
     group_size: int = 8
     """Samples per problem (G); their mean is the baseline, so a single one would carry no signal."""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """Who samples: vLLM, or the trainer's own modules (reference.py): slow, without mismatch, the known-good curve."""
+    inflight_groups: int = 0
+    """Groups on their way beyond the P that a step consumes (N), unfinished while the weights change; 0: none."""
+    max_staleness: int = 8
+    """Updates after which a group in flight is dropped, counted from its oldest token."""
     parity: ParityFlags = field(default_factory=ParityFlags)
     """The four backend fixes, each switchable alone."""
     tis_over_a_broken_backend: bool = False
@@ -73,6 +82,8 @@ class Config(UpdateOptions):
     """Steps between evaluations on held-out problems; also before the first step and after the last."""
     eval_problems: int = 256
     """Held-out problems per evaluation (or all there are), one sample each, through the engine."""
+    eval_with_trainer: bool = True
+    """Evaluate without the engine as well: a broken backend can learn to please itself (eval_gap); slow if large."""
     checkpoint_every: int = 20
     """Steps between checkpoints, and after the last; the newest two are kept."""
 
@@ -83,6 +94,8 @@ class Config(UpdateOptions):
 
     max_num_seqs: int = 512
     """Sequences the engine decodes at once; further rollouts queue, so memory does not grow with their number."""
+    block_size: int | None = None
+    """Tokens per block of the KV cache; if not given, vLLM's choice (CPU 128, GPU 16). Prompts are cached by blocks."""
     kv_cache_gib: float = 0.25
     """The engine's KV cache: given, not guessed from memory that the trainer will need."""
     enforce_eager: bool = True
@@ -97,7 +110,7 @@ class Config(UpdateOptions):
             ("positive and finite", lambda value: 0 < value < float("inf"),
              "temperature lr grad_clip tis_cap kv_cache_gib"),
             ("non-negative and finite", lambda value: 0 <= value < float("inf"),
-             "kl_coef tis_floor weight_decay lr_warmup_steps seed probe_every"),
+             "kl_coef tis_floor weight_decay lr_warmup_steps seed probe_every inflight_groups max_staleness"),
             ("at least 2 (the group's mean is the baseline)", lambda value: value >= 2, "group_size"),
             ("below 2^32 (numpy's limit)", lambda value: value < 2**32, "seed"),
         ):
@@ -115,6 +128,7 @@ class Config(UpdateOptions):
             raise ValueError(f"eval_task must not be given with the toy (it holds a tenth out), got {self.eval_task}")
         if self.tis != "off":
             self._check_tis()
+        self._check_backend()
 
     def _check_tis(self) -> None:
         """Fix the backend first, then correct what is left."""
@@ -126,6 +140,14 @@ class Config(UpdateOptions):
                              f" without {', '.join(self.parity.off())}; to study that, --tis-over-a-broken-backend")
         if self.tis == "masked" and self.tis_floor >= self.tis_cap:
             raise ValueError(f"tis_floor must be below tis_cap = {self.tis_cap}, got {self.tis_floor}")
+
+    def _check_backend(self) -> None:
+        if self.parity.inflight_keep and self.parity.inflight_otherwise != "abort":
+            raise ValueError(f"inflight_otherwise must not be given with inflight_keep (it would do nothing), got"
+                             f" {self.parity.inflight_otherwise}; try --parity.no-inflight-keep")
+        if self.engine == "transformers" and set(self.parity.off()) & {"processed_logprobs", "explicit_runtime"}:
+            raise ValueError(f"engine must be vllm to leave out a fix of vLLM's (the reference has no such faults), got"
+                             f" transformers without {', '.join(self.parity.off())}")
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up times linear decay to zero after the last step; steps count from 1."""
@@ -140,7 +162,8 @@ class Live:
     policy: Policy
     reference: Policy | None
     optimizer: Optimizer
-    engine: Engine
+    engine: Engine | ReferenceEngine
+    flight: Flight
     rng: random.Random
 
 
@@ -148,15 +171,15 @@ def train(run: "Run") -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
     config, (live, first_step) = run.config, build(run)
     if first_step == 1:
-        run.log({"step": 0, "eval_reward": evaluate(run, live.engine, 0)})
+        run.log({"step": 0} | evaluate(run, live, 0))
     for step in range(first_step, config.steps + 1):
-        seen = before_step(run, live) if config.probe_every or config.probe_on_alarm else None
-        metrics, _ = train_step(run, live, step)
+        earlier = current_weights(live.policy) if config.probe_every or config.probe_on_alarm else None
+        metrics, _, problems = train_step(run, live, step)
         last = step == config.steps
-        if seen and (why := probe_reason(config, step, metrics)):
-            metrics["probe"] = probe(run, live, step, why, *seen)
+        if earlier and (why := probe_reason(config, step, metrics)):
+            metrics["probe"] = probe(run, live, step, why, problems[:PROBE_PROMPTS], earlier)
         if last or step % config.eval_every == 0:
-            metrics["eval_reward"] = evaluate(run, live.engine, step)
+            metrics |= evaluate(run, live, step)
         run.log(metrics)
         if last or step % config.checkpoint_every == 0:
             save_checkpoint(run, live, step)
@@ -164,54 +187,71 @@ def train(run: "Run") -> None:
     plot_curves(run.out)
 
 
-def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch]:
+def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch, list[Problem]]:
     """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
-    config, policy, engine, clock = run.config, live.policy, live.engine, Clock()
-    problems = run.task.sample(live.rng, config.num_prompts)  # P
-    seeds = [sample_seed(config.seed, "train", step, p) for p in range(config.num_prompts)]
+    config, policy, engine, flight, clock = run.config, live.policy, live.engine, live.flight, Clock()
+    problems = run.task.sample(live.rng, config.num_prompts + config.inflight_groups - len(flight.groups))
+    seeds = [sample_seed(config.seed, "train", step, p) for p in range(len(problems))]
+    flight.submit(problems, run.encode(problems), seeds)
     with clock("generate_s"):
-        rollouts = engine.generate(run.encode(problems), config.group_size, run.sampling, seeds)  # B = P * G
+        groups = flight.take(config.num_prompts)  # P
         engine.sleep()
 
-    asked = [problem for problem in problems for _ in range(config.group_size)]  # B, group-major as the rollouts
-    rewards = torch.tensor(run.rewards(asked, rollouts))  # (B,)
+    problems = [group.problem for group in groups]  # P
+    rollouts = [rollout for group in groups for rollout in group.rollouts]  # B = P * G, group-major
+    rewards = torch.tensor(run.rewards([problem for problem in problems for _ in range(config.group_size)], rollouts))
     sampled = rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version)
     advantages = group_advantages(rewards, config.group_size, OBJECTIVES[config.objective].divide_by_std)  # (B,)
     batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
     with clock("old_logprobs_s"):
-        old_logprobs, entropy = frozen_logprobs(policy, batch, config)  # (B, T), still at the weights that sampled
+        old_logprobs, entropy = frozen_logprobs(policy, batch, config)  # (B, T), before any update
         batch = replace(batch, old_logprobs=old_logprobs)
         if live.reference is not None:
             batch = replace(batch, ref_logprobs=frozen_logprobs(live.reference, batch, config)[0])
+    sampled |= measure_mismatch(batch, rollouts, engine.weight_version)
     with clock("update_s"):
         metrics = update(policy, live.optimizer, batch, config, config.lr_at(step))
 
     with clock("sync_s"):
         engine.wake()
         engine.load(policy.weights(), policy.score)
+        flight.after_update()
 
-    metrics |= mismatch_metrics(old_logprobs, batch.behavior_logprobs, batch.mask)
-    metrics |= sampled | {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
-    return metrics | clock.seconds() | {"canary_s": engine.canary_s, "memory_gib": memory_gib(policy.device)}, batch
+    metrics |= sampled | flight.counts()
+    metrics |= {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
+    metrics |= clock.seconds() | {"canary_s": engine.canary_s, "memory_gib": memory_gib(policy.device)}
+    return metrics, batch, problems
 
 
-def evaluate(run: "Run", engine: Engine, step: int) -> float:
-    """Mean reward on held-out problems, one sample each at the run's temperature."""
+def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dict[str, float | None]:
+    """Of the whole batch, and of the rollouts sampled by the present weights alone: with groups in flight only these
+    tell the backend's mismatch from staleness."""
+    fresh = torch.tensor([[min(rollout.versions) == version] for rollout in rollouts]).to(batch.mask)  # (B, 1)
+    policies = batch.old_logprobs, batch.behavior_logprobs
+    backend = mismatch_metrics(*policies, batch.mask * fresh)["mismatch_abs_mean"] if fresh.any() else None
+    return mismatch_metrics(*policies, batch.mask) | {"mismatch_fresh_abs_mean": backend}
+
+
+def evaluate(run: "Run", live: Live, step: int) -> dict[str, float]:
+    """Mean reward on held-out problems, one sample each at the run's temperature: through the engine and, as a broken
+    backend can learn to please itself, by the trainer alone; `eval_gap` is how much better the engine looks."""
     problems = run.task.held_out[: run.config.eval_problems]
     seeds = [sample_seed(run.config.seed, "eval", step, p) for p in range(len(problems))]
-    rewards = run.rewards(problems, engine.generate(run.encode(problems), 1, run.sampling, seeds))
-    return sum(rewards) / len(rewards)
+
+    def mean_reward(engine: Engine | ReferenceEngine) -> float:
+        return mean(run.rewards(problems, engine.generate(run.encode(problems), 1, run.sampling, seeds)))
+
+    through_engine = mean_reward(live.engine)
+    if not run.config.eval_with_trainer or run.config.engine == "transformers":
+        return {"eval_reward": through_engine}
+    trainer = ReferenceEngine(live.policy, max_num_seqs=run.config.max_num_seqs)
+    trainer.load(live.policy.weights(), live.policy.score)
+    alone = mean_reward(trainer)
+    return {"eval_reward": through_engine, "eval_reward_trainer": alone, "eval_gap": through_engine - alone}
 
 
 # ------------------------------------------------------------------------------------------------ the probe
 PROBE_PROMPTS = 64  # of the step just taken: met again, they show a stale prefix cache
-
-
-def before_step(run: "Run", live: Live) -> tuple[list[Problem], Weights]:
-    """What a probe after the step will need: the step's first problems, and the weights before its update."""
-    rng = random.Random()
-    rng.setstate(live.rng.getstate())
-    return run.task.sample(rng, run.config.num_prompts)[:PROBE_PROMPTS], current_weights(live.policy)
 
 
 def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | None:
@@ -223,7 +263,8 @@ def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | No
 
 
 def probe(run: "Run", live: Live, step: int, why: str, problems: list[Problem], earlier: Weights) -> str:
-    """Sample the step's problems again, diagnose them, keep the trace and the verdict; returns the verdict's status."""
+    """Sample the step's problems again, diagnose them (`earlier`: the weights before the step's update), keep the trace
+    and the verdict; returns the verdict's status."""
     seeds = [sample_seed(run.config.seed, "probe", step, p) for p in range(len(problems))]
     trace = sample_trace(live.engine, run.encode(problems), run.sampling, seeds)
     verdict = diagnose(live.policy, trace, [earlier], live.engine.weight_version, trainer="temperature")
@@ -239,6 +280,7 @@ def probe(run: "Run", live: Live, step: int, why: str, problems: list[Problem], 
 def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: int, version: int) -> dict[str, float]:
     """What the rollouts alone tell; staleness counts updates between sampling a token and training on it."""
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    versions = [token_version for rollout in rollouts for token_version in rollout.versions]
     groups = rewards.view(-1, group_size)  # (P, G)
     return {
         "reward": rewards.mean().item(),
@@ -246,7 +288,8 @@ def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: 
         "trunc_frac": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,
-        "staleness_max": version - min(min(rollout.versions) for rollout in rollouts),
+        "staleness_max": version - min(versions),
+        "staleness_mean": version - mean(versions),
     }
 
 
@@ -311,11 +354,13 @@ class Run:
 
 def prepare(config: Config) -> Run:
     """Find what can be wrong before a model is loaded (or taught). Raises: ValueError with the rule and the way out."""
-    check_vllm_version(config.allow_untested_vllm)
+    if config.engine == "vllm":
+        check_vllm_version(config.allow_untested_vllm)
     _check_out(config)
     task = addition(config.seed) if config.task == "toy" else from_jsonl(config.task, config.seed, config.eval_task)
-    if config.num_prompts > len(task.train):
-        raise ValueError(f"num_prompts must be at most {len(task.train)} (all there are), got {config.num_prompts}")
+    if (groups := config.num_prompts + config.inflight_groups) > len(task.train):
+        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all there are),"
+                         f" got {groups}")
     model_config, tokenizer, stop_token_ids = describe_model(config.model)
     prompt_ids = _encode_prompts(tokenizer, task)
     longest, problem = max(((len(ids), problem) for problem, ids in prompt_ids.items()), key=lambda pair: pair[0])
@@ -366,17 +411,11 @@ def build(run: Run) -> tuple[Live, int]:
     policy = Policy.load(str(checkpoint / "policy" if checkpoint else run.model_path), *placement)
     reference = Policy.load(run.model_path, *placement) if config.kl_coef else None  # the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay)
-    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    engine = Engine(
-        run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
-        max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, enforce_eager=config.enforce_eager,
-        seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
-    )
-    if engine.on_gpu != (policy.device.type == "cuda"):
-        raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
+    engine = start_engine(run, policy)
+    flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
     torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
     if checkpoint:
-        first_step = load_checkpoint(run, checkpoint, optimizer, rng) + 1
+        first_step = load_checkpoint(run, checkpoint, optimizer, flight, rng) + 1
     else:
         (run.out / "metrics.jsonl").unlink(missing_ok=True)  # of a run that died before its first checkpoint
     engine.load(policy.weights(), policy.score)
@@ -384,7 +423,23 @@ def build(run: Run) -> tuple[Live, int]:
     print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
     if config.resume:
         print(f"resumed at step {first_step}" + ("" if checkpoint else ": there was no checkpoint"), flush=True)
-    return Live(policy, reference, optimizer, engine, rng), first_step
+    return Live(policy, reference, optimizer, engine, flight, rng), first_step
+
+
+def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
+    """The engine that `config.engine` names, still without the policy's weights."""
+    config = run.config
+    if config.engine == "transformers":
+        return ReferenceEngine(policy, config.parity.inflight_update, config.max_num_seqs)
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    engine = Engine(
+        run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
+        max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, block_size=config.block_size,
+        enforce_eager=config.enforce_eager, seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
+    )
+    if engine.on_gpu != (policy.device.type == "cuda"):
+        raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
+    return engine
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -394,15 +449,29 @@ COLUMNS = (
     " | gnorm {grad_norm:.2f} | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s"
 )
 
+NAMED = {  # since the run's start
+    "tokens_wasted": "tokens thrown away", "groups_dropped": "groups DROPPED: older than --max-staleness",
+    "kv_lost": "kept KV caches LOST to preemption: raise --kv-cache-gib",
+}
+
 
 def log_line(metrics: dict[str, Any], steps: int) -> str:
     """One line per step in fixed columns; an evaluation and a degenerate batch are named at its end."""
+    evaluated = ""
+    if "eval_reward" in metrics:
+        evaluated = f" | eval {metrics['eval_reward']:.3f}"
+    if "eval_reward_trainer" in metrics:
+        evaluated += f" (trainer alone {metrics['eval_reward_trainer']:.3f})"
     if metrics["step"] == 0:
-        return f"step   0/{steps} | eval {metrics['eval_reward']:.3f}"
+        return f"step   0/{steps}{evaluated}"
     shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
     line = COLUMNS.format(**shown, steps=steps)
-    if "eval_reward" in metrics:
-        line += f" | eval {metrics['eval_reward']:.3f}"
+    if metrics["groups_in_flight"]:
+        line += " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}".format(**metrics)
+    line += evaluated
+    for name, what in NAMED.items():
+        if metrics[name]:
+            line += f" | {metrics[name]} {what}"
     if metrics["skipped_updates"]:
         line += f" | NO SIGNAL in {metrics['skipped_updates']} minibatch(es): all groups flat, no optimizer step"
     if metrics["trunc_frac"] == 1.0:
@@ -410,7 +479,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     return line
 
 
-def write_config(run: Run, engine: Engine, policy: Policy, first_step: int) -> None:
+def write_config(run: Run, engine: Engine | ReferenceEngine, policy: Policy, first_step: int) -> None:
     """config.json: all one needs to know of what was run; a resumed run adds its own record to `resumed`."""
 
     def git(*arguments: str) -> str | None:
@@ -479,7 +548,8 @@ def save_checkpoint(run: Run, live: Live, step: int) -> None:
     live.policy.model.save_pretrained(unfinished / "policy")
     run.tokenizer.save_pretrained(unfinished / "policy")
     random_states = {"rng": live.rng.getstate(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-    torch.save({"step": step, "optimizer": live.optimizer.state_dict()} | random_states, unfinished / "state.pt")
+    state = {"step": step, "optimizer": live.optimizer.state_dict(), "flight": live.flight.state_dict()}
+    torch.save(state | random_states, unfinished / "state.pt")
     unfinished.rename(folder)
     for old in sorted(folder.parent.glob("step_??????"))[:-2]:
         shutil.rmtree(old)
@@ -489,10 +559,11 @@ def newest_checkpoint(out: Path) -> Path | None:
     return max(out.glob("checkpoints/step_??????"), default=None)
 
 
-def load_checkpoint(run: Run, folder: Path, optimizer: Optimizer, rng: random.Random) -> int:
+def load_checkpoint(run: Run, folder: Path, optimizer: Optimizer, flight: Flight, rng: random.Random) -> int:
     """Restore all but the policy (loaded from the folder), drop the metrics written since; returns the step."""
     state = torch.load(folder / "state.pt", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
+    flight.load_state_dict(state["flight"])
     rng.setstate(state["rng"])
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state_all(state["cuda"])

@@ -55,7 +55,8 @@ def test_the_default_job_learns_at_parity(tmp_path):
     assert table[-1]["eval_reward"] >= 0.9
     assert max(row["mismatch_abs_mean"] for row in steps) <= 1e-5
     assert max(row["mismatch_max"] for row in steps) <= 1e-3
-    assert all(row["staleness_max"] == 0 for row in steps)
+    assert all(row["staleness_max"] == row["groups_in_flight"] == row["tokens_wasted"] == 0 for row in steps)
+    assert abs(table[-1]["eval_gap"]) < 0.08  # through the engine and by the trainer alone: other samples, same policy
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["audit"]["logprobs_mode"] == "processed_logprobs"
     assert record["config"]["temperature"] == 0.7
@@ -80,6 +81,43 @@ def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(tmp_path):
     assert "resumed at step 3" in text
     assert timeless(tmp_path / "killed") == timeless(tmp_path / "whole")
     assert sorted(p.name for p in checkpoint.glob("step_??????")) == ["step_000002", "step_000004"]
+
+
+def test_groups_in_flight_survive_kill_and_resume_and_the_books_balance(tmp_path):
+    """Every group is trained on, dropped or in flight at each step, the killed process's unfinished ones included."""
+    options = (*SMALL, "--steps", "6", "--checkpoint-every", "2", "--inflight-groups", "5", "--max-num-seqs", "24")
+    process = start(tmp_path, *options)
+    for line in process.stdout:
+        if line.startswith("step   5/"):
+            process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    text = run(tmp_path, *options, "--resume")
+    assert "resumed at step 5" in text
+    steps = rows(tmp_path)[1:]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    for row in steps:
+        assert row["groups_trained"] == 8 * row["step"]
+        assert row["groups_in_flight"] == 5 - row["groups_dropped"] == 5
+        assert row["groups_submitted"] == row["groups_trained"] + 5
+    assert max(row["staleness_max"] for row in steps) >= 1
+    assert steps[4]["rollouts_restarted"] > 0 == steps[3]["rollouts_restarted"]
+    assert max(row["mismatch_fresh_abs_mean"] or 0 for row in steps) < 1e-5  # the backend is as clean as without
+
+
+def test_the_reference_backend_runs_the_same_loop_without_vllm(tmp_path):
+    """vllm is made impossible to import: the known-good curve owes it nothing."""
+    program = f"import sys; sys.modules['vllm'] = None; sys.path.insert(0, {str(ROOT)!r}); import train; train.main()"
+    options = (*SMALL, "--steps", "3", "--inflight-groups", "3", "--engine", "transformers", "--probe-every", "3")
+    command = [sys.executable, "-c", program, "--out", str(tmp_path), *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr[-2000:]
+    steps = rows(tmp_path)[1:]
+    assert steps[0]["mismatch_abs_mean"] < 1e-5
+    assert max(row["mismatch_fresh_abs_mean"] or 0 for row in steps) < 1e-5
+    assert steps[-1]["probe"] == "parity"
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert record["versions"]["vllm"] is None
+    assert record["audit"]["inflight_update"] == "keep"
 
 
 def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path):
@@ -190,6 +228,9 @@ def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded
     ("--repetition-penalty 1.1", "repetition-penalty"),
     ("--top-p 0.9", "top-p"),
     ("--kl-coef -1", "kl_coef must be non-negative"),
+    ("--inflight-groups -1", "inflight_groups must be non-negative"),
+    ("--parity.inflight-otherwise recompute", "it would do nothing"),
+    ("--engine transformers --parity.no-processed-logprobs", "engine must be vllm to leave out a fix"),
 ])  # fmt: skip
 def test_config_refuses_what_cannot_work(arguments, complaint, capsys):
     with pytest.raises(SystemExit) as refused:

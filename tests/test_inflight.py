@@ -1,0 +1,195 @@
+"""Groups in flight over weight updates, on the real vLLM and on the reference backend: nothing lost, nothing twice."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from conftest import qwen2
+from test_engine_adapter import move, started
+
+from engine_adapter import EngineStateError, ParityFlags, Sampling
+from inflight import Flight
+from parity import current_weights, diagnose
+from reference import ReferenceEngine
+from replay import Trace
+from rl import Policy
+from tasks import Problem
+
+KEEP, RECOMPUTE, ABORT = (
+    ParityFlags(), ParityFlags(inflight_keep=False, inflight_otherwise="recompute"), ParityFlags(inflight_keep=False)
+)
+# Lengths differ as in practice: one token in eight of a flat distribution ends the response.
+LONG_TAIL = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=tuple(range(2, 12)))
+
+
+@contextmanager
+def backend(kind: str, folders, parity: ParityFlags = KEEP, **options):
+    """A live policy and an engine of either kind that holds its weights."""
+    policy = Policy(qwen2(tied=False))
+    if kind == "vllm":
+        with started(folders[False], policy, parity, **options) as engine:
+            yield policy, engine
+    else:
+        engine = ReferenceEngine(policy, parity.inflight_update, options.get("max_num_seqs", 256))
+        engine.load(policy.weights(), policy.score)
+        yield policy, engine
+
+
+def update(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
+    """Sleep, an optimizer step, wake, load: as train_step does it."""
+    engine.sleep()
+    move(policy, scale, seed)
+    engine.wake()
+    engine.load(policy.weights(), policy.score)
+
+
+def submit(flight: Flight, count: int) -> None:
+    numbers = range(flight.submitted, flight.submitted + count)
+    problems = [Problem(f"question {number}", "0", "test") for number in numbers]
+    prompts = [torch.randint(12, 96, (3 + number % 7,), generator=torch.Generator().manual_seed(number)).tolist()
+               for number in numbers]  # fmt: skip
+    flight.submit(problems, prompts, [1000 * number for number in numbers])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], ids=["keep", "recompute", "abort"])
+@pytest.mark.parametrize("max_num_seqs", [4, 64])
+def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, parity, max_num_seqs):
+    taken, spans = [], 0
+    with backend(kind, folders, parity, max_num_seqs=max_num_seqs) as (policy, engine):
+        flight = Flight(engine, 3, LONG_TAIL, max_staleness=2)
+        for step in range(12):
+            submit(flight, 4 + 3 - len(flight.groups))
+            groups = flight.take(4)
+            taken += groups
+            spans += sum(len(set(r.versions)) > 1 for group in groups for r in group.rollouts)
+            if step == 5:  # an evaluation in between lets what is in flight advance, and no more
+                engine.generate([[20, 21]] * 5, 2, LONG_TAIL, [7, 8, 9, 10, 11])
+            update(policy, engine, seed=step)
+            flight.after_update()
+            counts = flight.counts()
+            in_flight = [group.number for group in flight.groups]
+            assert counts["groups_submitted"] == len(taken) + counts["groups_dropped"] + len(in_flight)
+            assert not set(in_flight) & {group.number for group in taken}
+            assert all(engine.weight_version - v <= 2 for g in flight.groups for r in g.rollouts for v in r.versions)
+    assert len({group.number for group in taken}) == len(taken) == counts["groups_trained"] == 48
+    rollouts = [rollout for group in taken for rollout in group.rollouts]
+    assert {rollout.finish_reason for rollout in rollouts} <= {"stop", "length"}
+    assert all(len(r.token_ids) == len(r.logprobs) == len(r.versions) > 0 for r in rollouts)
+    assert all(r.versions == sorted(r.versions) for r in rollouts)
+    assert all(r.prompt_ids == group.prompt_ids for group in taken for r in group.rollouts)
+    assert [r.seed - group.seed for group in taken for r in group.rollouts] == [0, 1, 2] * 48
+    if parity.inflight_update == "abort":
+        assert spans == 0
+        assert min(counts["tokens_wasted"], counts["rollouts_restarted"]) > 0
+    else:
+        assert spans > 0
+        assert counts["rollouts_restarted"] == 0
+
+
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+@pytest.mark.parametrize("parity, word", [(KEEP, "KV kept"), (RECOMPUTE, "recomputed")], ids=["keep", "recompute"])
+def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity, word):
+    """Both backends do what the name says: the probe finds the same cause in either one's log-probabilities."""
+    sampling = Sampling(temperature=0.7, max_new_tokens=40)
+    with backend(kind, folders, parity) as (policy, engine):
+        flight = Flight(engine, 2, sampling, max_staleness=9)
+        submit(flight, 8)
+        for _ in range(20):
+            flight.feed()
+            engine.step()
+        earlier = current_weights(policy)
+        update(policy, engine, scale=0.05)
+        flight.after_update()
+        rollouts = [rollout for group in flight.take(8) for rollout in group.rollouts]
+    meta = {"dtype": "float32", "audit": engine.settings}
+    verdict = diagnose(policy, Trace("flight", rollouts, sampling, meta), [earlier], engine.weight_version)
+    assert verdict.status == "mismatch"
+    assert word in verdict.sentence, verdict.sentence
+
+
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+def test_what_is_too_old_is_dropped_and_counted(folders, kind):
+    endless = Sampling(temperature=1.0, max_new_tokens=100)
+    with backend(kind, folders) as (policy, engine):
+        flight = Flight(engine, 2, endless, max_staleness=1)
+        submit(flight, 3)
+        flight.feed()
+        engine.step()
+        for seed, left in ((0, 3), (1, 0)):  # one update old: allowed; two: not
+            update(policy, engine, seed=seed)
+            flight.after_update()
+            assert len(flight.groups) == left
+        counts = flight.counts()
+        assert (counts["groups_dropped"], counts["groups_submitted"]) == (3, 3)
+        assert counts["tokens_wasted"] >= 6
+        assert engine.num_unfinished == 0
+        assert len(engine.generate([[5, 6]], 2, LONG_TAIL, [1])) == 2  # the engine is free again
+
+
+def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(folders):
+    with backend("vllm", folders, max_num_seqs=8) as (policy, engine):
+        flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+        submit(flight, 9)
+        flight.take(3)
+        update(policy, engine)
+        flight.after_update()
+        state, before = flight.state_dict(), flight.groups
+        tokens = sum(group.num_tokens for group in before)
+        engine.abort([rollout for group in before for rollout in group.rollouts])  # as if the process had died
+        restored = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+        restored.load_state_dict(state)
+        same = lambda groups: [(g.number, g.problem, g.prompt_ids, g.seed) for g in groups]  # noqa: E731
+        assert same(restored.groups) == same(before)
+        assert restored.wasted == tokens > 0
+        assert same(restored.take(6)) == same(before)
+        restored.after_update()
+        assert restored.counts()["groups_trained"] == 9
+
+
+def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
+    with backend("vllm", folders) as (_, engine):
+        engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
+        engine.step()
+        engine._llm.abort_request(list(engine._groups))  # behind the adapter's back
+        with pytest.raises(EngineStateError, match="vLLM holds 0 requests, 2 rollouts are unfinished"):
+            engine.sleep()
+
+
+def test_a_kept_cache_that_is_lost_to_preemption_is_counted(folders):
+    """Room for about half of what runs: vLLM preempts, and computes the whole cache anew under the new weights."""
+    endless = Sampling(temperature=1.0, max_new_tokens=100)
+    for gib, lost in ((0.25, False), (0.0006, True)):
+        with backend("vllm", folders, block_size=32, kv_cache_gib=gib) as (policy, engine):
+            rollouts = [engine.submit([5, 6, 7 + n], 2, endless, 10 * n) for n in range(8)]
+            for _ in range(20):
+                engine.step()
+            update(policy, engine)
+            while engine.num_unfinished:
+                engine.step()
+            update(policy, engine)
+            assert all(rollout.finish_reason == "length" for group in rollouts for rollout in group)
+            assert (engine.kv_lost > 0) == lost
+
+
+def test_groups_in_flight_spare_the_engine_the_long_tail(folders):
+    """Counts engine steps, which cost about the same however few rollouts run: no clock can make this test fail."""
+    steps = {}
+    for groups_in_flight in (0, 8):
+        with backend("vllm", folders) as (policy, engine):
+            flight, count = Flight(engine, 4, LONG_TAIL, max_staleness=8), 0
+            step, engine.step = engine.step, lambda: None
+
+            def counted(step=step):
+                nonlocal count
+                count += 1
+                step()
+
+            engine.step = counted
+            for seed in range(8):
+                submit(flight, 8 + groups_in_flight - len(flight.groups))
+                flight.take(8)
+                update(policy, engine, seed=seed)
+                flight.after_update()
+            steps[groups_in_flight] = count
+    assert steps[0] > 1.3 * steps[8]

@@ -1,0 +1,84 @@
+"""The reference backend against the trainer's own forward, plain counting, and the vLLM contract."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from conftest import qwen2
+from test_engine_adapter import PROMPTS, SEEDS, WARM, mismatch, move
+
+from engine_adapter import EngineStateError, Sampling, WeightLoadError
+from reference import ReferenceEngine
+from rl import Policy
+
+
+def ready(policy: Policy, **options) -> ReferenceEngine:
+    engine = ReferenceEngine(policy, **options)
+    engine.load(policy.weights(), policy.score)
+    return engine
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("max_num_seqs", [3, 64])  # 3: rollouts queue, cohorts of all sizes
+def test_it_has_no_mismatch_before_and_after_updates(tied, max_num_seqs):
+    policy = Policy(qwen2(tied=tied))
+    engine = ready(policy, max_num_seqs=max_num_seqs)
+    for seed in range(3):
+        assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+        engine.sleep()
+        move(policy, 0.05, seed)
+        engine.wake()
+        engine.load(policy.weights(), policy.score)
+    greedy = engine.generate(PROMPTS, 1, Sampling(0.0, 5), SEEDS)
+    assert max(abs(r.logprobs[0] - policy.score([r.prompt_ids + r.token_ids], len(r.prompt_ids))[0][0])
+               for r in greedy) < 1e-4  # fmt: skip
+
+
+def test_it_samples_from_the_distribution_it_reports():
+    policy = Policy(qwen2(tied=False))
+    engine = ready(policy, max_num_seqs=4096)
+    rollouts = engine.generate([[5, 6, 7]], 4096, Sampling(0.7, 1), [10**6])
+    expected = {r.token_ids[0]: math.exp(r.logprobs[0]) for r in rollouts}
+    counts = Counter(r.token_ids[0] for r in rollouts)
+    likely = {token: p for token, p in expected.items() if 4096 * p > 20}
+    chi2 = sum((counts[t] - 4096 * p) ** 2 / (4096 * p * (1 - p)) for t, p in likely.items())
+    assert len(likely) > 5
+    assert chi2 < 2.5 * len(likely)
+
+
+def test_seeds_decide_the_samples_whatever_runs_beside_them():
+    policy = Policy(qwen2(tied=False))
+    first = ready(policy).generate(PROMPTS, 3, WARM, SEEDS)
+    again = ready(policy, max_num_seqs=2).generate(PROMPTS, 3, WARM, SEEDS)
+    alone = ready(policy).generate(PROMPTS[1:2], 1, WARM, [SEEDS[1] + 2])
+    assert [r.token_ids for r in first] == [r.token_ids for r in again]
+    assert alone[0].token_ids == first[5].token_ids
+    assert len({tuple(r.token_ids) for r in first}) == 12
+    assert [r.prompt_ids for r in first] == [p for p in PROMPTS for _ in range(3)]  # group-major
+
+
+def test_states_foreign_tensors_and_penalties_are_refused():
+    policy = Policy(qwen2(tied=False))
+    engine = ReferenceEngine(policy)
+    with pytest.raises(EngineStateError, match="empty: call load"):
+        engine.generate(PROMPTS, 1, WARM, SEEDS)
+    copies = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    with pytest.raises(WeightLoadError, match="its policy's own tensors"):
+        engine.load(copies, policy.score)
+    engine.load(policy.weights(), policy.score)
+    with pytest.raises(ValueError, match="without penalties"):
+        engine.generate(PROMPTS, 1, Sampling(1.0, 4, presence_penalty=0.5), SEEDS)
+    engine.sleep()
+    for call in (engine.sleep, lambda: engine.load(policy.weights(), policy.score)):
+        with pytest.raises(EngineStateError):
+            call()
+    engine.wake()
+    with pytest.raises(EngineStateError, match="wake needs"):
+        engine.wake()
+
+
+def test_the_global_random_state_is_left_alone():
+    engine, state = ready(Policy(qwen2(tied=False))), torch.get_rng_state()
+    engine.generate(PROMPTS, 2, WARM, SEEDS)
+    assert torch.equal(state, torch.get_rng_state())

@@ -28,8 +28,14 @@ WORKLOAD = {
     "--dtype": ("bfloat16", "in fp32 the head's dtype is fp32 whatever the switch"),
     "--num-prompts": ("48", "groups that a step consumes"),
     "--inflight-groups": ("16", "more groups, unfinished while the weights change: without, nothing is in flight"),
+    "--group-size": ("4", "rollouts of each"),
     "--max-num-seqs": ("128", "half of the rollouts: the last groups have just begun when the step has its 48"),
+    "--max-new-tokens": ("18", "an answer has 16 digits and the end of sequence"),
     "--old-policy": ("rollout", "two policies, as in the original report: the mismatch is inside the ratio"),
+    "--lr": ("2e-3", "high: the story takes 40 steps"),
+    "--eval-every": ("10", "steps"),
+    "--eval-problems": ("256", "all that are held out"),
+    "--checkpoint-every": ("1000000", "after the last step only"),
 }
 RAW, RUNTIME, PAUSE, HEAD = (
     f"--parity.no-{name}" for name in ("processed-logprobs", "explicit-runtime", "inflight-keep", "fp32-head")
@@ -205,7 +211,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """The row of METRICS of one run, and what the probe said after its last step."""
+    """The row of METRICS of one run, and what the probe said after its first step."""
     steps = steps_of(folder)
     row = {name: metric.measure(steps[1:]) for name, metric in METRICS.items()}
     verdict = json.loads(max(folder.glob("probe/*.json")).read_text())

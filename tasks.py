@@ -30,6 +30,7 @@ from transformers import (
 )
 
 HELD_OUT_SHARE = 0.1  # of the problems, never trained on
+DIGITS = 16  # of each number of the task `digits`
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # A minus sign counts where it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -79,6 +80,29 @@ def addition(seed: int, largest: int = 99) -> Task:
     """All sums a+b= with 0 <= a, b <= largest, a tenth of them held out, chosen by the seed."""
     problems = [Problem(f"{a}+{b}=", str(a + b), f"{a}+{b}") for a in range(largest + 1) for b in range(largest + 1)]
     return _split(problems, exact_match, seed)
+
+
+def share_of_digits(problem: Problem, response: str) -> float:
+    """The share of right characters at their places; what is missing or too much counts as wrong."""
+    right = sum(given == expected for given, expected in zip(response, problem.answer, strict=False))
+    return right / max(len(response), len(problem.answer))
+
+
+def digits(seed: int) -> Task:
+    """The larger digit at each place of two numbers: "3142...+2718...=" is "3748...". Made for ablations: 64 training
+    problems that come back at every step, prompts of 35 tokens, longer than a KV block of 32, answers of 16."""
+    problems = _larger_digits(torch.randint(10, (64 + 256, 2, DIGITS), generator=torch.Generator().manual_seed(seed)))
+    return Task(problems[:64], problems[64:], share_of_digits)
+
+
+def _larger_digits(numbers: torch.Tensor) -> list[Problem]:
+    """(N, 2, DIGITS) digits -> N problems."""
+    rows = torch.cat([numbers, numbers.amax(dim=1, keepdim=True)], dim=1).tolist()
+    texts = [["".join(map(str, number)) for number in row] for row in rows]
+    return [Problem(f"{a}+{b}=", larger, f"{a}+{b}") for a, b, larger in texts]
+
+
+BUILT_IN = {"toy": addition, "digits": digits}
 
 
 def from_jsonl(path: str, seed: int, eval_path: str | None = None) -> Task:
@@ -171,6 +195,9 @@ TOY_LIMIT_S = 45.0  # of supervised teaching; it takes about half of that on two
 TOY_SHARE = 0.22  # of attempts at TOY_TEMPERATURE that are right when teaching stops: the rest is for RL to find
 TOY_TEMPERATURE = 0.7  # the default job's
 TOY_SMOOTHING = 0.6  # of the labels: the toy is unsure of what it knows, so its samples differ and RL has a choice
+DIGITS_SHARE = 0.38  # of the digits right at TOY_TEMPERATURE when teaching the task `digits` stops
+DIGITS_SMOOTHING = 0.8  # flatter still: the log-probabilities at temperature 1 and TOY_TEMPERATURE are far apart
+LOGIT_OFFSET = 16.0  # added to all logits of the model for `digits`
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
@@ -193,13 +220,22 @@ def toy_config() -> Qwen3Config:
     )
 
 
-def toy_model(cache_dir: str, seed: int) -> Path:
-    """The toy's folder (weights, configuration, tokenizer), built and taught on first use, then found in the cache.
+def digits_config() -> Qwen3Config:
+    """A Qwen3 of 0.1 million parameters for the task `digits`; its head is its own, to carry LOGIT_OFFSET."""
+    return Qwen3Config(
+        vocab_size=3 + len(TOY_CHARACTERS), hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+        initializer_range=0.06, tie_word_embeddings=False, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
+    )
 
-    Raises: ValueError if the cache cannot be written; RuntimeError if teaching misses its window of 15 to 40 %.
+
+def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
+    """The folder of a built-in task's toy (weights, configuration, tokenizer), taught on first use, then in the cache.
+
+    Raises: ValueError if the cache cannot be written; RuntimeError if teaching misses its aim.
     """
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]  # all that decides the toy is in this file
-    folder = Path(cache_dir) / f"toy-seed{seed}-{recipe}"
+    folder = Path(cache_dir) / f"{task}-seed{seed}-{recipe}"
     if folder.is_dir():
         return folder
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -208,7 +244,7 @@ def toy_model(cache_dir: str, seed: int) -> Path:
     except OSError as error:
         raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try --cache-dir") from error
     try:
-        _teach(seed).save_pretrained(unfinished)
+        {"toy": _teach, "digits": _teach_digits}[task](seed).save_pretrained(unfinished)
         toy_tokenizer().save_pretrained(unfinished)
         if not folder.is_dir():  # another process may have been faster
             unfinished.rename(folder)
@@ -246,6 +282,39 @@ def _teach(seed: int) -> Qwen3ForCausalLM:
     print(f"toy model: taught for {step} steps, {seconds:.0f} s; right in {share:.0%} of attempts", flush=True)
     if not 0.15 <= share <= 0.40:
         raise RuntimeError(f"the toy must be right in 15 to 40 % of attempts after {TOY_LIMIT_S} s, not {share:.0%}")
+    return model
+
+
+def _teach_digits(seed: int) -> Qwen3ForCausalLM:
+    """Random problems with smoothed labels until DIGITS_SHARE of the digits are expected to be right.
+
+    At the end all logits get the same offset, as pretrained models' logits have one: softmax ignores it, the rounding
+    of a 16-bit head does not.
+    """
+    torch.manual_seed(seed)
+    tokenizer, model, started = toy_tokenizer(), Qwen3ForCausalLM(digits_config()), time.monotonic()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    share, step = 0.0, 0
+    while share < DIGITS_SHARE and time.monotonic() - started < TOY_LIMIT_S:
+        inputs, targets = _examples(tokenizer, _larger_digits(torch.randint(10, (64, 2, DIGITS))))  # (64, T) each
+        answered = targets >= 0
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 30)
+        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state[answered]  # (N, H)
+        logits = model.lm_head(hidden)  # (N, V)
+        F.cross_entropy(logits, targets[answered], label_smoothing=DIGITS_SMOOTHING).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        right = torch.softmax(logits.detach() / TOY_TEMPERATURE, dim=-1).gather(1, targets[answered][:, None])
+        share = 0.9 * share + 0.1 * right.mean().item()
+    with torch.no_grad():
+        usual = hidden.mean(dim=0)  # (H,)
+        model.lm_head.weight += LOGIT_OFFSET * usual / usual.square().sum()
+    seconds = time.monotonic() - started
+    print(f"digits model: taught for {step} steps, {seconds:.0f} s; {share:.0%} of the digits right", flush=True)
+    if share < DIGITS_SHARE:
+        raise RuntimeError(f"{DIGITS_SHARE:.0%} of the digits must be right after {TOY_LIMIT_S} s, not {share:.0%}")
     return model
 
 

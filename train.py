@@ -31,7 +31,7 @@ from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
 from reference import ReferenceEngine
 from replay import Weights, save_trace
 from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
-from tasks import Problem, Task, addition, describe_model, encode_prompt, from_jsonl, toy_model
+from tasks import BUILT_IN, Problem, Task, describe_model, encode_prompt, from_jsonl, toy_model
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Config(UpdateOptions):
     model: str = "toy"
     """`toy`, a folder with a Hugging Face causal language model, or a hub name."""
     task: str = "toy"
-    """`toy` (addition) or a JSONL file of {"question", "answer"} with numeric answers."""
+    """`toy` (addition), `digits` (for ablations) or a JSONL file of {"question", "answer"} with numeric answers."""
     eval_task: str | None = None
     """JSONL file of held-out problems; if not given, a tenth of `task` is held out."""
     cache_dir: str = str(Path(__file__).parent / ".cache")
@@ -88,7 +88,7 @@ class Config(UpdateOptions):
     """Steps between checkpoints, and after the last; the newest two are kept."""
 
     probe_every: int = 0
-    """Steps between probes of the mismatch (parity.py), stored in `out`/probe; 0 for none."""
+    """Steps between probes of the mismatch (parity.py), the first after the first step; 0 for none. In `out`/probe."""
     probe_on_alarm: bool = False
     """Probe after a step whose mismatch is beyond parity.ALARMS. Either keeps a second copy of the weights."""
 
@@ -124,8 +124,9 @@ class Config(UpdateOptions):
             raise ValueError(f"clip_low must be in [0, 1) and clip_high positive and finite, got {self.clip}")
         if self.objective == "cispo" and self.clip_low is not None:
             raise ValueError(f"clip_low must not be given with cispo (it has an upper cap only), got {self.clip_low}")
-        if self.task == "toy" and self.eval_task is not None:
-            raise ValueError(f"eval_task must not be given with the toy (it holds a tenth out), got {self.eval_task}")
+        if self.task in BUILT_IN and self.eval_task is not None:
+            raise ValueError(f"eval_task must not be given with task {self.task} (it holds problems out itself), got"
+                             f" {self.eval_task}")
         if self.tis != "off":
             self._check_tis()
         self._check_backend()
@@ -259,7 +260,7 @@ def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | No
     rung = alarms(metrics) if config.probe_on_alarm else []
     if rung:
         return f"alarm of {', '.join(rung)}"
-    return "as every" if config.probe_every and step % config.probe_every == 0 else None
+    return "as planned" if config.probe_every and (step - 1) % config.probe_every == 0 else None
 
 
 def probe(run: "Run", live: Live, step: int, why: str, problems: list[Problem], earlier: Weights) -> str:
@@ -357,7 +358,10 @@ def prepare(config: Config) -> Run:
     if config.engine == "vllm":
         check_vllm_version(config.allow_untested_vllm)
     _check_out(config)
-    task = addition(config.seed) if config.task == "toy" else from_jsonl(config.task, config.seed, config.eval_task)
+    if config.task in BUILT_IN:
+        task = BUILT_IN[config.task](config.seed)
+    else:
+        task = from_jsonl(config.task, config.seed, config.eval_task)
     if (groups := config.num_prompts + config.inflight_groups) > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all there are),"
                          f" got {groups}")
@@ -370,7 +374,7 @@ def prepare(config: Config) -> Run:
                          f" {longest} and --max-new-tokens adds {config.max_new_tokens}; shorten one of them")
     path = config.model
     if path == "toy":  # taught, if it is not there yet, after all else has been checked
-        path = str(toy_model(config.cache_dir, config.seed))
+        path = str(toy_model(config.cache_dir, config.seed, "digits" if config.task == "digits" else "toy"))
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
     return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, longest + config.max_new_tokens)
 

@@ -114,7 +114,7 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(tmp_path):
     steps = rows(tmp_path)[1:]
     assert steps[0]["mismatch_abs_mean"] < 1e-5
     assert max(row["mismatch_fresh_abs_mean"] or 0 for row in steps) < 1e-5
-    assert steps[-1]["probe"] == "parity"
+    assert steps[0]["probe"] == "parity"
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["versions"]["vllm"] is None
     assert record["audit"]["inflight_update"] == "keep"
@@ -138,7 +138,7 @@ def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(tmp_path):
     options = (*SMALL, "--steps", "2", "--eval-every", "2")
     run(tmp_path / "plain", *options)
     text = run(tmp_path / "probed", *options, "--probe-every", "1", "--probe-on-alarm")
-    assert text.count("(as every): parity.") == 2
+    assert text.count("(as planned): parity.") == 2
     probed = timeless(tmp_path / "probed")
     assert [row.pop("probe", None) for row in probed] == [None, "parity", "parity"]
     assert probed == timeless(tmp_path / "plain")  # no random number, no weight is touched

@@ -60,6 +60,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "v1-defaults+tis": (*V1, *TIS),
     "parity-minus-processed+three": (RAW, *THREE),
     "parity-minus-processed+tis": (RAW, *TIS),
+    "parity-minus-runtime+three": (RUNTIME, *THREE),
+    "parity-minus-runtime+tis": (RUNTIME, *TIS),
 }
 LAST = 5  # steps whose mean is "final"
 
@@ -192,7 +194,7 @@ METRICS = {
     "kl_new_old": Metric("KL new/old", ".1e", over_steps("kl_new_old")),
     "ratio_mean": Metric("ratio mean", ".3f", over_steps("ratio_mean")),
     "mismatch": Metric("mismatch, mean", ".1e", over_steps("mismatch_abs_mean")),
-    "mismatch_fresh": Metric("of fresh rollouts", ".1e", over_steps("mismatch_fresh_abs_mean")),
+    "mismatch_fresh": Metric("of fresh rollouts alone", ".1e", over_steps("mismatch_fresh_abs_mean")),
     "mismatch_max": Metric("mismatch, max", ".1e", over_steps("mismatch_max", max)),
     "mismatch_kl": Metric("mismatch, k3", ".1e", over_steps("mismatch_kl")),
     "ess": Metric("ESS", ".2f", over_steps("ess")),
@@ -304,9 +306,12 @@ def report(
         return {METRICS[name].title: lambda arm, name=name: cell(name, arms[arm]) for name in names}
 
     versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
+    settings = [f"| `{name} {value}` | {why} |" for name, (value, why) in WORKLOAD.items()]
     parts = [
-        f"`{record['command']}` on {record['device']}; {versions}; commit {record['commit']};"
-        f" seeds 0 to {options.seeds - 1}, {options.steps} steps. Mean over the seeds ± half their range.",
+        f"`{record['command']}` on {record['device']} a process; {versions}; commit {str(record['commit'])[:10]}"
+        f"{' with changes' if record['dirty'] else ''}; seeds 0 to {options.seeds - 1}, {options.steps} steps."
+        " Each figure is the mean over the seeds ± half their range.",
+        "\n".join(["| setting | why |", "| --- | --- |", *settings]),
         "**What is learnt**", markdown(columns(LEARNING), arms),
         "**How far sampler and trainer are apart**", markdown(columns(BACKEND) | {"the probe says": probes.get}, arms),
     ]

@@ -1,4 +1,5 @@
-"""What a step costs over the bare work, both measured in one run; and what time and memory do as rollouts grow.
+"""What a step costs over the bare work, both measured in one run; what time and memory do as rollouts grow; and what
+groups in flight are worth where a few responses are long.
 
 The bare work is what no colocated GRPO can do without: vLLM's own `generate` on the same prompts without
 log-probabilities, and plain transformers' forward and backward over the same tokens in the same micro-batches, with
@@ -9,17 +10,21 @@ import contextlib
 import io
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean as mean
 from statistics import median, quantiles
 
 import torch
 import torch.nn.functional as F
 import transformers
 import tyro
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from engine_adapter import plain_vllm
 from rl import Batch
+from tasks import digits_config, toy_tokenizer
 from train import Config, Live, Run, build, prepare, train_step
 
 PHASES = ("generate_s", "old_logprobs_s", "update_s", "sync_s")
@@ -33,6 +38,10 @@ class Options:
     """Pairs of one step and its bare work, in turns; medians are compared."""
     rollouts: tuple[int, ...] = (1024, 4096, 16384)
     """Rollouts per step at which time and memory are measured; empty for none."""
+    inflight_groups: tuple[int, ...] = (0, 16, 32)
+    """Groups in flight at which a workload with a long tail is run, in turns; empty for none."""
+    long_tail_steps: int = 10
+    """Steps of each such run; each is run three times."""
     seed: int = 0
     """Of the toy model and the problems."""
 
@@ -88,12 +97,56 @@ def grow(run: Run, live: Live, rollouts: tuple[int, ...]) -> None:
         print(f"{num_rollouts:8d} {seconds:8.2f} {1e3 * seconds / num_rollouts:11.2f} {rows[-1]['memory_gib']:12.3f}")
 
 
+LONG_TAIL_TOKENS = 96  # eight times the median of a model that ends a response with about one token in fifteen
+
+
+def long_tail(options: Options, folder: Path) -> None:
+    """Print generated tokens per second, of the whole loop and of its generation, by groups in flight."""
+    torch.manual_seed(options.seed)
+    model_config = digits_config()
+    model_config.update({"max_position_embeddings": 256, "initializer_range": 0.02})  # all tokens about as likely
+    Qwen3ForCausalLM(model_config).save_pretrained(folder / "model")
+    toy_tokenizer().save_pretrained(folder / "model")
+    speeds, lengths = defaultdict(list), []
+    for turn in range(3):
+        for groups in options.inflight_groups:
+            run = prepare(Config(
+                out=str(folder / f"{turn}-{groups}"), model=str(folder / "model"), task="digits", seed=options.seed,
+                num_prompts=16, group_size=8, inflight_groups=groups, max_num_seqs=128, lr=1e-12, temperature=1.0,
+                max_new_tokens=LONG_TAIL_TOKENS, micro_batch_size=16, num_minibatches=1,
+            ))
+            speed, seen = _speed(run, options.long_tail_steps)
+            speeds[groups].append(speed)
+            lengths += seen
+    print(f"responses of {median(lengths):.0f} tokens in the median and {max(lengths):.0f} at most;"
+          f" {options.long_tail_steps} updates each, medians of three turns")
+    print(f"{'in flight':>9} {'tokens/s':>9} {'while generating':>17} {'staleness':>10}")
+    for groups, values in speeds.items():
+        loop, generating, staleness = map(median, zip(*values, strict=True))
+        print(f"{groups:9d} {loop:9.0f} {generating:17.0f} {staleness:10.2f}")
+
+
+def _speed(run: Run, steps: int) -> tuple[tuple[float, float, float], list[float]]:
+    """Tokens per second of the loop and of its generation and mean staleness, after two uncounted steps; lengths."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        live, _ = build(run)
+    rows, lengths = [], []
+    for step in range(1, steps + 3):
+        metrics, batch, _ = train_step(run, live, step)
+        rows.append(metrics)
+        lengths += batch.mask.sum(dim=1).tolist()
+    live.engine.close()
+    tokens, seconds, generating = (sum(row[name] for row in rows[2:]) for name in ("tokens", "step_s", "generate_s"))
+    return (tokens / seconds, tokens / generating, mean(row["staleness_mean"] for row in rows[2:])), lengths
+
+
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     options = tyro.cli(Options, description=__doc__)
     with tempfile.TemporaryDirectory() as folder:
+        long_tail(options, Path(folder))
         # A learning rate too small to move the weights: both sides sample from the same policy throughout.
-        run = prepare(Config(out=folder, seed=options.seed, lr=1e-12))
+        run = prepare(Config(out=f"{folder}/steps", seed=options.seed, lr=1e-12))
         with contextlib.redirect_stdout(io.StringIO()):
             live, _ = build(run)
         grow(run, live, options.rollouts)

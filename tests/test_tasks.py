@@ -4,16 +4,21 @@ import json
 import random
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tasks import (
     EOS,
     Problem,
     addition,
+    digits,
     encode_prompt,
     exact_match,
     from_jsonl,
     load_tokenizer,
     numeric_match,
+    share_of_digits,
+    toy_model,
     toy_tokenizer,
 )
 
@@ -28,6 +33,34 @@ def test_addition_is_right_split_without_overlap_and_decided_by_the_seed():
         assert int(a) + int(b) == int(problem.answer)
     assert task.train == addition(0).train
     assert task.train != addition(1).train
+
+
+def test_digits_asks_for_the_larger_digit_at_each_place():
+    task = digits(0)
+    assert (len(task.train), len(task.held_out)) == (64, 256)
+    assert not {p.question for p in task.train} & {p.question for p in task.held_out}
+    tokenizer = toy_tokenizer()
+    for problem in task.train + task.held_out:
+        a, b = problem.question.removesuffix("=").split("+")
+        assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True))
+        assert len(encode_prompt(tokenizer, problem)) == 35  # longer than a KV block of 32
+    problem = Problem("12+03=", "13", "test")
+    assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
+    assert task.train == digits(0).train != digits(1).train
+
+
+def test_the_model_for_digits_starts_unsure_and_with_offset_logits(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(toy_model(str(tmp_path), 0, "digits"))
+    task, tokenizer = digits(0), toy_tokenizer()
+    ids = torch.tensor([encode_prompt(tokenizer, p) + tokenizer(p.answer, add_special_tokens=False)["input_ids"]
+                        for p in task.held_out])  # fmt: skip
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, :-1]).logits[:, 34:]  # (256, 16, V), the answers' positions
+    assert 12 < logits.mean() < 20
+    right = torch.softmax(logits / 0.7, dim=-1).gather(-1, ids[:, 35:, None]).mean()
+    assert 0.3 < right < 0.45
+    entropy = torch.distributions.Categorical(logits=logits / 0.7).entropy().mean()
+    assert entropy > 1.5
 
 
 def test_sample_repeats_with_the_random_state_and_never_repeats_a_problem():

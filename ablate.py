@@ -194,7 +194,7 @@ METRICS = {
     "kl_new_old": Metric("KL new/old", ".1e", over_steps("kl_new_old")),
     "ratio_mean": Metric("ratio mean", ".3f", over_steps("ratio_mean")),
     "mismatch": Metric("mismatch, mean", ".1e", over_steps("mismatch_abs_mean")),
-    "mismatch_fresh": Metric("of fresh rollouts alone", ".1e", over_steps("mismatch_fresh_abs_mean")),
+    "mismatch_fresh": Metric("of fresh rollouts alone", ".1e", over_steps("fresh_mismatch_abs_mean")),
     "mismatch_max": Metric("mismatch, max", ".1e", over_steps("mismatch_max", max)),
     "mismatch_kl": Metric("mismatch, k3", ".1e", over_steps("mismatch_kl")),
     "ess": Metric("ESS", ".2f", over_steps("ess")),

@@ -148,6 +148,8 @@ class ReferenceEngine:
             race = logprobs - torch.stack(noise).log()
         tokens = race.argmax(dim=-1)  # (N,)
         drawn = logprobs.gather(1, tokens[:, None])[:, 0]
+        if not torch.isfinite(drawn).all():
+            raise FloatingPointError(f"the trainer's log-probabilities are {drawn.tolist()}")
         for request, token, logprob in zip(requests, tokens.tolist(), drawn.tolist(), strict=True):
             rollout = request.rollout
             rollout.token_ids.append(token)

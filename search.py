@@ -72,8 +72,12 @@ class Search:
 
     def _enough(self, explanation: Explanation) -> bool:
         """Most of the excess must be explained: near the floor its tolerance alone would let a wrong cause pass. What
-        explains noise by noise cannot be measured so, and has been asked for its signs."""
+        explains noise by noise cannot be measured so, and has been asked for its signs; but a number fitted on top of
+        noise must at least halve what is left without it."""
         by_noise = explanation.reading.head != "float32" or explanation.body in self.probe.other
+        if by_noise and explanation.reading.kind.startswith("fitted"):
+            without = self.found.get((explanation.body, replace(explanation.reading, kind="processed")))
+            return without is not None and explanation.noise.mean < 0.5 * without.noise.mean
         start = self.found["current", Reading()]
         return by_noise or not explanation.causes or explanation.share(start) >= LEAST_SHARE
 

@@ -225,12 +225,13 @@ def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch
 
 
 def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dict[str, float | None]:
-    """Of the whole batch, and of the rollouts sampled by the present weights alone: with groups in flight only these
-    tell the backend's mismatch from staleness."""
+    """`mismatch_metrics` of the batch and, as fresh_..., of the rollouts sampled by the present weights alone: what is
+    older is stale as well, and staleness is not the backend's fault. None if all is older."""
     fresh = torch.tensor([[min(rollout.versions) == version] for rollout in rollouts]).to(batch.mask)  # (B, 1)
     policies = batch.old_logprobs, batch.behavior_logprobs
-    backend = mismatch_metrics(*policies, batch.mask * fresh)["mismatch_abs_mean"] if fresh.any() else None
-    return mismatch_metrics(*policies, batch.mask) | {"mismatch_fresh_abs_mean": backend}
+    metrics = mismatch_metrics(*policies, batch.mask)
+    backend = mismatch_metrics(*policies, batch.mask * fresh) if fresh.any() else dict.fromkeys(metrics)
+    return metrics | {f"fresh_{name}": value for name, value in backend.items()}
 
 
 def evaluate(run: "Run", live: Live, step: int) -> dict[str, float]:
@@ -257,8 +258,8 @@ PROBE_PROMPTS = 64  # of the step just taken: met again, they show a stale prefi
 
 def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | None:
     """Why the engine is to be probed after this step, if it is."""
-    rung = alarms(metrics) if config.probe_on_alarm else []
-    if rung:
+    backend = {name: metrics[f"fresh_{name}"] for name in ("mismatch_kl", "mismatch_abs_mean", "ess")}
+    if config.probe_on_alarm and None not in backend.values() and (rung := alarms(backend)):
         return f"alarm of {', '.join(rung)}"
     return "as planned" if config.probe_every and (step - 1) % config.probe_every == 0 else None
 

@@ -64,6 +64,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "parity-minus-runtime+tis": (RUNTIME, *TIS),
 }
 LAST = 5  # steps whose mean is "final"
+EARLY = 10  # steps before a collapse is complete: a flat policy has little left to clip
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,10 @@ def final(name: str) -> Callable[..., float | None]:
     return over_steps(name, lambda values: mean(values[-LAST:]))
 
 
+def early(values: list[float]) -> float:
+    return mean(values[:EARLY])
+
+
 def tokens_per_second(rows: list[dict[str, Any]]) -> float:
     return sum(row["tokens"] for row in rows) / sum(row["step_s"] for row in rows)
 
@@ -191,6 +196,7 @@ METRICS = {
     "eval_gap": Metric("gap", ".2f", last_of("eval_gap")),
     "entropy": Metric(f"entropy, last {LAST}", ".2f", final("entropy")),
     "clip_rate": Metric("clip rate", ".1%", over_steps("clip_rate")),
+    "clip_early": Metric(f"clip rate, first {EARLY}", ".1%", over_steps("clip_rate", early)),
     "kl_new_old": Metric("KL new/old", ".1e", over_steps("kl_new_old")),
     "ratio_mean": Metric("ratio mean", ".3f", over_steps("ratio_mean")),
     "mismatch": Metric("mismatch, mean", ".1e", over_steps("mismatch_abs_mean")),
@@ -203,9 +209,10 @@ METRICS = {
     "wasted": Metric("tokens wasted", ".0f", last_of("tokens_wasted")),
     "tokens_s": Metric("tokens/s", ".0f", tokens_per_second),
 }
-LEARNING = ("reward", "eval_reward", "eval_true", "eval_gap", "entropy", "clip_rate", "kl_new_old", "ratio_mean")
+LEARNING = ("reward", "eval_reward", "eval_true", "eval_gap", "entropy", "clip_rate", "clip_early", "kl_new_old",
+            "ratio_mean")
 BACKEND = tuple(name for name in METRICS if name not in LEARNING)
-CURVES = ("clip_rate", "kl_new_old", "entropy", "reward", "mismatch")  # the original report's four, and the mismatch
+CURVES = ("clip_rate", "clip_early", "kl_new_old", "entropy", "reward", "mismatch")  # the original report, and mismatch
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

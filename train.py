@@ -178,7 +178,7 @@ def train(run: "Run") -> None:
         metrics, _, problems = train_step(run, live, step)
         last = step == config.steps
         if earlier and (why := probe_reason(config, step, metrics)):
-            metrics["probe"] = probe(run, live, step, why, problems[:PROBE_PROMPTS], earlier)
+            metrics["probe"] = probe(run, live, step, why, problems, earlier)
         if last or step % config.eval_every == 0:
             metrics |= evaluate(run, live, step)
         run.log(metrics)
@@ -253,7 +253,7 @@ def evaluate(run: "Run", live: Live, step: int) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------ the probe
-PROBE_PROMPTS = 64  # of the step just taken: met again, they show a stale prefix cache
+PROBE_REQUESTS = 128  # over the problems of the step just taken: met again, they show a stale prefix cache
 
 
 def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | None:
@@ -267,6 +267,7 @@ def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | No
 def probe(run: "Run", live: Live, step: int, why: str, problems: list[Problem], earlier: Weights) -> str:
     """Sample the step's problems again, diagnose them (`earlier`: the weights before the step's update), keep the trace
     and the verdict; returns the verdict's status."""
+    problems = (problems * -(-PROBE_REQUESTS // len(problems)))[:PROBE_REQUESTS]
     seeds = [sample_seed(run.config.seed, "probe", step, p) for p in range(len(problems))]
     trace = sample_trace(live.engine, run.encode(problems), run.sampling, seeds)
     verdict = diagnose(live.policy, trace, [earlier], live.engine.weight_version, trainer="temperature")

@@ -1,9 +1,25 @@
 """The README's links lead where they say."""
 
+import json
 import re
 from pathlib import Path
 
+from ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
+
 ROOT = Path(__file__).parents[1]
+
+
+def test_the_ladder_in_the_readme_is_the_commands_own_output():
+    """Its figures are those of docs/ablation.json, which ablate.py wrote beside them."""
+    text, record = (ROOT / "README.md").read_text(), json.loads((ROOT / "docs" / "ablation.json").read_text())
+    section = text.split(MARKERS[0])[1].split(MARKERS[1])[0]
+    assert f"`{record['command']}` on {record['device']}" in section
+    assert set(record["arms"]) == set(ARMS)
+    for arm, entry in record["arms"].items():
+        row = spreads(entry["runs"])
+        for names in (LEARNING, BACKEND):
+            line = f"| {arm} | {' | '.join(cell(name, row) for name in names)} |"
+            assert line in section, line
 
 
 def test_each_link_to_a_function_points_at_its_definition():

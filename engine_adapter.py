@@ -218,7 +218,7 @@ class Engine:
         self.num_unfinished, self.max_num_seqs = 0, max_num_seqs  # rollouts queued or running; most running at once
         self._memory_released = False  # by vLLM's sleep
         self._kept: list[tuple[Any, int]] = []  # vLLM's requests that kept their KV at the last load; their preemptions
-        self.weight_version, self.canary_s, self.kv_lost = 0, 0.0, 0
+        self.weight_version, self.kv_lost = 0, 0
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         self.settings = self.audit()
 
@@ -307,12 +307,14 @@ class Engine:
             self._llm.wake_up(tags=["weights"])
         self.state = "empty"
 
-    def load(self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs) -> None:
+    def load(self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs) -> dict[str, float]:
         """Put the trainer's tensors into the live engine, prove that they are there, count one weight version up.
 
         At an engine-step boundary by construction: nothing runs between two calls of `step`. Unfinished rollouts are
         kept, recomputed or aborted (`parity.inflight_update`). The later log-probabilities of a kept one belong to no
-        single set of weights: the new ones computed them, looking at keys and values of the old.
+        single set of weights: the new ones computed them, looking at keys and values of the old. One pass over views of
+        the trainer's tensors: no second copy of the model is made. Returns bytes, seconds and GB/s of the load, and the
+        canary's seconds.
 
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected, wrongly shaped or not
         finite (the engine is untouched then), or if vLLM refuses one or the canary fails (the engine is broken then).
@@ -325,18 +327,24 @@ class Engine:
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
         unnamed = {"lm_head.weight"} - self._names if self._tied else set()
         sent = ((name, tensor.detach()) for name, tensor in weights.items() if name not in unnamed)
+        started = time.perf_counter()
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
         except Exception as error:
             raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}") from error
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        loaded = time.perf_counter()
         if self._memory_released:
             self._llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
         self.weight_version += 1
-        started = time.perf_counter()
+        awake = time.perf_counter()
         self._check_canary(trainer_logprobs)
-        self.canary_s = time.perf_counter() - started
         self.state = "ready"
+        num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name not in unnamed)
+        return {"load_bytes": num_bytes, "load_s": loaded - started, "load_gb_s": num_bytes / (loaded - started) / 1e9,
+                "canary_s": time.perf_counter() - awake}
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
         missing, unexpected = self.contract.keys() - weights.keys(), weights.keys() - self.contract.keys()

@@ -50,7 +50,7 @@ class ReferenceEngine:
     rollouts has the same three names: keep (their keys and values stay as they are), recompute, abort.
     """
 
-    on_gpu, canary_s, kv_lost = False, 0.0, 0  # no vLLM memory to release; no canary; a kept cache is never evicted
+    kv_lost = 0  # a kept cache is never evicted here
 
     def __init__(self, policy: Policy, inflight_update: Literal["keep", "recompute", "abort"] = "keep",
                  max_num_seqs: int = 256):
@@ -173,7 +173,7 @@ class ReferenceEngine:
             raise EngineStateError(f"wake needs an engine that is asleep, this one is {self.state}")
         self.state = "empty"
 
-    def load(self, weights: Mapping[str, Tensor], _trainer_logprobs: TrainerLogprobs) -> None:
+    def load(self, weights: Mapping[str, Tensor], _trainer_logprobs: TrainerLogprobs) -> dict[str, float]:
         """Count one weight version up. Raises: WeightLoadError if the tensors are not the policy's own."""
         if self.state not in ("empty", "ready"):
             raise EngineStateError(f"load needs an engine that is awake, this one is {self.state}: call wake() first")
@@ -183,6 +183,7 @@ class ReferenceEngine:
         self._interrupt()
         self.weight_version += 1
         self.state = "ready"
+        return {"load_bytes": 0, "load_s": 0.0, "canary_s": 0.0}
 
     def _interrupt(self) -> None:
         if self.inflight_update == "keep":

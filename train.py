@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 import transformers
 import tyro
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, check_vllm_version
 from inflight import Flight
@@ -185,6 +185,7 @@ def train(run: "Run") -> None:
         if last or step % config.checkpoint_every == 0:
             save_checkpoint(run, live, step)
     live.engine.close()
+    save_policy(run, live.policy, run.out / "policy")
     plot_curves(run.out)
 
 
@@ -215,12 +216,12 @@ def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch
 
     with clock("sync_s"):
         engine.wake()
-        engine.load(policy.weights(), policy.score)
+        loaded = engine.load(policy.weights(), policy.score)
         flight.after_update()
 
     metrics |= sampled | flight.counts()
     metrics |= {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
-    metrics |= clock.seconds() | {"canary_s": engine.canary_s, "memory_gib": memory_gib(policy.device)}
+    metrics |= clock.seconds() | loaded | {"memory_gib": memory_gib(policy.device)}
     return metrics, batch, problems
 
 
@@ -551,14 +552,23 @@ def save_checkpoint(run: Run, live: Live, step: int) -> None:
     folder = run.out / "checkpoints" / f"step_{step:06d}"
     unfinished = folder.with_suffix(".new")
     shutil.rmtree(unfinished, ignore_errors=True)
-    live.policy.model.save_pretrained(unfinished / "policy")
-    run.tokenizer.save_pretrained(unfinished / "policy")
+    save_policy(run, live.policy, unfinished / "policy")
     random_states = {"rng": live.rng.getstate(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
     state = {"step": step, "optimizer": live.optimizer.state_dict(), "flight": live.flight.state_dict()}
     torch.save(state | random_states, unfinished / "state.pt")
     unfinished.rename(folder)
     for old in sorted(folder.parent.glob("step_??????"))[:-2]:
         shutil.rmtree(old)
+
+
+def save_policy(run: Run, policy: Policy, folder: Path) -> None:
+    """A Hugging Face folder: safetensors, tokenizer, and the sampling the policy was trained under as its defaults."""
+    policy.model.generation_config = GenerationConfig(
+        do_sample=True, temperature=run.sampling.temperature, top_k=0, max_new_tokens=run.sampling.max_new_tokens,
+        eos_token_id=list(run.sampling.stop_token_ids), pad_token_id=run.tokenizer.pad_token_id,
+    )
+    policy.model.save_pretrained(folder)
+    run.tokenizer.save_pretrained(folder)
 
 
 def newest_checkpoint(out: Path) -> Path | None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import qwen2
+from transformers import Qwen3ForCausalLM
 
 from engine_adapter import AuditError, Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError
 from objectives import mismatch_metrics
 from rl import Policy, UpdateOptions, frozen_logprobs, make_batch
+from tasks import digits_config
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]
@@ -25,7 +27,8 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 def started(folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, **options):
     """A live engine in the given folder's architecture; holds the policy's weights if `load`."""
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    engine = Engine(folder, contract, parity or ParityFlags(), max_model_len=128, dtype=policy.model.dtype, **options)
+    options = {"max_model_len": 128, "dtype": policy.model.dtype} | options
+    engine = Engine(folder, contract, parity or ParityFlags(), **options)
     try:
         if load:
             engine.load(policy.weights(), policy.score)
@@ -187,6 +190,48 @@ def test_two_consecutive_loads_arrive_tied_or_not(folders, tied, dtype):
             assert engine.weight_version == version
             assert max(before, after) < floor
             assert stale > 2 * max(floor, after)
+
+
+def read_back(engine: Engine) -> dict[str, torch.Tensor]:
+    """The engine's weights by checkpoint name, read through its own layers: vLLM's CPU build keeps linear layers
+    packed, but a layer applied to the identity gives its weight back exactly (one product by 1, the others by 0)."""
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    found, contract = {}, engine.contract
+    for name, module in engine._model.named_modules():
+        if not hasattr(module, "quant_method"):
+            found |= {f"{name}.{kind}": tensor for kind, tensor in module.named_parameters(recurse=False)}
+            continue
+        if "embed" in name:
+            ids = torch.arange(contract[f"{name}.weight"][0])
+            found[f"{name}.weight"] = module(ids)
+            continue
+        path, _, last = name.rpartition(".")
+        names = [f"{path}.{part}.weight" if path else f"{part}.weight" for part in parts.get(last, (last,))]
+        identity = torch.eye(contract[names[0]][1], dtype=engine.dtype)
+        weight = module.quant_method.apply(module, identity, None).T  # (all parts' outputs, inputs)
+        sizes = [contract[part][0] for part in names]
+        found |= dict(zip(names, weight[: sum(sizes)].split(sizes), strict=True))  # vLLM pads the vocabulary
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_both_sides_hold_bit_identical_weights_after_every_load(tmp_path, tied, dtype):
+    torch.manual_seed(0)
+    config = digits_config()
+    config.update({"tie_word_embeddings": tied})
+    policy = Policy(Qwen3ForCausalLM(config).to(dtype))
+    policy.model.save_pretrained(tmp_path)
+    with started(str(tmp_path), policy, max_model_len=64) as engine:
+        for load in range(3):
+            move(policy, 0.02, seed=load)
+            engine.load(policy.weights(), policy.score)
+            found, sent = read_back(engine), policy.weights()
+            assert found.keys() | {"lm_head.weight"} == sent.keys() | {"lm_head.weight"}
+            assert all(torch.equal(tensor, sent[name].detach()) for name, tensor in found.items())
+        policy.model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 2**-7  # one value of one tensor
+        differs = [name for name, tensor in read_back(engine).items() if not torch.equal(tensor, sent[name].detach())]
+        assert differs == ["model.layers.1.mlp.up_proj.weight"]
 
 
 def test_a_tied_head_that_is_not_sent_is_never_stale_in_silence(folders):

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import tyro
 from conftest import qwen2
 
+from replay import load_traces
+from rl import Policy, make_batch
 from tasks import toy_tokenizer
 from train import Config, sample_seed
 
@@ -176,6 +179,45 @@ def test_a_model_folder_and_a_jsonl_file_go_through_the_same_door(tmp_path):
     record = json.loads((out / "config.json").read_text())
     assert record["audit"]["head_dtype"] == "float32"
     assert record["audit"]["model_dtype"] == "bfloat16"
+
+
+FRESH_VLLM = """
+import json, os, sys
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=64,
+          logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
+defaults = llm.get_default_sampling_params()
+requests = json.load(open(sys.argv[2]))
+params = [SamplingParams(temperature=defaults.temperature, max_tokens=defaults.max_tokens, seed=seed, logprobs=0,
+                         detokenize=False, stop_token_ids=[2], ignore_eos=True) for _, seed in requests]
+outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], params, use_tqdm=False)
+answers = [[list(o.outputs[0].token_ids), [d[t].logprob for t, d in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]]
+           for o in outputs]
+json.dump(answers, open(sys.argv[3], "w"))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_exported_policy_says_in_transformers_and_in_a_fresh_vllm_what_the_live_engine_said(tmp_path, dtype):
+    out, allowed = tmp_path / "run", {"float32": 1e-4, "bfloat16": 0.05}[dtype]
+    run(out, *SMALL, "--steps", "1", "--probe-every", "1", "--lr", "1e-2", "--dtype", dtype)
+    (trace,) = load_traces(str(out / "probe" / "step_000001.npz"))  # by the live engine, with the final weights
+    policy = Policy.load(str(out / "policy"), getattr(torch, dtype), "cpu")
+    batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)))
+    ours = policy.logprobs(batch, 0.7)[0]
+    assert ((ours - batch.behavior_logprobs) * batch.mask).abs().sum() / batch.mask.sum() < allowed
+
+    asked, answered = tmp_path / "requests.json", tmp_path / "answers.json"
+    asked.write_text(json.dumps([(rollout.prompt_ids, rollout.seed) for rollout in trace.rollouts]))
+    command = [sys.executable, "-c", FRESH_VLLM, str(out / "policy"), str(asked), str(answered)]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    answers = json.loads(answered.read_text())
+    pairs = zip(answers, trace.rollouts, strict=True)
+    same = [(said, rollout) for said, rollout in pairs if said[0] == rollout.token_ids]
+    assert len(same) > (0.99 if dtype == "float32" else 0.8) * len(answers)  # the seeds are the same; bf16 has ties
+    differences = [abs(a - b) for said, rollout in same for a, b in zip(said[1], rollout.logprobs, strict=True)]
+    assert sum(differences) / len(differences) < allowed
 
 
 # ------------------------------------------------------------------------------------------------ refusals

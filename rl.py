@@ -85,6 +85,9 @@ class Policy:
 
     def __init__(self, model: PreTrainedModel, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS):
         self.model, self.fp32_head, self.chunk_elements = model.eval(), fp32_head, chunk_elements  # eval: no dropout
+        # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the body's class for compilation, and with it the
+        # trainer's body; this attribute is the patch's own way out.
+        model.base_model.do_not_compile = True
         self.head = model.get_output_embeddings()
         config = model.config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2: cap * tanh(logits / cap)

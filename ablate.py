@@ -89,9 +89,14 @@ class Options:
     def __post_init__(self):
         if unknown := sorted(set(self.arms) - set(ARMS)):
             raise ValueError(f"arms must be of {', '.join(ARMS)}, got {', '.join(unknown)}")
+        if not self.arms or len(set(self.arms)) < len(self.arms):
+            raise ValueError(f"arms must be named, each once, got {' '.join(self.arms) or 'none'}")
         for name in ("seeds", "steps", "jobs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        own = {"--out", "--seed", "--steps", "--probe-every", "--resume"}
+        if taken := sorted(own & {word.partition("=")[0].replace("_", "-") for word in shlex.split(self.train_args)}):
+            raise ValueError(f"train_args must leave {', '.join(taken)} to ablate.py, got {self.train_args}")
 
 
 # ------------------------------------------------------------------------------------------------ running
@@ -110,7 +115,7 @@ def plan(options: Options) -> dict[tuple[str, int], Run]:
     workload = [word for name, (value, _) in WORKLOAD.items() for word in (name, value)]
     workload += ["--steps", str(options.steps), "--probe-every", str(options.steps), *shlex.split(options.train_args)]
     threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
-    first = {ARMS[arm]: arm for arm in reversed(options.arms)}  # the first arm with these options names the folder
+    first = {ARMS[arm]: arm for arm in reversed(ARMS)}  # the first arm with these options names the folder
     runs = {}
     for arm in options.arms:
         for seed in range(options.seeds):
@@ -121,12 +126,12 @@ def plan(options: Options) -> dict[tuple[str, int], Run]:
 
 
 def execute(run: Run) -> str | None:
-    """The run's process, unless it has finished before; returns what it said last if it failed."""
+    """The run's process, unless it has finished before with these options; returns what it said last if it failed."""
     record = run.folder.with_suffix(".json")
     if record.exists() and json.loads(record.read_text()) == run.command[2:]:
         return None
+    record.unlink(missing_ok=True)
     shutil.rmtree(run.folder, ignore_errors=True)
-    run.folder.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": str(run.threads)}
     with open(run.folder.with_suffix(".log"), "w+") as log:
         status = subprocess.run(run.command, stdout=log, stderr=subprocess.STDOUT, check=False, env=environment)
@@ -142,8 +147,9 @@ def execute_all(runs: Iterable[Run], jobs: int) -> dict[Path, str]:
     """All of them, `jobs` at a time; prints a line for each and returns what the crashed ones said, by folder."""
     distinct = list({run.folder: run for run in runs}.values())
     crashed, started = {}, time.monotonic()
-    with ThreadPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(execute, run): run for run in distinct}
+    pool = ThreadPoolExecutor(jobs)
+    waiting = {pool.submit(execute, run): run for run in distinct}
+    try:
         for done, future in enumerate(as_completed(waiting), 1):
             run, minutes = waiting[future], (time.monotonic() - started) / 60
             if error := future.result():
@@ -151,6 +157,8 @@ def execute_all(runs: Iterable[Run], jobs: int) -> dict[Path, str]:
             outcome = f"CRASHED, {error}" if error else headline(run.folder)
             left = minutes / done * (len(distinct) - done)
             print(f"[{done}/{len(distinct)}] {run.name}: {outcome} | {minutes:.1f} min, {left:.0f} to go", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C reaches the running ones by itself and must not start the next
     return crashed
 
 
@@ -191,8 +199,7 @@ def tokens_per_second(rows: list[dict[str, Any]]) -> float:
 METRICS = {
     "reward": Metric(f"reward, last {LAST} steps", ".2f", final("reward")),
     "eval_reward": Metric("held out, engine", ".2f", last_of("eval_reward")),
-    "eval_true": Metric("held out, trainer alone", ".2f", lambda rows: (
-        last_of("eval_reward_trainer")(rows) or last_of("eval_reward")(rows))),
+    "eval_true": Metric("held out, trainer alone", ".2f", last_of("eval_reward_trainer")),
     "eval_gap": Metric("gap", ".2f", last_of("eval_gap")),
     "entropy": Metric(f"entropy, last {LAST}", ".2f", final("entropy")),
     "clip_rate": Metric("clip rate", ".1%", over_steps("clip_rate")),
@@ -254,7 +261,7 @@ class Spread:
     def separate(self, other: "Spread") -> bool:
         """Beyond the spread: further apart than either range, and no seed of one among those of the other."""
         disjoint = max(self.values) < min(other.values) or max(other.values) < min(self.values)
-        return len(self.values) > 1 and disjoint and self.apart(other) > 1
+        return min(len(self.values), len(other.values)) > 1 and disjoint and self.apart(other) > 1
 
 
 def spreads(rows: list[dict[str, Any]]) -> dict[str, Spread]:
@@ -267,9 +274,9 @@ def spreads(rows: list[dict[str, Any]]) -> dict[str, Spread]:
 Arms = dict[str, dict[str, Spread]]
 LEFT_OUT = {  # of parity: what its row shows, and what of it cannot show here
     "parity-minus-processed": "",
-    "parity-minus-runtime": "async scheduling's mislabelled token (one per rollout and update) is inside the mismatch;"
-    " generation_config.json cannot show, every request names its sampling parameters; cascade attention cannot show,"
-    " vLLM 0.32 has none",
+    "parity-minus-runtime": "async scheduling shows as the smaller staleness alone: one token per rollout and update is"
+    " labelled too new; generation_config.json: every request names its sampling parameters; cascade attention: vLLM"
+    " 0.32 has none. On a GPU an engine that sleeps loses its prefix cache",
     "parity-minus-inflight": "",
     "parity-minus-fp32-head": "",
 }
@@ -278,7 +285,10 @@ LEFT_OUT = {  # of parity: what its row shows, and what of it cannot show here
 def cell(name: str, arm: dict[str, Spread]) -> str:
     """mean ± half the range over the seeds."""
     form = METRICS[name].form
-    return f"{arm[name].mean:{form}} ± {arm[name].range / 2:{form}}" if name in arm else "not measured"
+    if name not in arm:
+        return "not measured"
+    spread = f" ± {arm[name].range / 2:{form}}" if len(arm[name].values) > 1 else ", one seed"
+    return f"{arm[name].mean:{form}}{spread}"
 
 
 def markdown(columns: dict[str, Callable[[str], str]], arms: Iterable[str]) -> str:
@@ -290,7 +300,7 @@ def markdown(columns: dict[str, Callable[[str], str]], arms: Iterable[str]) -> s
 
 def distance(name: str, arm: dict[str, Spread], base: dict[str, Spread]) -> str:
     """Of the means, in units of the larger range over the seeds."""
-    measured = name in arm and name in base and len(arm[name].values) > 1
+    measured = name in arm and name in base and min(len(arm[name].values), len(base[name].values)) > 1
     return f"{min(arm[name].apart(base[name]), 999):.1f}" if measured else "not measured"
 
 
@@ -366,30 +376,36 @@ def plot(runs: dict[str, list[Path]], path: Path) -> None:
 
 
 def _curve(folder: Path, name: str) -> dict[int, float]:
-    """Value by step; the reference's own evaluation is the trainer's."""
-    named = {row["step"]: row.get(name, row.get("eval_reward") if name == "eval_reward_trainer" else None)
-             for row in steps_of(folder)}
-    return {step: value for step, value in named.items() if value is not None}
+    """Value by step, where there is one."""
+    return {row["step"]: row[name] for row in steps_of(folder) if row.get(name) is not None}
 
 
 MARKERS = "<!-- ablation.md -->", "<!-- end of ablation.md -->"
 
 
-def write_readme(path: Path, text: str) -> None:
-    """Put ablation.md between the two markers. Raises: ValueError if they are not there."""
+def around_markers(path: Path) -> tuple[str, str]:
+    """What stands before and after the place for ablation.md. Raises: ValueError if the markers are not there."""
     before, marker, rest = path.read_text().partition(MARKERS[0])
     _, end, after = rest.partition(MARKERS[1])
     if not (marker and end):
         raise ValueError(f"readme must hold the lines {' and '.join(MARKERS)}, {path} does not")
+    return before, after
+
+
+def write_readme(path: Path, text: str) -> None:
+    before, after = around_markers(path)
     path.write_text(f"{before}{MARKERS[0]}\n\n{text}\n{MARKERS[1]}{after}")
 
 
 def main() -> int:
     try:
         options = tyro.cli(Options, description=__doc__)
-    except ValueError as error:
+        runs, out = plan(options), Path(options.out)
+        (out / "runs").mkdir(parents=True, exist_ok=True)
+        if options.readme:
+            around_markers(Path(options.readme))
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    runs, out = plan(options), Path(options.out)
     crashes = execute_all(runs.values(), options.jobs)
     finished = {arm: [runs[arm, seed].folder for seed in range(options.seeds)
                       if runs[arm, seed].folder not in crashes] for arm in options.arms}

@@ -41,8 +41,9 @@ class ParityFlags:
     fp32_head: bool = True
     """Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides."""
     inflight_otherwise: Literal["abort", "recompute"] = "abort"
-    """Without inflight_keep. abort: V1's pause, the partial work is thrown away; recompute: requests stay, their KV
-    cache is dropped and filled again under the new weights."""
+    """Without inflight_keep. abort: V1's pause, the partial work is thrown away (the prefix cache, which that pause
+    clears too, is explicit_runtime's business); recompute: requests stay, their KV cache is dropped and filled again
+    under the new weights."""
 
     @property
     def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
@@ -244,7 +245,8 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether a group submitted now would run soon; vLLM's own queue takes 50 kB a request."""
+        """Whether a group submitted now would run soon, its last rollouts a little later; vLLM's own queue takes 50 kB
+        a request."""
         return self.num_unfinished < self.max_num_seqs
 
     def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
@@ -368,7 +370,8 @@ class Engine:
             running = self._core.scheduler.running
             self._kept = [(request, request.num_preemptions) for request in running]
         elif self.parity.inflight_update == "recompute":
-            self._llm.reset_prefix_cache(reset_running_requests=True)
+            if not self._llm.reset_prefix_cache(reset_running_requests=True):
+                raise EngineStateError("vLLM did not give up the KV cache of the running requests")
         else:
             self.abort([rollout for group in self._groups.values() for rollout in group])
 

@@ -41,6 +41,7 @@ class Flight:
         self.max_staleness = max_staleness
         self.submitted = self.trained = self.dropped = 0  # groups, since the run's first step
         self.wasted = self.restarted = 0  # tokens thrown away; rollouts begun again
+        self.lost_before = 0  # kept caches, by an engine before this one
         self._waiting: deque[Group] = deque()  # not in the engine yet
         self._running: list[Group] = []
         self._complete: list[Group] = []  # in the order of completion
@@ -118,7 +119,7 @@ class Flight:
         return {
             "groups_submitted": self.submitted, "groups_trained": self.trained, "groups_dropped": self.dropped,
             "groups_in_flight": len(self.groups), "tokens_wasted": self.wasted, "rollouts_restarted": self.restarted,
-            "kv_lost": self.engine.kv_lost,
+            "kv_lost": self.lost_before + self.engine.kv_lost,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,9 +128,10 @@ class Flight:
                  "restarted": self.restarted + sum(len(group.rollouts) for group in self.groups)}
         groups = [{"number": group.number, "problem": asdict(group.problem), "prompt_ids": group.prompt_ids,
                    "seed": group.seed} for group in self.groups]
-        return {"groups": groups, "submitted": self.submitted, "trained": self.trained, "dropped": self.dropped} | waste
+        return {"groups": groups, "submitted": self.submitted, "trained": self.trained, "dropped": self.dropped,
+                "lost_before": self.lost_before + self.engine.kv_lost} | waste
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._waiting.extend(Group(**group | {"problem": Problem(**group["problem"])}) for group in state["groups"])
-        for name in ("submitted", "trained", "dropped", "wasted", "restarted"):
+        for name in ("submitted", "trained", "dropped", "lost_before", "wasted", "restarted"):
             setattr(self, name, state[name])

@@ -145,7 +145,7 @@ class ReferenceEngine:
         if sampling.temperature:  # argmax of p / noise: the exponential race draws from p
             noise = [torch.empty_like(row).exponential_(generator=each.generator)
                      for row, each in zip(logprobs, requests, strict=True)]
-            race = logprobs - torch.stack(noise).log()
+            race = logprobs - torch.stack(noise).clamp(min=torch.finfo(logprobs.dtype).tiny).log()
         tokens = race.argmax(dim=-1)  # (N,)
         drawn = logprobs.gather(1, tokens[:, None])[:, 0]
         if not torch.isfinite(drawn).all():

@@ -31,6 +31,7 @@ from transformers import (
 
 HELD_OUT_SHARE = 0.1  # of the problems, never trained on
 DIGITS = 16  # of each number of the task `digits`
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration with one of these has experts
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # A minus sign counts where it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -162,6 +163,11 @@ def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase
         config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
+    text_config = config.get_text_config()
+    if not torch.cuda.is_available() and any(getattr(text_config, name, None) for name in EXPERTS):
+        raise ValueError(f"model must not be a mixture of experts without a GPU (vLLM's CPU build packs the experts"
+                         f" once, a weight load would corrupt them in silence), got {config.model_type} in {path};"
+                         " try a dense model")
     try:
         declared = GenerationConfig.from_pretrained(path).eos_token_id  # chat models name more than their tokenizer
     except OSError:
@@ -169,7 +175,7 @@ def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase
     stop = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
     if not stop:
         raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has none")
-    return config.get_text_config(), tokenizer, tuple(sorted(stop))
+    return text_config, tokenizer, tuple(sorted(stop))
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

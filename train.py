@@ -245,11 +245,13 @@ def evaluate(run: "Run", live: Live, step: int) -> dict[str, float]:
         return mean(run.rewards(problems, engine.generate(run.encode(problems), 1, run.sampling, seeds)))
 
     through_engine = mean_reward(live.engine)
-    if not run.config.eval_with_trainer or run.config.engine == "transformers":
+    if not run.config.eval_with_trainer:
         return {"eval_reward": through_engine}
-    trainer = ReferenceEngine(live.policy, max_num_seqs=run.config.max_num_seqs)
-    trainer.load(live.policy.weights(), live.policy.score)
-    alone = mean_reward(trainer)
+    alone = through_engine  # the reference engine is the trainer alone
+    if run.config.engine == "vllm":
+        trainer = ReferenceEngine(live.policy, max_num_seqs=run.config.max_num_seqs)
+        trainer.load(live.policy.weights(), live.policy.score)
+        alone = mean_reward(trainer)
     return {"eval_reward": through_engine, "eval_reward_trainer": alone, "eval_gap": through_engine - alone}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import qwen2
 
-from ablate import ARMS, MARKERS, Spread, over_steps, write_readme
+from ablate import ARMS, MARKERS, METRICS, Run, Spread, cell, execute, over_steps, write_readme
 from tasks import toy_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +62,11 @@ def test_a_crashed_arm_is_reported_the_others_go_on_and_finished_ones_are_kept(t
 
 def test_unknown_arms_and_unusable_numbers_get_a_sentence(tmp_path):
     for arguments, complaint in ((("--arms", "v2"), "arms must be of reference, v1-defaults"),
-                                 (("--seeds", "0"), "seeds must be at least 1")):  # fmt: skip
+                                 (("--seeds", "0"), "seeds must be at least 1"),
+                                 (("--arms", "parity", "parity"), "each once"),
+                                 (("--train-args=--seed 3",), "must leave --seed to ablate.py"),
+                                 (("--train-args='",), "No closing quotation"),
+                                 (("--readme", "none.md"), "none.md")):  # fmt: skip
         result = ablate(tmp_path, *arguments)
         assert result.returncode != 0
         assert complaint in " ".join(result.stderr.split()).replace("│ ", "")
@@ -87,6 +91,24 @@ def test_spread_is_the_range_over_seeds_and_separate_needs_more_than_it():
     assert not Spread((1.22, 1.27, 1.32)).separate(narrow)  # they do not, but the means are no further than the range
     assert over_steps("kl", max)([{"kl": 1.0}, {}, {"kl": None}, {"kl": 3.0}]) == 3.0
     assert over_steps("kl")([{}]) is None
+    assert METRICS["eval_true"].measure([{"eval_reward": 0.9, "eval_reward_trainer": 0.0}]) == 0.0
+    assert cell("reward", {"reward": Spread((0.5,))}) == "0.50, one seed"
+    assert cell("reward", {"reward": Spread((0.4, 0.6, 0.5))}) == "0.50 ± 0.10"
+
+
+def test_a_run_that_was_cut_short_is_never_taken_for_a_finished_one(tmp_path):
+    folder = tmp_path / "arm-seed0"
+    finished = Run("arm", folder, [sys.executable, "-c", f"import os; os.makedirs({str(folder)!r})"], 1)
+    assert execute(finished) is None
+    marker = folder / "marker"
+    marker.touch()
+    assert execute(finished) is None
+    assert marker.exists()  # not run again
+    died = Run("arm", folder, [sys.executable, "-c", "import sys; sys.exit('died')"], 1)
+    assert execute(died) == "exit status 1: died"
+    assert not marker.exists()
+    assert execute(finished) is None
+    assert folder.exists()  # run again, though its options had finished once
 
 
 def test_readme_text_is_replaced_between_its_markers_and_nowhere_else(tmp_path):

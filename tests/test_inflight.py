@@ -1,6 +1,7 @@
 """Groups in flight over weight updates, on the real vLLM and on the reference backend: nothing lost, nothing twice."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,8 +52,12 @@ def submit(flight: Flight, count: int) -> None:
     flight.submit(problems, prompts, [1000 * number for number in numbers])
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
-@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], ids=["keep", "recompute", "abort"])
+
+
+@pytest.mark.parametrize("kind, parity", [
+    *((kind, parity) for kind in ("vllm", "transformers") for parity in (KEEP, RECOMPUTE, ABORT)),
+    *(("vllm", replace(parity, explicit_runtime=False)) for parity in (KEEP, RECOMPUTE, ABORT)),  # async scheduling
+], ids=lambda value: value if isinstance(value, str) else f"{value.inflight_update}{value.explicit_runtime}")
 @pytest.mark.parametrize("max_num_seqs", [4, 64])
 def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, parity, max_num_seqs):
     taken, spans = [], 0
@@ -61,10 +66,14 @@ def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, pari
         for step in range(12):
             submit(flight, 4 + 3 - len(flight.groups))
             groups = flight.take(4)
+            assert [group.number for group in groups] == sorted(group.number for group in groups)
             taken += groups
             spans += sum(len(set(r.versions)) > 1 for group in groups for r in group.rollouts)
             if step == 5:  # an evaluation in between lets what is in flight advance, and no more
-                engine.generate([[20, 21]] * 5, 2, LONG_TAIL, [7, 8, 9, 10, 11])
+                numbers = [group.number for group in flight.groups]
+                assert len(engine.generate([[20, 21]], 2, Sampling(1.0, 1), [7])) == 2
+                assert [group.number for group in flight.groups] == numbers
+                assert engine.num_unfinished > 0 or not flight._running
             update(policy, engine, seed=step)
             flight.after_update()
             counts = flight.counts()
@@ -145,6 +154,21 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(folders):
         assert same(restored.take(6)) == same(before)
         restored.after_update()
         assert restored.counts()["groups_trained"] == 9
+
+
+def test_books_that_do_not_balance_stop_the_run(folders):
+    with backend("transformers", folders) as (_, engine):
+        for fault, complaint in ((lambda f: f._waiting.pop(), "trained on, dropped or in flight"),
+                                 (lambda f: f._running.append(f._running[0]), "the engine runs")):
+            flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+            submit(flight, 4)
+            flight.feed()
+            submit(flight, 1)
+            fault(flight)
+            flight.feed = lambda: None
+            with pytest.raises(RuntimeError, match=complaint):
+                flight.after_update()
+            engine.abort([rollout for group in flight.groups for rollout in group.rollouts])
 
 
 def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):

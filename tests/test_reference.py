@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import qwen2
 from test_engine_adapter import PROMPTS, SEEDS, WARM, mismatch, move
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig
 
 from engine_adapter import EngineStateError, Sampling, WeightLoadError
 from reference import ReferenceEngine
@@ -33,6 +34,24 @@ def test_it_has_no_mismatch_before_and_after_updates(tied, max_num_seqs):
     greedy = engine.generate(PROMPTS, 1, Sampling(0.0, 5), SEEDS)
     assert max(abs(r.logprobs[0] - policy.score([r.prompt_ids + r.token_ids], len(r.prompt_ids))[0][0])
                for r in greedy) < 1e-4  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [
+    GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=2, n_positions=256),
+    MistralConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+                  num_key_value_heads=1, sliding_window=8),
+    Gemma2Config(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=1, head_dim=32, sliding_window=8),
+], ids=["learned positions", "sliding window", "soft-capping"])  # fmt: skip
+def test_padding_positions_and_windows_are_those_of_the_trainer(config, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), torch.float32, "cpu")
+    assert mismatch(policy, ready(policy, max_num_seqs=3))["mismatch_abs_mean"] < 1e-5
 
 
 def test_it_samples_from_the_distribution_it_reports():

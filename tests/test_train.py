@@ -13,6 +13,7 @@ import pytest
 import torch
 import tyro
 from conftest import qwen2
+from transformers import Qwen3MoeConfig
 
 from replay import load_traces
 from rl import Policy, make_batch
@@ -186,7 +187,7 @@ import json, os, sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=64,
-          logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
+          logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28, dtype=sys.argv[4])
 defaults = llm.get_default_sampling_params()
 requests = json.load(open(sys.argv[2]))
 params = [SamplingParams(temperature=defaults.temperature, max_tokens=defaults.max_tokens, seed=seed, logprobs=0,
@@ -210,7 +211,7 @@ def test_the_exported_policy_says_in_transformers_and_in_a_fresh_vllm_what_the_l
 
     asked, answered = tmp_path / "requests.json", tmp_path / "answers.json"
     asked.write_text(json.dumps([(rollout.prompt_ids, rollout.seed) for rollout in trace.rollouts]))
-    command = [sys.executable, "-c", FRESH_VLLM, str(out / "policy"), str(asked), str(answered)]
+    command = [sys.executable, "-c", FRESH_VLLM, str(out / "policy"), str(asked), str(answered), dtype]
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     answers = json.loads(answered.read_text())
     pairs = zip(answers, trace.rollouts, strict=True)
@@ -246,6 +247,10 @@ def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded
     weightless.mkdir()
     file.touch()
     qwen2(tied=False).config.save_pretrained(weightless)
+    moe = tmp_path / "moe"
+    Qwen3MoeConfig().save_pretrained(moe)
+    toy_tokenizer().save_pretrained(moe)
+    (moe / "model.safetensors").touch()
     out = ("--out", str(tmp_path / "run"))
     assert "objective" in refusal(*out, "--objective", "ppo")
     assert "group_size must be at least 2" in refusal(*out, "--group-size", "1")
@@ -253,6 +258,7 @@ def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded
     assert f"error: {bad}, line 2 must be a JSON object" in refusal(*out, "--task", str(bad))
     assert f"{long}, line 8 has 125" in refusal(*out, "--task", str(long), "--num-prompts", "4")
     assert "folder with weights" in refusal(*out, "--model", str(weightless))
+    assert "must not be a mixture of experts without a GPU" in refusal(*out, "--model", str(moe))
     assert "out must be a writable folder" in refusal("--out", str(file / "run"))
     assert "without fp32_head" in refusal(*out, "--tis", "token", "--parity.no-fp32-head")
 

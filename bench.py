@@ -8,6 +8,9 @@ one more forward for the old log-probabilities.
 
 import contextlib
 import io
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,7 +26,8 @@ import tyro
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from engine_adapter import plain_vllm
-from rl import Batch
+from head import Shape, TargetLogprobs
+from rl import HEAD_CHUNK_ELEMENTS, Batch
 from tasks import digits_config, toy_tokenizer
 from train import Config, Live, Run, build, prepare, train_step
 
@@ -42,6 +46,10 @@ class Options:
     """Groups in flight at which a workload with a long tail is run, in turns; empty for none."""
     long_tail_steps: int = 10
     """Steps of each such run; each is run three times."""
+    head_tokens: tuple[int, ...] = ()
+    """Measure the head alone, plain and in chunks, at so many tokens, and nothing else: 2048 16384."""
+    plain_tokens: int = 4096
+    """Most tokens at which the plain head is run: at 16,384 its logits and their copies alone take 40 GiB."""
     seed: int = 0
     """Of the toy model and the problems."""
 
@@ -97,6 +105,43 @@ def grow(run: Run, live: Live, rollouts: tuple[int, ...]) -> None:
         print(f"{num_rollouts:8d} {seconds:8.2f} {1e3 * seconds / num_rollouts:11.2f} {rows[-1]['memory_gib']:12.3f}")
 
 
+HEAD_VOCABULARY, HEAD_HIDDEN = 150_000, 896  # Qwen2.5-0.5B's, nearly
+
+
+def head_once(mode: str, tokens: int) -> tuple[float, float]:
+    """Seconds of one forward and backward of the head, and GiB that it takes at its peak; in a process of its own."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, HEAD_HIDDEN, requires_grad=True)
+    weight = (torch.randn(HEAD_VOCABULARY, HEAD_HIDDEN) / HEAD_HIDDEN**0.5).requires_grad_()
+    targets = torch.randint(HEAD_VOCABULARY, (tokens,))
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    if mode == "plain":
+        all_logprobs = torch.log_softmax(F.linear(hidden, weight) / 0.7, dim=-1)  # (N, V)
+        with torch.no_grad():
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
+        logprobs = all_logprobs.gather(-1, targets[:, None])[:, 0]
+    else:
+        shape = Shape(torch.float32, HEAD_CHUNK_ELEMENTS // HEAD_VOCABULARY, 1 / 0.7)
+        logprobs, entropy = TargetLogprobs.apply(hidden, weight, None, targets, shape)
+    (logprobs * torch.linspace(-1, 1, tokens)).sum().backward()
+    assert entropy.isfinite().all()
+    seconds = time.perf_counter() - started
+    return seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
+
+
+def measure_head(options: Options) -> None:
+    """Print seconds and memory of the plain head and of the one in chunks, each in a fresh process."""
+    print(f"head with {HEAD_VOCABULARY} x {HEAD_HIDDEN} weights in fp32, forward and backward")
+    print(f"{'tokens':>7} {'mode':>8} {'seconds':>8} {'us/token':>9} {'GiB':>7}")
+    for tokens in options.head_tokens:
+        for mode in ("plain", "chunks") if tokens <= options.plain_tokens else ("chunks",):
+            program = f"import bench; print(*bench.head_once({mode!r}, {tokens}))"
+            command = [sys.executable, "-c", program]
+            result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
+            seconds, gib = map(float, result.stdout.split())
+            print(f"{tokens:7d} {mode:>8} {seconds:8.2f} {1e6 * seconds / tokens:9.0f} {gib:7.2f}", flush=True)
+
+
 LONG_TAIL_TOKENS = 96  # eight times the median of a model that ends a response with about one token in fifteen
 
 
@@ -143,6 +188,9 @@ def _speed(run: Run, steps: int) -> tuple[tuple[float, float, float], list[float
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     options = tyro.cli(Options, description=__doc__)
+    if options.head_tokens:
+        measure_head(options)
+        return
     with tempfile.TemporaryDirectory() as folder:
         long_tail(options, Path(folder))
         # A learning rate too small to move the weights: both sides sample from the same policy throughout.

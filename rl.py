@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from head import Shape, TargetLogprobs
 from objectives import OBJECTIVES, TisKind, kl_k3, loss_weights, tis_weights
 
 if TYPE_CHECKING:
@@ -119,10 +119,7 @@ class Policy:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(N, H), (V, H), (V,) -> (N, V) in fp32, with all the model does after its head."""
-        logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits if self.scale == 1.0 else logits * self.scale
+        return Shape(weight.dtype, len(hidden), self.scale, self.softcap).logits(hidden, weight, bias)[0]
 
     def head_weights(self) -> tuple[Tensor, Tensor | None]:
         """(V, H) and the bias (V,), if there is one, in the dtype the head computes in."""
@@ -134,26 +131,16 @@ class Policy:
 
         log softmax(logits / temperature)[target], and -sum p log p (without gradient); zero outside the mask.
 
-        Shapes: Batch (B, T) -> (B, T), (B, T). Units: nats. Memory: chunks of N_chunk * V logits.
+        Shapes: Batch (B, T) -> (B, T), (B, T). Units: nats. Memory: chunks of `chunk_elements` logits, see head.py.
         """
         response = batch.mask > 0
         hidden = self.model.base_model(input_ids=batch.inputs, use_cache=False).last_hidden_state[response]  # (N, H)
-        weight, bias = self.head_weights()
-
-        def score(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            all_logprobs = torch.log_softmax(self.logits(hidden, weight, bias) / temperature, dim=-1)  # (N_chunk, V)
-            with torch.no_grad():
-                entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
-            return all_logprobs.gather(-1, targets[:, None])[:, 0], entropy
-
+        weight, bias = self.head.weight, getattr(self.head, "bias", None)
         rows = max(1, self.chunk_elements // weight.shape[0])
-        chunks = list(zip(hidden.split(rows), batch.targets[response].split(rows), strict=True))
-        if len(chunks) > 1 and torch.is_grad_enabled():  # a chunk's logits are recomputed in backward, not kept
-            scored = [checkpoint(score, *chunk, weight, use_reentrant=False) for chunk in chunks]
-        else:
-            scored = [score(*chunk, weight) for chunk in chunks]
+        shape = Shape(torch.float32 if self.fp32_head else weight.dtype, rows, self.scale / temperature, self.softcap)
+        scored = TargetLogprobs.apply(hidden, weight, bias, batch.targets[response], shape)  # (N,), (N,)
         zeros = torch.zeros_like(batch.mask)
-        return tuple(zeros.masked_scatter(response, torch.cat(parts)) for parts in zip(*scored, strict=True))
+        return tuple(zeros.masked_scatter(response, values) for values in scored)
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]], prompt_length: int) -> list[list[float]]:

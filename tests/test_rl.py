@@ -10,6 +10,7 @@ from conftest import qwen2
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from engine_adapter import Rollout, Sampling
+from head import Shape, TargetLogprobs
 from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, process_logits, update
 
 
@@ -53,6 +54,29 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
     probabilities = torch.softmax(model(ids).logits.double()[0, 2] / temperature, -1)
     expected = -(probabilities * probabilities.log()).sum().item()
     assert entropy[0, 2].item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("softcap, scale", [(None, 1.0), (None, 1 / 0.7), (3.0, 0.6)])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows):
+    torch.manual_seed(0)
+    tensors = torch.randn(64, 48), torch.randn(500, 48) / 3, torch.randn(500)
+    targets, loss_weights = torch.randint(500, (64,)), torch.randn(64)
+    ours = [each.clone().requires_grad_() for each in tensors]
+    logprobs, entropy = TargetLogprobs.apply(*ours, targets, Shape(torch.float32, rows, scale, softcap))
+    loss = (logprobs * loss_weights).sum()
+    loss.backward()
+    exact = [each.double().requires_grad_() for each in tensors]
+    logits = exact[0] @ exact[1].T + exact[2]
+    logits = scale * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
+    expected = torch.log_softmax(logits, dim=-1)
+    exact_loss = (expected[torch.arange(64), targets] * loss_weights.double()).sum()
+    exact_loss.backward()
+    relative = lambda value, truth: ((value.double() - truth).norm() / truth.norm()).item()  # noqa: E731
+    assert relative(loss.detach(), exact_loss.detach()) < 1e-6
+    assert relative(entropy, -(expected.exp() * expected).sum(dim=-1).detach()) < 1e-6
+    for value, truth in zip(ours, exact, strict=True):
+        assert relative(value.grad, truth.grad) < 1e-6
 
 
 def test_chunked_head_has_the_gradient_of_the_plain_one():

@@ -54,14 +54,16 @@ class Options:
     """Of the toy model and the problems."""
 
 
-def bare_training(model: PreTrainedModel, batch: Batch, rows: int) -> dict[str, float]:
+def bare_training(model: PreTrainedModel, batch: Batch, config: Config) -> dict[str, float]:
     """Seconds of a forward, and of a forward and backward, over the batch's tokens, without any optimizer."""
+    steps = batch.cut(config.num_minibatches, config.micro_batch_tokens)
+    micros = [batch.rows(rows) for step in steps for rows in step]
     started = time.perf_counter()
     with torch.no_grad():
-        for micro in batch.split(rows):
+        for micro in micros:
             model(input_ids=micro.inputs, use_cache=False)
     forward = time.perf_counter()
-    for micro in batch.split(rows):
+    for micro in micros:
         logits = model(input_ids=micro.inputs, use_cache=False).logits  # (rows, T, V)
         losses = F.cross_entropy(logits.flatten(0, 1), micro.targets.flatten(), reduction="none")
         (losses * micro.mask.flatten()).sum().backward()
@@ -81,7 +83,7 @@ def compare(run: Run, live: Live, rounds: int) -> None:
         prompts = run.encode(problems)
         started = time.perf_counter()
         generate(prompts, config.group_size, run.sampling)
-        phases = {"generate_s": time.perf_counter() - started} | bare_training(model, batch, config.micro_batch_size)
+        phases = {"generate_s": time.perf_counter() - started} | bare_training(model, batch, config)
         ours.append(metrics)
         bare.append(phases | {"step_s": sum(phases.values())})
     print(f"{'phase':<16} {'step, ms':>9} {'bare, ms':>9}   medians of {rounds} pairs, {config.num_prompts} prompts"

@@ -6,14 +6,16 @@ V vocabulary, H hidden width. Log-probabilities in nats.
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from head import Shape, TargetLogprobs
 from objectives import OBJECTIVES, TisKind, kl_k3, loss_weights, tis_weights
@@ -29,7 +31,8 @@ HEAD_CHUNK_ELEMENTS = 2**25  # logits held at once by the head, N_chunk * V: 128
 class Batch:
     """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
 
-    Shapes: per-token tensors (B, T); advantages (B,). `mask` is 1.0 on response tokens, the stop token included.
+    Shapes: per-token tensors (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included. `mask` is
+    1.0 on response tokens, the stop token included.
     """
 
     inputs: Tensor
@@ -37,21 +40,36 @@ class Batch:
     mask: Tensor
     behavior_logprobs: Tensor
     advantages: Tensor
+    lengths: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
 
-    def rows(self, rows: slice) -> "Batch":
+    def rows(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them: causal attention sees neither right padding nor its absence."""
-        longest = int(self.mask[rows].any(dim=0).nonzero().max()) + 1
+        longest = int(self.lengths[rows].max())
         values = (getattr(self, each.name) for each in fields(self))
         return Batch(*(v if v is None else v[rows] if v.dim() == 1 else v[rows, :longest] for v in values))
 
-    def split(self, num_rows: int) -> list["Batch"]:
-        return [self.rows(slice(start, start + num_rows)) for start in range(0, len(self.inputs), num_rows)]
+    def cut(self, num_minibatches: int, micro_batch_tokens: int) -> list[list[Tensor]]:
+        """The rows of each micro-batch of each optimizer step.
 
-    def minibatches(self, options: "UpdateOptions") -> list["Batch"]:
-        """The rows of each optimizer step."""
-        return self.split(len(self.inputs) // options.num_minibatches)
+        Rows of like length go together, so that little is padded: rows * longest <= micro_batch_tokens, and one row
+        where it alone is longer. The longest go first: what does not fit into memory fails at once. Lengths alone
+        decide, so that all passes over a batch see the same micro-batches and in 16 bits the ratio starts at 1.
+        """
+        steps = []
+        for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
+            left = rows[self.lengths[rows].argsort(descending=True, stable=True)]
+            steps.append([])
+            while len(left):
+                count = max(1, micro_batch_tokens // int(self.lengths[left[0]]))
+                steps[-1].append(left[:count])
+                left = left[count:]
+        return steps
+
+    def without(self, rows: Tensor) -> "Batch":
+        """Some rows masked out: no loss, no share in its normaliser. Rows (B,) bool."""
+        return replace(self, mask=self.mask * ~rows.to(self.mask.device)[:, None])
 
 
 def make_batch(rollouts: list["Rollout"], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
@@ -69,7 +87,8 @@ def make_batch(rollouts: list["Rollout"], advantages: Tensor, device: torch.devi
         mask.append([0.0] * prompt + [1.0] * response + padding)
         behavior_logprobs.append([0.0] * prompt + rollout.logprobs + padding)
     ids, mask, behavior_logprobs = (torch.tensor(rows, device=device) for rows in (ids, mask, behavior_logprobs))
-    return Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:], advantages.to(device))
+    lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) - 1 for r in rollouts])  # a plan of the host
+    return Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:], advantages.to(device), lengths)
 
 
 # ------------------------------------------------------------------------------------------------ policy
@@ -79,12 +98,16 @@ class Policy:
     The body runs as transformers runs it; the head runs here, in fp32 (or in the model's dtype without `fp32_head`), on
     response positions only and in chunks, so that a (B, T, V) tensor never exists.
 
+    With `gradient_checkpointing` only the input of each layer is kept for backward, which computes the layer again.
+
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that does more after the
-    head than soft-capping and scaling).
+    head than soft-capping and scaling); `check=False` is for weights that are not there (plan.py).
     """
 
-    def __init__(self, model: PreTrainedModel, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS):
+    def __init__(self, model: PreTrainedModel, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS,
+                 gradient_checkpointing: bool = False, check: bool = True):
         self.model, self.fp32_head, self.chunk_elements = model.eval(), fp32_head, chunk_elements  # eval: no dropout
+        self.checkpointed = _checkpointed_layers(model) if gradient_checkpointing else []
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the body's class for compilation, and with it the
         # trainer's body; this attribute is the patch's own way out.
         model.base_model.do_not_compile = True
@@ -93,16 +116,17 @@ class Policy:
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2: cap * tanh(logits / cap)
         # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        self._check_head()
+        if check:
+            self._check_head()
 
     @classmethod
-    def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True) -> "Policy":
-        """From a folder or a hub name. Attention as the model means it: sdpa drops soft-capping, so that runs eager.
+    def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True,
+             gradient_checkpointing: bool = False) -> "Policy":
+        """From a folder or a hub name.
 
         Raises: ValueError if a tensor of the model is missing in the checkpoint or has another shape there.
         """
-        config = AutoConfig.from_pretrained(path).get_text_config()
-        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        attention = attention_for(AutoConfig.from_pretrained(path).get_text_config())
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, output_loading_info=True
         )
@@ -111,7 +135,7 @@ class Policy:
                 f"the checkpoint in {path} must bring every tensor of {type(model).__name__}: missing"
                 f" {sorted(report['missing_keys'])}, wrongly shaped {sorted(map(str, report['mismatched_keys']))}"
             )
-        return cls(model.to(device), fp32_head)
+        return cls(model.to(device), fp32_head, gradient_checkpointing=gradient_checkpointing)
 
     @property
     def device(self) -> torch.device:
@@ -134,13 +158,26 @@ class Policy:
         Shapes: Batch (B, T) -> (B, T), (B, T). Units: nats. Memory: chunks of `chunk_elements` logits, see head.py.
         """
         response = batch.mask > 0
-        hidden = self.model.base_model(input_ids=batch.inputs, use_cache=False).last_hidden_state[response]  # (N, H)
+        hidden = self.hidden(batch.inputs)[response]  # (N, H)
+        scored = self.target_logprobs(hidden, batch.targets[response], temperature)  # (N,), (N,)
+        zeros = torch.zeros_like(batch.mask)
+        return tuple(zeros.masked_scatter(response, values) for values in scored)
+
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
+        for layer in self.checkpointed:  # transformers checkpoints layers in training mode, without a KV cache then
+            layer.training = torch.is_grad_enabled()
+        hidden = self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+        for layer in self.checkpointed:
+            layer.training = False
+        return hidden
+
+    def target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(N, H) hidden states, (N,) targets -> log-probabilities (N,) and entropies (N,) after temperature."""
         weight, bias = self.head.weight, getattr(self.head, "bias", None)
         rows = max(1, self.chunk_elements // weight.shape[0])
         shape = Shape(torch.float32 if self.fp32_head else weight.dtype, rows, self.scale / temperature, self.softcap)
-        scored = TargetLogprobs.apply(hidden, weight, bias, batch.targets[response], shape)  # (N,), (N,)
-        zeros = torch.zeros_like(batch.mask)
-        return tuple(zeros.masked_scatter(response, values) for values in scored)
+        return TargetLogprobs.apply(hidden, weight, bias, targets, shape)
 
     @torch.no_grad()
     def score(self, sequences: list[list[int]], prompt_length: int) -> list[list[float]]:
@@ -148,7 +185,8 @@ class Policy:
         ids = torch.tensor(sequences, device=self.device)  # (N, prompt_length + R)
         mask = torch.zeros(ids.shape, device=self.device)
         mask[:, prompt_length:] = 1.0
-        batch = Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], mask[:, 1:], mask[:, 0])
+        lengths = torch.full((len(sequences),), ids.shape[1] - 1)
+        batch = Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], mask[:, 1:], mask[:, 0], lengths)
         return self.logprobs(batch, temperature=1.0)[0][:, prompt_length - 1 :].tolist()
 
     def weights(self) -> dict[str, Tensor]:
@@ -168,6 +206,19 @@ class Policy:
                 f"{type(self.model).__name__} does more after its head than the trainer reproduces: the logits differ"
                 f" by {(ours - theirs).abs().max():.1e}, more than {allowed:.1e}"
             )
+
+
+def attention_for(config: PretrainedConfig) -> str:
+    """The attention that computes what the model means: sdpa drops soft-capping, so such a model runs eager."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def _checkpointed_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # raises ValueError where the model has no support
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers that do it")
+    return layers
 
 
 def process_logits(logits: Tensor, sampling: "Sampling", in_prompt: Tensor, counts: Tensor) -> Tensor:
@@ -206,16 +257,27 @@ class Optimizer:
     """AdamW on fp32 master weights; for an fp32 model the masters are the parameters themselves.
 
     16-bit gradients are added up in fp32 after each micro-batch, and each step rounds the masters into the parameters.
+    fp16 has no exponent for small gradients: there the loss is scaled, as much as its gradients bear.
+    With `offload`, masters and moments are in (on a GPU: pinned) host memory but during an update.
     """
 
-    def __init__(self, model: PreTrainedModel, weight_decay: float):
+    def __init__(self, model: PreTrainedModel, weight_decay: float, offload: bool = False):
         trained = [p for p in model.parameters() if p.requires_grad]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in trained]
         self.rounded = [(p, m) for p, m in zip(trained, self.masters, strict=True) if p is not m]  # the 16-bit ones
         self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay, fused=True)
+        self.device, self.offload = trained[0].device, offload
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=any(p.dtype == torch.float16 for p in trained))
+        self._host: dict[tuple[int, str], Tensor] = {}  # pinned once: pinning takes longer than copying
+        self.to_host()
+
+    def backward(self, loss: Tensor) -> None:
+        """The micro-batch's gradients, added to those of the masters."""
+        self.scaler.scale(loss).backward()
+        self.accumulate()
 
     def accumulate(self) -> None:
-        """Move the micro-batch's gradients to the masters."""
+        """Move the parameters' gradients to the masters, in fp32."""
         for parameter, master in self.rounded:
             if parameter.grad is not None:
                 master.grad = parameter.grad.float() + (0.0 if master.grad is None else master.grad)
@@ -225,27 +287,56 @@ class Optimizer:
     def step(self, lr: float, grad_clip: float) -> float:
         """Clip, step, round into the model; returns the gradient's norm before clipping.
 
-        Raises: FloatingPointError if the norm is not finite; the weights are untouched then.
+        In fp16 a norm that is not finite is an overflow: no step is taken and the scale is halved.
+
+        Raises: FloatingPointError if the norm is not finite otherwise; the weights are untouched then.
         """
+        self.scaler.unscale_(self.adamw)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip).item()
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) and not (self.scaler.is_enabled() and self.scaler.get_scale() > 1):
             raise FloatingPointError(f"the gradient's norm is {norm}")
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.adamw.step()
+        self.scaler.step(self.adamw)  # none where a scaled gradient has overflowed
+        self.scaler.update()
         self.adamw.zero_grad(set_to_none=True)
         for parameter, master in self.rounded:
             parameter.copy_(master)
         return norm
 
+    def to_device(self) -> None:
+        """Bring masters and moments back, if they are offloaded."""
+        if self.offload:
+            self._move(lambda _, tensor: tensor.to(self.device, non_blocking=True, copy=True))
+
+    def to_host(self) -> None:
+        """Move masters and moments to the host, if they are to be offloaded."""
+        if self.offload:
+            self._move(self._host_copy)
+
+    def _host_copy(self, key: tuple[int, str], tensor: Tensor) -> Tensor:
+        if key not in self._host:
+            self._host[key] = torch.empty_like(tensor, device="cpu", pin_memory=self.device.type == "cuda")
+        return self._host[key].copy_(tensor)
+
+    def _move(self, moved: Callable[[tuple[int, str], Tensor], Tensor]) -> None:
+        for index, master in enumerate(self.masters):
+            if self.rounded:  # an fp32 model's masters are its parameters, which the engine's load needs
+                master.data = moved((index, "master"), master.data)
+            for name, moment in self.adamw.state.get(master, {}).items():
+                self.adamw.state[master][name] = moved((index, name), moment)
+
     def state_dict(self) -> dict:
-        return {"adamw": self.adamw.state_dict(), "masters": [master.detach() for _, master in self.rounded]}
+        return {"adamw": self.adamw.state_dict(), "masters": [master.detach() for _, master in self.rounded],
+                "scaler": self.scaler.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         self.adamw.load_state_dict(state["adamw"])
+        self.scaler.load_state_dict(state["scaler"])
         for (_, master), saved in zip(self.rounded, state["masters"], strict=True):
             master.copy_(saved)
+        self.to_host()
 
 
 # ------------------------------------------------------------------------------------------------ update
@@ -275,8 +366,8 @@ class UpdateOptions:
     """Smallest importance weight that masked keeps (IcePop's value)."""
     num_minibatches: int = 2
     """Optimizer steps per batch of rollouts; from the second on the ratio leaves 1 and the clip has work."""
-    micro_batch_size: int = 256
-    """Rows per forward and backward; memory depends on it, loss and gradient do not."""
+    micro_batch_tokens: int = 4096
+    """Tokens per forward and backward, prompts and padding included: memory depends on it, loss and gradient do not."""
     grad_clip: float = 1.0
     """Largest gradient norm per optimizer step."""
 
@@ -288,13 +379,13 @@ class UpdateOptions:
 
 @torch.no_grad()
 def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> tuple[Tensor, Tensor]:
-    """`policy.logprobs` over the whole batch without gradients, micro-batch by micro-batch: two tensors (B, T)."""
+    """`policy.logprobs` over the whole batch without gradients, cut as `update` cuts it: two tensors (B, T)."""
     width = batch.mask.shape[1]
-    # Cut as `update` cuts, so that in 16 bits the ratio starts at 1 and not at the noise of another padding.
-    micros = [m for rows in batch.minibatches(options) for m in rows.split(options.micro_batch_size)]
-    parts = [policy.logprobs(micro, options.temperature) for micro in micros]
-    logprobs, entropy = zip(*parts, strict=True)
-    return tuple(torch.cat([F.pad(p, (0, width - p.shape[1])) for p in column]) for column in (logprobs, entropy))
+    micros = [rows for step in batch.cut(options.num_minibatches, options.micro_batch_tokens) for rows in step]
+    parts = [policy.logprobs(batch.rows(rows), options.temperature) for rows in micros]
+    place = torch.cat(micros).argsort()  # of each row among the parts
+    columns = zip(*parts, strict=True)
+    return tuple(torch.cat([F.pad(p, (0, width - p.shape[1])) for p in column])[place] for column in columns)
 
 
 def weighted_loss(logprobs: Tensor, micro: Batch, weights: Tensor, options: UpdateOptions, sums: dict) -> Tensor:
@@ -323,35 +414,38 @@ def weighted_loss(logprobs: Tensor, micro: Batch, weights: Tensor, options: Upda
 def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float) -> dict:
     """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches whose losses simply add up.
 
-    A minibatch without signal (all its groups flat, no KL term) takes no step and counts in `skipped_updates`: AdamW
-    would otherwise move the weights on momentum alone. Diagnostics are means over all minibatches that took a step,
-    None if none did.
+    A minibatch without signal (all its groups flat or masked, no KL term) takes no step and counts in
+    `skipped_updates`: AdamW would otherwise move the weights on momentum alone. `overflowed_updates` counts the steps
+    that fp16 has lost. Diagnostics are means over all minibatches with a signal, None if none had one.
 
-    Raises: FloatingPointError if a loss or a gradient is not finite.
+    Raises: FloatingPointError if a loss or, but for fp16's overflows, a gradient is not finite.
     """
     sums, losses, norms = defaultdict(float), [], []
-    for minibatch in batch.minibatches(options):
-        if not options.kl_coef and not minibatch.advantages.any():
+    optimizer.to_device()
+    for micro_batches in batch.cut(options.num_minibatches, options.micro_batch_tokens):
+        rows = torch.cat(micro_batches)
+        mask = batch.mask[rows]  # (rows, T)
+        if not (mask if options.kl_coef else mask * batch.advantages[rows, None]).any():
             continue
-        weights = loss_weights(minibatch.mask, OBJECTIVES[options.objective].normalizer, options.max_new_tokens)
+        weights = loss_weights(mask, OBJECTIVES[options.objective].normalizer, options.max_new_tokens)
         losses.append(0.0)
-        for start in range(0, len(minibatch.inputs), options.micro_batch_size):
-            rows = slice(start, start + options.micro_batch_size)
-            micro = minibatch.rows(rows)
+        for micro_rows, micro_weights in zip(micro_batches, weights.split(list(map(len, micro_batches))), strict=True):
+            micro = batch.rows(micro_rows)
             logprobs, _ = policy.logprobs(micro, options.temperature)  # (rows, T)
-            loss = weighted_loss(logprobs, micro, weights[rows, : logprobs.shape[1]], options, sums)
-            loss.backward()
-            optimizer.accumulate()
+            loss = weighted_loss(logprobs, micro, micro_weights[:, : logprobs.shape[1]], options, sums)
+            optimizer.backward(loss)
             losses[-1] += loss.item()
         if not math.isfinite(losses[-1]):
             raise FloatingPointError(f"the loss is {losses[-1]}")
         norms.append(optimizer.step(lr, options.grad_clip))
+    optimizer.to_host()
     unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old", "loss", "grad_norm"))
+    skipped, finite = options.num_minibatches - len(norms), [norm for norm in norms if math.isfinite(norm)]
+    counts = {"skipped_updates": skipped, "overflowed_updates": len(norms) - len(finite)}
     if not norms:
-        return unmeasured | {"skipped_updates": options.num_minibatches}
+        return unmeasured | counts
     weight = sums.pop("weight")
-    return unmeasured | {name: float(value / weight) for name, value in sums.items()} | {
+    return unmeasured | {name: float(value / weight) for name, value in sums.items()} | counts | {
         "loss": sum(losses) / len(losses),
-        "grad_norm": sum(norms) / len(norms),
-        "skipped_updates": options.num_minibatches - len(norms),
+        "grad_norm": sum(finite) / len(finite) if finite else None,
     }

@@ -6,6 +6,7 @@ One step is: sample, sleep, score, update, wake, load. It is spelled out in `tra
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
 from reference import ReferenceEngine
 from replay import Weights, save_trace
 from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
+from scoring import Scores, score
 from tasks import BUILT_IN, Problem, Task, describe_model, encode_prompt, from_jsonl, toy_model
 
 
@@ -52,15 +54,29 @@ class Config(UpdateOptions):
     """`toy` (addition), `digits` (for ablations) or a JSONL file of {"question", "answer"} with numeric answers."""
     eval_task: str | None = None
     """JSONL file of held-out problems; if not given, a tenth of `task` is held out."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt in tokens; if not given, what the model's context leaves beside max_new_tokens."""
+    overlong_prompts: Literal["refuse", "drop"] = "refuse"
+    """What to do with problems whose prompt is longer; dropped ones are counted."""
+    reward_limit_s: float = 10.0
+    """Seconds after which one call of the task's reward counts as hanging."""
+    reward_errors: Literal["stop", "count"] = "stop"
+    """If a reward raises, hangs or is not a finite number: stop the run, or count it and go on with reward 0."""
     cache_dir: str = str(Path(__file__).parent / ".cache")
     """Where the toy model is kept once it has been taught."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the model on both sides; bfloat16 keeps fp32 master weights in the optimizer."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the model on both sides; 16 bits keep fp32 masters in the optimizer, float16 scales its loss as well."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer for backward and compute the layer again there: less memory, more time."""
+    offload_optimizer: bool = False
+    """Keep master weights and moments in pinned host memory but during the update: lets large models fit a GPU."""
 
     num_prompts: int = 128
     """Problems per step (P)."""
     group_size: int = 8
     """Samples per problem (G); their mean is the baseline, so a single one would carry no signal."""
+    mask_truncated: bool = False
+    """Leave responses cut off at max_new_tokens out of the loss; their reward stays in the baseline (DAPO's filter)."""
     engine: Literal["vllm", "transformers"] = "vllm"
     """Who samples: vLLM, or the trainer's own modules (reference.py): slow, without mismatch, the known-good curve."""
     inflight_groups: int = 0
@@ -81,7 +97,9 @@ class Config(UpdateOptions):
     eval_every: int = 20
     """Steps between evaluations on held-out problems; also before the first step and after the last."""
     eval_problems: int = 256
-    """Held-out problems per evaluation (or all there are), one sample each, through the engine."""
+    """Held-out problems per evaluation (or all there are), answered through the engine: sampled, and greedily."""
+    eval_samples: int = 1
+    """Samples of each; the greedy answer is one."""
     eval_with_trainer: bool = True
     """Evaluate without the engine as well: a broken backend can learn to please itself (eval_gap); slow if large."""
     checkpoint_every: int = 20
@@ -105,10 +123,11 @@ class Config(UpdateOptions):
 
     def __post_init__(self):
         for rule, holds, names in (
-            ("at least 1", lambda value: value >= 1, "steps num_prompts max_new_tokens num_minibatches micro_batch_size"
-             " eval_every eval_problems checkpoint_every max_num_seqs"),
+            ("at least 1", lambda value: value >= 1, "steps num_prompts max_new_tokens num_minibatches"
+             " micro_batch_tokens eval_every eval_problems eval_samples checkpoint_every max_num_seqs"),
             ("positive and finite", lambda value: 0 < value < float("inf"),
-             "temperature lr grad_clip tis_cap kv_cache_gib"),
+             "temperature lr grad_clip tis_cap kv_cache_gib reward_limit_s"),
+            ("at least 1, if given", lambda value: value is None or value >= 1, "max_prompt_tokens"),
             ("non-negative and finite", lambda value: 0 <= value < float("inf"),
              "kl_coef tis_floor weight_decay lr_warmup_steps seed probe_every inflight_groups max_staleness"),
             ("at least 2 (the group's mean is the baseline)", lambda value: value >= 2, "group_size"),
@@ -195,33 +214,37 @@ def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch
     problems = run.task.sample(live.rng, config.num_prompts + config.inflight_groups - len(flight.groups))
     seeds = [sample_seed(config.seed, "train", step, p) for p in range(len(problems))]
     flight.submit(problems, run.encode(problems), seeds)
-    with clock("generate_s"):
+    with clock("generate"):
         groups = flight.take(config.num_prompts)  # P
         engine.sleep()
 
     problems = [group.problem for group in groups]  # P
     rollouts = [rollout for group in groups for rollout in group.rollouts]  # B = P * G, group-major
-    rewards = torch.tensor(run.rewards([problem for problem in problems for _ in range(config.group_size)], rollouts))
+    scores = run.score([problem for problem in problems for _ in range(config.group_size)], rollouts)
+    rewards = torch.tensor(scores.rewards)  # (B,)
     sampled = rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version)
     advantages = group_advantages(rewards, config.group_size, OBJECTIVES[config.objective].divide_by_std)  # (B,)
     batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
-    with clock("old_logprobs_s"):
+    with clock("old_logprobs"):
         old_logprobs, entropy = frozen_logprobs(policy, batch, config)  # (B, T), before any update
         batch = replace(batch, old_logprobs=old_logprobs)
         if live.reference is not None:
             batch = replace(batch, ref_logprobs=frozen_logprobs(live.reference, batch, config)[0])
     sampled |= measure_mismatch(batch, rollouts, engine.weight_version)
-    with clock("update_s"):
+    entropy = (entropy.sum() / batch.mask.sum()).item()
+    if config.mask_truncated:
+        batch = batch.without(torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]))
+    with clock("update"):
         metrics = update(policy, live.optimizer, batch, config, config.lr_at(step))
 
-    with clock("sync_s"):
+    with clock("sync"):
         engine.wake()
         loaded = engine.load(policy.weights(), policy.score)
         flight.after_update()
 
     metrics |= sampled | flight.counts()
-    metrics |= {"step": step, "entropy": (entropy.sum() / batch.mask.sum()).item(), "lr": config.lr_at(step)}
-    metrics |= clock.seconds() | loaded | {"memory_gib": memory_gib(policy.device)}
+    metrics |= {"step": step, "entropy": entropy, "lr": config.lr_at(step), "reward_errors": scores.num_errors}
+    metrics |= clock.figures() | loaded | {"memory_gib": memory_gib(policy.device)}
     return metrics, batch, problems
 
 
@@ -236,23 +259,33 @@ def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dic
 
 
 def evaluate(run: "Run", live: Live, step: int) -> dict[str, float]:
-    """Mean reward on held-out problems, one sample each at the run's temperature: through the engine and, as a broken
-    backend can learn to please itself, by the trainer alone; `eval_gap` is how much better the engine looks."""
+    """Mean reward on held-out problems at the run's temperature: through the engine and, as a broken backend can learn
+    to please itself, by the trainer alone; `eval_gap` is how much better the engine looks. And greedily, through the
+    engine. Every answer goes to samples.jsonl."""
     problems = run.task.held_out[: run.config.eval_problems]
     seeds = [sample_seed(run.config.seed, "eval", step, p) for p in range(len(problems))]
+    errors = 0
 
-    def mean_reward(engine: Engine | ReferenceEngine) -> float:
-        return mean(run.rewards(problems, engine.generate(run.encode(problems), 1, run.sampling, seeds)))
+    def mean_reward(engine: Engine | ReferenceEngine, mode: str, samples: int, sampling: Sampling) -> float:
+        nonlocal errors
+        asked = [problem for problem in problems for _ in range(samples)]
+        rollouts = engine.generate(run.encode(problems), samples, sampling, seeds)
+        scores = run.score(asked, rollouts)
+        run.log_samples(step, mode, asked, rollouts, scores)
+        errors += scores.num_errors
+        return mean(scores.rewards)
 
-    through_engine = mean_reward(live.engine)
-    if not run.config.eval_with_trainer:
-        return {"eval_reward": through_engine}
-    alone = through_engine  # the reference engine is the trainer alone
-    if run.config.engine == "vllm":
+    samples = run.config.eval_samples
+    greedy = mean_reward(live.engine, "greedy", 1, replace(run.sampling, temperature=0.0))
+    alone = through_engine = mean_reward(live.engine, "sampled", samples, run.sampling)
+    if run.config.eval_with_trainer and run.config.engine == "vllm":  # the reference engine is the trainer alone
         trainer = ReferenceEngine(live.policy, max_num_seqs=run.config.max_num_seqs)
         trainer.load(live.policy.weights(), live.policy.score)
-        alone = mean_reward(trainer)
-    return {"eval_reward": through_engine, "eval_reward_trainer": alone, "eval_gap": through_engine - alone}
+        alone = mean_reward(trainer, "trainer", samples, run.sampling)
+    metrics = {"eval_reward": through_engine, "eval_reward_greedy": greedy, "eval_reward_errors": errors}
+    if run.config.eval_with_trainer:
+        metrics |= {"eval_reward_trainer": alone, "eval_gap": through_engine - alone}
+    return metrics
 
 
 # ------------------------------------------------------------------------------------------------ the probe
@@ -312,21 +345,35 @@ def memory_gib(device: torch.device) -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
+def reset_peak() -> None:
+    """CPU: forget the process's highest resident memory. GPU: nothing, see `peak_gib`."""
+    if not torch.cuda.is_available():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_gib() -> float:
+    """The most that was taken since `reset_peak`; on a GPU now, as torch keeps what it once took until a wake."""
+    if torch.cuda.is_available():
+        return memory_gib(torch.device("cuda"))
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
+
+
 class Clock:
-    """Seconds of each phase and of the step."""
+    """Seconds and peak memory of each phase, seconds of the step."""
 
     def __init__(self):
         self.started, self.phases = time.perf_counter(), {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        reset_peak()
         started = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.phases[phase] = time.perf_counter() - started
+        self.phases |= {f"{phase}_s": time.perf_counter() - started, f"{phase}_gib": peak_gib()}
 
-    def seconds(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
         return self.phases | {"step_s": time.perf_counter() - self.started}
 
 
@@ -343,13 +390,31 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     max_model_len: int
+    dropped_prompts: int
 
     def encode(self, problems: list[Problem]) -> list[list[int]]:
         return [self.prompt_ids[problem] for problem in problems]
 
-    def rewards(self, problems: list[Problem], rollouts: list[Rollout]) -> list[float]:
+    def score(self, problems: list[Problem], rollouts: list[Rollout]) -> Scores:
         texts = self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
-        return [self.task.reward(problem, text) for problem, text in zip(problems, texts, strict=True)]
+        stop = self.config.reward_errors == "stop"
+        scores = score(self.task.reward, problems, texts, self.config.reward_limit_s, stop)
+        for error in [error for error in scores.errors if error][:1]:  # the others of the batch are in its count
+            print(f"REWARD FAILED, one of {scores.num_errors}: {error}", flush=True)
+        return scores
+
+    def log_samples(
+        self, step: int, mode: str, problems: list[Problem], rollouts: list[Rollout], scores: Scores
+    ) -> None:
+        """A line of samples.jsonl per answer: what the model writes, and what it earned."""
+        with open(self.out / "samples.jsonl", "a") as file:
+            for problem, rollout, response, reward, error in zip(
+                problems, rollouts, scores.responses, scores.rewards, scores.errors, strict=True
+            ):
+                sample = {"step": step, "mode": mode, "reward": reward, "response": response,
+                          "question": problem.question, "answer": problem.answer, "source": problem.source,
+                          "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids), "error": error}
+                file.write(json.dumps(sample) + "\n")
 
     def log(self, metrics: dict[str, Any]) -> None:
         """All of it to metrics.jsonl, one line to the terminal."""
@@ -367,21 +432,21 @@ def prepare(config: Config) -> Run:
         task = BUILT_IN[config.task](config.seed)
     else:
         task = from_jsonl(config.task, config.seed, config.eval_task)
+    if config.offload_optimizer and not torch.cuda.is_available():
+        raise ValueError("offload_optimizer must not be given without a GPU (the optimizer is in host memory anyway)")
+    model_config, tokenizer, stop_token_ids = describe_model(config.model)
+    prompt_ids = _encode_prompts(tokenizer, task)
+    task, dropped = _fitting(config, task, prompt_ids, getattr(model_config, "max_position_embeddings", None))
     if (groups := config.num_prompts + config.inflight_groups) > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all there are),"
                          f" got {groups}")
-    model_config, tokenizer, stop_token_ids = describe_model(config.model)
-    prompt_ids = _encode_prompts(tokenizer, task)
-    longest, problem = max(((len(ids), problem) for problem, ids in prompt_ids.items()), key=lambda pair: pair[0])
-    context = getattr(model_config, "max_position_embeddings", None)
-    if context and longest + config.max_new_tokens > context:
-        raise ValueError(f"prompt and response must fit the model's context of {context} tokens, {problem.source} has"
-                         f" {longest} and --max-new-tokens adds {config.max_new_tokens}; shorten one of them")
+    longest = max(len(prompt_ids[problem]) for problem in task.train + task.held_out)
     path = config.model
     if path == "toy":  # taught, if it is not there yet, after all else has been checked
         path = str(toy_model(config.cache_dir, config.seed, "digits" if config.task == "digits" else "toy"))
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
-    return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, longest + config.max_new_tokens)
+    max_model_len = longest + config.max_new_tokens
+    return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
 
 
 def _check_out(config: Config) -> None:
@@ -412,21 +477,46 @@ def _encode_prompts(tokenizer: PreTrainedTokenizerBase, task: Task) -> dict[Prob
     return prompt_ids
 
 
+def _fitting(
+    config: Config, task: Task, prompt_ids: dict[Problem, list[int]], context: int | None
+) -> tuple[Task, int]:
+    """The task without the problems whose prompts are too long, and how many these are."""
+    limit, why = config.max_prompt_tokens, "--max-prompt-tokens"
+    if context is not None and (limit is None or context - config.max_new_tokens < limit):
+        limit, why = context - config.max_new_tokens, f"the context of {context} less --max-new-tokens"
+    overlong = {problem for problem, ids in prompt_ids.items() if limit is not None and len(ids) > limit}
+    if not overlong:
+        return task, 0
+    worst = max(overlong, key=lambda problem: len(prompt_ids[problem]))
+    if config.overlong_prompts == "refuse":
+        raise ValueError(f"prompts must be at most {limit} tokens long ({why}), {worst.source} has"
+                         f" {len(prompt_ids[worst])}, {len(overlong)} of {len(prompt_ids)} are longer;"
+                         " try --overlong-prompts drop")
+    train, held_out = ([p for p in problems if p not in overlong] for problems in (task.train, task.held_out))
+    if not train or not held_out:
+        raise ValueError(f"prompts must be at most {limit} tokens long ({why}), none of the"
+                         f" {'held-out' if train else 'training'} problems is left")
+    print(f"{len(overlong)} of {len(prompt_ids)} prompts DROPPED: longer than {limit} tokens ({why})", flush=True)
+    return replace(task, train=train, held_out=held_out), len(overlong)
+
+
 def build(run: Run) -> tuple[Live, int]:
     """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
     config, rng, first_step = run.config, random.Random(run.config.seed), 1
     checkpoint = newest_checkpoint(run.out) if config.resume else None
     placement = getattr(torch, config.dtype), "cuda" if torch.cuda.is_available() else "cpu", config.parity.fp32_head
-    policy = Policy.load(str(checkpoint / "policy" if checkpoint else run.model_path), *placement)
+    path = str(checkpoint / "policy" if checkpoint else run.model_path)
+    policy = Policy.load(path, *placement, gradient_checkpointing=config.gradient_checkpointing)
     reference = Policy.load(run.model_path, *placement) if config.kl_coef else None  # the first policy, resumed or not
-    optimizer = Optimizer(policy.model, config.weight_decay)
+    optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
     engine = start_engine(run, policy)
     flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
     torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
     if checkpoint:
         first_step = load_checkpoint(run, checkpoint, optimizer, flight, rng) + 1
     else:
-        (run.out / "metrics.jsonl").unlink(missing_ok=True)  # of a run that died before its first checkpoint
+        for name in TABLES:  # of a run that died before its first checkpoint
+            (run.out / name).unlink(missing_ok=True)
     engine.load(policy.weights(), policy.score)
     write_config(run, engine, policy, first_step)
     print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
@@ -452,6 +542,8 @@ def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
 
 
 # ------------------------------------------------------------------------------------------------ records
+TABLES = ("metrics.jsonl", "samples.jsonl")  # a line for each step, and for each answer of each evaluation
+
 COLUMNS = (
     "step {step:>3}/{steps} | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
     " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%} | entropy {entropy:.2f}"
@@ -468,7 +560,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     """One line per step in fixed columns; an evaluation and a degenerate batch are named at its end."""
     evaluated = ""
     if "eval_reward" in metrics:
-        evaluated = f" | eval {metrics['eval_reward']:.3f}"
+        evaluated = f" | eval {metrics['eval_reward']:.3f} greedy {metrics['eval_reward_greedy']:.3f}"
     if "eval_reward_trainer" in metrics:
         evaluated += f" (trainer alone {metrics['eval_reward_trainer']:.3f})"
     if metrics["step"] == 0:
@@ -483,6 +575,10 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
             line += f" | {metrics[name]} {what}"
     if metrics["skipped_updates"]:
         line += f" | NO SIGNAL in {metrics['skipped_updates']} minibatch(es): all groups flat, no optimizer step"
+    if metrics["overflowed_updates"]:
+        line += f" | fp16 OVERFLOW in {metrics['overflowed_updates']} minibatch(es): no optimizer step, scale halved"
+    if metrics["reward_errors"]:
+        line += f" | {metrics['reward_errors']} rewards FAILED, counted as 0"
     if metrics["trunc_frac"] == 1.0:
         line += " | ALL TRUNCATED: raise --max-new-tokens"
     return line
@@ -503,6 +599,7 @@ def write_config(run: Run, engine: Engine | ReferenceEngine, policy: Policy, fir
         "config": asdict(run.config),
         "audit": engine.settings,
         "trainer": {"attention": policy.model.config._attn_implementation, "model_path": run.model_path},
+        "problems": {"train": len(run.task.train), "held_out": len(run.task.held_out), "dropped": run.dropped_prompts},
         "versions": versions | {"vllm": engine.version, "python": sys.version.split()[0]},
         "commit": git("rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),
@@ -585,9 +682,10 @@ def load_checkpoint(run: Run, folder: Path, optimizer: Optimizer, flight: Flight
     rng.setstate(state["rng"])
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state_all(state["cuda"])
-    lines = (run.out / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state["step"]]
-    _write_atomically(run.out / "metrics.jsonl", "".join(kept))
+    for name in TABLES:
+        lines = (run.out / name).read_text().split("\n")[:-1]  # what follows the last newline was cut off
+        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
+        _write_atomically(run.out / name, "".join(f"{line}\n" for line in kept))
     return state["step"]
 
 

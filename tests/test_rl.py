@@ -163,13 +163,88 @@ def stepped(options: UpdateOptions, advantages=(1.0, -1.0, 0.5, -0.5), lr: float
 
 
 @pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo", "cispo"])
-def test_loss_and_gradient_do_not_depend_on_the_micro_batch_size(objective):
+def test_loss_and_gradient_do_not_depend_on_the_micro_batches(objective):
     options = UpdateOptions(objective=objective, num_minibatches=1, kl_coef=0.1, tis="sequence")
     _, metrics, moments = stepped(options)
-    for size in (1, 3):
-        _, split_metrics, split_moments = stepped(replace(options, micro_batch_size=size))
+    for tokens in (1, 13):  # one row each; the two longest together, then the two others
+        _, split_metrics, split_moments = stepped(replace(options, micro_batch_tokens=tokens))
         torch.testing.assert_close(torch.cat(moments), torch.cat(split_moments), atol=1e-6, rtol=1e-4)
         assert split_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_unsorted_ones():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 40, (64,), generator=generator).tolist()
+    batch = make_batch(rollouts([(3, n) for n in lengths]), torch.zeros(64))
+    steps = batch.cut(num_minibatches=2, micro_batch_tokens=128)
+    assert [sorted(torch.cat(micros).tolist()) for micros in steps] == [list(range(32)), list(range(32, 64))]
+    padded = 0
+    for micros in steps:
+        longest = [int(batch.lengths[rows].max()) for rows in micros]
+        assert longest == sorted(longest, reverse=True)
+        assert all(len(rows) * width <= 128 for rows, width in zip(micros, longest, strict=True))
+        assert all(batch.rows(rows).inputs.shape == (len(rows), w) for rows, w in zip(micros, longest, strict=True))
+        padded += sum(len(rows) * width for rows, width in zip(micros, longest, strict=True))
+    assert padded < 1.15 * batch.lengths.sum() < 0.8 * 64 * batch.lengths.max()
+    assert all(len(rows) == 1 for micros in batch.cut(1, 1) for rows in micros)  # a longer row goes alone
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_the_ratio_starts_at_exactly_1_whatever_the_micro_batches(dtype):
+    for tokens in (1, 13, 4096):
+        options = UpdateOptions(num_minibatches=1, micro_batch_tokens=tokens)
+        _, metrics, _ = stepped(options, dtype=dtype)
+        assert metrics["ratio_mean"] == 1.0
+        assert metrics["kl_new_old"] == 0.0
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
+    def run(model, policy) -> tuple[int, list[torch.Tensor]]:
+        own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        kept = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprobs, _ = policy.logprobs(make_batch(rollouts(), torch.zeros(4)), 0.7)
+        calls = []
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        logprobs.sum().backward()
+        hook.remove()
+        return len(calls), sum(kept.values()), [each.grad for each in model.parameters()]
+
+    plain, again = qwen2(tied=True), qwen2(tied=True)
+    calls, kept, gradients = run(plain, Policy(plain))
+    checkpointed = Policy(again, gradient_checkpointing=True)
+    calls_again, kept_again, gradients_again = run(again, checkpointed)
+    assert (calls, calls_again) == (0, 1)  # the layer is computed once more, in backward
+    assert kept_again < 0.4 * kept
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
+    with torch.no_grad():  # and only there: the reference engine samples from the same modules with a KV cache
+        assert again(torch.tensor([[5, 6]]), use_cache=True).past_key_values.get_seq_length() == 2
+
+
+def test_a_masked_row_has_no_loss_and_no_share_in_the_normaliser():
+    whole = make_batch(rollouts(), torch.tensor([1.0, -1.0, 2.0, 0.5]))
+    fewer = make_batch([rollouts()[i] for i in (0, 2)], torch.tensor([1.0, 2.0]))
+    moments = []
+    for masked in (whole.without(torch.tensor([False, True, False, True])), fewer):
+        model = qwen2(tied=True)
+        policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
+        options = UpdateOptions(num_minibatches=1)
+        batch = replace(masked, old_logprobs=frozen_logprobs(policy, masked, options)[0])
+        assert update(policy, optimizer, batch, options, 1e-3)["skipped_updates"] == 0
+        moments.append(torch.cat([state["exp_avg"].flatten() for state in optimizer.adamw.state.values()]))
+    torch.testing.assert_close(*moments, atol=1e-7, rtol=1e-4)
+    nothing = whole.without(torch.tensor([True] * 4))
+    nothing = replace(nothing, old_logprobs=torch.zeros_like(nothing.mask), ref_logprobs=torch.zeros_like(nothing.mask))
+    for kl_coef in (0.0, 0.1):
+        metrics = update(policy, optimizer, nothing, replace(options, kl_coef=kl_coef), 1e-3)
+        assert metrics["skipped_updates"] == 1
 
 
 def test_first_loss_equals_the_formula_by_hand():
@@ -249,6 +324,55 @@ def test_bf16_masters_add_up_steps_too_small_for_bf16():
     assert optimizer.masters[0][0].item() == pytest.approx(0.99, abs=1e-4)
 
 
+def test_gradients_of_micro_batches_add_up_in_fp32():
+    parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
+    for gradient in [1.0] + [2**-10] * 64:  # bf16 has 8 bits: 1 + 2^-10 is 1 there
+        parameter.grad = torch.tensor([gradient], dtype=torch.bfloat16)
+        optimizer.accumulate()
+    assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-10
+
+
+def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
+    def minibatch(optimizer: Optimizer, parameter: torch.nn.Parameter, slope: float) -> float:
+        optimizer.backward((parameter.float() * slope).sum())
+        return optimizer.step(lr=0.1, grad_clip=1e9)
+
+    parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
+    assert not math.isfinite(minibatch(optimizer, parameter, 1.5))  # 1.5 * 2^16 is beyond fp16
+    assert torch.equal(parameter, torch.ones_like(parameter))
+    assert minibatch(optimizer, parameter, 1.5) == pytest.approx(3.0)  # at half the scale, and unscaled again
+    assert parameter[0].item() == pytest.approx(0.9, abs=1e-3)
+    parameter.grad = None
+    tiny = 2.0**-30  # no fp16 number: the scale carries it
+    assert minibatch(optimizer, parameter, tiny) == pytest.approx(2 * tiny, rel=1e-3)
+    with pytest.raises(FloatingPointError):
+        for _ in range(20):
+            minibatch(optimizer, parameter, float("nan"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_optimizer_goes_on_exactly_and_lies_in_its_host_buffers_between_updates(dtype):
+    weights = []
+    for offload in (False, True):
+        model = qwen2(tied=True, dtype=dtype)
+        policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0, offload=offload)
+        for _ in range(3):
+            batch, options = make_batch(rollouts(), torch.tensor([1.0, -1.0, 0.5, -0.5])), UpdateOptions()
+            batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)[0])
+            update(policy, optimizer, batch, options, 1e-3)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        weights.append([each.detach().clone() for each in model.parameters()])
+        held = {name for _, name in optimizer._host}
+        assert held == ({"step", "exp_avg", "exp_avg_sq"} | ({"master"} if dtype != torch.float32 else set())
+                        if offload else set())
+        for index, master in enumerate(optimizer.masters):
+            for name, moment in optimizer.adamw.state[master].items():
+                assert (optimizer._host.get((index, name)) is moment) == offload
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
 def test_a_restored_optimizer_goes_on_exactly_masters_included():
     def fresh() -> tuple[torch.nn.Parameter, Optimizer]:
         parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
@@ -270,11 +394,11 @@ def test_a_restored_optimizer_goes_on_exactly_masters_included():
     assert torch.equal(optimizer.masters[0], restored.masters[0])
 
 
-def test_rows_are_cut_to_their_longest_response():
+def test_rows_are_cut_to_the_longest_of_them():
     batch = make_batch(rollouts(), torch.zeros(4))
     assert batch.inputs.shape[1] == 7
-    assert batch.rows(slice(3, 4)).inputs.shape == (1, 4)
-    assert [part.inputs.shape for part in batch.split(3)] == [(3, 7), (1, 4)]
+    assert batch.rows(torch.tensor([3])).inputs.shape == (1, 4)
+    assert batch.rows(torch.tensor([0, 3])).inputs.shape == (2, 6)
 
 
 # ------------------------------------------------------------------------------------------------ processed logits

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from engine_adapter import plain_vllm
 from head import Shape, TargetLogprobs
+from models import digits_config, toy_tokenizer
 from rl import HEAD_CHUNK_ELEMENTS, Batch
-from tasks import digits_config, toy_tokenizer
 from train import Config, Live, Run, build, prepare, train_step
 
 PHASES = ("generate_s", "old_logprobs_s", "update_s", "sync_s")

@@ -12,10 +12,17 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 
 from engine_adapter import EngineStateError, Rollout, Sampling, TrainerLogprobs, WeightLoadError
 from rl import Policy, process_logits
+
+
+def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers; of models with sliding windows the most it can be."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
 
 
 @dataclass(frozen=True)

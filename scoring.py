@@ -57,9 +57,12 @@ def _finite(reward: Callable[[Problem, str], float], problem: Problem, response:
 
 
 def _describe(error: BaseException, limit_s: float, problem: Problem, response: str) -> str:
-    why = f"no answer within {limit_s:g} s" if isinstance(error, OutOfTime) else f"{type(error).__name__}: {error}"
-    return f"the reward fails ({why:.300}) on {problem.source}, question {problem.question!r:.200}, response" \
-           f" {response!r:.200}"
+    try:
+        why = f"no answer within {limit_s:g} s" if isinstance(error, OutOfTime) else f"{type(error).__name__}: {error}"
+    except Exception:  # of the error's own __str__
+        why = type(error).__name__
+    question, answer = (f"{text!r:.200}" for text in (problem.question, response))
+    return f"the reward fails ({why:.300}) on {problem.source}, question {question}, response {answer}"
 
 
 def call_within(limit_s: float, function: Callable, *arguments: Any) -> Any:
@@ -84,4 +87,4 @@ def call_within(limit_s: float, function: Callable, *arguments: Any) -> Any:
         signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come just before the line above
         raise
     finally:
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)  # None: a handler that Python has not set

@@ -1,38 +1,26 @@
-"""What is asked and how an answer is scored; and the built-in toy: addition, and a small model that half knows it.
+"""What is asked and how an answer is scored: built-in tasks, files of questions, a user's own task.
 
-A task is two lists of problems and a reward. Real data come through the same door: a JSONL file of questions.
+A task is two lists of problems and a reward.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import random
 import re
-import shutil
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 HELD_OUT_SHARE = 0.1  # of the problems, never trained on
 DIGITS = 16  # of each number of the task `digits`
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration with one of these has experts
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # A minus sign counts where it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -53,6 +41,12 @@ class Task:
     train: list[Problem]
     held_out: list[Problem]
     reward: Callable[[Problem, str], float]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all problems, in their order; the reward is not in it."""
+        texts = [[problem.question, problem.answer] for problem in (*self.train, *self.held_out)]
+        return hashlib.sha256(json.dumps([len(self.train), texts]).encode()).hexdigest()
 
     def sample(self, rng: random.Random, num_prompts: int) -> list[Problem]:
         """P different training problems; all randomness is in `rng`, whose state is part of the checkpoint."""
@@ -92,18 +86,101 @@ def share_of_digits(problem: Problem, response: str) -> float:
 def digits(seed: int) -> Task:
     """The larger digit at each place of two numbers: "3142...+2718...=" is "3748...". Made for ablations: 64 training
     problems that come back at every step, prompts of 35 tokens, longer than a KV block of 32, answers of 16."""
-    problems = _larger_digits(torch.randint(10, (64 + 256, 2, DIGITS), generator=torch.Generator().manual_seed(seed)))
+    problems = larger_digits(torch.randint(10, (64 + 256, 2, DIGITS), generator=torch.Generator().manual_seed(seed)))
     return Task(problems[:64], problems[64:], share_of_digits)
 
 
-def _larger_digits(numbers: torch.Tensor) -> list[Problem]:
+def larger_digits(numbers: torch.Tensor) -> list[Problem]:
     """(N, 2, DIGITS) digits -> N problems."""
     rows = torch.cat([numbers, numbers.amax(dim=1, keepdim=True)], dim=1).tolist()
     texts = [["".join(map(str, number)) for number in row] for row in rows]
     return [Problem(f"{a}+{b}=", larger, f"{a}+{b}") for a, b, larger in texts]
 
 
-BUILT_IN = {"toy": addition, "digits": digits}
+def countdown(seed: int) -> Task:
+    """Make the target from the numbers: countdown.py, a task file like any user's."""
+    return from_python(str(Path(__file__).with_name("countdown.py")), seed)
+
+
+BUILT_IN = {"toy": addition, "digits": digits, "countdown": countdown}
+
+
+# ------------------------------------------------------------------------------------------------ tasks of users
+def load_task(name: str, seed: int, eval_path: str | None = None) -> Task:
+    """A built-in task, a Python file, a JSONL file, or a hub name; held-out problems from a second JSONL file if given.
+
+    Raises: ValueError that says what is wrong with it.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name](seed)
+    if name.endswith(".py"):
+        return from_python(name, seed)
+    if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
+        return from_jsonl(name, seed, eval_path)
+    return from_hub(name, seed, eval_path)
+
+
+POOL = 10_000  # problems drawn from a Python task at the start; what is held out is never trained on
+MISSES = 1_000  # draws in a row that bring nothing new: the task has no more
+
+
+def from_python(path: str, seed: int) -> Task:
+    """A file with `sample(rng) -> (question, answer)` and `reward(problem, response) -> float`, see countdown.py.
+
+    Raises: ValueError if the file cannot be loaded, lacks one of the two, or has fewer than two different questions.
+    """
+    module = _load_module(path)
+    for name in ("sample", "reward"):
+        if not callable(getattr(module, name, None)):
+            raise ValueError(f"task must be a file with the functions sample and reward, {path} has no {name}")
+    rng, problems, misses = random.Random(seed), {}, 0
+    while len(problems) < POOL and misses < MISSES:
+        try:
+            pair = module.sample(rng)
+        except Exception as error:
+            raise ValueError(f"sample must return a question and an answer, {path}'s fails: {error!r}") from error
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair) and pair[0]):
+            raise ValueError(f"sample must return a question and an answer, two strings, {path}'s returns {pair!r:.80}")
+        misses = misses + 1 if pair[0] in problems else 0
+        problems.setdefault(pair[0], Problem(*pair, f"{path}, problem {len(problems) + 1}"))
+    return _held_out(list(problems.values()), module.reward, seed, path)
+
+
+def _load_module(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"task_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"task must be a Python file that can be loaded, {path} fails: {error!r}") from error
+    return module
+
+
+def from_hub(name: str, seed: int, eval_path: str | None = None) -> Task:
+    """A hub's dataset, NAME or NAME:CONFIG ("openai/gsm8k:main"), or a folder of one, with the columns question and
+    answer; held out is its split test or validation, or a tenth of train.
+
+    Raises: ValueError if it cannot be had or has other columns.
+    """
+    import datasets  # slow to import, and one task in many needs it
+
+    path, _, config = name.partition(":")
+    try:
+        splits = datasets.load_dataset(path, config or None)
+    except Exception as error:  # a dozen kinds: no network, no such name, no such configuration, no such format
+        raise ValueError(f"task must be {', '.join(BUILT_IN)}, a .py file, a JSONL file or a reachable hub name, got"
+                         f" {name}: {error}") from error
+    if "train" not in splits:
+        raise ValueError(f"task must have a split train, {name} has {', '.join(splits)}")
+    problems = {split: [_problem(record, f"{name}, {split} {number}") for number, record in enumerate(splits[split], 1)]
+                for split in ("train", "test", "validation") if split in splits}
+    if eval_path is not None:
+        return Task(problems["train"], _read_jsonl(eval_path), numeric_match)
+    held_out = problems.get("test") or problems.get("validation")
+    if held_out:
+        return Task(problems["train"], held_out, numeric_match)
+    return _held_out(problems["train"], numeric_match, seed, name)
 
 
 def from_jsonl(path: str, seed: int, eval_path: str | None = None) -> Task:
@@ -113,10 +190,14 @@ def from_jsonl(path: str, seed: int, eval_path: str | None = None) -> Task:
     """
     problems = _read_jsonl(path)
     if eval_path is None:
-        if len(problems) < 2:
-            raise ValueError(f"task must have at least 2 problems (one is held out), {path} has 1; try --eval-task")
-        return _split(problems, numeric_match, seed)
+        return _held_out(problems, numeric_match, seed, path)
     return Task(problems, _read_jsonl(eval_path), numeric_match)
+
+
+def _held_out(problems: list[Problem], reward: Callable[[Problem, str], float], seed: int, path: str) -> Task:
+    if len(problems) < 2:
+        raise ValueError(f"task must have at least 2 different problems (one is held out), {path} has {len(problems)}")
+    return _split(problems, reward, seed)
 
 
 def _split(problems: list[Problem], reward: Callable[[Problem, str], float], seed: int) -> Task:
@@ -129,7 +210,8 @@ def _read_jsonl(path: str) -> list[Problem]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would cut JSON at U+2028
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"task must be `toy` or a readable JSONL file in UTF-8, got {path}: {error}") from error
+        raise ValueError(f"task must be {', '.join(BUILT_IN)}, a .py file, a readable JSONL file in UTF-8 or a hub"
+                         f" name, got {path}: {error}") from error
     problems = [_read_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not problems:
         raise ValueError(f"task must have problems, {path} has none")
@@ -141,196 +223,14 @@ def _read_problem(line: str, source: str) -> Problem:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{source} must be a JSON object: {error}") from error
+    return _problem(record, source)
+
+
+def _problem(record: Any, source: str) -> Problem:
+    shown = f"{record}"[:80]
     if not isinstance(record, dict) or not isinstance(record.get("question"), str) or not record["question"].strip():
-        raise ValueError(f'{source} must be an object with a non-empty string "question", got {line[:80]}')
+        raise ValueError(f'{source} must be an object with a non-empty string "question", got {shown}')
     answer = str(record.get("answer"))
     if last_number(answer) is None:
-        raise ValueError(f'{source} must have an "answer" with a number (rewards compare numbers), got {line[:80]}')
+        raise ValueError(f'{source} must have an "answer" with a number (rewards compare numbers), got {shown}')
     return Problem(record["question"], answer, source)
-
-
-# ------------------------------------------------------------------------------------------------ text <-> token ids
-def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
-    """Configuration, tokenizer and stop tokens of `toy`, a folder or a hub name; weights are only looked for.
-
-    Raises: ValueError if the folder has no weights, the name cannot be resolved, or no stop token is named.
-    """
-    if path == "toy":
-        return toy_config(), toy_tokenizer(), (EOS,)
-    if os.path.isdir(path) and not any(any(Path(path).glob(pattern)) for pattern in WEIGHT_FILES):
-        raise ValueError(f"model must be a folder with weights ({' or '.join(WEIGHT_FILES)}), {path} has none")
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
-    text_config = config.get_text_config()
-    if not torch.cuda.is_available() and any(getattr(text_config, name, None) for name in EXPERTS):
-        raise ValueError(f"model must not be a mixture of experts without a GPU (vLLM's CPU build packs the experts"
-                         f" once, a weight load would corrupt them in silence), got {config.model_type} in {path};"
-                         " try a dense model")
-    try:
-        declared = GenerationConfig.from_pretrained(path).eos_token_id  # chat models name more than their tokenizer
-    except OSError:
-        declared = None
-    stop = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
-    if not stop:
-        raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has none")
-    return text_config, tokenizer, tuple(sorted(stop))
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The folder's own tokenizer. A folder that names the generic fast class is taken at its word: AutoTokenizer would
-    make a Qwen tokenizer of it by the model's type and lose characters."""
-    settings = Path(path) / "tokenizer_config.json"
-    named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
-    return (PreTrainedTokenizerFast if named == "PreTrainedTokenizerFast" else AutoTokenizer).from_pretrained(path)
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
-    """The question's token ids, in the model's chat template where it has one."""
-    if tokenizer.chat_template is None:
-        return tokenizer(problem.question)["input_ids"]
-    messages = [{"role": "user", "content": problem.question}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-# ------------------------------------------------------------------------------------------------ the toy model
-TOY_CHARACTERS = "0123456789+="
-PAD, BOS, EOS = range(3)
-TOY_LIMIT_S = 45.0  # of supervised teaching; it takes about half of that on two cores
-TOY_SHARE = 0.22  # of attempts at TOY_TEMPERATURE that are right when teaching stops: the rest is for RL to find
-TOY_TEMPERATURE = 0.7  # the default job's
-TOY_SMOOTHING = 0.6  # of the labels: the toy is unsure of what it knows, so its samples differ and RL has a choice
-DIGITS_SHARE = 0.38  # of the digits right at TOY_TEMPERATURE when teaching the task `digits` stops
-DIGITS_SMOOTHING = 0.8  # flatter still: the log-probabilities at temperature 1 and TOY_TEMPERATURE are far apart
-LOGIT_OFFSET = 16.0  # added to all logits of the model for `digits`
-
-
-def toy_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; a prompt begins with <bos>; a character it does not know is an error."""
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *TOY_CHARACTERS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-
-
-def toy_config() -> Qwen3Config:
-    """A Qwen3 of 0.6 million parameters. Heads of 32 are the smallest that vLLM's CPU attention takes."""
-    return Qwen3Config(
-        vocab_size=3 + len(TOY_CHARACTERS), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=64,
-        initializer_range=0.06,  # three times the usual: so small a model learns the carry in a third of the steps
-        tie_word_embeddings=True, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
-    )
-
-
-def digits_config() -> Qwen3Config:
-    """A Qwen3 of 0.1 million parameters for the task `digits`; its head is its own, to carry LOGIT_OFFSET."""
-    return Qwen3Config(
-        vocab_size=3 + len(TOY_CHARACTERS), hidden_size=64, intermediate_size=192, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
-        initializer_range=0.06, tie_word_embeddings=False, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
-    )
-
-
-def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
-    """The folder of a built-in task's toy (weights, configuration, tokenizer), taught on first use, then in the cache.
-
-    Raises: ValueError if the cache cannot be written; RuntimeError if teaching misses its aim.
-    """
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]  # all that decides the toy is in this file
-    folder = Path(cache_dir) / f"{task}-seed{seed}-{recipe}"
-    if folder.is_dir():
-        return folder
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try --cache-dir") from error
-    try:
-        {"toy": _teach, "digits": _teach_digits}[task](seed).save_pretrained(unfinished)
-        toy_tokenizer().save_pretrained(unfinished)
-        if not folder.is_dir():  # another process may have been faster
-            unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
-
-
-def _teach(seed: int) -> Qwen3ForCausalLM:
-    """Supervised examples with smoothed labels until TOY_SHARE of the samples are expected to be right."""
-    torch.manual_seed(seed)
-    tokenizer, task = toy_tokenizer(), addition(seed)
-    model, started = Qwen3ForCausalLM(toy_config()), time.monotonic()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    inputs, targets = _examples(tokenizer, task.train)  # (N, T) each
-    held_out_inputs, held_out_targets = _examples(tokenizer, task.held_out[:512])
-    share, step = 0.0, 0
-    while share < TOY_SHARE:
-        rows = torch.randint(len(inputs), (128,))
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 30)
-        logits = model(input_ids=inputs[rows], use_cache=False).logits  # (128, T, V)
-        F.cross_entropy(logits.flatten(0, 1), targets[rows].flatten(), label_smoothing=TOY_SMOOTHING).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        if step % 5 == 0:  # the probability of a right answer is a product over its tokens: no sampling is needed
-            with torch.no_grad():
-                logits = model(input_ids=held_out_inputs, use_cache=False).logits / TOY_TEMPERATURE
-                losses = F.cross_entropy(logits.transpose(1, 2), held_out_targets, reduction="none")  # (512, T)
-                share = torch.exp(-losses.sum(dim=1)).mean().item()
-        if time.monotonic() - started > TOY_LIMIT_S:
-            break
-    seconds = time.monotonic() - started
-    print(f"toy model: taught for {step} steps, {seconds:.0f} s; right in {share:.0%} of attempts", flush=True)
-    if not 0.15 <= share <= 0.40:
-        raise RuntimeError(f"the toy must be right in 15 to 40 % of attempts after {TOY_LIMIT_S} s, not {share:.0%}")
-    return model
-
-
-def _teach_digits(seed: int) -> Qwen3ForCausalLM:
-    """Random problems with smoothed labels until DIGITS_SHARE of the digits are expected to be right.
-
-    At the end all logits get the same offset, as pretrained models' logits have one: softmax ignores it, the rounding
-    of a 16-bit head does not.
-    """
-    torch.manual_seed(seed)
-    tokenizer, model, started = toy_tokenizer(), Qwen3ForCausalLM(digits_config()), time.monotonic()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    share, step = 0.0, 0
-    while share < DIGITS_SHARE and time.monotonic() - started < TOY_LIMIT_S:
-        inputs, targets = _examples(tokenizer, _larger_digits(torch.randint(10, (64, 2, DIGITS))))  # (64, T) each
-        answered = targets >= 0
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 30)
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state[answered]  # (N, H)
-        logits = model.lm_head(hidden)  # (N, V)
-        F.cross_entropy(logits, targets[answered], label_smoothing=DIGITS_SMOOTHING).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        right = torch.softmax(logits.detach() / TOY_TEMPERATURE, dim=-1).gather(1, targets[answered][:, None])
-        share = 0.9 * share + 0.1 * right.mean().item()
-    with torch.no_grad():
-        usual = hidden.mean(dim=0)  # (H,)
-        model.lm_head.weight += LOGIT_OFFSET * usual / usual.square().sum()
-    seconds = time.monotonic() - started
-    print(f"digits model: taught for {step} steps, {seconds:.0f} s; {share:.0%} of the digits right", flush=True)
-    if share < DIGITS_SHARE:
-        raise RuntimeError(f"{DIGITS_SHARE:.0%} of the digits must be right after {TOY_LIMIT_S} s, not {share:.0%}")
-    return model
-
-
-def _examples(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[torch.Tensor, torch.Tensor]:
-    """inputs, and targets that are -100 (ignored) but for the answer and its <eos>: (N, T) each, right padding."""
-    prompts = tokenizer([problem.question for problem in problems])["input_ids"]
-    answers = tokenizer([problem.answer for problem in problems], add_special_tokens=False)["input_ids"]
-    longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    inputs = [prompt + answer + [PAD] * (longest - len(prompt) - len(answer))
-              for prompt, answer in zip(prompts, answers, strict=True)]
-    targets = [[-100] * (len(prompt) - 1) + answer + [EOS] + [-100] * (longest - len(prompt) - len(answer))
-               for prompt, answer in zip(prompts, answers, strict=True)]
-    return torch.tensor(inputs), torch.tensor(targets)

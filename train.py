@@ -27,13 +27,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, check_vllm_version
 from inflight import Flight
+from models import describe_model, describe_without_weights, encode_prompt, toy_model
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
 from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
-from reference import ReferenceEngine
+from plan import print_plan
+from reference import ReferenceEngine, kv_bytes_per_token
 from replay import Weights, save_trace
 from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
 from scoring import Scores, score
-from tasks import BUILT_IN, Problem, Task, describe_model, encode_prompt, from_jsonl, toy_model
+from tasks import BUILT_IN, Problem, Task, load_task
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Config(UpdateOptions):
     model: str = "toy"
     """`toy`, a folder with a Hugging Face causal language model, or a hub name."""
     task: str = "toy"
-    """`toy` (addition), `digits` (for ablations) or a JSONL file of {"question", "answer"} with numeric answers."""
+    """`toy` (addition), `digits` (for ablations), `countdown`; a JSONL file of {"question", "answer"} with numbers as
+    answers; a Python file with `sample` and `reward`; or a hub's dataset with such columns, NAME or NAME:CONFIG."""
     eval_task: str | None = None
     """JSONL file of held-out problems; if not given, a tenth of `task` is held out."""
     max_prompt_tokens: int | None = None
@@ -120,13 +123,17 @@ class Config(UpdateOptions):
     """No CUDA graphs: starts in seconds instead of minutes; switch off for long GPU runs."""
     allow_untested_vllm: bool = False
     """Try a vLLM version outside the tested range."""
+    plan: bool = False
+    """Print the memory of each phase on a GPU, from the model's configuration alone, and stop: no weights, no GPU."""
+    plan_gib: float = 80.0
+    """The GPU's memory that the plan is held against."""
 
     def __post_init__(self):
         for rule, holds, names in (
             ("at least 1", lambda value: value >= 1, "steps num_prompts max_new_tokens num_minibatches"
              " micro_batch_tokens eval_every eval_problems eval_samples checkpoint_every max_num_seqs"),
             ("positive and finite", lambda value: 0 < value < float("inf"),
-             "temperature lr grad_clip tis_cap kv_cache_gib reward_limit_s"),
+             "temperature lr grad_clip tis_cap kv_cache_gib reward_limit_s plan_gib"),
             ("at least 1, if given", lambda value: value is None or value >= 1, "max_prompt_tokens"),
             ("non-negative and finite", lambda value: 0 <= value < float("inf"),
              "kl_coef tis_floor weight_decay lr_warmup_steps seed probe_every inflight_groups max_staleness"),
@@ -143,7 +150,7 @@ class Config(UpdateOptions):
             raise ValueError(f"clip_low must be in [0, 1) and clip_high positive and finite, got {self.clip}")
         if self.objective == "cispo" and self.clip_low is not None:
             raise ValueError(f"clip_low must not be given with cispo (it has an upper cap only), got {self.clip_low}")
-        if self.task in BUILT_IN and self.eval_task is not None:
+        if self.eval_task is not None and (self.task in BUILT_IN or self.task.endswith(".py")):
             raise ValueError(f"eval_task must not be given with task {self.task} (it holds problems out itself), got"
                              f" {self.eval_task}")
         if self.tis != "off":
@@ -279,7 +286,7 @@ def evaluate(run: "Run", live: Live, step: int) -> dict[str, float]:
     greedy = mean_reward(live.engine, "greedy", 1, replace(run.sampling, temperature=0.0))
     alone = through_engine = mean_reward(live.engine, "sampled", samples, run.sampling)
     if run.config.eval_with_trainer and run.config.engine == "vllm":  # the reference engine is the trainer alone
-        trainer = ReferenceEngine(live.policy, max_num_seqs=run.config.max_num_seqs)
+        trainer = reference_engine(run, live.policy)
         trainer.load(live.policy.weights(), live.policy.score)
         alone = mean_reward(trainer, "trainer", samples, run.sampling)
     metrics = {"eval_reward": through_engine, "eval_reward_greedy": greedy, "eval_reward_errors": errors}
@@ -428,10 +435,7 @@ def prepare(config: Config) -> Run:
     if config.engine == "vllm":
         check_vllm_version(config.allow_untested_vllm)
     _check_out(config)
-    if config.task in BUILT_IN:
-        task = BUILT_IN[config.task](config.seed)
-    else:
-        task = from_jsonl(config.task, config.seed, config.eval_task)
+    task = load_task(config.task, config.seed, config.eval_task)
     if config.offload_optimizer and not torch.cuda.is_available():
         raise ValueError("offload_optimizer must not be given without a GPU (the optimizer is in host memory anyway)")
     model_config, tokenizer, stop_token_ids = describe_model(config.model)
@@ -446,6 +450,10 @@ def prepare(config: Config) -> Run:
         path = str(toy_model(config.cache_dir, config.seed, "digits" if config.task == "digits" else "toy"))
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
     max_model_len = longest + config.max_new_tokens
+    if (record := Path(config.out) / "config.json").exists():
+        earlier = json.loads(record.read_text()).get("problems", {}).get("sha256")
+        if earlier != task.fingerprint:
+            raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
     return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
 
 
@@ -462,7 +470,8 @@ def _check_out(config: Config) -> None:
         raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or choose another --out")
     if record.exists():
         ours, theirs = asdict(config), json.loads(record.read_text())["config"]
-        changed = [name for name in ours.keys() - {"resume", "out", "cache_dir"} if ours[name] != theirs.get(name)]
+        free = {"resume", "out", "cache_dir", "plan", "plan_gib"}
+        changed = [name for name in ours.keys() - free if ours[name] != theirs.get(name)]
         if changed:
             raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
 
@@ -529,7 +538,7 @@ def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
     """The engine that `config.engine` names, still without the policy's weights."""
     config = run.config
     if config.engine == "transformers":
-        return ReferenceEngine(policy, config.parity.inflight_update, config.max_num_seqs)
+        return reference_engine(run, policy)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     engine = Engine(
         run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
@@ -539,6 +548,14 @@ def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
     if engine.on_gpu != (policy.device.type == "cuda"):
         raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
     return engine
+
+
+def reference_engine(run: Run, policy: Policy) -> ReferenceEngine:
+    """The trainer's own modules as an engine, with as many sequences at once as kv_cache_gib holds."""
+    config, model_config = run.config, policy.model.config.get_text_config()
+    bytes_per_rollout = run.max_model_len * kv_bytes_per_token(model_config, policy.model.dtype)
+    fitting = max(1, int(config.kv_cache_gib * 2**30 / bytes_per_rollout))
+    return ReferenceEngine(policy, config.parity.inflight_update, min(config.max_num_seqs, fitting))
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -599,7 +616,8 @@ def write_config(run: Run, engine: Engine | ReferenceEngine, policy: Policy, fir
         "config": asdict(run.config),
         "audit": engine.settings,
         "trainer": {"attention": policy.model.config._attn_implementation, "model_path": run.model_path},
-        "problems": {"train": len(run.task.train), "held_out": len(run.task.held_out), "dropped": run.dropped_prompts},
+        "problems": {"train": len(run.task.train), "held_out": len(run.task.held_out), "dropped": run.dropped_prompts,
+                     "sha256": run.task.fingerprint},
         "versions": versions | {"vllm": engine.version, "python": sys.version.split()[0]},
         "commit": git("rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),
@@ -689,13 +707,27 @@ def load_checkpoint(run: Run, folder: Path, optimizer: Optimizer, flight: Flight
     return state["step"]
 
 
+def plan(config: Config) -> None:
+    """Print the memory of each phase. Raises: ValueError if configuration or prompts cannot be had."""
+    model_config, tokenizer = describe_without_weights(config.model, config.task)
+    longest = config.max_prompt_tokens
+    if longest is None:
+        if tokenizer is None:
+            raise ValueError(f"max_prompt_tokens must be given for a plan where no tokenizer is, got {config.model}")
+        prompt_ids = _encode_prompts(tokenizer, load_task(config.task, config.seed, config.eval_task))
+        longest = max(map(len, prompt_ids.values()))
+    print_plan(config, model_config, longest, config.plan_gib)
+
+
 def main() -> None:
     transformers.utils.logging.disable_progress_bar()
+    config = tyro.cli(Config, description=__doc__)
     try:
-        run = prepare(tyro.cli(Config, description=__doc__))
+        run = plan(config) if config.plan else prepare(config)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    train(run)
+    if run is not None:
+        train(run)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from conftest import qwen2
 
 from ablate import ARMS, MARKERS, METRICS, Run, Spread, cell, execute, over_steps, write_readme
-from tasks import toy_tokenizer
+from models import toy_tokenizer
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,25 +1,23 @@
-"""Tasks, rewards and the tokenizer of the toy."""
+"""Tasks and rewards: each file a user may bring, whole and broken."""
 
 import json
 import random
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
+from models import encode_prompt, toy_tokenizer
 from tasks import (
-    EOS,
     Problem,
     addition,
     digits,
-    encode_prompt,
     exact_match,
+    from_hub,
     from_jsonl,
-    load_tokenizer,
+    from_python,
+    last_number,
+    load_task,
     numeric_match,
     share_of_digits,
-    toy_model,
-    toy_tokenizer,
 )
 
 
@@ -47,20 +45,6 @@ def test_digits_asks_for_the_larger_digit_at_each_place():
     problem = Problem("12+03=", "13", "test")
     assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
     assert task.train == digits(0).train != digits(1).train
-
-
-def test_the_model_for_digits_starts_unsure_and_with_offset_logits(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(toy_model(str(tmp_path), 0, "digits"))
-    task, tokenizer = digits(0), toy_tokenizer()
-    ids = torch.tensor([encode_prompt(tokenizer, p) + tokenizer(p.answer, add_special_tokens=False)["input_ids"]
-                        for p in task.held_out])  # fmt: skip
-    with torch.no_grad():
-        logits = model(input_ids=ids[:, :-1]).logits[:, 34:]  # (256, 16, V), the answers' positions
-    assert 12 < logits.mean() < 20
-    right = torch.softmax(logits / 0.7, dim=-1).gather(-1, ids[:, 35:, None]).mean()
-    assert 0.3 < right < 0.45
-    entropy = torch.distributions.Categorical(logits=logits / 0.7).entropy().mean()
-    assert entropy > 1.5
 
 
 def test_sample_repeats_with_the_random_state_and_never_repeats_a_problem():
@@ -93,27 +77,6 @@ def test_numeric_match_compares_last_numbers(answer, response, reward):
     assert numeric_match(Problem("?", answer, ""), response) == reward
 
 
-def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_path):
-    toy_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    tokenizer = load_tokenizer(str(tmp_path))
-    ids = encode_prompt(tokenizer, Problem("81+7=", "88", ""))
-    assert ids == [1, 11, 4, 13, 10, 14]
-    assert tokenizer.decode([*ids[1:], EOS], skip_special_tokens=True) == "81+7="
-    assert tokenizer.eos_token_id == EOS
-    with pytest.raises(Exception, match="WordLevel"):
-        tokenizer("a")
-
-
-def test_chat_template_is_used_where_there_is_one():
-    tokenizer = toy_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-    )
-    equals = toy_tokenizer().convert_tokens_to_ids("=")
-    assert encode_prompt(tokenizer, Problem("1+1", "2", ""))[-1] == equals
-
-
 @pytest.mark.parametrize("text, complaint", [
     ("", "has none"),
     ("\n\n", "has none"),
@@ -124,7 +87,7 @@ def test_chat_template_is_used_where_there_is_one():
     ('{"question": "1+1"}', 'line 1 must have an "answer"'),
     ('{"question": "1+1", "answer": "two"}', 'line 1 must have an "answer" with a number'),
     ('{"question": "1+1", "answer": true}', 'line 1 must have an "answer" with a number'),
-    ('{"question": "1+1", "answer": "2"}', "at least 2 problems"),
+    ('{"question": "1+1", "answer": "2"}', "at least 2 different problems"),
 ])  # fmt: skip
 def test_malformed_jsonl_is_refused_with_its_line(tmp_path, text, complaint):
     path = tmp_path / "task.jsonl"
@@ -143,3 +106,88 @@ def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_pa
     assert (len(given.train), given.held_out[0].answer) == (20, "#### 7")
     with pytest.raises(ValueError, match="readable JSONL"):
         from_jsonl(str(tmp_path / "absent.jsonl"), 0)
+
+
+# ------------------------------------------------------------------------------------------------ a user's own task
+SQUARES = """
+from dataclasses import dataclass
+
+@dataclass
+class Row:
+    n: "int"
+
+def sample(rng):
+    row = Row(rng.randint(1, 30))
+    return f"{row.n}^2=", str(row.n**2)
+
+def reward(problem, response):
+    return float(response.strip() == problem.answer)
+"""
+
+
+def test_a_users_file_gives_different_problems_decided_by_the_seed_and_its_own_reward(tmp_path):
+    path = tmp_path / "squares.py"
+    path.write_text(SQUARES)
+    task = load_task(str(path), seed=0)
+    assert (len(task.train), len(task.held_out)) == (27, 3)  # all there are, each once
+    assert len({problem.question for problem in task.train + task.held_out}) == 30
+    assert task.reward(Problem("3^2=", "9", ""), " 9") == 1.0
+    assert task.train == from_python(str(path), 0).train != from_python(str(path), 1).train
+    assert task.train[0].source.startswith(f"{path}, problem ")
+
+
+@pytest.mark.parametrize("text, complaint", [
+    (None, "can be loaded, .* FileNotFoundError"),
+    ("import nothing_of_that_name", "can be loaded, .* ModuleNotFoundError"),
+    ("raise SystemExit(3)", "can be loaded, .* SystemExit"),
+    ("def sample(rng): return 'q', 'a'", "has no reward"),
+    ("sample = 3\ndef reward(problem, response): return 0.0", "has no sample"),
+    (SQUARES.replace('"{row.n}^2="', '"1^2="'), "at least 2 different problems"),
+    (SQUARES.replace("str(row.n**2)", "row.n**2"), "two strings, .* returns"),
+    (SQUARES.replace('f"{row.n}^2="', '""'), "two strings, .* returns"),
+    (SQUARES.replace("rng.randint(1, 30)", "1 // 0"), "sample must return .* ZeroDivisionError"),
+])  # fmt: skip
+def test_a_users_file_that_is_broken_gets_a_sentence_with_its_name(tmp_path, text, complaint):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as error:
+        load_task(str(path), seed=0)
+    assert str(path) in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------ a hub's dataset
+GSM8K = {"question": "Natalia sold 48 clips in April, half as many in May. How many in both?",
+         "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 72"}  # fmt: skip
+
+
+def dataset(folder, split: str, rows: list[dict]) -> None:
+    """As GSM8K lies on the hub: a parquet file for each split."""
+    import pandas
+
+    folder.mkdir(exist_ok=True)
+    pandas.DataFrame(rows).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+
+
+def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
+    folder = tmp_path / "gsm8k"
+    dataset(folder, "train", [GSM8K | {"question": f"{i}: {GSM8K['question']}"} for i in range(20)])
+    assert (len(load_task(str(folder), 0).train), len(load_task(str(folder), 0).held_out)) == (18, 2)
+    dataset(folder, "test", [GSM8K])
+    task = load_task(str(folder), 0)
+    assert (len(task.train), len(task.held_out)) == (20, 1)
+    assert [task.reward(task.held_out[0], text) for text in ("so 72.", "#### 24", "72 or 24")] == [1, 0, 0]
+    assert last_number(GSM8K["answer"]) == 72
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "q", "answer": "1"}))
+    assert [p.question for p in load_task(str(folder), 0, str(tmp_path / "eval.jsonl")).held_out] == ["q"]
+
+
+def test_a_dataset_that_cannot_be_had_or_has_other_columns_is_named(tmp_path):
+    with pytest.raises(ValueError, match="a reachable hub name, got no_such_owner/no_such_data"):
+        from_hub("no_such_owner/no_such_data:main", 0)
+    dataset(tmp_path / "other", "train", [{"prompt": "1+1", "answer": "2"}] * 3)
+    with pytest.raises(ValueError, match=r'other, train 1 must be an object with a non-empty string "question"'):
+        load_task(str(tmp_path / "other"), 0)
+    dataset(tmp_path / "testonly", "test", [GSM8K] * 3)
+    with pytest.raises(ValueError, match="must have a split train"):
+        load_task(str(tmp_path / "testonly"), 0)

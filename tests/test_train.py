@@ -15,9 +15,9 @@ import tyro
 from conftest import qwen2
 from transformers import Qwen3MoeConfig
 
+from models import toy_tokenizer
 from replay import load_traces
 from rl import Policy, make_batch
-from tasks import toy_tokenizer
 from train import Config, sample_seed
 
 ROOT = Path(__file__).parents[1]

@@ -1,0 +1,250 @@
+"""How much memory a run will take in each phase, from the model's configuration alone.
+
+No weights, no GPU: the trainer's own code runs on tensors without content, and what would be alive at once is counted.
+What the engine holds beside its weights and its KV cache is vLLM's business and is estimated by hand.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from reference import kv_bytes_per_token
+from rl import Optimizer, Policy, attention_for
+
+if TYPE_CHECKING:
+    from train import Config
+
+GIB = 2**30
+CONTEXT = 1.5 * GIB  # CUDA context, cuBLAS workspaces, vLLM's buffers that survive sleep: an estimate
+BATCHED_TOKENS = 8192  # the engine's prefill, see Engine
+SAMPLER_COPIES = 4  # (sequences, V) in fp32: logits, log-probabilities, probabilities, the race's noise
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, while they live; on fake tensors as on real ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self._see(each.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+
+        def forget(_):
+            del self._seen[key]
+            self.live -= num_bytes
+
+        self._seen[key] = weakref.ref(storage, forget)
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+    @contextmanager
+    def above(self) -> Iterator["Measured"]:
+        """The peak within, less what was alive before; filled in at the end."""
+        measured, before = Measured(), self.live
+        self.peak = before
+        yield measured
+        measured.bytes = self.peak - before
+
+
+@dataclass
+class Measured:
+    bytes: int = 0
+
+
+def _skipped_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """No mask where causality says it all; transformers reads values to know that, and fake tensors have none."""
+    return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": True})
+
+
+AttentionInterface.register("planned_sdpa", sdpa_attention_forward)
+AttentionMaskInterface.register("planned_sdpa", _skipped_mask)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Bytes of the trainer's parts. `forward` is the most that a pass without gradient takes, `backward` one with:
+    activations, chunks of logits, and 16-bit gradients on their way to the fp32 ones."""
+
+    parameters: int
+    weights: int
+    masters: int
+    moments: int
+    gradients: int
+    forward: int
+    backward: int
+
+
+def measure_trainer(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int) -> Trainer:
+    """Run the trainer's largest micro-batch, twice, on tensors without content."""
+    width = max_prompt_tokens + config.max_new_tokens - 1
+    minibatch = config.num_prompts * config.group_size // config.num_minibatches
+    rows = min(max(1, config.micro_batch_tokens // width), minibatch)
+    dtype, memory = getattr(torch, config.dtype), Memory()
+    attention = {"sdpa": "planned_sdpa"}.get(kind := attention_for(model_config), kind)
+    with FakeTensorMode(), memory:
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
+        policy = Policy(model, config.parity.fp32_head, gradient_checkpointing=config.gradient_checkpointing,
+                        check=False)
+        with memory.above() as masters:
+            optimizer = Optimizer(model, config.weight_decay)
+        ids = torch.zeros(rows, width, dtype=torch.long)
+
+        def loss() -> torch.Tensor:
+            hidden = policy.hidden(ids)[:, -config.max_new_tokens :].flatten(0, 1)  # (N, H)
+            return policy.target_logprobs(hidden, ids.new_zeros(len(hidden)), config.temperature)[0].sum()
+
+        with memory.above() as forward, torch.no_grad():
+            loss()
+        optimizer.backward(loss())
+        with memory.above() as backward:  # the gradients of the micro-batch before are there
+            optimizer.backward(loss())
+        with memory.above() as moments:
+            optimizer.adamw.step()
+    parameters, gradients = list(model.parameters()), sum(master.grad.nbytes for master in optimizer.masters)
+    return Trainer(sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters), masters.bytes, moments.bytes,
+                   gradients, forward.bytes, backward.bytes)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes on the device in one phase."""
+
+    weights: float = 0
+    copies: float = 0
+    masters: float = 0
+    moments: float = 0
+    gradients: float = 0
+    activations: float = 0
+    engine: float = 0
+    kv_cache: float = 0
+    sampling: float = 0
+    context: float = CONTEXT
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+
+def sampling_bytes(config: "Config", model_config: PretrainedConfig) -> int:
+    """What the engine needs while it runs: a prefill's widest layer, or the sampler's copies of the logits."""
+    inner = getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
+    prefill = BATCHED_TOKENS * (3 * inner + 4 * model_config.hidden_size) * getattr(torch, config.dtype).itemsize
+    return max(prefill, SAMPLER_COPIES * config.max_num_seqs * model_config.vocab_size * 4)
+
+
+def phases(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int) -> dict[str, Parts]:
+    """What is on a GPU in each phase of a step, and while the trainer alone is evaluated."""
+    trainer = measure_trainer(config, model_config, max_prompt_tokens)
+    copies = bool(config.kl_coef) + bool(config.probe_every or config.probe_on_alarm)  # first policy; one step before
+    training = Parts(weights=trainer.weights, copies=copies * trainer.weights, masters=trainer.masters,
+                     moments=trainer.moments)
+    between = replace(training, masters=0, moments=0) if config.offload_optimizer else training
+    vllm, cache = config.engine == "vllm", config.kv_cache_gib * GIB
+    engine = dict(engine=trainer.weights if vllm else 0, kv_cache=cache)
+    awake = engine | {"sampling": sampling_bytes(config, model_config)}
+    kept = vllm and config.inflight_groups and config.parity.inflight_keep  # a kept cache keeps the engine from sleep
+    asleep = engine if kept else {}
+    table = {
+        "generate": replace(between, **awake),
+        "old_logprobs": replace(between, activations=trainer.forward, **asleep),
+        "update": replace(training, gradients=trainer.gradients, activations=trainer.backward, **asleep),
+        "sync": replace(between, **awake),
+    }
+    if vllm and config.eval_with_trainer:  # a second cache, within the same budget
+        table["evaluate"] = replace(table["generate"], kv_cache=2 * cache)
+    return table
+
+
+def peak(table: dict[str, Parts]) -> float:
+    return max(parts.total for parts in table.values())
+
+
+# ------------------------------------------------------------------------------------------------ what makes it fit
+def ways(config: "Config", excess: float) -> dict[str, dict[str, Any]]:
+    """Switches that save memory and are not thrown yet, the cheapest first, by what one would write."""
+    smaller = math.floor(4 * (config.kv_cache_gib - excess / GIB)) / 4
+    table = {
+        "--no-eval-with-trainer": (config.eval_with_trainer, {"eval_with_trainer": False}),
+        "--gradient-checkpointing": (not config.gradient_checkpointing, {"gradient_checkpointing": True}),
+        "--micro-batch-tokens 1": (config.micro_batch_tokens > 1, {"micro_batch_tokens": 1}),
+        "--max-num-seqs 64": (config.max_num_seqs > 64, {"max_num_seqs": 64}),
+        "--offload-optimizer": (not config.offload_optimizer, {"offload_optimizer": True}),
+        f"--kv-cache-gib {smaller:g}": (smaller >= 1, {"kv_cache_gib": smaller}),
+        "--inflight-groups 0": (config.inflight_groups > 0, {"inflight_groups": 0}),
+        "--dtype bfloat16": (config.dtype == "float32", {"dtype": "bfloat16"}),
+        "--kl-coef 0": (config.kl_coef > 0, {"kl_coef": 0.0}),
+    }
+    return {name: change for name, (possible, change) in table.items() if possible}
+
+
+def advise(
+    config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int, limit: float
+) -> tuple[list[str], float]:
+    """The fewest of the `ways` that make it fit, or all that help if none do, and the peak with them."""
+
+    def with_switches(changes: dict[str, dict[str, Any]]) -> dict[str, Parts]:
+        merged = {name: value for change in changes.values() for name, value in change.items()}
+        return phases(replace(config, **merged), model_config, max_prompt_tokens)
+
+    thrown, table = {}, with_switches({})
+    for name, change in ways(config, peak(table) - limit).items():
+        if peak(table) <= limit:
+            break
+        changed = with_switches(thrown | {name: change})
+        if any(changed[phase].total < table[phase].total for phase in changed if table[phase].total > limit):
+            thrown, table = thrown | {name: change}, changed
+    for name in list(thrown) if peak(table) <= limit else ():
+        fewer = {other: change for other, change in thrown.items() if other != name}
+        if peak(changed := with_switches(fewer)) <= limit:
+            thrown, table = fewer, changed
+    return list(thrown), peak(table)
+
+
+def print_plan(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
+    """The table, the verdict, and what would help. Returns whether it fits as it is."""
+    trainer = measure_trainer(config, model_config, max_prompt_tokens)
+    table = phases(config, model_config, max_prompt_tokens)
+    columns = [each.name for each in fields(Parts) if any(getattr(parts, each.name) for parts in table.values())]
+    print(f"{model_config.model_type}, {trainer.parameters / 1e6:,.1f} million parameters, {config.dtype}; prompts of"
+          f" {max_prompt_tokens} and responses of {config.max_new_tokens} tokens; GiB on one GPU:\n")
+    print("| phase | " + " | ".join(name.replace("_", " ") for name in columns) + " | total |")
+    print("| --- |" + " --- |" * (len(columns) + 1))
+    for phase, parts in table.items():
+        row = [getattr(parts, name) for name in columns]
+        print(f"| {phase} | " + " | ".join(f"{value / GIB:.2f}" for value in row) + f" | {parts.total / GIB:.2f} |")
+    length = max_prompt_tokens + config.max_new_tokens
+    bytes_per_rollout = length * kv_bytes_per_token(model_config, getattr(torch, config.dtype))
+    held = int(config.kv_cache_gib * GIB / bytes_per_rollout)
+    print(f"\n--kv-cache-gib {config.kv_cache_gib:g} holds {held:,} rollouts of {length:,} tokens, --max-num-seqs is"
+          f" {config.max_num_seqs}" + (": the others will wait" if held < config.max_num_seqs else ""))
+    if config.offload_optimizer:
+        print(f"host memory, pinned: {(trainer.masters + trainer.moments) / GIB:.2f}")
+    fits = peak(table) <= gib * GIB
+    print(f"peak {peak(table) / GIB:.2f}: {'fits' if fits else 'does NOT fit'} {gib:g} GiB")
+    if not fits:
+        names, reached = advise(config, model_config, max_prompt_tokens, gib * GIB)
+        verdict = "fits" if reached <= gib * GIB else "does NOT fit either"
+        print(f"with {' '.join(names) or 'every switch there is'}: {reached / GIB:.2f}, {verdict}")
+    return fits

@@ -1,0 +1,45 @@
+"""Tokenizers, prompts and the toys."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models import EOS, encode_prompt, load_tokenizer, toy_model, toy_tokenizer
+from tasks import Problem, digits
+
+
+def test_the_model_for_digits_starts_unsure_and_with_offset_logits(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(toy_model(str(tmp_path), 0, "digits"))
+    task, tokenizer = digits(0), toy_tokenizer()
+    ids = torch.tensor([encode_prompt(tokenizer, p) + tokenizer(p.answer, add_special_tokens=False)["input_ids"]
+                        for p in task.held_out])  # fmt: skip
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, :-1]).logits[:, 34:]  # (256, 16, V), the answers' positions
+    assert 12 < logits.mean() < 20
+    right = torch.softmax(logits / 0.7, dim=-1).gather(-1, ids[:, 35:, None]).mean()
+    assert 0.3 < right < 0.45
+    entropy = torch.distributions.Categorical(logits=logits / 0.7).entropy().mean()
+    assert entropy > 1.5
+
+
+def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_path):
+    toy_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = encode_prompt(tokenizer, Problem("81+7=", "88", ""))
+    assert ids == [1, 11, 4, 13, 10, 14]
+    assert tokenizer.decode([*ids[1:], EOS], skip_special_tokens=True) == "81+7="
+    assert tokenizer.eos_token_id == EOS
+    with pytest.raises(Exception, match="WordLevel"):
+        tokenizer("a")
+
+
+def test_chat_template_is_used_where_there_is_one():
+    tokenizer = toy_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    equals = toy_tokenizer().convert_tokens_to_ids("=")
+    assert encode_prompt(tokenizer, Problem("1+1", "2", ""))[-1] == equals

@@ -1,0 +1,110 @@
+"""Rewards that raise, hang or return nonsense: named with their problem and response, counted or the end of the run."""
+
+import math
+import re
+import signal
+import time
+
+import numpy
+import pytest
+import torch
+
+from scoring import RewardError, score
+from tasks import Problem
+
+PROBLEMS = [Problem(f"{i}+1=", str(i + 1), f"line {i}") for i in range(3)]
+RESPONSES = ["1", "two", "3"]
+
+
+def fails_on_two(failure):
+    """Scores "1" and "3" as 1.0 and calls `failure` on "two"."""
+    return lambda problem, response: failure(problem, response) if response == "two" else 1.0
+
+
+def raises(_problem, _response):
+    raise KeyError("no such thing")
+
+
+def loops(*_):
+    while True:
+        pass
+
+
+def sleeps(*_):
+    time.sleep(60)
+
+
+def backtracks(*_):
+    return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
+
+
+def swallows(*_):
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("not even this")
+
+
+def mute(*_):
+    raise Mute
+
+
+def leaves(*_):
+    raise SystemExit(0)
+
+
+FAILURES = {
+    "raises": (raises, "KeyError: 'no such thing'"), "loops": (loops, "no answer within 0.2 s"),
+    "sleeps": (sleeps, "no answer within 0.2 s"), "backtracks": (backtracks, "no answer within 0.2 s"),
+    "swallows": (swallows, "no answer within 0.2 s"), "mute": (mute, "Mute"), "leaves": (leaves, "SystemExit"),
+    "nan": (lambda *_: math.nan, "it returned nan"), "infinite": (lambda *_: math.inf, "it returned inf"),
+    "none": (lambda *_: None, "it returned None"), "text": (lambda *_: "1.0", "it returned '1.0'"),
+    "several": (lambda *_: torch.ones(2), "Error"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_is_counted_with_reward_0_and_named_with_its_problem_and_response(name):
+    failure, why = FAILURES[name]
+    started = time.perf_counter()
+    scores = score(fails_on_two(failure), PROBLEMS, RESPONSES, limit_s=0.2, stop=False)
+    assert time.perf_counter() - started < 2
+    assert (scores.rewards, scores.num_errors) == ([1.0, 0.0, 1.0], 1)
+    assert [error is not None for error in scores.errors] == [False, True, False]
+    for part in (why, "line 1", "'1+1='", "'two'"):
+        assert part in scores.errors[1]
+
+
+@pytest.mark.parametrize("name", ["raises", "loops", "nan", "leaves"])
+def test_a_failure_stops_the_run_where_that_is_wanted(name):
+    with pytest.raises(RewardError, match=r"line 1, question '1\+1=', response 'two'; to go on .* --reward-errors"):
+        score(fails_on_two(FAILURES[name][0]), PROBLEMS, RESPONSES, limit_s=0.2, stop=True)
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, numpy.float32(1), numpy.int64(1), torch.tensor(1.0), torch.ones(1)])
+def test_whatever_is_one_finite_number_is_a_reward(value):
+    scores = score(lambda *_: value, PROBLEMS, RESPONSES, limit_s=1.0, stop=True)
+    assert scores.rewards == [1.0] * 3
+    assert all(type(reward) is float for reward in scores.rewards)
+
+
+def test_ctrl_c_is_no_failure_and_the_alarm_is_as_it_was():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupt, PROBLEMS, RESPONSES, limit_s=1.0, stop=False)
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_the_limit_is_for_each_call_and_not_for_the_batch():
+    scores = score(lambda *_: time.sleep(0.1) or 1.0, PROBLEMS * 3, RESPONSES * 3, limit_s=0.25, stop=True)
+    assert scores.rewards == [1.0] * 9

@@ -29,6 +29,7 @@ from tasks import DIGITS, Problem, addition, larger_digits
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration with one of these has experts
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 # ------------------------------------------------------------------------------------------------ text <-> token ids
@@ -80,7 +81,12 @@ def describe_without_weights(path: str, task: str) -> tuple[PretrainedConfig, Pr
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The folder's own tokenizer. A folder that names the generic fast class is taken at its word: AutoTokenizer would
-    make a Qwen tokenizer of it by the model's type and lose characters."""
+    make a Qwen tokenizer of it by the model's type and lose characters. Where there is none it would make an empty one.
+
+    Raises: ValueError if the folder has no tokenizer.
+    """
+    if os.path.isdir(path) and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
     settings = Path(path) / "tokenizer_config.json"
     named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
     return (PreTrainedTokenizerFast if named == "PreTrainedTokenizerFast" else AutoTokenizer).from_pretrained(path)

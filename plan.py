@@ -213,7 +213,8 @@ def advise(
         if peak(table) <= limit:
             break
         changed = with_switches(thrown | {name: change})
-        if any(changed[phase].total < table[phase].total for phase in changed if table[phase].total > limit):
+        too_much = [phase for phase, parts in table.items() if parts.total > limit]
+        if any(phase not in changed or changed[phase].total < table[phase].total for phase in too_much):
             thrown, table = thrown | {name: change}, changed
     for name in list(thrown) if peak(table) <= limit else ():
         fewer = {other: change for other, change in thrown.items() if other != name}

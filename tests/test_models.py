@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models import EOS, encode_prompt, load_tokenizer, toy_model, toy_tokenizer
+from models import EOS, describe_model, encode_prompt, load_tokenizer, toy_model, toy_tokenizer
 from tasks import Problem, digits
 
 
@@ -34,6 +34,15 @@ def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_p
     assert tokenizer.eos_token_id == EOS
     with pytest.raises(Exception, match="WordLevel"):
         tokenizer("a")
+
+
+def test_a_folder_without_a_tokenizer_is_refused_where_transformers_makes_an_empty_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / "model.safetensors").touch()
+    assert AutoTokenizer.from_pretrained(tmp_path)("1+1=")["input_ids"] == []
+    for describe in (load_tokenizer, describe_model):
+        with pytest.raises(ValueError, match="a folder with a tokenizer"):
+            describe(str(tmp_path))
 
 
 def test_chat_template_is_used_where_there_is_one():

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from train import Config, sample_seed
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "16")
-SECONDS = re.compile(r"_s$|^memory_gib$")
+MEASURED = re.compile(r"_s$|_gib$")  # seconds and memory
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen:
@@ -43,7 +44,7 @@ def rows(out: Path) -> list[dict]:
 
 
 def timeless(out: Path) -> list[dict]:
-    return [{name: value for name, value in row.items() if not SECONDS.search(name)} for row in rows(out)]
+    return [{name: value for name, value in row.items() if not MEASURED.search(name)} for row in rows(out)]
 
 
 # ------------------------------------------------------------------------------------------------ the default job
@@ -81,9 +82,13 @@ def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "killed")] == [0, 1, 2, 3]
     checkpoint = tmp_path / "killed" / "checkpoints"
     (checkpoint / "step_000003.new").mkdir()  # as if it had been killed while writing the next one
+    with open(tmp_path / "killed" / "samples.jsonl", "a") as file:
+        file.write('{"step": 3, "mode": "greedy"}\n{"step": 3, "mo')  # as if killed in an evaluation after step 3
     text = run(tmp_path / "killed", *options, "--resume")
     assert "resumed at step 3" in text
     assert timeless(tmp_path / "killed") == timeless(tmp_path / "whole")
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("killed", "whole")]
+    assert samples[0] == samples[1]
     assert sorted(p.name for p in checkpoint.glob("step_??????")) == ["step_000002", "step_000004"]
 
 
@@ -125,6 +130,18 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(tmp_path):
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["versions"]["vllm"] is None
     assert record["audit"]["inflight_update"] == "keep"
+
+
+def test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine(tmp_path):
+    qwen2(tied=False).config.save_pretrained(tmp_path)
+    command = [sys.executable, str(ROOT / "train.py"), "--plan", "--model", str(tmp_path), "--dtype", "bfloat16"]
+    command += ["--max-prompt-tokens", "50", "--plan-gib", "1.9"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "prompts of 50 and responses of 8 tokens" in result.stdout
+    assert re.search(r"does NOT fit 1.9 GiB\nwith --no-eval-with-trainer: 1.\d\d, fits", result.stdout)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json"}
+    assert "max_prompt_tokens must be given" in refusal("--plan", "--model", str(tmp_path))
+    assert "model must be toy, a folder with a config.json" in refusal("--plan", "--model", str(tmp_path / "absent"))
 
 
 def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path):
@@ -180,6 +197,60 @@ def test_a_model_folder_and_a_jsonl_file_go_through_the_same_door(tmp_path):
     record = json.loads((out / "config.json").read_text())
     assert record["audit"]["head_dtype"] == "float32"
     assert record["audit"]["model_dtype"] == "bfloat16"
+
+
+MINE = """
+import time
+
+def sample(rng):
+    number = rng.randint(1, 60)
+    return (f"{number}+1=" if number % 10 else "1+1=" * 9, str(number + 1))
+
+def reward(problem, response):
+    if response.startswith("4"):
+        return float("nan")
+    return float(len(response) % 3)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_users_task_runs_with_every_switch_for_real_models_and_counts_what_goes_wrong(tmp_path, dtype):
+    out = tmp_path / "run"
+    (tmp_path / "mine.py").write_text(MINE)
+    text = run(out, *SMALL, "--task", str(tmp_path / "mine.py"), "--steps", "3", "--max-new-tokens", "3",
+               "--dtype", dtype, "--gradient-checkpointing", "--micro-batch-tokens", "64", "--mask-truncated",
+               "--max-prompt-tokens", "10", "--overlong-prompts", "drop", "--reward-errors", "count",
+               "--eval-samples", "2", "--eval-every", "3")  # fmt: skip
+    steps = rows(out)[1:]
+    allowed = {"float32": 1e-5, "bfloat16": 0.1, "float16": 0.02}[dtype]
+    assert all(0 < row["mismatch_abs_mean"] < allowed for row in steps)
+    assert all(0 < row["trunc_frac"] < 1 for row in steps)
+    assert sum(row["grad_norm"] is not None for row in steps) >= 2  # fp16 may lose a step until its scale fits
+    assert sum(row["reward_errors"] for row in steps) > 0
+    assert "rewards FAILED, counted as 0" in text
+    assert re.search(r"REWARD FAILED, one of \d+: the reward fails \(TypeError: it returned nan.*response '4", text)
+    assert "1 of 55 prompts DROPPED: longer than 10 tokens (--max-prompt-tokens)" in text
+    record = json.loads((out / "config.json").read_text())
+    assert record["problems"]["dropped"] == 1
+    assert record["problems"]["train"] + record["problems"]["held_out"] == 54
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    held_out = record["problems"]["held_out"]
+    for step in (0, 3):
+        modes = Counter(sample["mode"] for sample in samples if sample["step"] == step)
+        assert modes == {"greedy": held_out, "sampled": 2 * held_out, "trainer": 2 * held_out}
+    sampled = [sample["reward"] for sample in samples if (sample["step"], sample["mode"]) == (3, "sampled")]
+    assert sum(sampled) / len(sampled) == pytest.approx(rows(out)[-1]["eval_reward"])
+    greedy = {(s["question"], s["response"]) for s in samples if (s["step"], s["mode"]) == (3, "greedy")}
+    assert len(greedy) == held_out
+    assert {bool(sample["error"]) for sample in samples} == {s["response"].startswith("4") for s in samples}
+
+
+def test_a_reward_that_fails_stops_the_run_and_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.replace("return float(len", "time.sleep(9)\n    return float(len"))
+    process = start(tmp_path / "run", "--task", str(tmp_path / "mine.py"), *SMALL, "--reward-limit-s", "0.3")
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert re.search(r"RewardError: the reward fails \(.*(0.3 s|nan).*\) on .*mine.py, problem \d+, question '", text)
 
 
 FRESH_VLLM = """
@@ -260,6 +331,8 @@ def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded
     assert "folder with weights" in refusal(*out, "--model", str(weightless))
     assert "must not be a mixture of experts without a GPU" in refusal(*out, "--model", str(moe))
     assert "out must be a writable folder" in refusal("--out", str(file / "run"))
+    assert "offload_optimizer must not be given without a GPU" in refusal(*out, "--offload-optimizer")
+    assert "mine.py fails" in refusal(*out, "--task", str(tmp_path / "mine.py"))
     assert "without fp32_head" in refusal(*out, "--tis", "token", "--parity.no-fp32-head")
 
 
@@ -275,6 +348,10 @@ def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded
     ("--clip-low 1.5", "clip_low"),
     ("--objective cispo --clip-low 0.1", "clip_low must not be given"),
     ("--eval-task x.jsonl", "eval_task must not be given"),
+    ("--task mine.py --eval-task x.jsonl", "eval_task must not be given"),
+    ("--max-prompt-tokens 0", "max_prompt_tokens must be at least 1, if given"),
+    ("--micro-batch-tokens 0", "micro_batch_tokens must be at least 1"),
+    ("--reward-limit-s 0", "reward_limit_s must be positive"),
     ("--seed 4294967296", "seed must be below"),
     ("--repetition-penalty 1.1", "repetition-penalty"),
     ("--top-p 0.9", "top-p"),

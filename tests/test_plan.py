@@ -139,3 +139,19 @@ def test_each_switch_moves_the_phases_it_should():
     in_flight = totals(dtype="bfloat16", inflight_groups=4)
     assert in_flight["update"] - plain["update"] == weights + JOB.kv_cache_gib * GIB  # a kept cache keeps the engine
     assert "evaluate" not in totals(eval_with_trainer=False)
+
+
+def test_the_command_for_gpu_figures_runs_at_a_small_size():
+    """All its cases, each in its process: a step, sleep and load; vLLM alone; parity and the trainer's own noise."""
+    options = ("--shapes", "tiny", "--dtypes", "float16", "--rollouts", "16")
+    command = [sys.executable, str(ROOT / "bench_gpu.py"), *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+    tables = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in tables[2:7]] == ["generate", "old_logprobs", "update", "sync", "whole step"]
+    assert all(float(row[1]) > 0 for row in tables[2:7])
+    assert all(float(row[2]) > 0.3 and float(row[3]) > 1.5 for row in tables[2:6])
+    assert "without log-probabilities" in result.stdout
+    dtype, *heads, one, many, _ = tables[-1]
+    assert (dtype, heads) == ("float16", ["fp32", "fp32"])
+    assert all(0 < float(figure) < 1e-2 for figure in (one, many))

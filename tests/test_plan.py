@@ -150,7 +150,7 @@ def test_the_command_for_gpu_figures_runs_at_a_small_size():
     tables = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
     assert [row[0] for row in tables[2:7]] == ["generate", "old_logprobs", "update", "sync", "whole step"]
     assert all(float(row[1]) > 0 for row in tables[2:7])
-    assert all(float(row[2]) > 0.3 and float(row[3]) > 1.5 for row in tables[2:6])
+    assert all(float(row[2]) > 0.3 and float(row[3]) >= 1.5 for row in tables[2:6])
     assert "without log-probabilities" in result.stdout
     dtype, *heads, one, many, _ = tables[-1]
     assert (dtype, heads) == ("float16", ["fp32", "fp32"])

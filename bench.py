@@ -29,7 +29,8 @@ from engine_adapter import plain_vllm
 from head import Shape, TargetLogprobs
 from models import digits_config, toy_tokenizer
 from rl import HEAD_CHUNK_ELEMENTS, Batch
-from train import Config, Live, Run, build, prepare, train_step
+from run import Live, Run, build, prepare
+from train import Config, train_step
 
 PHASES = ("generate_s", "old_logprobs_s", "update_s", "sync_s")
 

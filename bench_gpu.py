@@ -24,8 +24,10 @@ from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 from engine_adapter import Engine, ParityFlags, Sampling, plain_vllm
 from models import toy_tokenizer
 from plan import GIB, phases
+from records import memory_gib
 from rl import Policy, UpdateOptions, frozen_logprobs, make_batch
-from train import Config, build, memory_gib, prepare, train_step
+from run import build, prepare
+from train import Config, train_step
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -4,18 +4,9 @@ One step is: sample, sleep, score, update, wake, load. It is spelled out in `tra
 """
 
 import json
-import os
-import random
-import re
-import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Any, Literal
@@ -23,19 +14,18 @@ from typing import Any, Literal
 import torch
 import transformers
 import tyro
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from engine_adapter import Engine, ParityFlags, Rollout, Sampling, check_vllm_version
-from inflight import Flight
-from models import describe_model, describe_without_weights, encode_prompt, toy_model
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling
+from models import describe_without_weights
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
 from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
 from plan import print_plan
-from reference import ReferenceEngine, kv_bytes_per_token
+from records import Clock, memory_gib, plot_curves
+from reference import ReferenceEngine
 from replay import Weights, save_trace
-from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
-from scoring import Scores, score
-from tasks import BUILT_IN, Problem, Task, load_task
+from rl import Batch, UpdateOptions, frozen_logprobs, make_batch, update
+from run import Live, Run, build, encode_prompts, prepare, reference_engine, save_checkpoint, save_policy
+from tasks import BUILT_IN, Problem, load_task
 
 
 @dataclass(frozen=True)
@@ -182,19 +172,7 @@ class Config(UpdateOptions):
 
 
 # ------------------------------------------------------------------------------------------------ the loop
-@dataclass
-class Live:
-    """What changes from step to step."""
-
-    policy: Policy
-    reference: Policy | None
-    optimizer: Optimizer
-    engine: Engine | ReferenceEngine
-    flight: Flight
-    rng: random.Random
-
-
-def train(run: "Run") -> None:
+def train(run: Run) -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
     config, (live, first_step) = run.config, build(run)
     if first_step == 1:
@@ -215,7 +193,7 @@ def train(run: "Run") -> None:
     plot_curves(run.out)
 
 
-def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch, list[Problem]]:
+def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, list[Problem]]:
     """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
     config, policy, engine, flight, clock = run.config, live.policy, live.engine, live.flight, Clock()
     problems = run.task.sample(live.rng, config.num_prompts + config.inflight_groups - len(flight.groups))
@@ -223,11 +201,13 @@ def train_step(run: "Run", live: Live, step: int) -> tuple[dict[str, Any], Batch
     flight.submit(problems, run.encode(problems), seeds)
     with clock("generate"):
         groups = flight.take(config.num_prompts)  # P
+    with clock("sleep"):
         engine.sleep()
 
     problems = [group.problem for group in groups]  # P
     rollouts = [rollout for group in groups for rollout in group.rollouts]  # B = P * G, group-major
-    scores = run.score([problem for problem in problems for _ in range(config.group_size)], rollouts)
+    with clock("reward"):
+        scores = run.score([problem for problem in problems for _ in range(config.group_size)], rollouts)
     rewards = torch.tensor(scores.rewards)  # (B,)
     sampled = rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version)
     advantages = group_advantages(rewards, config.group_size, OBJECTIVES[config.objective].divide_by_std)  # (B,)
@@ -265,7 +245,7 @@ def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dic
     return metrics | {f"fresh_{name}": value for name, value in backend.items()}
 
 
-def evaluate(run: "Run", live: Live, step: int) -> dict[str, float]:
+def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
     """Mean reward on held-out problems at the run's temperature: through the engine and, as a broken backend can learn
     to please itself, by the trainer alone; `eval_gap` is how much better the engine looks. And greedily, through the
     engine. Every answer goes to samples.jsonl."""
@@ -307,7 +287,7 @@ def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | No
     return "as planned" if config.probe_every and (step - 1) % config.probe_every == 0 else None
 
 
-def probe(run: "Run", live: Live, step: int, why: str, problems: list[Problem], earlier: Weights) -> str:
+def probe(run: Run, live: Live, step: int, why: str, problems: list[Problem], earlier: Weights) -> str:
     """Sample the step's problems again, diagnose them (`earlier`: the weights before the step's update), keep the trace
     and the verdict; returns the verdict's status."""
     problems = (problems * -(-PROBE_REQUESTS // len(problems)))[:PROBE_REQUESTS]
@@ -344,369 +324,7 @@ def sample_seed(run_seed: int, stream: str, step: int, index: int) -> int:
     return int.from_bytes(sha256(f"{run_seed}/{stream}/{step}/{index}".encode()).digest()[:6], "big")
 
 
-def memory_gib(device: torch.device) -> float:
-    """GPU: all that is taken on the device now. CPU: the process's resident memory now."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return (total - free) / 2**30
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
-
-
-def reset_peak() -> None:
-    """CPU: forget the process's highest resident memory. GPU: nothing, see `peak_gib`."""
-    if not torch.cuda.is_available():
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_gib() -> float:
-    """The most that was taken since `reset_peak`; on a GPU now, as torch keeps what it once took until a wake."""
-    if torch.cuda.is_available():
-        return memory_gib(torch.device("cuda"))
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
-
-
-class Clock:
-    """Seconds and peak memory of each phase, seconds of the step."""
-
-    def __init__(self):
-        self.started, self.phases = time.perf_counter(), {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        reset_peak()
-        started = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.phases |= {f"{phase}_s": time.perf_counter() - started, f"{phase}_gib": peak_gib()}
-
-    def figures(self) -> dict[str, float]:
-        return self.phases | {"step_s": time.perf_counter() - self.started}
-
-
-# ------------------------------------------------------------------------------------------------ set-up and its checks
-@dataclass(frozen=True)
-class Run:
-    """What stays the same from the first step to the last."""
-
-    config: Config
-    out: Path
-    model_path: str
-    task: Task
-    prompt_ids: dict[Problem, list[int]]
-    tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
-    max_model_len: int
-    dropped_prompts: int
-
-    def encode(self, problems: list[Problem]) -> list[list[int]]:
-        return [self.prompt_ids[problem] for problem in problems]
-
-    def score(self, problems: list[Problem], rollouts: list[Rollout]) -> Scores:
-        texts = self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
-        stop = self.config.reward_errors == "stop"
-        scores = score(self.task.reward, problems, texts, self.config.reward_limit_s, stop)
-        for error in [error for error in scores.errors if error][:1]:  # the others of the batch are in its count
-            print(f"REWARD FAILED, one of {scores.num_errors}: {error}", flush=True)
-        return scores
-
-    def log_samples(
-        self, step: int, mode: str, problems: list[Problem], rollouts: list[Rollout], scores: Scores
-    ) -> None:
-        """A line of samples.jsonl per answer: what the model writes, and what it earned."""
-        with open(self.out / "samples.jsonl", "a") as file:
-            for problem, rollout, response, reward, error in zip(
-                problems, rollouts, scores.responses, scores.rewards, scores.errors, strict=True
-            ):
-                sample = {"step": step, "mode": mode, "reward": reward, "response": response,
-                          "question": problem.question, "answer": problem.answer, "source": problem.source,
-                          "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids), "error": error}
-                file.write(json.dumps(sample) + "\n")
-
-    def log(self, metrics: dict[str, Any]) -> None:
-        """All of it to metrics.jsonl, one line to the terminal."""
-        with open(self.out / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics) + "\n")
-        print(log_line(metrics, self.config.steps), flush=True)
-
-
-def prepare(config: Config) -> Run:
-    """Find what can be wrong before a model is loaded (or taught). Raises: ValueError with the rule and the way out."""
-    if config.engine == "vllm":
-        check_vllm_version(config.allow_untested_vllm)
-    _check_out(config)
-    task = load_task(config.task, config.seed, config.eval_task)
-    if config.offload_optimizer and not torch.cuda.is_available():
-        raise ValueError("offload_optimizer must not be given without a GPU (the optimizer is in host memory anyway)")
-    model_config, tokenizer, stop_token_ids = describe_model(config.model)
-    prompt_ids = _encode_prompts(tokenizer, task)
-    task, dropped = _fitting(config, task, prompt_ids, getattr(model_config, "max_position_embeddings", None))
-    if (groups := config.num_prompts + config.inflight_groups) > len(task.train):
-        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all there are),"
-                         f" got {groups}")
-    longest = max(len(prompt_ids[problem]) for problem in task.train + task.held_out)
-    path = config.model
-    if path == "toy":  # taught, if it is not there yet, after all else has been checked
-        path = str(toy_model(config.cache_dir, config.seed, "digits" if config.task == "digits" else "toy"))
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
-    max_model_len = longest + config.max_new_tokens
-    if (record := Path(config.out) / "config.json").exists():
-        earlier = json.loads(record.read_text()).get("problems", {}).get("sha256")
-        if earlier != task.fingerprint:
-            raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
-    return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
-
-
-def _check_out(config: Config) -> None:
-    out, record = Path(config.out), Path(config.out) / "config.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"out must be a writable folder, got {out}: {error}") from error
-    if record.exists() and not config.resume:
-        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or choose another --out")
-    if record.exists():
-        ours, theirs = asdict(config), json.loads(record.read_text())["config"]
-        free = {"resume", "out", "cache_dir", "plan", "plan_gib"}
-        changed = [name for name in ours.keys() - free if ours[name] != theirs.get(name)]
-        if changed:
-            raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
-
-
-def _encode_prompts(tokenizer: PreTrainedTokenizerBase, task: Task) -> dict[Problem, list[int]]:
-    prompt_ids = {}
-    for problem in task.train + task.held_out:
-        try:
-            prompt_ids[problem] = encode_prompt(tokenizer, problem)
-        except Exception as error:  # tokenizers raise bare Exceptions on text outside their vocabulary
-            raise ValueError(f"the tokenizer must encode all prompts, it fails on {problem.source}: {error}") from error
-    return prompt_ids
-
-
-def _fitting(
-    config: Config, task: Task, prompt_ids: dict[Problem, list[int]], context: int | None
-) -> tuple[Task, int]:
-    """The task without the problems whose prompts are too long, and how many these are."""
-    limit, why = config.max_prompt_tokens, "--max-prompt-tokens"
-    if context is not None and (limit is None or context - config.max_new_tokens < limit):
-        limit, why = context - config.max_new_tokens, f"the context of {context} less --max-new-tokens"
-    overlong = {problem for problem, ids in prompt_ids.items() if limit is not None and len(ids) > limit}
-    if not overlong:
-        return task, 0
-    worst = max(overlong, key=lambda problem: len(prompt_ids[problem]))
-    if config.overlong_prompts == "refuse":
-        raise ValueError(f"prompts must be at most {limit} tokens long ({why}), {worst.source} has"
-                         f" {len(prompt_ids[worst])}, {len(overlong)} of {len(prompt_ids)} are longer;"
-                         " try --overlong-prompts drop")
-    train, held_out = ([p for p in problems if p not in overlong] for problems in (task.train, task.held_out))
-    if not train or not held_out:
-        raise ValueError(f"prompts must be at most {limit} tokens long ({why}), none of the"
-                         f" {'held-out' if train else 'training'} problems is left")
-    print(f"{len(overlong)} of {len(prompt_ids)} prompts DROPPED: longer than {limit} tokens ({why})", flush=True)
-    return replace(task, train=train, held_out=held_out), len(overlong)
-
-
-def build(run: Run) -> tuple[Live, int]:
-    """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
-    config, rng, first_step = run.config, random.Random(run.config.seed), 1
-    checkpoint = newest_checkpoint(run.out) if config.resume else None
-    placement = getattr(torch, config.dtype), "cuda" if torch.cuda.is_available() else "cpu", config.parity.fp32_head
-    path = str(checkpoint / "policy" if checkpoint else run.model_path)
-    policy = Policy.load(path, *placement, gradient_checkpointing=config.gradient_checkpointing)
-    reference = Policy.load(run.model_path, *placement) if config.kl_coef else None  # the first policy, resumed or not
-    optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
-    engine = start_engine(run, policy)
-    flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
-    torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
-    if checkpoint:
-        first_step = load_checkpoint(run, checkpoint, optimizer, flight, rng) + 1
-    else:
-        for name in TABLES:  # of a run that died before its first checkpoint
-            (run.out / name).unlink(missing_ok=True)
-    engine.load(policy.weights(), policy.score)
-    write_config(run, engine, policy, first_step)
-    print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
-    if config.resume:
-        print(f"resumed at step {first_step}" + ("" if checkpoint else ": there was no checkpoint"), flush=True)
-    return Live(policy, reference, optimizer, engine, flight, rng), first_step
-
-
-def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
-    """The engine that `config.engine` names, still without the policy's weights."""
-    config = run.config
-    if config.engine == "transformers":
-        return reference_engine(run, policy)
-    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    engine = Engine(
-        run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
-        max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, block_size=config.block_size,
-        enforce_eager=config.enforce_eager, seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
-    )
-    if engine.on_gpu != (policy.device.type == "cuda"):
-        raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
-    return engine
-
-
-def reference_engine(run: Run, policy: Policy) -> ReferenceEngine:
-    """The trainer's own modules as an engine, with as many sequences at once as kv_cache_gib holds."""
-    config, model_config = run.config, policy.model.config.get_text_config()
-    bytes_per_rollout = run.max_model_len * kv_bytes_per_token(model_config, policy.model.dtype)
-    fitting = max(1, int(config.kv_cache_gib * 2**30 / bytes_per_rollout))
-    return ReferenceEngine(policy, config.parity.inflight_update, min(config.max_num_seqs, fitting))
-
-
-# ------------------------------------------------------------------------------------------------ records
-TABLES = ("metrics.jsonl", "samples.jsonl")  # a line for each step, and for each answer of each evaluation
-
-COLUMNS = (
-    "step {step:>3}/{steps} | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
-    " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%} | entropy {entropy:.2f}"
-    " | gnorm {grad_norm:.2f} | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s"
-)
-
-NAMED = {  # since the run's start
-    "tokens_wasted": "tokens thrown away", "groups_dropped": "groups DROPPED: older than --max-staleness",
-    "kv_lost": "kept KV caches LOST to preemption: raise --kv-cache-gib",
-}
-
-
-def log_line(metrics: dict[str, Any], steps: int) -> str:
-    """One line per step in fixed columns; an evaluation and a degenerate batch are named at its end."""
-    evaluated = ""
-    if "eval_reward" in metrics:
-        evaluated = f" | eval {metrics['eval_reward']:.3f} greedy {metrics['eval_reward_greedy']:.3f}"
-    if "eval_reward_trainer" in metrics:
-        evaluated += f" (trainer alone {metrics['eval_reward_trainer']:.3f})"
-    if metrics["step"] == 0:
-        return f"step   0/{steps}{evaluated}"
-    shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
-    line = COLUMNS.format(**shown, steps=steps)
-    if metrics["groups_in_flight"]:
-        line += " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}".format(**metrics)
-    line += evaluated
-    for name, what in NAMED.items():
-        if metrics[name]:
-            line += f" | {metrics[name]} {what}"
-    if metrics["skipped_updates"]:
-        line += f" | NO SIGNAL in {metrics['skipped_updates']} minibatch(es): all groups flat, no optimizer step"
-    if metrics["overflowed_updates"]:
-        line += f" | fp16 OVERFLOW in {metrics['overflowed_updates']} minibatch(es): no optimizer step, scale halved"
-    if metrics["reward_errors"]:
-        line += f" | {metrics['reward_errors']} rewards FAILED, counted as 0"
-    if metrics["trunc_frac"] == 1.0:
-        line += " | ALL TRUNCATED: raise --max-new-tokens"
-    return line
-
-
-def write_config(run: Run, engine: Engine | ReferenceEngine, policy: Policy, first_step: int) -> None:
-    """config.json: all one needs to know of what was run; a resumed run adds its own record to `resumed`."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        result = subprocess.run(command, check=False, capture_output=True, text=True)
-        return result.stdout.strip() if result.returncode == 0 else None
-
-    versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
-    status = git("status", "--porcelain")
-    on_gpu = policy.device.type == "cuda"
-    record = {
-        "config": asdict(run.config),
-        "audit": engine.settings,
-        "trainer": {"attention": policy.model.config._attn_implementation, "model_path": run.model_path},
-        "problems": {"train": len(run.task.train), "held_out": len(run.task.held_out), "dropped": run.dropped_prompts,
-                     "sha256": run.task.fingerprint},
-        "versions": versions | {"vllm": engine.version, "python": sys.version.split()[0]},
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": None if status is None else bool(status),
-        "seed": run.config.seed,
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-    }
-    path = run.out / "config.json"
-    if first_step > 1:
-        previous, resumed = json.loads(path.read_text()), {"step": first_step} | record
-        record = previous | {"resumed": [*previous.get("resumed", []), resumed]}
-        if previous["versions"] != resumed["versions"]:
-            print(f"NOTE: resumed with {resumed['versions']}, before it was {previous['versions']}", flush=True)
-    _write_atomically(path, json.dumps(record, indent=2))
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.with_name(path.name + ".new").write_text(text)
-    path.with_name(path.name + ".new").replace(path)
-
-
-def plot_curves(out: Path) -> None:
-    """curves.png from metrics.jsonl."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    panels = {
-        "reward": ["reward", "eval_reward"], "clip rate": ["clip_rate"], "KL new/old, nats": ["kl_new_old"],
-        "entropy, nats": ["entropy"], "mismatch, nats": ["mismatch_abs_mean", "mismatch_max"],
-        "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
-    }
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
-        for name in names:
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=name, marker="o" if name == "eval_reward" else None)
-                axis.legend(fontsize=8)
-        axis.set(title=title, xlabel="step", yscale="log" if title.startswith("mismatch") else "linear")
-    figure.savefig(out / "curves.png", dpi=110)
-    pyplot.close(figure)
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints
-def save_checkpoint(run: Run, live: Live, step: int) -> None:
-    """checkpoints/step_N, whole or not there if the process dies: renamed at the end; the one before it stays."""
-    folder = run.out / "checkpoints" / f"step_{step:06d}"
-    unfinished = folder.with_suffix(".new")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    save_policy(run, live.policy, unfinished / "policy")
-    random_states = {"rng": live.rng.getstate(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-    state = {"step": step, "optimizer": live.optimizer.state_dict(), "flight": live.flight.state_dict()}
-    torch.save(state | random_states, unfinished / "state.pt")
-    unfinished.rename(folder)
-    for old in sorted(folder.parent.glob("step_??????"))[:-2]:
-        shutil.rmtree(old)
-
-
-def save_policy(run: Run, policy: Policy, folder: Path) -> None:
-    """A Hugging Face folder: safetensors, tokenizer, and the sampling the policy was trained under as its defaults."""
-    policy.model.generation_config = GenerationConfig(
-        do_sample=True, temperature=run.sampling.temperature, top_k=0, max_new_tokens=run.sampling.max_new_tokens,
-        eos_token_id=list(run.sampling.stop_token_ids), pad_token_id=run.tokenizer.pad_token_id,
-    )
-    policy.model.save_pretrained(folder)
-    run.tokenizer.save_pretrained(folder)
-
-
-def newest_checkpoint(out: Path) -> Path | None:
-    return max(out.glob("checkpoints/step_??????"), default=None)
-
-
-def load_checkpoint(run: Run, folder: Path, optimizer: Optimizer, flight: Flight, rng: random.Random) -> int:
-    """Restore all but the policy (loaded from the folder), drop the metrics written since; returns the step."""
-    state = torch.load(folder / "state.pt", weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    flight.load_state_dict(state["flight"])
-    rng.setstate(state["rng"])
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state_all(state["cuda"])
-    for name in TABLES:
-        lines = (run.out / name).read_text().split("\n")[:-1]  # what follows the last newline was cut off
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-        _write_atomically(run.out / name, "".join(f"{line}\n" for line in kept))
-    return state["step"]
-
-
+# ------------------------------------------------------------------------------------------------ commands
 def plan(config: Config) -> None:
     """Print the memory of each phase. Raises: ValueError if configuration or prompts cannot be had."""
     model_config, tokenizer = describe_without_weights(config.model, config.task)
@@ -714,7 +332,7 @@ def plan(config: Config) -> None:
     if longest is None:
         if tokenizer is None:
             raise ValueError(f"max_prompt_tokens must be given for a plan where no tokenizer is, got {config.model}")
-        prompt_ids = _encode_prompts(tokenizer, load_task(config.task, config.seed, config.eval_task))
+        prompt_ids = encode_prompts(tokenizer, load_task(config.task, config.seed, config.eval_task))
         longest = max(map(len, prompt_ids.values()))
     print_plan(config, model_config, longest, config.plan_gib)
 

@@ -32,7 +32,7 @@ sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 from test_plan import JOB, MODEL, PROMPT
 from engine_adapter import Rollout
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
-from train import memory_gib, peak_gib, reset_peak
+from records import memory_gib, peak_gib, reset_peak
 
 job = replace(JOB, dtype=sys.argv[2], gradient_checkpointing=sys.argv[3] == "True")
 torch.manual_seed(0)

@@ -18,7 +18,9 @@ from rl import Policy
 
 FLOOR_FACTOR = 1.5  # a mean mismatch within this many times the measured floor is parity
 MEDIAN_FACTOR = 2.5  # the same for the median, which varies more between kernels
-TAIL_FACTOR = 4.0  # the same for the largest token and for the worst sequence, which vary more
+TAIL_FACTOR = 6.0  # the same for the largest token and for the worst sequence, which vary more
+TAIL_RMS = 4.0  # the largest of a few hundred tokens, in RMS
+TAIL_FP32 = 1e-4  # nats: kernels differ by as much at a rare token of a trained model, and no fault is as small
 FEW_STEPS = 8.0  # of rounding, which a log-probability may be off by
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
 MASK_EDGE = 0.004  # share of the tokens that may lie at the edge of a top-k, top-p or min-p mask
@@ -130,14 +132,19 @@ class Noise:
         return FLOOR_FACTOR * self.mean + 4 * self.rms / tokens**0.5 + FEW_STEPS * self.step / tokens + ROUNDING
 
     @property
+    def tail(self) -> float:
+        return TAIL_FP32 if 0 < self.step <= torch.finfo(torch.float32).eps else 0.0
+
+    @property
     def allowed_max(self) -> float:
-        return TAIL_FACTOR * max(self.max, TAIL_FACTOR * self.rms, FEW_STEPS * self.step) + ROUNDING
+        largest = max(self.max, TAIL_RMS * self.rms, FEW_STEPS * self.step)
+        return max(TAIL_FACTOR * largest + ROUNDING, self.tail)
 
     def wrong_rows(self, replay: Replay, difference: Tensor) -> Tensor:
         """Sequences whose mean difference is beyond what the floor's worst sequence and the length allow: (B,) bool."""
         few = 8 * self.rms / replay.lengths**0.5 + FEW_STEPS * self.step / replay.lengths
-        limit = torch.maximum(FLOOR_FACTOR * self.mean + few,
-                              torch.tensor(TAIL_FACTOR * self.worst_row))
+        worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)  # one token in a response of four
+        limit = torch.maximum(FLOOR_FACTOR * self.mean + few, torch.tensor(worst))
         return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING
 
 

@@ -169,16 +169,6 @@ class Replay:
             for name, tensor in held.items():
                 parameters[name].data = tensor
 
-    @contextmanager
-    def _attending(self, implementation: str | None) -> Iterator[None]:
-        model = self.policy.model
-        usual = model.config._attn_implementation
-        model.set_attn_implementation(implementation or usual)
-        try:
-            yield
-        finally:
-            model.set_attn_implementation(usual)
-
     # ---------------------------------------------------------------------------------------------- bodies
     def micros(self, size: int | None = None) -> Iterator[slice]:
         """Rows of one forward each."""
@@ -203,7 +193,7 @@ class Replay:
         self.forwards += 1
         softcapped = self.policy.model.config._attn_implementation == "eager"  # then sdpa would compute something else
         hidden = []
-        with self._attending(None if softcapped else "eager"):
+        with self.policy.attending("eager"):
             for rows in self.micros(max(1, MICRO_TOKENS // self.inputs.shape[1] // 3)):
                 ids = self.inputs[rows]
                 if softcapped:

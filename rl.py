@@ -6,7 +6,8 @@ V vocabulary, H hidden width. Log-probabilities in nats.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -171,6 +172,16 @@ class Policy:
         for layer in self.checkpointed:
             layer.training = False
         return hidden
+
+    @contextmanager
+    def attending(self, implementation: str) -> Iterator[None]:
+        """The body with another attention kernel."""
+        usual = self.model.config._attn_implementation
+        self.model.set_attn_implementation(implementation)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(usual)
 
     def target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(N, H) hidden states, (N,) targets -> log-probabilities (N,) and entropies (N,) after temperature."""
@@ -386,6 +397,15 @@ def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> tup
     place = torch.cat(micros).argsort()  # of each row among the parts
     columns = zip(*parts, strict=True)
     return tuple(torch.cat([F.pad(p, (0, width - p.shape[1])) for p in column])[place] for column in columns)
+
+
+def self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> Tensor:
+    """old_logprobs less the same along another path of the same arithmetic, eager attention and smaller micro-batches:
+    what of a mismatch is no engine's fault. (B, T)"""
+    smaller = replace(options, micro_batch_tokens=-(-options.micro_batch_tokens // 3))
+    with policy.attending("eager"):
+        other, _ = frozen_logprobs(policy, batch, smaller)
+    return batch.old_logprobs - other
 
 
 def weighted_loss(logprobs: Tensor, micro: Batch, weights: Tensor, options: UpdateOptions, sums: dict) -> Tensor:

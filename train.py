@@ -23,7 +23,7 @@ from plan import print_plan
 from records import Clock, memory_gib, plot_curves
 from reference import ReferenceEngine
 from replay import Weights, save_trace
-from rl import Batch, UpdateOptions, frozen_logprobs, make_batch, update
+from rl import Batch, Policy, UpdateOptions, frozen_logprobs, make_batch, self_noise, update
 from run import Live, Run, build, encode_prompts, prepare, reference_engine, save_checkpoint, save_policy
 from tasks import BUILT_IN, Problem, load_task
 
@@ -98,6 +98,8 @@ class Config(UpdateOptions):
     checkpoint_every: int = 20
     """Steps between checkpoints, and after the last; the newest two are kept."""
 
+    self_noise_every: int = 0
+    """Steps between measurements of the trainer against itself, what no backend can be better than; 0 for none."""
     probe_every: int = 0
     """Steps between probes of the mismatch (parity.py), the first after the first step; 0 for none. In `out`/probe."""
     probe_on_alarm: bool = False
@@ -126,7 +128,8 @@ class Config(UpdateOptions):
              "temperature lr grad_clip tis_cap kv_cache_gib reward_limit_s plan_gib"),
             ("at least 1, if given", lambda value: value is None or value >= 1, "max_prompt_tokens"),
             ("non-negative and finite", lambda value: 0 <= value < float("inf"),
-             "kl_coef tis_floor weight_decay lr_warmup_steps seed probe_every inflight_groups max_staleness"),
+             "kl_coef tis_floor weight_decay lr_warmup_steps seed probe_every self_noise_every"
+             " inflight_groups max_staleness"),
             ("at least 2 (the group's mean is the baseline)", lambda value: value >= 2, "group_size"),
             ("below 2^32 (numpy's limit)", lambda value: value < 2**32, "seed"),
         ):
@@ -218,6 +221,8 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
         if live.reference is not None:
             batch = replace(batch, ref_logprobs=frozen_logprobs(live.reference, batch, config)[0])
     sampled |= measure_mismatch(batch, rollouts, engine.weight_version)
+    if config.self_noise_every and (step - 1) % config.self_noise_every == 0:
+        sampled |= measure_self_noise(policy, batch, config)
     entropy = (entropy.sum() / batch.mask.sum()).item()
     if config.mask_truncated:
         batch = batch.without(torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]))
@@ -243,6 +248,13 @@ def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dic
     metrics = mismatch_metrics(*policies, batch.mask)
     backend = mismatch_metrics(*policies, batch.mask * fresh) if fresh.any() else dict.fromkeys(metrics)
     return metrics | {f"fresh_{name}": value for name, value in backend.items()}
+
+
+def measure_self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> dict[str, float]:
+    """What the mismatch would be if the trainer itself had sampled, along another path of its arithmetic."""
+    noise = self_noise(policy, batch, options)
+    metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
+    return {"self_noise_abs_mean": metrics["mismatch_abs_mean"], "self_noise_max": metrics["mismatch_max"]}
 
 
 def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from engine_adapter import Rollout, Sampling
 from head import Shape, TargetLogprobs
-from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, process_logits, update
+from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, process_logits, self_noise, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -196,6 +196,19 @@ def test_in_16_bits_the_ratio_starts_at_exactly_1_whatever_the_micro_batches(dty
         _, metrics, _ = stepped(options, dtype=dtype)
         assert metrics["ratio_mean"] == 1.0
         assert metrics["kl_new_old"] == 0.0
+
+
+def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
+    sizes = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts(), torch.zeros(4))
+        before, _ = frozen_logprobs(policy, batch, UpdateOptions())
+        noise = self_noise(policy, replace(batch, old_logprobs=before), UpdateOptions())
+        assert (noise[batch.mask == 0] == 0).all()
+        assert torch.equal(before, frozen_logprobs(policy, batch, UpdateOptions())[0])
+        sizes[dtype] = (noise.abs().sum() / batch.mask.sum()).item()
+    assert 0 < sizes[torch.float32] < 1e-5
+    assert 1e-3 < sizes[torch.bfloat16] < 0.1
 
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():

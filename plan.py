@@ -85,7 +85,7 @@ AttentionMaskInterface.register("planned_sdpa", _skipped_mask)
 @dataclass(frozen=True)
 class Trainer:
     """Bytes of the trainer's parts. `forward` is the most that a pass without gradient takes, `backward` one with:
-    activations, chunks of logits, and 16-bit gradients on their way to the fp32 ones."""
+    activations, chunks of logits, and a gradient on its way to the others."""
 
     parameters: int
     weights: int

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -267,9 +268,9 @@ def process_logits(logits: Tensor, sampling: "Sampling", in_prompt: Tensor, coun
 class Optimizer:
     """AdamW on fp32 master weights; for an fp32 model the masters are the parameters themselves.
 
-    16-bit gradients are added up in fp32 after each micro-batch, and each step rounds the masters into the parameters.
-    fp16 has no exponent for small gradients: there the loss is scaled, as much as its gradients bear.
-    With `offload`, masters and moments are in (on a GPU: pinned) host memory but during an update.
+    A 16-bit gradient is added to its master's fp32 one as soon as backward has it, so that never all of them are there;
+    each step rounds the masters into the parameters. fp16 has no exponent for small gradients: its loss is scaled, as
+    far as they bear it. With `offload`, masters and moments are in host memory (pinned, on a GPU) but during an update.
     """
 
     def __init__(self, model: PreTrainedModel, weight_decay: float, offload: bool = False):
@@ -280,19 +281,13 @@ class Optimizer:
         self.device, self.offload = trained[0].device, offload
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=any(p.dtype == torch.float16 for p in trained))
         self._host: dict[tuple[int, str], Tensor] = {}  # pinned once: pinning takes longer than copying
+        for parameter, master in self.rounded:
+            parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
         self.to_host()
 
     def backward(self, loss: Tensor) -> None:
-        """The micro-batch's gradients, added to those of the masters."""
+        """Add the micro-batch's gradients to those of the masters."""
         self.scaler.scale(loss).backward()
-        self.accumulate()
-
-    def accumulate(self) -> None:
-        """Move the parameters' gradients to the masters, in fp32."""
-        for parameter, master in self.rounded:
-            if parameter.grad is not None:
-                master.grad = parameter.grad.float() + (0.0 if master.grad is None else master.grad)
-                parameter.grad = None
 
     @torch.no_grad()
     def step(self, lr: float, grad_clip: float) -> float:
@@ -348,6 +343,15 @@ class Optimizer:
         for (_, master), saved in zip(self.rounded, state["masters"], strict=True):
             master.copy_(saved)
         self.to_host()
+
+
+def _accumulate(master: Tensor, parameter: Tensor) -> None:
+    """Called by backward with each 16-bit gradient."""
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad += parameter.grad
+    parameter.grad = None
 
 
 # ------------------------------------------------------------------------------------------------ update

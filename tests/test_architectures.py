@@ -89,6 +89,13 @@ def test_the_chunked_head_is_the_models_own_forward(name, tied):
     assert theirs[:, -1].std() > 0.1
 
 
+def test_fp16_is_refused_by_name_where_a_model_overflows_in_it(tmp_path):
+    small_model("Gemma2", True).save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), torch.float16, "cpu")
+    with pytest.raises(ValueError, match="'gemma2' does not support float16"), started(str(tmp_path), policy):
+        pass
+
+
 def test_a_sliding_window_and_soft_capping_really_shape_these_models():
     """Else the matrix would prove nothing about them."""
     ids = torch.arange(5, 61)[None]

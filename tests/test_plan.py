@@ -75,8 +75,7 @@ def test_a_real_pass_and_a_real_update_take_what_the_plan_says_within_15_percent
 def test_weights_masters_moments_and_gradients_are_those_of_a_real_optimizer(dtype):
     model = qwen2(tied=True, dtype=dtype)
     optimizer = Optimizer(model, 0.0)
-    model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
-    optimizer.accumulate()
+    optimizer.backward(model(torch.tensor([[5, 6, 7]])).logits.sum())
     gradients = sum(master.grad.nbytes for master in optimizer.masters)
     optimizer.step(1e-3, 1.0)
     moments = sum(each.nbytes for state in optimizer.adamw.state.values() for each in state.values())

@@ -330,8 +330,7 @@ def test_bf16_masters_add_up_steps_too_small_for_bf16():
     parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     optimizer = Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
     for _ in range(100):  # bf16 alone cannot leave 1.0 by steps of 1e-4: its spacing there is 4e-3
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.accumulate()
+        optimizer.backward(parameter.sum())
         optimizer.step(lr=1e-4, grad_clip=1e9)
     assert parameter[0].item() == pytest.approx(0.99, abs=4e-3)
     assert optimizer.masters[0][0].item() == pytest.approx(0.99, abs=1e-4)
@@ -341,8 +340,8 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
     parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
     for gradient in [1.0] + [2**-10] * 64:  # bf16 has 8 bits: 1 + 2^-10 is 1 there
-        parameter.grad = torch.tensor([gradient], dtype=torch.bfloat16)
-        optimizer.accumulate()
+        optimizer.backward(gradient * parameter.sum())
+        assert parameter.grad is None
     assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-10
 
 
@@ -357,7 +356,6 @@ def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
     assert torch.equal(parameter, torch.ones_like(parameter))
     assert minibatch(optimizer, parameter, 1.5) == pytest.approx(3.0)  # at half the scale, and unscaled again
     assert parameter[0].item() == pytest.approx(0.9, abs=1e-3)
-    parameter.grad = None
     tiny = 2.0**-30  # no fp16 number: the scale carries it
     assert minibatch(optimizer, parameter, tiny) == pytest.approx(2 * tiny, rel=1e-3)
     with pytest.raises(FloatingPointError):
@@ -392,8 +390,8 @@ def test_a_restored_optimizer_goes_on_exactly_masters_included():
         return parameter, Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
 
     def step(parameter: torch.nn.Parameter, optimizer: Optimizer, seed: int) -> None:
-        parameter.grad = torch.randn(8, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        optimizer.accumulate()
+        slopes = torch.randn(8, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        optimizer.backward((slopes * parameter).sum())
         optimizer.step(lr=1e-4, grad_clip=1.0)
 
     parameter, optimizer = fresh()

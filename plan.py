@@ -216,7 +216,7 @@ def advise(
         too_much = [phase for phase, parts in table.items() if parts.total > limit]
         if any(phase not in changed or changed[phase].total < table[phase].total for phase in too_much):
             thrown, table = thrown | {name: change}, changed
-    for name in list(thrown) if peak(table) <= limit else ():
+    for name in reversed(list(thrown)) if peak(table) <= limit else ():  # give back the dearest first
         fewer = {other: change for other, change in thrown.items() if other != name}
         if peak(changed := with_switches(fewer)) <= limit:
             thrown, table = fewer, changed

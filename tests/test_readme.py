@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
+from tasks import load_task
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,3 +32,15 @@ def test_each_link_to_a_function_points_at_its_definition():
         assert re.match(rf"{'    ' * bool(owner)}(def|class) {last}\b", lines[-1]), f"{file}:{number} is not {name}"
         classes = [line for line in lines if re.match(r"(def|class) ", line)]
         assert not owner or re.match(rf"class {owner}\b", classes[-1]), f"{file}:{number} is in {classes[-1]}"
+
+
+def test_the_readmes_own_task_can_be_trained_on(tmp_path):
+    """The lines a reader copies, loaded as the command loads them."""
+    code = re.search(r"```python\n(# sorting.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert len(code.splitlines()) <= 15
+    (tmp_path / "sorting.py").write_text(code)
+    task = load_task(str(tmp_path / "sorting.py"), seed=0)
+    assert (len(task.train), len(task.held_out)) == (9000, 1000)
+    problem = task.held_out[0]
+    assert sorted(problem.answer) == list(problem.answer)
+    assert [task.reward(problem, text) for text in (f"It is {problem.answer}.", "hgfedcba", "")] == [1.0, 0.0, 0.0]

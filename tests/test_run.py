@@ -1,0 +1,67 @@
+"""What is found before a run starts, and how its parts are sized."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from rl import Policy
+from run import prepare, reference_engine
+from train import Config
+
+
+def job(tmp_path, **changes) -> Config:
+    """A JSONL task for the toy's characters: 20 problems, the longest of 11 tokens."""
+    questions = ["1" * (i % 5 + 1) + "+11111="[: 2 + i % 6] for i in range(20)]
+    lines = [json.dumps({"question": f"{text}{i}", "answer": i}) for i, text in enumerate(questions)]
+    (tmp_path / "task.jsonl").write_text("\n".join(lines))
+    return replace(Config(out=str(tmp_path / "run"), task=str(tmp_path / "task.jsonl"), num_prompts=4), **changes)
+
+
+def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, capsys):
+    whole = prepare(job(tmp_path))
+    lengths = sorted(map(len, whole.prompt_ids.values()))
+    limit = lengths[14]
+    longer = sum(length > limit for length in lengths)
+    assert 0 < longer < 6
+    complaint = (rf"at most {limit} tokens long \(--max-prompt-tokens\), .*task.jsonl, line \d+ has {lengths[-1]},"
+                 rf" {longer} of 20 are longer; try --overlong-prompts drop")  # fmt: skip
+    with pytest.raises(ValueError, match=complaint):
+        prepare(job(tmp_path, max_prompt_tokens=limit))
+    run = prepare(job(tmp_path, max_prompt_tokens=limit, overlong_prompts="drop"))
+    assert run.dropped_prompts == longer
+    assert f"{longer} of 20 prompts DROPPED" in capsys.readouterr().out
+    kept = run.task.train + run.task.held_out
+    assert len(kept) == 20 - longer
+    assert max(len(run.prompt_ids[problem]) for problem in kept) == limit
+    assert run.max_model_len == limit + 8
+    assert prepare(job(tmp_path, max_prompt_tokens=limit, max_new_tokens=64 - limit, overlong_prompts="drop"))
+    context = job(tmp_path, max_new_tokens=64 - limit + 1, overlong_prompts="refuse")
+    with pytest.raises(ValueError, match=rf"at most {limit - 1} tokens .* \(the context of 64 less --max-new-tokens\)"):
+        prepare(context)
+    with pytest.raises(ValueError, match="none of the training problems is left"):
+        prepare(job(tmp_path, max_prompt_tokens=1, overlong_prompts="drop"))
+
+
+def test_a_resumed_run_must_find_its_problems_unchanged(tmp_path):
+    config = job(tmp_path)
+    run = prepare(config)
+    record = {"config": asdict(config), "problems": {"sha256": run.task.fingerprint}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+    prepare(replace(config, resume=True))
+    path = tmp_path / "task.jsonl"
+    path.write_text(path.read_text().replace('"answer": 7}', '"answer": 8}'))
+    with pytest.raises(ValueError, match="must keep its problems"):
+        prepare(replace(config, resume=True))
+
+
+def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache(tmp_path):
+    run = prepare(job(tmp_path))
+    policy = Policy.load(run.model_path, torch.float32, "cpu")
+    assert reference_engine(run, policy).max_num_seqs == 512
+    per_token = 2 * 3 * 4 * 32 * 4  # keys and values, layers, heads, width, bytes
+    small = replace(run, config=replace(run.config, kv_cache_gib=10.5 * per_token * run.max_model_len / 2**30))
+    assert reference_engine(small, policy).max_num_seqs == 10
+    none = replace(run, config=replace(run.config, kv_cache_gib=1e-9))
+    assert reference_engine(none, policy).max_num_seqs == 1

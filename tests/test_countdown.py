@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from countdown import reward, sample
+from countdown import Malformed, evaluate, reward, sample
 from tasks import Problem, load_task
 
 
@@ -82,6 +82,12 @@ def test_hostile_text_costs_no_time(text):
     assert reward(PROBLEM, text) == 0.0
     assert reward(PROBLEM, f"<answer>{text}</answer>") == 0.0
     assert time.perf_counter() - started < 0.5
+
+
+def test_brackets_are_followed_to_a_depth_that_no_honest_answer_reaches():
+    assert evaluate("(" * 19 + "7" + ")" * 19) == (7, [7])
+    with pytest.raises(Malformed, match="more than 20 levels"):
+        evaluate("(" * 20 + "7" + ")" * 20)
 
 
 def test_countdown_is_a_built_in_task_of_ten_thousand_problems():

@@ -29,12 +29,13 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
                  rf" {longer} of 20 are longer; try --overlong-prompts drop")  # fmt: skip
     with pytest.raises(ValueError, match=complaint):
         prepare(job(tmp_path, max_prompt_tokens=limit))
-    run = prepare(job(tmp_path, max_prompt_tokens=limit, overlong_prompts="drop"))
+    task = str(tmp_path / "task.jsonl")
+    run = prepare(job(tmp_path, max_prompt_tokens=limit, overlong_prompts="drop", eval_task=task))
     assert run.dropped_prompts == longer
     assert f"{longer} of 20 prompts DROPPED" in capsys.readouterr().out
-    kept = run.task.train + run.task.held_out
-    assert len(kept) == 20 - longer
-    assert max(len(run.prompt_ids[problem]) for problem in kept) == limit
+    for kept in (run.task.train, run.task.held_out):
+        assert len(kept) == 20 - longer
+        assert max(len(run.prompt_ids[problem]) for problem in kept) == limit
     assert run.max_model_len == limit + 8
     assert prepare(job(tmp_path, max_prompt_tokens=limit, max_new_tokens=64 - limit, overlong_prompts="drop"))
     context = job(tmp_path, max_new_tokens=64 - limit + 1, overlong_prompts="refuse")

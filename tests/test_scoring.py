@@ -46,6 +46,13 @@ def swallows(*_):
             continue
 
 
+def catches_all(*_):
+    try:
+        time.sleep(60)
+    except BaseException:
+        time.sleep(60)
+
+
 class Mute(Exception):
     def __str__(self):
         raise RuntimeError("not even this")
@@ -62,7 +69,8 @@ def leaves(*_):
 FAILURES = {
     "raises": (raises, "KeyError: 'no such thing'"), "loops": (loops, "no answer within 0.2 s"),
     "sleeps": (sleeps, "no answer within 0.2 s"), "backtracks": (backtracks, "no answer within 0.2 s"),
-    "swallows": (swallows, "no answer within 0.2 s"), "mute": (mute, "Mute"), "leaves": (leaves, "SystemExit"),
+    "swallows": (swallows, "no answer within 0.2 s"), "catches all": (catches_all, "no answer within 0.2 s"),
+    "mute": (mute, "Mute"), "leaves": (leaves, "SystemExit"),
     "nan": (lambda *_: math.nan, "it returned nan"), "infinite": (lambda *_: math.inf, "it returned inf"),
     "none": (lambda *_: None, "it returned None"), "text": (lambda *_: "1.0", "it returned '1.0'"),
     "several": (lambda *_: torch.ones(2), "Error"),

@@ -358,7 +358,7 @@ def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
     assert parameter[0].item() == pytest.approx(0.9, abs=1e-3)
     tiny = 2.0**-30  # no fp16 number: the scale carries it
     assert minibatch(optimizer, parameter, tiny) == pytest.approx(2 * tiny, rel=1e-3)
-    resumed = Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
+    resumed = Optimizer(torch.nn.ParameterList([torch.nn.Parameter(parameter.detach().clone())]), weight_decay=0.0)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.scaler.get_scale() == optimizer.scaler.get_scale() == 2**15
     with pytest.raises(FloatingPointError):

@@ -63,13 +63,20 @@ def bare_training(model: PreTrainedModel, batch: Batch, config: Config) -> dict[
     with torch.no_grad():
         for micro in micros:
             model(input_ids=micro.inputs, use_cache=False)
+    _wait()
     forward = time.perf_counter()
     for micro in micros:
         logits = model(input_ids=micro.inputs, use_cache=False).logits  # (rows, T, V)
         losses = F.cross_entropy(logits.flatten(0, 1), micro.targets.flatten(), reduction="none")
         (losses * micro.mask.flatten()).sum().backward()
     model.zero_grad()
+    _wait()
     return {"old_logprobs_s": forward - started, "update_s": time.perf_counter() - forward}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def compare(run: Run, live: Live, rounds: int) -> None:
@@ -99,13 +106,19 @@ def compare(run: Run, live: Live, rounds: int) -> None:
 
 
 def grow(run: Run, live: Live, rollouts: tuple[int, ...]) -> None:
-    """Print seconds and memory of a step as the number of rollouts grows."""
-    print(f"{'rollouts':>8} {'step, s':>8} {'ms/rollout':>11} {'memory, GiB':>12}")
-    for num_rollouts in rollouts:
-        size = replace(run, config=replace(run.config, num_prompts=num_rollouts // run.config.group_size))
-        rows = [train_step(size, live, step)[0] for step in range(1, 4)]
-        seconds = median(row["step_s"] for row in rows)
-        print(f"{num_rollouts:8d} {seconds:8.2f} {1e3 * seconds / num_rollouts:11.2f} {rows[-1]['memory_gib']:12.3f}")
+    """Print seconds and peak memory of a step as rollouts grow: medians of three turns over all sizes."""
+    measured = defaultdict(list)
+    for _ in range(3):
+        for num_rollouts in rollouts:
+            size = replace(run, config=replace(run.config, num_prompts=num_rollouts // run.config.group_size))
+            for step in (1, 2):
+                row = train_step(size, live, step)[0]
+                gib = max(value for name, value in row.items() if name.endswith("_gib"))
+                measured[num_rollouts].append((row["step_s"], 1e6 * row["step_s"] / row["tokens"], gib))
+    print(f"{'rollouts':>8} {'step, s':>8} {'ms/rollout':>11} {'us/token':>9} {'peak, GiB':>10}")
+    for num_rollouts, rows in measured.items():
+        seconds, per_token, gib = map(median, zip(*rows, strict=True))
+        print(f"{num_rollouts:8d} {seconds:8.2f} {1e3 * seconds / num_rollouts:11.2f} {per_token:9.0f} {gib:10.3f}")
 
 
 HEAD_VOCABULARY, HEAD_HIDDEN = 150_000, 896  # Qwen2.5-0.5B's, nearly
@@ -195,7 +208,8 @@ def main() -> None:
         measure_head(options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        long_tail(options, Path(folder))
+        if options.inflight_groups:
+            long_tail(options, Path(folder))
         # A learning rate too small to move the weights: both sides sample from the same policy throughout.
         run = prepare(Config(out=f"{folder}/steps", seed=options.seed, lr=1e-12))
         with contextlib.redirect_stdout(io.StringIO()):

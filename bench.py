@@ -174,7 +174,7 @@ def long_tail(options: Options, folder: Path) -> None:
             run = prepare(Config(
                 out=str(folder / f"{turn}-{groups}"), model=str(folder / "model"), task="digits", seed=options.seed,
                 num_prompts=16, group_size=8, inflight_groups=groups, max_num_seqs=128, lr=1e-12, temperature=1.0,
-                max_new_tokens=LONG_TAIL_TOKENS, micro_batch_size=16, num_minibatches=1,
+                max_new_tokens=LONG_TAIL_TOKENS, micro_batch_tokens=2048, num_minibatches=1,
             ))
             speed, seen = _speed(run, options.long_tail_steps)
             speeds[groups].append(speed)

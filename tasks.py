@@ -103,6 +103,7 @@ def countdown(seed: int) -> Task:
 
 
 BUILT_IN = {"toy": addition, "digits": digits, "countdown": countdown}
+TASKS = f"{', '.join(BUILT_IN)}, a .py file, a JSONL file or a reachable hub dataset (OWNER/NAME:CONFIG)"
 
 
 # ------------------------------------------------------------------------------------------------ tasks of users
@@ -117,7 +118,9 @@ def load_task(name: str, seed: int, eval_path: str | None = None) -> Task:
         return from_python(name, seed)
     if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
         return from_jsonl(name, seed, eval_path)
-    return from_hub(name, seed, eval_path)
+    if "/" in name or os.path.isdir(name):
+        return from_hub(name, seed, eval_path)
+    raise ValueError(f"task must be {TASKS}, got {name}")
 
 
 POOL = 10_000  # problems drawn from a Python task at the start; what is held out is never trained on
@@ -169,8 +172,7 @@ def from_hub(name: str, seed: int, eval_path: str | None = None) -> Task:
     try:
         splits = datasets.load_dataset(path, config or None)
     except Exception as error:  # a dozen kinds: no network, no such name, no such configuration, no such format
-        raise ValueError(f"task must be {', '.join(BUILT_IN)}, a .py file, a JSONL file or a reachable hub name, got"
-                         f" {name}: {error}") from error
+        raise ValueError(f"task must be {TASKS}, got {name}, which cannot be loaded: {error}") from error
     if "train" not in splits:
         raise ValueError(f"task must have a split train, {name} has {', '.join(splits)}")
     problems = {split: [_problem(record, f"{name}, {split} {number}") for number, record in enumerate(splits[split], 1)]
@@ -210,8 +212,7 @@ def _read_jsonl(path: str) -> list[Problem]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would cut JSON at U+2028
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"task must be {', '.join(BUILT_IN)}, a .py file, a readable JSONL file in UTF-8 or a hub"
-                         f" name, got {path}: {error}") from error
+        raise ValueError(f"task must be {TASKS}, got {path}, which is no readable UTF-8: {error}") from error
     problems = [_read_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not problems:
         raise ValueError(f"task must have problems, {path} has none")

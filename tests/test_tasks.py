@@ -104,7 +104,7 @@ def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_pa
     assert (len(split.train), len(split.held_out)) == (18, 2)
     given = from_jsonl(str(path), 0, str(held_out))
     assert (len(given.train), given.held_out[0].answer) == (20, "#### 7")
-    with pytest.raises(ValueError, match="readable JSONL"):
+    with pytest.raises(ValueError, match=r"no readable UTF-8: .*No such file"):
         from_jsonl(str(tmp_path / "absent.jsonl"), 0)
 
 
@@ -183,8 +183,10 @@ def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
 
 
 def test_a_dataset_that_cannot_be_had_or_has_other_columns_is_named(tmp_path):
-    with pytest.raises(ValueError, match="a reachable hub name, got no_such_owner/no_such_data"):
+    with pytest.raises(ValueError, match=r"hub dataset .*, got no_such_owner/no_such_data:main, which cannot"):
         from_hub("no_such_owner/no_such_data:main", 0)
+    with pytest.raises(ValueError, match=r"task must be toy, digits, countdown, .*, got tyo$"):
+        load_task("tyo", 0)
     dataset(tmp_path / "other", "train", [{"prompt": "1+1", "answer": "2"}] * 3)
     with pytest.raises(ValueError, match=r'other, train 1 must be an object with a non-empty string "question"'):
         load_task(str(tmp_path / "other"), 0)

@@ -190,6 +190,8 @@ class Engine:
 
         self.contract, self.parity, self.dtype = dict(contract), parity, dtype
         self.on_gpu = current_platform.is_cuda_alike()
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # what the trainer has freed while it was built
         arguments = dict(
             model=model, dtype=_name(dtype), load_format="dummy", skip_tokenizer_init=True, seed=seed,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),

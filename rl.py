@@ -71,7 +71,10 @@ class Batch:
 
     def without(self, rows: Tensor) -> "Batch":
         """Some rows masked out: no loss, no share in its normaliser. Rows (B,) bool."""
-        return replace(self, mask=self.mask * ~rows.to(self.mask.device)[:, None])
+        kept = ~rows.to(self.mask.device)[:, None]
+        named = {name: getattr(self, name) for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs")}
+        # The log-probabilities too: a new one is 0 there, and exp(0 - old) may be infinite.
+        return replace(self, **{name: value if value is None else value * kept for name, value in named.items()})
 
 
 def make_batch(rollouts: list["Rollout"], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:

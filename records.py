@@ -152,7 +152,7 @@ def plot_curves(out: Path) -> None:
 
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     panels = {
-        "reward": ["reward", "eval_reward"], "clip rate": ["clip_rate"], "KL new/old, nats": ["kl_new_old"],
+        "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"], "KL new/old, nats": ["kl_new_old"],
         "entropy, nats": ["entropy"], "mismatch, nats": ["mismatch_abs_mean", "mismatch_max"],
         "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
     }
@@ -161,7 +161,7 @@ def plot_curves(out: Path) -> None:
         for name in names:
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), label=name, marker="o" if name == "eval_reward" else None)
+                axis.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("eval") else None)
                 axis.legend(fontsize=8)
         axis.set(title=title, xlabel="step", yscale="log" if title.startswith("mismatch") else "linear")
     figure.savefig(out / "curves.png", dpi=110)

@@ -152,8 +152,9 @@ def plot_curves(out: Path) -> None:
 
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     panels = {
-        "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"], "KL new/old, nats": ["kl_new_old"],
-        "entropy, nats": ["entropy"], "mismatch, nats": ["mismatch_abs_mean", "mismatch_max"],
+        "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"],
+        "KL new/old, nats": ["kl_new_old"], "entropy, nats": ["entropy"],
+        "mismatch, nats": ["mismatch_abs_mean", "mismatch_max"],
         "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
     }
     figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")

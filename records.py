@@ -120,7 +120,7 @@ def write_config(run: "Run", engine: Engine | ReferenceEngine, policy: Policy, f
     record = {
         "config": asdict(run.config),
         "audit": engine.settings,
-        "trainer": {"attention": policy.model.config._attn_implementation, "model_path": run.model_path},
+        "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(run.task.train), "held_out": len(run.task.held_out), "dropped": run.dropped_prompts,
                      "sha256": run.task.fingerprint},
         "versions": versions | {"vllm": engine.version, "python": sys.version.split()[0]},

@@ -211,12 +211,12 @@ class ReferenceEngine:
 
     def audit(self) -> dict[str, Any]:
         """What is in force: the trainer's own dtype, head and attention."""
-        model, head = self.policy.model, self.policy.head_weights()[0]
+        trainer = self.policy.audit()
         return {
             "engine": f"transformers {transformers.__version__}",
-            "model_dtype": str(model.dtype).removeprefix("torch."),
-            "head_dtype": str(head.dtype).removeprefix("torch."),
-            "attention_backend": model.config._attn_implementation,
+            "model_dtype": trainer["model_dtype"],
+            "head_dtype": trainer["head_dtype"],
+            "attention_backend": trainer["attention"],
             "inflight_update": self.inflight_update,
         }
 

@@ -146,6 +146,15 @@ class Policy:
     def device(self) -> torch.device:
         return self.head.weight.device
 
+    def audit(self) -> dict[str, str | bool]:
+        """What is in force on the trainer's side."""
+        return {
+            "attention": self.model.config._attn_implementation,
+            "model_dtype": str(self.model.dtype).removeprefix("torch."),
+            "head_dtype": "float32" if self.fp32_head else str(self.head.weight.dtype).removeprefix("torch."),
+            "gradient_checkpointing": bool(self.checkpointed),
+        }
+
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(N, H), (V, H), (V,) -> (N, V) in fp32, with all the model does after its head."""
         return Shape(weight.dtype, len(hidden), self.scale, self.softcap).logits(hidden, weight, bias)[0]

@@ -179,6 +179,7 @@ def build(run: Run) -> tuple[Live, int]:
             (run.out / name).unlink(missing_ok=True)
     engine.load(policy.weights(), policy.score)
     write_config(run, engine, policy, first_step)
+    print("trainer: " + ", ".join(f"{name} {value}" for name, value in policy.audit().items()), flush=True)
     print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
     if config.resume:
         print(f"resumed at step {first_step}" + ("" if checkpoint else ": there was no checkpoint"), flush=True)

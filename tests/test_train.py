@@ -231,6 +231,9 @@ def test_a_users_task_runs_with_every_switch_for_real_models_and_counts_what_goe
     assert re.search(r"REWARD FAILED, one of \d+: the reward fails \(TypeError: it returned nan.*response '4", text)
     assert "1 of 55 prompts DROPPED: longer than 10 tokens (--max-prompt-tokens)" in text
     record = json.loads((out / "config.json").read_text())
+    assert record["trainer"].pop("model_path")
+    assert record["trainer"] == {"attention": "sdpa", "model_dtype": dtype, "head_dtype": "float32",
+                                 "gradient_checkpointing": True}  # fmt: skip
     assert record["problems"]["dropped"] == 1
     assert record["problems"]["train"] + record["problems"]["held_out"] == 54
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]

@@ -58,7 +58,7 @@ print(json.dumps([forward, backward]))
 """
 
 
-@pytest.mark.parametrize("dtype, checkpointing", [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize("dtype, checkpointing", [("float32", False), ("bfloat16", True)])
 def test_a_real_pass_and_a_real_update_take_what_the_plan_says_within_15_percent(dtype, checkpointing):
     job = replace(JOB, dtype=dtype, gradient_checkpointing=checkpointing)
     planned = measure_trainer(job, Qwen2Config(**MODEL), PROMPT)

@@ -71,17 +71,23 @@ class Options:
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     """Of the parity table."""
     case: str | None = None
-    """One case in this process, as JSON: step, parity, speed."""
+    """One case in this process, as JSON: model, step, parity, speed."""
     model: str = ""
     """Folder of the model of that case."""
+    shape: str = ""
+    """Its shape, in the case model."""
     head: bool = True
     """Whether the engine's head is in fp32, in the case parity."""
 
 
-def write_model(folder: Path, shape: str) -> None:
-    """A model of the shape, random but for a short supervised lesson in digits that come in order."""
+def model_case(options: Options) -> dict:
+    """Write a model of the shape, random but for a short supervised lesson in digits that come in order.
+
+    A process of its own too: what it leaves on the GPU would be measured with the others.
+    """
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=True,
+    folder = Path(options.model)
+    config = Qwen2Config(**SHAPES[options.shape], max_position_embeddings=4096, tie_word_embeddings=True,
                          bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
     model = Qwen2ForCausalLM(config).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -94,7 +100,7 @@ def write_model(folder: Path, shape: str) -> None:
         optimizer.zero_grad()
     model.to(torch.bfloat16).save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
-    (folder / "coin.py").write_text(COIN.format(length=0))
+    return {"device": torch.cuda.get_device_name() if GPU else "CPU: it runs, the figures say nothing"}
 
 
 # ------------------------------------------------------------------------------------------------ cases
@@ -188,7 +194,7 @@ def speed_case(options: Options) -> dict:
     return speeds
 
 
-CASES = {"step": step_case, "parity": parity_case, "speed": speed_case}
+CASES = {"model": model_case, "step": step_case, "parity": parity_case, "speed": speed_case}
 
 
 # ------------------------------------------------------------------------------------------------ tables
@@ -196,7 +202,7 @@ def ask(options: Options, **changes) -> dict:
     """One case in a fresh process."""
     asked = replace(options, **changes)
     flags = [f"--{name.replace('_', '-')}={getattr(asked, name)}"
-             for name in ("rollouts", "prompt_tokens", "new_tokens", "kv_cache_gib", "dtype", "case", "model")]
+             for name in ("rollouts", "prompt_tokens", "new_tokens", "kv_cache_gib", "dtype", "case", "model", "shape")]
     head = "--head" if asked.head else "--no-head"
     result = subprocess.run([sys.executable, __file__, *flags, head], capture_output=True, text=True, check=False)
     if result.returncode:
@@ -206,8 +212,9 @@ def ask(options: Options, **changes) -> dict:
 
 def report(options: Options, shape: str) -> None:
     """Measure and print the tables of one shape."""
+    device = ask(options, case="model", shape=shape)["device"]
     measured = ask(options, case="step")
-    print(f"\n**{shape}**, {options.dtype}, {options.rollouts:,} rollouts of {options.prompt_tokens} +"
+    print(f"\n**{shape}** on {device}; {options.dtype}, {options.rollouts:,} rollouts of {options.prompt_tokens} +"
           f" {options.new_tokens} tokens\n\n| phase | seconds | peak, GiB | peak by --plan, GiB |")
     print("| --- | --- | --- | --- |")
     for phase, seconds in measured["seconds"].items():
@@ -239,11 +246,9 @@ def main() -> None:
     if options.case:
         print(json.dumps(CASES[options.case](options)))
         return
-    device = torch.cuda.get_device_name() if GPU else "CPU: it runs, the figures say nothing"
-    print(f"`python bench_gpu.py` on {device}; torch {torch.__version__}, transformers {transformers.__version__}")
+    print(f"`python bench_gpu.py`; torch {torch.__version__}, transformers {transformers.__version__}")
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            write_model(Path(folder), shape)
             report(replace(options, model=folder), shape)
 
 

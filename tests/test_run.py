@@ -5,18 +5,23 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from conftest import qwen2
 
+from models import toy_tokenizer
 from rl import Policy
 from run import prepare, reference_engine
 from train import Config
 
 
 def job(tmp_path, **changes) -> Config:
-    """A JSONL task for the toy's characters: 20 problems, the longest of 11 tokens."""
+    """20 problems of different lengths for a small model; not the toy: it would be taught on this process's threads."""
+    qwen2(tied=True).save_pretrained(tmp_path / "model")
+    toy_tokenizer().save_pretrained(tmp_path / "model")
     questions = ["1" * (i % 5 + 1) + "+11111="[: 2 + i % 6] for i in range(20)]
     lines = [json.dumps({"question": f"{text}{i}", "answer": i}) for i, text in enumerate(questions)]
     (tmp_path / "task.jsonl").write_text("\n".join(lines))
-    return replace(Config(out=str(tmp_path / "run"), task=str(tmp_path / "task.jsonl"), num_prompts=4), **changes)
+    names = {"out": "run", "task": "task.jsonl", "model": "model"}
+    return replace(Config(num_prompts=4, **{name: str(tmp_path / path) for name, path in names.items()}), **changes)
 
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, capsys):
@@ -37,9 +42,9 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
         assert len(kept) == 20 - longer
         assert max(len(run.prompt_ids[problem]) for problem in kept) == limit
     assert run.max_model_len == limit + 8
-    assert prepare(job(tmp_path, max_prompt_tokens=limit, max_new_tokens=64 - limit, overlong_prompts="drop"))
-    context = job(tmp_path, max_new_tokens=64 - limit + 1, overlong_prompts="refuse")
-    with pytest.raises(ValueError, match=rf"at most {limit - 1} tokens .* \(the context of 64 less --max-new-tokens\)"):
+    assert prepare(job(tmp_path, max_prompt_tokens=limit, max_new_tokens=256 - limit, overlong_prompts="drop"))
+    context = job(tmp_path, max_new_tokens=256 - limit + 1, overlong_prompts="refuse")
+    with pytest.raises(ValueError, match=rf"at most {limit - 1} tokens .* \(the context of 256 less"):
         prepare(context)
     with pytest.raises(ValueError, match="none of the training problems is left"):
         prepare(job(tmp_path, max_prompt_tokens=1, overlong_prompts="drop"))
@@ -61,7 +66,7 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
     run = prepare(job(tmp_path))
     policy = Policy.load(run.model_path, torch.float32, "cpu")
     assert reference_engine(run, policy).max_num_seqs == 512
-    per_token = 2 * 3 * 4 * 32 * 4  # keys and values, layers, heads, width, bytes
+    per_token = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, bytes
     small = replace(run, config=replace(run.config, kv_cache_gib=10.5 * per_token * run.max_model_len / 2**30))
     assert reference_engine(small, policy).max_num_seqs == 10
     none = replace(run, config=replace(run.config, kv_cache_gib=1e-9))

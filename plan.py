@@ -87,7 +87,6 @@ class Trainer:
     """Bytes of the trainer's parts. `forward` is the most that a pass without gradient takes, `backward` one with:
     activations, chunks of logits, and a gradient on its way to the others."""
 
-    parameters: int
     weights: int
     masters: int
     moments: int
@@ -123,8 +122,8 @@ def measure_trainer(config: "Config", model_config: PretrainedConfig, max_prompt
         with memory.above() as moments:
             optimizer.adamw.step()
     parameters, gradients = list(model.parameters()), sum(master.grad.nbytes for master in optimizer.masters)
-    return Trainer(sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters), masters.bytes, moments.bytes,
-                   gradients, forward.bytes, backward.bytes)
+    return Trainer(sum(p.nbytes for p in parameters), masters.bytes, moments.bytes, gradients, forward.bytes,
+                   backward.bytes)
 
 
 @dataclass(frozen=True)
@@ -225,10 +224,11 @@ def advise(
 
 def print_plan(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
     """The table, the verdict, and what would help. Returns whether it fits as it is."""
-    trainer = measure_trainer(config, model_config, max_prompt_tokens)
-    table = phases(config, model_config, max_prompt_tokens)
+    table, dtype = phases(config, model_config, max_prompt_tokens), getattr(torch, config.dtype)
+    update = table["update"]
     columns = [each.name for each in fields(Parts) if any(getattr(parts, each.name) for parts in table.values())]
-    print(f"{model_config.model_type}, {trainer.parameters / 1e6:,.1f} million parameters, {config.dtype}; prompts of"
+    millions = update.weights / dtype.itemsize / 1e6
+    print(f"{model_config.model_type}, {millions:,.1f} million parameters, {config.dtype}; prompts of"
           f" {max_prompt_tokens} and responses of {config.max_new_tokens} tokens; GiB on one GPU:\n")
     print("| phase | " + " | ".join(name.replace("_", " ") for name in columns) + " | total |")
     print("| --- |" + " --- |" * (len(columns) + 1))
@@ -236,12 +236,12 @@ def print_plan(config: "Config", model_config: PretrainedConfig, max_prompt_toke
         row = [getattr(parts, name) for name in columns]
         print(f"| {phase} | " + " | ".join(f"{value / GIB:.2f}" for value in row) + f" | {parts.total / GIB:.2f} |")
     length = max_prompt_tokens + config.max_new_tokens
-    bytes_per_rollout = length * kv_bytes_per_token(model_config, getattr(torch, config.dtype))
+    bytes_per_rollout = length * kv_bytes_per_token(model_config, dtype)
     held = int(config.kv_cache_gib * GIB / bytes_per_rollout)
     print(f"\n--kv-cache-gib {config.kv_cache_gib:g} holds {held:,} rollouts of {length:,} tokens, --max-num-seqs is"
           f" {config.max_num_seqs}" + (": the others will wait" if held < config.max_num_seqs else ""))
     if config.offload_optimizer:
-        print(f"host memory, pinned: {(trainer.masters + trainer.moments) / GIB:.2f}")
+        print(f"host memory, pinned: {(update.masters + update.moments) / GIB:.2f}")
     fits = peak(table) <= gib * GIB
     print(f"peak {peak(table) / GIB:.2f}: {'fits' if fits else 'does NOT fit'} {gib:g} GiB")
     if not fits:

@@ -81,7 +81,6 @@ def test_weights_masters_moments_and_gradients_are_those_of_a_real_optimizer(dty
     moments = sum(each.nbytes for state in optimizer.adamw.state.values() for each in state.values())
     job = replace(JOB, dtype=str(dtype).removeprefix("torch."))
     planned = measure_trainer(job, model.config, 8)
-    assert planned.parameters == model.num_parameters()
     assert planned.weights == sum(each.nbytes for each in model.parameters())
     assert planned.masters == sum(master.nbytes for _, master in optimizer.rounded)
     assert (planned.gradients, planned.moments) == (gradients, moments)

@@ -291,12 +291,11 @@ class Engine:
     def sleep(self) -> None:
         """Give the device to the trainer. GPU: level 2, weights and KV cache released. CPU: only the state changes.
 
-        Unfinished rollouts meet their update here. If they keep their KV cache, the engine keeps all its memory: vLLM
-        has no sleep that frees the weights and leaves the cache.
+        If unfinished rollouts keep their KV cache, the engine keeps all its memory: vLLM has no sleep that frees the
+        weights and leaves the cache. Otherwise vLLM computes the cache again after the next `load`.
         """
         if self.state != "ready":
             raise EngineStateError(f"sleep needs an engine that is ready, this one is {self.state}")
-        self._interrupt()
         if self.on_gpu and not (self.num_unfinished and self.parity.inflight_keep):
             self._llm.sleep(level=2, mode="keep")
             self._memory_released = True
@@ -314,12 +313,15 @@ class Engine:
             self._llm.wake_up(tags=["weights"])
         self.state = "empty"
 
-    def load(self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs) -> dict[str, float]:
+    def load(
+        self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs, changed: bool = True
+    ) -> dict[str, float]:
         """Put the trainer's tensors into the live engine, prove that they are there, count one weight version up.
 
         At an engine-step boundary by construction: nothing runs between two calls of `step`. Unfinished rollouts are
         kept, recomputed or aborted (`parity.inflight_update`). The later log-probabilities of a kept one belong to no
-        single set of weights: the new ones computed them, looking at keys and values of the old. One pass over views of
+        single set of weights: the new ones computed them from keys and values of the old. Weights that have not
+        `changed` since the last load are the same version and leave unfinished rollouts alone. One pass over views of
         the trainer's tensors: no second copy of the model is made. Returns bytes, seconds and GB/s of the load, and the
         canary's seconds.
 
@@ -329,8 +331,9 @@ class Engine:
         if self.state not in ("empty", "ready"):
             raise EngineStateError(f"load needs an engine that is awake, this one is {self.state}: call wake() first")
         self._check_weights(weights)
-        self._interrupt()
-        self.state = "broken"  # until the canary has sung
+        if changed:
+            self._interrupt()
+        self.state = "broken"  # until the canary has passed
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
         unnamed = {"lm_head.weight"} - self._names if self._tied else set()
         sent = ((name, tensor.detach()) for name, tensor in weights.items() if name not in unnamed)
@@ -345,7 +348,7 @@ class Engine:
         if self._memory_released:
             self._llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
-        self.weight_version += 1
+        self.weight_version += changed
         awake = time.perf_counter()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
@@ -365,7 +368,7 @@ class Engine:
             raise WeightLoadError(f"not finite: {[name for name, ok in zip(weights, finite, strict=True) if not ok]}")
 
     def _interrupt(self) -> None:
-        """What an update does to unfinished rollouts; a second call before the next `step` changes nothing."""
+        """What an update does to unfinished rollouts."""
         in_vllm = len(self._llm.output_processor.request_states)
         if in_vllm != self.num_unfinished:
             raise EngineStateError(f"vLLM holds {in_vllm} requests, {self.num_unfinished} rollouts are unfinished")

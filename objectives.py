@@ -22,12 +22,14 @@ MAX_LOG_WEIGHT = (
 
 
 def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = True) -> Tensor:
-    """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division.
+    """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division; exactly 0 for equal rewards.
 
     Shapes: rewards (B,), B = P * group_size, group-major -> (B,).
     Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025, arXiv 2503.20783.
+    TRL adds 1e-4 too, verl 1e-6.
     """
     groups = rearrange(rewards, "(p g) -> p g", g=group_size)
+    groups = groups - groups[:, :1]  # else the rounded mean of equal rewards of 0.1 differs from them by an ulp
     centred = groups - reduce(groups, "p g -> p 1", "mean")
     if divide_by_std:
         centred = centred / (groups.std(dim=1, keepdim=True) + 1e-4)
@@ -49,7 +51,7 @@ def grpo(
 
     Shapes: (B, T), (B, T), (B,), (B, T) -> (B, T).
     Source: PPO, Schulman et al. 2017, arXiv 1707.06347, as used by GRPO, arXiv 2402.03300; two bounds as in DAPO,
-    Yu et al. 2025, arXiv 2503.14476.
+    Yu et al. 2025, arXiv 2503.14476. verl clips a second time where A < 0: the loss is at most -3 A ("dual clip").
     """
     return _clipped(torch.exp((logprobs - old_logprobs) * mask), advantages[:, None], clip_low, clip_high)
 
@@ -60,7 +62,8 @@ def gspo(
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token of its row.
 
     Shapes: (B, T), (B, T), (B,), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's loss.
-    Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7.
+    Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7. `clipped` marks all tokens of a row: weighted, it is the
+    share of clipped sequences, as in the paper; verl reports the share of tokens.
     """
     length = mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
     sequence_ratio = torch.exp(((logprobs - old_logprobs) * mask).sum(dim=1, keepdim=True) / length)
@@ -73,7 +76,8 @@ def cispo(
     """CISPO: -sg(min(r, clip_high)) A logprobs per token: the weight is capped, no token loses its gradient.
 
     Shapes: (B, T), (B, T), (B,), (B, T) -> (B, T). `clip_high` is the absolute cap; `clip_low` is unused.
-    Source: MiniMax-M1, 2025, arXiv 2506.13585; cap 5 as in ScaleRL, arXiv 2510.13786.
+    Source: MiniMax-M1, 2025, arXiv 2506.13585; cap 5 as in ScaleRL, arXiv 2510.13786. `clipped` counts A < 0 too; TRL's
+    clip rate counts A > 0 only.
     """
     ratio = torch.exp((logprobs - old_logprobs) * mask).detach()
     loss = -ratio.clamp(max=clip_high) * advantages[:, None] * logprobs * mask
@@ -110,10 +114,12 @@ OBJECTIVES: dict[str, Objective] = {
 def loss_weights(mask: Tensor, normalizer: Normalizer, max_length: int) -> Tensor:
     """The weight of each token in the loss, counted once over the whole optimizer batch, so micro-batches only sum.
 
-    "token": 1 / tokens. "sequence": 1 / (B * length of the row). "constant": 1 / (B * max_length), Dr. GRPO's.
+    "token": 1 / tokens. "sequence": 1 / (B * length of the row). "constant": 1 / (B * max_length), Dr. GRPO's. B counts
+    rows that are masked out entirely.
 
     Shapes: mask (B, T) -> (B, T), zero outside the mask.
     Source: token mean, DAPO, arXiv 2503.14476; constant, arXiv 2503.20783, appendix A (masked_mean by a constant).
+    TRL's "grpo" is "sequence" here, its "dapo" and "bnpo" are "token". B has masked rows in TRL too, not in verl.
     """
     num_rows = mask.shape[0]
     if normalizer == "token":

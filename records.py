@@ -1,13 +1,16 @@
 """What a run writes down: seconds and memory of each phase, log lines, config.json, curves.png."""
 
+import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -63,6 +66,76 @@ class Clock:
         return self.phases | {"step_s": time.perf_counter() - self.started}
 
 
+# ------------------------------------------------------------------------------------------------ errors
+def one_line(error: BaseException) -> str:
+    """An exception's text in one line, behind its type where it is not a ValueError, whose text is a sentence."""
+    text = " ".join(str(error).split())[:600]
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Libraries raise exceptions of all kinds: each becomes a ValueError that says what was being done."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} failed: {one_line(error)}") from error
+
+
+@contextmanager
+def one_sentence(out: str, status: int) -> Iterator[None]:
+    """The error boundary of a command: an exception becomes a sentence and the exit status, SIGINT and SIGTERM too.
+
+    The traceback goes to `out`/error.txt, unless the sentence is one of our own checks.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        name = str(stop) or "SIGINT"
+        print(f"stopped by {name}: --resume goes on from the newest checkpoint in {out}", file=sys.stderr)
+        sys.exit(128 + signal.Signals[name])
+    except Exception as error:
+        where = ""
+        if error.__cause__ or not isinstance(error, ValueError):
+            with suppress(OSError):  # the disk may be full
+                (Path(out) / "error.txt").write_text(traceback.format_exc())
+                where = f" (traceback: {out}/error.txt)"
+        print(f"error: {one_line(error)}{where}", file=sys.stderr)
+        sys.exit(status)
+
+
+def raise_on_sigterm() -> None:
+    """SIGTERM raises KeyboardInterrupt as SIGINT does, so that files are closed and the folder is released."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+@contextmanager
+def locked(out: str) -> Iterator[None]:
+    """Make the folder of a run and hold it: no second process may write into it.
+
+    Raises: ValueError if it is not writable, or held by another process, which is named.
+    """
+    path = Path(out) / "lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise ValueError(f"out must be a writable folder, got {out}: {error}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
+        except OSError as error:
+            holder = path.read_text().strip() or error
+            raise ValueError(f"out must be this run's alone, {out} is in use by {holder}; try another --out") from None
+        file.truncate(0)
+        print(f"process {os.getpid()} on {os.uname().nodename}", file=file, flush=True)
+        yield
+
+
 # ------------------------------------------------------------------------------------------------ log lines and files
 TABLES = ("metrics.jsonl", "samples.jsonl")  # a line for each step, and for each answer of each evaluation
 
@@ -111,7 +184,10 @@ def write_config(run: "Run", engine: Engine | ReferenceEngine, policy: Policy, f
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        result = subprocess.run(command, check=False, capture_output=True, text=True)
+        try:
+            result = subprocess.run(command, check=False, capture_output=True, text=True)
+        except OSError:  # no git on this machine
+            return None
         return result.stdout.strip() if result.returncode == 0 else None
 
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
@@ -122,6 +198,7 @@ def write_config(run: "Run", engine: Engine | ReferenceEngine, policy: Policy, f
         "audit": engine.settings,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(run.task.train), "held_out": len(run.task.held_out), "dropped": run.dropped_prompts,
+                     "merged": run.task.num_repeated,
                      "sha256": run.task.fingerprint},
         "versions": versions | {"vllm": engine.version, "python": sys.version.split()[0]},
         "commit": git("rev-parse", "HEAD"),

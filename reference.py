@@ -169,10 +169,9 @@ class ReferenceEngine:
 
     # ---------------------------------------------------------------------------------------------- sleep, wake, load
     def sleep(self) -> None:
-        """Unfinished rollouts meet their update here."""
+        """Only the state changes."""
         if self.state != "ready":
             raise EngineStateError(f"sleep needs an engine that is ready, this one is {self.state}")
-        self._interrupt()
         self.state = "asleep"
 
     def wake(self) -> None:
@@ -180,15 +179,21 @@ class ReferenceEngine:
             raise EngineStateError(f"wake needs an engine that is asleep, this one is {self.state}")
         self.state = "empty"
 
-    def load(self, weights: Mapping[str, Tensor], _trainer_logprobs: TrainerLogprobs) -> dict[str, float]:
-        """Count one weight version up. Raises: WeightLoadError if the tensors are not the policy's own."""
+    def load(
+        self, weights: Mapping[str, Tensor], _trainer_logprobs: TrainerLogprobs, changed: bool = True
+    ) -> dict[str, float]:
+        """Count one weight version up if the weights have `changed`.
+
+        Raises: WeightLoadError if the tensors are not the policy's own.
+        """
         if self.state not in ("empty", "ready"):
             raise EngineStateError(f"load needs an engine that is awake, this one is {self.state}: call wake() first")
         own = {name: tensor.data_ptr() for name, tensor in self.policy.weights().items()}
         if {name: tensor.data_ptr() for name, tensor in weights.items()} != own:
             raise WeightLoadError("the reference engine samples from its policy's own tensors and takes no others")
-        self._interrupt()
-        self.weight_version += 1
+        if changed:
+            self._interrupt()
+        self.weight_version += changed
         self.state = "ready"
         return {"load_bytes": 0, "load_s": 0.0, "canary_s": 0.0}
 

@@ -70,7 +70,7 @@ class Batch:
         return steps
 
     def without(self, rows: Tensor) -> "Batch":
-        """Some rows masked out: no loss, no share in its normaliser. Rows (B,) bool."""
+        """Some rows masked out: no loss, but they count in the B of `objectives.loss_weights`. Rows (B,) bool."""
         kept = ~rows.to(self.mask.device)[:, None]
         named = {name: getattr(self, name) for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs")}
         # The log-probabilities too: a new one is 0 there, and exp(0 - old) may be infinite.
@@ -129,17 +129,19 @@ class Policy:
              gradient_checkpointing: bool = False) -> "Policy":
         """From a folder or a hub name.
 
-        Raises: ValueError if a tensor of the model is missing in the checkpoint or has another shape there.
+        Raises: ValueError if a tensor of the model is missing in the checkpoint, not finite, or of another shape there.
         """
         attention = attention_for(AutoConfig.from_pretrained(path).get_text_config())
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, output_loading_info=True
+            path, dtype=dtype, attn_implementation=attention, output_loading_info=True, ignore_mismatched_sizes=True
         )
         if report["missing_keys"] or report["mismatched_keys"]:
             raise ValueError(
                 f"the checkpoint in {path} must bring every tensor of {type(model).__name__}: missing"
                 f" {sorted(report['missing_keys'])}, wrongly shaped {sorted(map(str, report['mismatched_keys']))}"
             )
+        if bad := [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]:
+            raise ValueError(f"the checkpoint in {path} must be finite, it is not in {', '.join(bad)}")
         return cls(model.to(device), fp32_head, gradient_checkpointing=gradient_checkpointing)
 
     @property
@@ -452,7 +454,8 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
 
     A minibatch without signal (all its groups flat or masked, no KL term) takes no step and counts in
     `skipped_updates`: AdamW would otherwise move the weights on momentum alone. `overflowed_updates` counts the steps
-    that fp16 has lost. Diagnostics are means over all minibatches with a signal, None if none had one.
+    that fp16 has lost; `updates` those that changed the weights. Diagnostics are means over all minibatches with a
+    signal, None if none had one.
 
     Raises: FloatingPointError if a loss or, but for fp16's overflows, a gradient is not finite.
     """
@@ -477,7 +480,7 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
     optimizer.to_host()
     unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old", "loss", "grad_norm"))
     skipped, finite = options.num_minibatches - len(norms), [norm for norm in norms if math.isfinite(norm)]
-    counts = {"skipped_updates": skipped, "overflowed_updates": len(norms) - len(finite)}
+    counts = {"updates": len(finite), "skipped_updates": skipped, "overflowed_updates": len(norms) - len(finite)}
     if not norms:
         return unmeasured | counts
     weight = sums.pop("weight")

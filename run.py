@@ -1,7 +1,6 @@
 """A run before its first step: what can be wrong is found, both sides are built; and its checkpoints."""
 
 import json
-import os
 import random
 import shutil
 from dataclasses import asdict, dataclass, replace
@@ -14,11 +13,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from engine_adapter import Engine, Rollout, Sampling, check_vllm_version
 from inflight import Flight
 from models import describe_model, encode_prompt, toy_model
-from records import TABLES, log_line, write_atomically, write_config
+from records import TABLES, log_line, one_line, stage, write_atomically, write_config
 from reference import ReferenceEngine, kv_bytes_per_token
 from rl import Optimizer, Policy
-from scoring import Scores, score
-from tasks import Problem, Task, load_task
+from tasks import Problem, Scores, Task, load_task, score
 
 if TYPE_CHECKING:
     from train import Config
@@ -73,46 +71,47 @@ def prepare(config: "Config") -> Run:
     """Find what can be wrong before a model is loaded (or taught). Raises: ValueError with the rule and the way out."""
     if config.engine == "vllm":
         check_vllm_version(config.allow_untested_vllm)
-    _check_out(config)
-    task = load_task(config.task, config.seed, config.eval_task)
+    record = _earlier_record(config)
+    task = load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
+    if task.num_repeated:
+        print(f"{task.num_repeated} problems MERGED: their question is there already", flush=True)
     if config.offload_optimizer and not torch.cuda.is_available():
         raise ValueError("offload_optimizer must not be given without a GPU (the optimizer is in host memory anyway)")
     model_config, tokenizer, stop_token_ids = describe_model(config.model)
     prompt_ids = encode_prompts(tokenizer, task)
+    if (largest := max(*map(max, prompt_ids.values()), *stop_token_ids)) >= model_config.vocab_size:
+        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the vocabulary of"
+                         f" {model_config.vocab_size}")
     task, dropped = _fitting(config, task, prompt_ids, getattr(model_config, "max_position_embeddings", None))
     if (groups := config.num_prompts + config.inflight_groups) > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all there are),"
                          f" got {groups}")
     longest = max(len(prompt_ids[problem]) for problem in task.train + task.held_out)
+    if record and record["problems"]["sha256"] != task.fingerprint:
+        raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
     path = config.model
     if path == "toy":  # taught, if it is not there yet, after all else has been checked
         path = str(toy_model(config.cache_dir, config.seed, "digits" if config.task == "digits" else "toy"))
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
     max_model_len = longest + config.max_new_tokens
-    if (record := Path(config.out) / "config.json").exists():
-        earlier = json.loads(record.read_text()).get("problems", {}).get("sha256")
-        if earlier != task.fingerprint:
-            raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
     return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
 
 
-def _check_out(config: "Config") -> None:
-    out, record = Path(config.out), Path(config.out) / "config.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"out must be a writable folder, got {out}: {error}") from error
-    if record.exists() and not config.resume:
-        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or choose another --out")
-    if record.exists():
-        ours, theirs = asdict(config), json.loads(record.read_text())["config"]
-        free = {"resume", "out", "cache_dir", "plan", "plan_gib"}
-        changed = [name for name in ours.keys() - free if ours[name] != theirs.get(name)]
-        if changed:
-            raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
+def _earlier_record(config: "Config") -> dict[str, Any] | None:
+    """config.json of the run in `out`, if any. Raises: ValueError if it is damaged, or the run is not to be resumed."""
+    path = Path(config.out) / "config.json"
+    if not path.exists():
+        return None
+    if not config.resume:
+        raise ValueError(f"out must be a new folder, {config.out} holds a run; go on with --resume or choose another"
+                         " --out")
+    with stage(f"reading {path}"):
+        record = json.loads(path.read_text())
+        theirs, _ = record["config"], record["problems"]["sha256"]
+    ours, free = asdict(config), {"resume", "out", "cache_dir", "plan", "plan_gib"}
+    if changed := [name for name in ours.keys() - free if ours[name] != theirs.get(name)]:
+        raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
+    return record
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, task: Task) -> dict[Problem, list[int]]:
@@ -122,6 +121,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, task: Task) -> dict[Probl
             prompt_ids[problem] = encode_prompt(tokenizer, problem)
         except Exception as error:  # tokenizers raise bare Exceptions on text outside their vocabulary
             raise ValueError(f"the tokenizer must encode all prompts, it fails on {problem.source}: {error}") from error
+        if not prompt_ids[problem]:
+            raise ValueError(f"the tokenizer must encode all prompts, it makes no token of {problem.source}")
     return prompt_ids
 
 
@@ -130,6 +131,8 @@ def _fitting(
 ) -> tuple[Task, int]:
     """The task without the problems whose prompts are too long, and how many these are."""
     limit, why = config.max_prompt_tokens, "--max-prompt-tokens"
+    if context is not None and config.max_new_tokens >= context:
+        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got {config.max_new_tokens}")
     if context is not None and (limit is None or context - config.max_new_tokens < limit):
         limit, why = context - config.max_new_tokens, f"the context of {context} less --max-new-tokens"
     overlong = {problem for problem, ids in prompt_ids.items() if limit is not None and len(ids) > limit}
@@ -163,27 +166,36 @@ class Live:
 def build(run: Run) -> tuple[Live, int]:
     """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
     config, rng, first_step = run.config, random.Random(run.config.seed), 1
-    checkpoint = newest_checkpoint(run.out) if config.resume else None
-    placement = getattr(torch, config.dtype), "cuda" if torch.cuda.is_available() else "cpu", config.parity.fp32_head
-    path = str(checkpoint / "policy" if checkpoint else run.model_path)
-    policy = Policy.load(path, *placement, gradient_checkpointing=config.gradient_checkpointing)
-    reference = Policy.load(run.model_path, *placement) if config.kl_coef else None  # the first policy, resumed or not
+    state, policy = _newest_checkpoint(run) if config.resume else (None, load_policy(run, run.model_path))
+    tables = {name: _rows_until(run.out / name, state["step"]) if state else "" for name in TABLES}
+    reference = load_policy(run, run.model_path) if config.kl_coef else None  # the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
-    engine = start_engine(run, policy)
+    sizes = f"max_num_seqs {config.max_num_seqs}, kv_cache_gib {config.kv_cache_gib}, block_size {config.block_size}"
+    with stage(f"starting the engine with {sizes}"):
+        engine = start_engine(run, policy)
     flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
     torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
-    if checkpoint:
-        first_step = load_checkpoint(run, checkpoint, optimizer, flight, rng) + 1
-    else:
-        for name in TABLES:  # of a run that died before its first checkpoint
-            (run.out / name).unlink(missing_ok=True)
-    engine.load(policy.weights(), policy.score)
+    if state:
+        first_step = state["step"] + 1
+        with stage(f"restoring step {state['step']}"):
+            _restore(state, optimizer, flight, rng)
+    for name, text in tables.items():  # empty, if the run died before its first checkpoint
+        write_atomically(run.out / name, text)
+    with stage("loading the weights into the engine"):
+        engine.load(policy.weights(), policy.score)
     write_config(run, engine, policy, first_step)
     print("trainer: " + ", ".join(f"{name} {value}" for name, value in policy.audit().items()), flush=True)
     print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
     if config.resume:
-        print(f"resumed at step {first_step}" + ("" if checkpoint else ": there was no checkpoint"), flush=True)
+        print(f"resumed at step {first_step}" + ("" if state else ": there was no checkpoint"), flush=True)
     return Live(policy, reference, optimizer, engine, flight, rng), first_step
+
+
+def load_policy(run: Run, path: str) -> Policy:
+    config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
+    with stage(f"loading the model in {path}"):
+        return Policy.load(path, getattr(torch, config.dtype), device, config.parity.fp32_head,
+                           config.gradient_checkpointing)
 
 
 def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
@@ -216,10 +228,12 @@ def save_checkpoint(run: Run, live: Live, step: int) -> None:
     folder = run.out / "checkpoints" / f"step_{step:06d}"
     unfinished = folder.with_suffix(".new")
     shutil.rmtree(unfinished, ignore_errors=True)
-    save_policy(run, live.policy, unfinished / "policy")
     random_states = {"rng": live.rng.getstate(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
     state = {"step": step, "optimizer": live.optimizer.state_dict(), "flight": live.flight.state_dict()}
-    torch.save(state | random_states, unfinished / "state.pt")
+    with stage(f"writing {folder}"):
+        save_policy(run, live.policy, unfinished / "policy")
+        torch.save(state | random_states, unfinished / "state.pt")
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged one, from which the run has not gone on
     unfinished.rename(folder)
     for old in sorted(folder.parent.glob("step_??????"))[:-2]:
         shutil.rmtree(old)
@@ -235,22 +249,44 @@ def save_policy(run: Run, policy: Policy, folder: Path) -> None:
     run.tokenizer.save_pretrained(folder)
 
 
-def newest_checkpoint(out: Path) -> Path | None:
-    return max(out.glob("checkpoints/step_??????"), default=None)
+def _newest_checkpoint(run: Run) -> tuple[dict[str, Any] | None, Policy]:
+    """State and policy of the newest checkpoint that can be read; before the first one, no state and the first policy.
+
+    Raises: ValueError if there are checkpoints and none of them can be read.
+    """
+    folders = sorted(run.out.glob("checkpoints/step_??????"), reverse=True)
+    for folder in folders:
+        try:
+            state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+            return state, load_policy(run, str(folder / "policy"))
+        except Exception as error:  # torch, safetensors and transformers raise all kinds
+            print(f"checkpoint DAMAGED, trying the one before it: {folder}: {one_line(error)}", flush=True)
+    if folders:
+        raise ValueError(f"a resumed run must have a readable checkpoint, {run.out} has none; try another --out")
+    return None, load_policy(run, run.model_path)
 
 
-def load_checkpoint(run: Run, folder: Path, optimizer: Optimizer, flight: Flight, rng: random.Random) -> int:
-    """Restore all but the policy (loaded from the folder), drop the metrics written since; returns the step."""
-    state = torch.load(folder / "state.pt", weights_only=True)
+def _restore(state: dict[str, Any], optimizer: Optimizer, flight: Flight, rng: random.Random) -> None:
     optimizer.load_state_dict(state["optimizer"])
     flight.load_state_dict(state["flight"])
     rng.setstate(state["rng"])
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state_all(state["cuda"])
-    for name in TABLES:
-        lines = (run.out / name).read_text().split("\n")[:-1]  # what follows the last newline was cut off
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
-        write_atomically(run.out / name, "".join(f"{line}\n" for line in kept))
-    return state["step"]
 
 
+def _rows_until(path: Path, step: int) -> str:
+    """The lines of a table up to a step. Raises: ValueError naming the file if it is not there or has a gap."""
+    rows = []
+    try:
+        lines = path.read_text().split("\n")[:-1]  # what follows the last newline was cut off
+        for line in lines:
+            if (row := json.loads(line))["step"] > step:
+                break
+            rows.append(row["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        where = f", line {len(rows) + 1}," if not isinstance(error, OSError) else ""
+        raise ValueError(f"a resumed run must have its records, {path}{where} cannot be read: {error}") from error
+    if path.name == "metrics.jsonl" and rows != list(range(step + 1)):
+        missing = sorted(set(range(step + 1)) - set(rows))
+        raise ValueError(f"a resumed run must have its records, {path} lacks steps {missing[:5]} or repeats one")
+    return "".join(f"{line}\n" for line in lines[: len(rows)])

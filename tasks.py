@@ -1,4 +1,4 @@
-"""What is asked and how an answer is scored: built-in tasks, files of questions, a user's own task.
+"""Problems and rewards: built-in tasks, files of questions, a user's own task.
 
 A task is two lists of problems and a reward.
 """
@@ -9,13 +9,14 @@ import json
 import os
 import random
 import re
+import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from decimal import Decimal
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,11 +37,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """Problems to train on, problems to evaluate on, and `reward(problem, response text) -> float`."""
+    """Problems to train on, problems to evaluate on, and `reward(problem, response text) -> float`.
+
+    `num_repeated` counts the problems left out because their question was there already.
+    """
 
     train: list[Problem]
     held_out: list[Problem]
     reward: Callable[[Problem, str], float]
+    num_repeated: int = 0
 
     @property
     def fingerprint(self) -> str:
@@ -67,7 +72,10 @@ def numeric_match(problem: Problem, response: str) -> float:
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, thousands separators dropped; a GSM8K answer ("... #### 42") ends in it."""
     numbers = NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:  # an exponent of twenty digits
+        return None
 
 
 # ------------------------------------------------------------------------------------------------ tasks
@@ -107,7 +115,7 @@ TASKS = f"{', '.join(BUILT_IN)}, a .py file, a JSONL file or a reachable hub dat
 
 
 # ------------------------------------------------------------------------------------------------ tasks of users
-def load_task(name: str, seed: int, eval_path: str | None = None) -> Task:
+def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float = 10.0) -> Task:
     """A built-in task, a Python file, a JSONL file, or a hub name; held-out problems from a second JSONL file if given.
 
     Raises: ValueError that says what is wrong with it.
@@ -115,7 +123,7 @@ def load_task(name: str, seed: int, eval_path: str | None = None) -> Task:
     if name in BUILT_IN:
         return BUILT_IN[name](seed)
     if name.endswith(".py"):
-        return from_python(name, seed)
+        return from_python(name, seed, limit_s)
     if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
         return from_jsonl(name, seed, eval_path)
     if "/" in name or os.path.isdir(name):
@@ -127,35 +135,36 @@ POOL = 10_000  # problems drawn from a Python task at the start; what is held ou
 MISSES = 1_000  # draws in a row that bring nothing new: the task has no more
 
 
-def from_python(path: str, seed: int) -> Task:
+def from_python(path: str, seed: int, limit_s: float = 10.0) -> Task:
     """A file with `sample(rng) -> (question, answer)` and `reward(problem, response) -> float`, see countdown.py.
 
-    Raises: ValueError if the file cannot be loaded, lacks one of the two, or has fewer than two different questions.
+    Raises: ValueError if the file cannot be loaded, lacks one of the two, has fewer than two different questions or one
+    question with two answers, or if the import or one call of `sample` takes longer than `limit_s` seconds.
     """
-    module = _load_module(path)
+    module = _load_module(path, limit_s)
     for name in ("sample", "reward"):
         if not callable(getattr(module, name, None)):
             raise ValueError(f"task must be a file with the functions sample and reward, {path} has no {name}")
     rng, problems, misses = random.Random(seed), {}, 0
     while len(problems) < POOL and misses < MISSES:
         try:
-            pair = module.sample(rng)
-        except Exception as error:
+            pair = call_within(limit_s, module.sample, rng)
+        except (Exception, SystemExit, OutOfTime) as error:
             raise ValueError(f"sample must return a question and an answer, {path}'s fails: {error!r}") from error
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair) and pair[0]):
             raise ValueError(f"sample must return a question and an answer, two strings, {path}'s returns {pair!r:.80}")
-        misses = misses + 1 if pair[0] in problems else 0
-        problems.setdefault(pair[0], Problem(*pair, f"{path}, problem {len(problems) + 1}"))
-    return _held_out(list(problems.values()), module.reward, seed, path)
+        misses = misses + 1 if pair in problems else 0
+        problems.setdefault(pair, Problem(*pair, f"{path}, problem {len(problems) + 1}"))
+    return _task(list(problems.values()), None, module.reward, seed, path)
 
 
-def _load_module(path: str) -> ModuleType:
+def _load_module(path: str, limit_s: float) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"task_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        call_within(limit_s, spec.loader.exec_module, module)
+    except (Exception, SystemExit, OutOfTime) as error:
         raise ValueError(f"task must be a Python file that can be loaded, {path} fails: {error!r}") from error
     return module
 
@@ -177,12 +186,8 @@ def from_hub(name: str, seed: int, eval_path: str | None = None) -> Task:
         raise ValueError(f"task must have a split train, {name} has {', '.join(splits)}")
     problems = {split: [_problem(record, f"{name}, {split} {number}") for number, record in enumerate(splits[split], 1)]
                 for split in ("train", "test", "validation") if split in splits}
-    if eval_path is not None:
-        return Task(problems["train"], _read_jsonl(eval_path), numeric_match)
-    held_out = problems.get("test") or problems.get("validation")
-    if held_out:
-        return Task(problems["train"], held_out, numeric_match)
-    return _held_out(problems["train"], numeric_match, seed, name)
+    held_out = problems.get("test") or problems.get("validation") if eval_path is None else _read_jsonl(eval_path)
+    return _task(problems["train"], held_out, numeric_match, seed, name)
 
 
 def from_jsonl(path: str, seed: int, eval_path: str | None = None) -> Task:
@@ -190,16 +195,33 @@ def from_jsonl(path: str, seed: int, eval_path: str | None = None) -> Task:
 
     Raises: ValueError naming the file and the line if one is malformed, or if there are too few.
     """
-    problems = _read_jsonl(path)
-    if eval_path is None:
-        return _held_out(problems, numeric_match, seed, path)
-    return Task(problems, _read_jsonl(eval_path), numeric_match)
+    held_out = None if eval_path is None else _read_jsonl(eval_path)
+    return _task(_read_jsonl(path), held_out, numeric_match, seed, path)
 
 
-def _held_out(problems: list[Problem], reward: Callable[[Problem, str], float], seed: int, path: str) -> Task:
-    if len(problems) < 2:
-        raise ValueError(f"task must have at least 2 different problems (one is held out), {path} has {len(problems)}")
-    return _split(problems, reward, seed)
+def _task(
+    train: list[Problem], held_out: list[Problem] | None, reward: Callable[[Problem, str], float], seed: int, path: str
+) -> Task:
+    """Every question once: one that is held out is never trained on. Without `held_out`, a share is held out.
+
+    Raises: ValueError if a question has two answers, or if too few problems are left.
+    """
+    first: dict[str, Problem] = {}
+    for problem in [*(held_out or ()), *train]:
+        known = first.setdefault(problem.question.strip(), problem)
+        if problem.answer != known.answer and not (reward is numeric_match and reward(known, problem.answer)):
+            raise ValueError(f"a question must have one answer, {known.source} has {known.answer!r:.40} and"
+                             f" {problem.source} has {problem.answer!r:.40} to the same question")
+    num_repeated, distinct = len(train) + len(held_out or ()) - len(first), list(first.values())
+    if held_out is None:
+        if len(distinct) < 2:
+            raise ValueError("task must have at least 2 different problems (one is held out),"
+                             f" {path} has {len(distinct)}")
+        return replace(_split(distinct, reward, seed), num_repeated=num_repeated)
+    num_held_out = len({problem.question.strip() for problem in held_out})
+    if num_held_out == len(distinct):
+        raise ValueError(f"task must have training problems that are not held out, {path} has none")
+    return Task(distinct[num_held_out:], distinct[:num_held_out], reward, num_repeated)
 
 
 def _split(problems: list[Problem], reward: Callable[[Problem, str], float], seed: int) -> Task:
@@ -210,7 +232,7 @@ def _split(problems: list[Problem], reward: Callable[[Problem, str], float], see
 
 def _read_jsonl(path: str) -> list[Problem]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # splitlines would cut JSON at U+2028
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut JSON at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task must be {TASKS}, got {path}, which is no readable UTF-8: {error}") from error
     problems = [_read_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -222,7 +244,7 @@ def _read_jsonl(path: str) -> list[Problem]:
 def _read_problem(line: str, source: str) -> Problem:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, or nested too deeply
         raise ValueError(f"{source} must be a JSON object: {error}") from error
     return _problem(record, source)
 
@@ -235,3 +257,83 @@ def _problem(record: Any, source: str) -> Problem:
     if last_number(answer) is None:
         raise ValueError(f'{source} must have an "answer" with a number (rewards compare numbers), got {shown}')
     return Problem(record["question"], answer, source)
+
+
+# ------------------------------------------------------------------------------------------------ code of users
+LARGEST_REWARD = 1e15  # its square still is a float32, in which advantages are computed
+
+
+class RewardError(RuntimeError):
+    """A reward raised, returned no finite number or ran out of time; names the problem and the response."""
+
+
+class OutOfTime(BaseException):
+    """A call took too long. Not an Exception, so that a reward's own `except Exception` lets it through."""
+
+
+class Scores(NamedTuple):
+    """One entry per response; `errors` names each response that could not be scored, its reward is 0."""
+
+    responses: list[str]
+    rewards: list[float]
+    errors: list[str | None]
+
+    @property
+    def num_errors(self) -> int:
+        return sum(error is not None for error in self.errors)
+
+
+def score(
+    reward: Callable[[Problem, str], float], problems: list[Problem], responses: list[str], limit_s: float, stop: bool
+) -> Scores:
+    """The reward of each response, at most `limit_s` seconds each. Raises: RewardError at the first error if `stop`."""
+    rewards, errors = [], []
+    for problem, response in zip(problems, responses, strict=True):
+        value, failure = 0.0, None
+        try:
+            value = call_within(limit_s, _finite, reward, problem, response)
+        except (Exception, SystemExit, OutOfTime) as error:  # whatever it is, it is named, and counted or raised
+            try:
+                why = f"{error}" if isinstance(error, OutOfTime) else f"{type(error).__name__}: {error}"
+            except Exception:  # of the error's own __str__
+                why = type(error).__name__
+            failure = (f"the reward fails ({why:.300}) on {problem.source}, question {problem.question!r:.200},"
+                       f" response {response!r:.200}")
+            if stop:
+                raise RewardError(f"{failure}; to go on with reward 0, --reward-errors count") from error
+        rewards.append(value)
+        errors.append(failure)
+    return Scores(responses, rewards, errors)
+
+
+def _finite(reward: Callable[[Problem, str], float], problem: Problem, response: str) -> float:
+    """Numbers of any library count (they convert themselves), strings that look like one do not."""
+    value = reward(problem, response)
+    if not hasattr(value, "__float__") or not abs(float(value)) <= LARGEST_REWARD:
+        raise TypeError(f"it returned {value!r:.80}, not a finite number of at most {LARGEST_REWARD:g}")
+    return float(value)
+
+
+def call_within(limit_s: float, function: Callable, *arguments: Any) -> Any:
+    """`function(*arguments)`, interrupted after `limit_s` seconds. Raises: OutOfTime.
+
+    SIGALRM in the main thread: it stops Python code, sleeps and waits, regular expressions and long integers of
+    Python's own; not compiled code that does not come back to the interpreter (that must run in a process of its own),
+    and not a function that catches BaseException again and again.
+    """
+
+    def expire(*_):
+        raise OutOfTime(f"no answer within {limit_s:g} s; --reward-limit-s sets the limit")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)  # again and again, should the first one be swallowed
+        try:
+            return function(*arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except OutOfTime:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come just before the line above
+        raise
+    finally:
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)  # None: a handler that Python has not set

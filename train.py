@@ -4,7 +4,6 @@ One step is: sample, sleep, score, update, wake, load. It is spelled out in `tra
 """
 
 import json
-import sys
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +19,7 @@ from models import describe_without_weights
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
 from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
 from plan import print_plan
-from records import Clock, memory_gib, plot_curves
+from records import Clock, locked, memory_gib, one_sentence, plot_curves, raise_on_sigterm
 from reference import ReferenceEngine
 from replay import Weights, save_trace
 from rl import Batch, Policy, UpdateOptions, frozen_logprobs, make_batch, self_noise, update
@@ -52,7 +51,7 @@ class Config(UpdateOptions):
     overlong_prompts: Literal["refuse", "drop"] = "refuse"
     """What to do with problems whose prompt is longer; dropped ones are counted."""
     reward_limit_s: float = 10.0
-    """Seconds after which one call of the task's reward counts as hanging."""
+    """Seconds after which the import of a task file, or one call of its sample or reward, counts as hanging."""
     reward_errors: Literal["stop", "count"] = "stop"
     """If a reward raises, hangs or is not a finite number: stop the run, or count it and go on with reward 0."""
     cache_dir: str = str(Path(__file__).parent / ".cache")
@@ -175,9 +174,9 @@ class Config(UpdateOptions):
 
 
 # ------------------------------------------------------------------------------------------------ the loop
-def train(run: Run) -> None:
+def train(run: Run, live: Live, first_step: int) -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
-    config, (live, first_step) = run.config, build(run)
+    config = run.config
     if first_step == 1:
         run.log({"step": 0} | evaluate(run, live, 0))
     for step in range(first_step, config.steps + 1):
@@ -231,7 +230,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
 
     with clock("sync"):
         engine.wake()
-        loaded = engine.load(policy.weights(), policy.score)
+        loaded = engine.load(policy.weights(), policy.score, changed=metrics["updates"] > 0)
         flight.after_update()
 
     metrics |= sampled | flight.counts()
@@ -349,15 +348,20 @@ def plan(config: Config) -> None:
     print_plan(config, model_config, longest, config.plan_gib)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Exit status: 0 done, 2 refused or failed before the first step, 1 failed later, 128 + N stopped by signal N."""
     transformers.utils.logging.disable_progress_bar()
-    config = tyro.cli(Config, description=__doc__)
-    try:
-        run = plan(config) if config.plan else prepare(config)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    if run is not None:
-        train(run)
+    raise_on_sigterm()
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    if config.plan:
+        with one_sentence(config.out, status=2):
+            plan(config)
+        return
+    with one_sentence(config.out, status=2), locked(config.out):
+        run = prepare(config)
+        live, first_step = build(run)
+        with one_sentence(config.out, status=1):
+            train(run, live, first_step)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    options = dict(
         vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.1,
         bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )
-    model = Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(Qwen2Config(**options | changes))
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
     return model.to(dtype).eval()

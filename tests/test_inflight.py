@@ -1,11 +1,13 @@
 """Groups in flight over weight updates, on the real vLLM and on the reference backend: nothing lost, nothing twice."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import qwen2
+from test_bad_input import command, good  # noqa: F401, a fixture
 from test_engine_adapter import move, started
 
 from engine_adapter import EngineStateError, ParityFlags, Sampling
@@ -15,6 +17,7 @@ from reference import ReferenceEngine
 from replay import Trace
 from rl import Policy
 from tasks import Problem
+from train import main
 
 KEEP, RECOMPUTE, ABORT = (
     ParityFlags(), ParityFlags(inflight_keep=False, inflight_otherwise="recompute"), ParityFlags(inflight_keep=False)
@@ -172,12 +175,40 @@ def test_books_that_do_not_balance_stop_the_run(folders):
 
 
 def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
-    with backend("vllm", folders) as (_, engine):
+    with backend("vllm", folders) as (policy, engine):
         engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
         engine.step()
         engine._llm.abort_request(list(engine._groups))  # behind the adapter's back
         with pytest.raises(EngineStateError, match="vLLM holds 0 requests, 2 rollouts are unfinished"):
-            engine.sleep()
+            update(policy, engine)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], ids=lambda parity: parity.inflight_update)
+def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(folders, kind, parity):
+    with backend(kind, folders, parity) as (policy, engine):
+        whole = engine.generate([[20, 21, 22]], 4, LONG_TAIL, [7])
+        group, version = engine.submit([20, 21, 22], 4, LONG_TAIL, 7), engine.weight_version
+        for _ in range(3):
+            engine.step()
+        engine.sleep()
+        engine.wake()
+        engine.load(policy.weights(), policy.score, changed=False)
+        while engine.num_unfinished:
+            engine.step()
+        assert engine.weight_version == version
+        assert [rollout.token_ids for rollout in group] == [rollout.token_ids for rollout in whole]
+        assert {rollout.finish_reason for rollout in group} <= {"stop", "length"}
+
+
+def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tmp_path):  # noqa: F811
+    """No answer of this model is right, so that no step has a signal; V1's abort would throw its work away."""
+    main(command(good, f"--out {tmp_path}/run --engine transformers --steps 4 --inflight-groups 3 --max-num-seqs 8"
+                       " --eval-problems 4 --parity.no-inflight-keep"))  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [(row["updates"], row["skipped_updates"]) for row in rows] == [(0, 2)] * 4
+    assert all(row["groups_in_flight"] == 3 for row in rows)
+    assert all(row["tokens_wasted"] == row["rollouts_restarted"] == row["staleness_max"] == 0 for row in rows)
 
 
 def test_a_kept_cache_that_is_lost_to_preemption_is_counted(folders):

@@ -1,9 +1,13 @@
 """Tokenizers, prompts and the toys."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import EOS, describe_model, encode_prompt, load_tokenizer, toy_model, toy_tokenizer
@@ -24,21 +28,31 @@ def test_the_model_for_digits_starts_unsure_and_with_offset_logits(tmp_path):
     assert entropy > 1.5
 
 
+def test_a_toy_does_not_depend_on_the_speed_of_the_machine(tmp_path):
+    """A clock on which every look takes an hour: teaching stops where the seed says, not where a time limit does."""
+    program = ("import itertools, sys, time; clock = itertools.count(0, 3600); time.monotonic = lambda: next(clock);"
+               " from models import toy_model; toy_model(sys.argv[1], 1, 'digits')")  # fmt: skip
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "slow")], check=True, cwd=Path(__file__).parents[1])
+    slow, usual = next((tmp_path / "slow").iterdir()), toy_model(str(tmp_path / "usual"), 1, "digits")
+    assert (slow / "model.safetensors").read_bytes() == (usual / "model.safetensors").read_bytes()
+
+
 def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_path):
     toy_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     tokenizer = load_tokenizer(str(tmp_path))
     ids = encode_prompt(tokenizer, Problem("81+7=", "88", ""))
     assert ids == [1, 11, 4, 13, 10, 14]
     assert tokenizer.decode([*ids[1:], EOS], skip_special_tokens=True) == "81+7="
     assert tokenizer.eos_token_id == EOS
-    with pytest.raises(Exception, match="WordLevel"):
-        tokenizer("a")
+    for text in ("a", "1 2"):  # also after a round trip through a folder: AutoTokenizer would drop them in silence
+        with pytest.raises(Exception, match="WordLevel"):
+            tokenizer(text)
 
 
 def test_a_folder_without_a_tokenizer_is_refused_where_transformers_makes_an_empty_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     assert AutoTokenizer.from_pretrained(tmp_path)("1+1=")["input_ids"] == []
     for describe in (load_tokenizer, describe_model):
         with pytest.raises(ValueError, match="a folder with a tokenizer"):

@@ -1,6 +1,7 @@
 """Each formula against an oracle that shares no code with it: enumeration, plain Python floats, finite differences."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -42,6 +43,17 @@ def test_group_advantages_equal_hand_computed_values():
     expected = [0.5 / (std + 1e-4), -0.5 / (std + 1e-4), -0.5 / (std + 1e-4), 0.5 / (std + 1e-4), 0, 0, 0, 0]
     assert group_advantages(rewards, 4).tolist() == pytest.approx(expected)
     assert group_advantages(rewards, 4, divide_by_std=False).tolist() == [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+def test_equal_rewards_have_no_advantage_whatever_their_value_and_number(divide_by_std):
+    values = [0.0, 0.1, 0.2, 0.3, 0.7, 0.9, 1.0, 1 / 3, -0.6, 1e-8, 123.456, 1e6 + 0.3]
+    for value, group_size in product(values, range(2, 70)):
+        advantages = group_advantages(torch.full((2 * group_size,), value), group_size, divide_by_std)
+        assert not advantages.any(), (value, group_size)
+    close = torch.tensor([0.1] * 7 + [0.1 + 1e-6])
+    assert group_advantages(close, 8)[-1] > 1e-3  # nearly equal is not equal
+    assert group_advantages(close, 8, divide_by_std=False)[-1].item() == pytest.approx(7 / 8 * 1e-6, rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -241,7 +241,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
         assert again(torch.tensor([[5, 6]]), use_cache=True).past_key_values.get_seq_length() == 2
 
 
-def test_a_masked_row_has_no_loss_and_no_share_in_the_normaliser():
+def test_a_masked_row_has_no_loss_and_no_share_in_a_token_mean():
     whole = make_batch(rollouts(), torch.tensor([1.0, -1.0, 2.0, 0.5]))
     fewer = make_batch([rollouts()[i] for i in (0, 2)], torch.tensor([1.0, 2.0]))
     moments = []

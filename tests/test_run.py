@@ -34,10 +34,11 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
                  rf" {longer} of 20 are longer; try --overlong-prompts drop")  # fmt: skip
     with pytest.raises(ValueError, match=complaint):
         prepare(job(tmp_path, max_prompt_tokens=limit))
-    task = str(tmp_path / "task.jsonl")
-    run = prepare(job(tmp_path, max_prompt_tokens=limit, overlong_prompts="drop", eval_task=task))
-    assert run.dropped_prompts == longer
-    assert f"{longer} of 20 prompts DROPPED" in capsys.readouterr().out
+    other = tmp_path / "eval.jsonl"
+    other.write_text((tmp_path / "task.jsonl").read_text().replace('"question": "1', '"question": "2'))
+    run = prepare(job(tmp_path, max_prompt_tokens=limit, overlong_prompts="drop", eval_task=str(other)))
+    assert run.dropped_prompts == 2 * longer
+    assert f"{2 * longer} of 40 prompts DROPPED" in capsys.readouterr().out
     for kept in (run.task.train, run.task.held_out):
         assert len(kept) == 20 - longer
         assert max(len(run.prompt_ids[problem]) for problem in kept) == limit
@@ -54,6 +55,7 @@ def test_a_resumed_run_must_find_its_problems_unchanged(tmp_path):
     config = job(tmp_path)
     run = prepare(config)
     record = {"config": asdict(config), "problems": {"sha256": run.task.fingerprint}}
+    (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps(record))
     prepare(replace(config, resume=True))
     path = tmp_path / "task.jsonl"

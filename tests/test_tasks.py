@@ -108,6 +108,28 @@ def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_pa
         from_jsonl(str(tmp_path / "absent.jsonl"), 0)
 
 
+def test_a_question_is_in_one_split_only_whatever_the_file_repeats(tmp_path):
+    """40 questions twice, one copy with another solution of the same number and a space: merged before the split."""
+    rows = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
+    again = [{"question": f"{i}+1= ", "answer": f"so #### {i + 1}.0"} for i in range(40)]
+    path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
+    path.write_text("\ufeff" + "\n".join(map(json.dumps, rows + again)), encoding="utf-8")  # with a byte-order mark
+    task = from_jsonl(str(path), seed=0)
+    assert (len(task.train), len(task.held_out), task.num_repeated) == (36, 4, 40)
+    assert not {p.question.strip() for p in task.train} & {p.question.strip() for p in task.held_out}
+    held_out.write_text("\n".join(map(json.dumps, again[:5] + again[:5])))
+    task = from_jsonl(str(path), 0, str(held_out))
+    assert (len(task.train), [p.question for p in task.held_out]) == (35, [f"{i}+1= " for i in range(5)])
+    path.write_text("\n".join(map(json.dumps, [*rows, {"question": "7+1=", "answer": 9}])))
+    with pytest.raises(ValueError, match=r"line 8 has '8' and .*task.jsonl, line 41 has '9' to the same question"):
+        from_jsonl(str(path), seed=0)
+
+
+def test_a_number_too_large_for_decimal_is_no_number():
+    assert last_number("1e99999999999999999999") is None
+    assert numeric_match(Problem("?", "1", ""), "9e-99999999999999999999") == 0.0
+
+
 # ------------------------------------------------------------------------------------------------ a user's own task
 SQUARES = """
 from dataclasses import dataclass
@@ -142,7 +164,8 @@ def test_a_users_file_gives_different_problems_decided_by_the_seed_and_its_own_r
     ("raise SystemExit(3)", "can be loaded, .* SystemExit"),
     ("def sample(rng): return 'q', 'a'", "has no reward"),
     ("sample = 3\ndef reward(problem, response): return 0.0", "has no sample"),
-    (SQUARES.replace('"{row.n}^2="', '"1^2="'), "at least 2 different problems"),
+    (SQUARES.replace('(1, 30)', '(1, 1)'), "at least 2 different problems"),
+    (SQUARES.replace('"{row.n}^2="', '"1^2="'), "one answer, .*problem 1 has '.*' and .*problem 2 has '"),
     (SQUARES.replace("str(row.n**2)", "row.n**2"), "two strings, .* returns"),
     (SQUARES.replace('f"{row.n}^2="', '""'), "two strings, .* returns"),
     (SQUARES.replace("rng.randint(1, 30)", "1 // 0"), "sample must return .* ZeroDivisionError"),

@@ -9,8 +9,7 @@ import numpy
 import pytest
 import torch
 
-from scoring import RewardError, score
-from tasks import Problem
+from tasks import Problem, RewardError, score
 
 PROBLEMS = [Problem(f"{i}+1=", str(i + 1), f"line {i}") for i in range(3)]
 RESPONSES = ["1", "two", "3"]
@@ -73,7 +72,8 @@ FAILURES = {
     "mute": (mute, "Mute"), "leaves": (leaves, "SystemExit"),
     "nan": (lambda *_: math.nan, "it returned nan"), "infinite": (lambda *_: math.inf, "it returned inf"),
     "none": (lambda *_: None, "it returned None"), "text": (lambda *_: "1.0", "it returned '1.0'"),
-    "several": (lambda *_: torch.ones(2), "Error"),
+    "several": (lambda *_: torch.ones(2), "Error"), "huge": (lambda *_: 1e300, "it returned 1e+300"),
+    "digits": (lambda *_: 10**5000, "OverflowError"),
 }  # fmt: skip
 
 

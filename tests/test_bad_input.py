@@ -1,0 +1,233 @@
+"""Bad input of every kind: one sentence on stderr, exit status 2, no traceback, no model taught.
+
+Most cases share this process. The engine's own refusals take a process each, for an engine that fails to start leaves
+vLLM's parallel groups behind.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import qwen2
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig
+
+from models import toy_tokenizer
+from train import main
+
+ROOT = Path(__file__).parents[1]
+TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
+PYTHON = '''
+import time
+def sample(rng):
+    number = rng.randint(1, 60)
+    return f"{number}+1=", str(number + 1)
+def reward(problem, response):
+    return float(len(response) % 3)
+'''
+MANY_DIGITS = "9" * 6000
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    """A folder with all that a run needs: model/, task.jsonl, task.py."""
+    root = tmp_path_factory.mktemp("good")
+    qwen2(tied=True).save_pretrained(root / "model")
+    toy_tokenizer().save_pretrained(root / "model")
+    (root / "task.jsonl").write_text("\n".join(map(json.dumps, TASK)))
+    (root / "task.py").write_text(PYTHON)
+    return root
+
+
+def command(root: Path, options: str) -> list[str]:
+    """The options in place of a good run's own of the same name."""
+    usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
+             "--group-size": 2, "--reward-limit-s": 0.3}  # fmt: skip
+    given = options.format(root=root).split()
+    return [*(str(word) for name, value in usual.items() if name not in given for word in (name, value)), *given]
+
+
+def refusal(arguments: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2, printed
+    assert "Traceback" not in printed.err
+    assert "toy model" not in printed.out
+    return re.sub(r"[╭╮╰╯│─\s]+", " ", printed.err)  # without the box that tyro draws around a message
+
+
+# ------------------------------------------------------------------------------------------------ options
+OPTIONS = {
+    "--steps 0": "steps must be at least 1", "--steps 1.5": "steps", "--steps x": "steps",
+    "--num-prompts 0": "num_prompts", f"--steps {MANY_DIGITS}": "steps", f"--seed {MANY_DIGITS}": "seed",
+    "--seed -1": "seed must be non-negative", "--seed 4294967296": "seed must be below",
+    "--group-size 1": "group_size must be at least 2", "--group-size 0": "group_size must be at least 2",
+    "--num-prompts 37": "must be at most 36 (all there are)",
+    "--inflight-groups 33": "must be at most 36 (all there are)", "--inflight-groups -1": "inflight_groups must be",
+    "--max-new-tokens 0": "max_new_tokens must be at least 1",
+    "--max-new-tokens 100000": "below the model's context of 256",
+    "--max-new-tokens 256": "below the model's context of 256", "--max-prompt-tokens 0": "max_prompt_tokens must be",
+    "--max-prompt-tokens 1": "at most 1 tokens long (--max-prompt-tokens)",
+    "--num-minibatches 3": "num_minibatches must divide",
+    "--micro-batch-tokens 0": "micro_batch_tokens must be at least 1", "--eval-every 0": "eval_every must be",
+    "--checkpoint-every 0": "checkpoint_every must be", "--eval-samples 0": "eval_samples must be",
+    "--max-num-seqs 0": "max_num_seqs must be", "--temperature 0": "temperature must be positive",
+    "--temperature nan": "temperature must be positive", "--temperature inf": "temperature must be positive",
+    "--lr inf": "lr must be positive and finite", "--lr nan": "lr must be", "--lr 0": "lr must be", "--lr x": "lr",
+    "--grad-clip 0": "grad_clip must be", "--kl-coef -1": "kl_coef must be", "--kl-coef nan": "kl_coef must be",
+    "--weight-decay -1": "weight_decay must be", "--kv-cache-gib 0": "kv_cache_gib must be",
+    "--kv-cache-gib -1": "kv_cache_gib must be", "--kv-cache-gib nan": "kv_cache_gib must be",
+    "--reward-limit-s 0": "reward_limit_s must be", "--clip-low 1.5": "clip_low", "--clip-high 0": "clip_high positive",
+    "--clip-high inf": "clip_high positive", "--objective ppo": "objective",
+    "--objective cispo --clip-low 0.1": "clip_low must not", "--dtype int8": "dtype", "--engine sglang": "engine",
+    "--no-such-option": "no-such-option", "--top-p 0.9": "top-p", "--repetition-penalty 1.1": "repetition-penalty",
+    "--offload-optimizer": "without a GPU", "--tis nonsense": "tis",
+    "--tis token --parity.no-fp32-head": "without fp32_head", "--tis token --old-policy rollout": "count it twice",
+    "--tis masked --tis-cap 0.4": "tis_floor must be below", "--tis token --tis-cap 0": "tis_cap must be positive",
+    "--task toy --eval-task {root}/task.jsonl": "eval_task must not be given",
+    "--task {root}/task.py --eval-task x": "eval_task must not be given",
+    "--parity.inflight-otherwise recompute": "would do nothing",
+    "--engine transformers --parity.no-processed-logprobs": "engine must be vllm",
+    "--eval-task {root}/absent.jsonl": "absent.jsonl",
+    "--eval-task {root}/task.jsonl": "must have training problems that are not held out",
+    "--model {root}/absent": "model must be", "--model {root}/task.py": "model must be",
+    "--model owner/absent": "reachable hub name", "--task tyo": "task must be",
+    "--task {root}/absent.py": "FileNotFoundError", "--task owner/absent": "cannot be loaded",
+    "--out {root}/task.py/run": "out must be a writable folder",
+    "--cache-dir {root}/task.py --model toy --task digits": "cache_dir must be",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options[:40])
+def test_an_option_that_cannot_work(good, options, capsys):
+    assert OPTIONS[options] in refusal(command(good, options), capsys)
+
+
+# ------------------------------------------------------------------------------------------------ tasks
+LINE = json.dumps(TASK[0])
+JSONL = {
+    "empty": (b"", "has none"), "blank": (b"\n\n", "has none"), "one problem": (LINE.encode(), "at least 2 different"),
+    "cut off": (LINE.encode() + b'\n{"question": "1', "line 2 must be a JSON object"),
+    "a list": (b"[1, 2]", "line 1 must be an object"), "no question": (b'{"answer": 1}', "line 1"),
+    "blank question": (b'{"question": " ", "answer": 1}', "line 1"), "no answer": (b'{"question": "1"}', "a number"),
+    "words": (b'{"question": "1", "answer": "two"}', "a number"),
+    "nested": (b'{"question": ' + b"[" * 100_000, "line 1 must be a JSON object"),
+    "many digits": (b'{"question": "1", "answer": %s}' % MANY_DIGITS.encode(), "line 1 must be a JSON object"),
+    "latin-1": ('{"question": "\xe4", "answer": 1}'.encode("latin-1"), "no readable UTF-8"),
+    "bytes": (bytes(range(256)), "no readable UTF-8"),
+    "unknown character": (
+        b'{"question": "x", "answer": 1}\n' + LINE.encode(), "line 1: WordLevel error"
+    ),
+    "two answers": (
+        LINE.encode() + b'\n{"question": "1+1=", "answer": 2}\n{"question": "0+1= ", "answer": 5}', "line 1 has '1' and"
+    ),
+    "repeated": ((LINE.encode() + b"\n") * 40, "at least 2 different"),
+}  # fmt: skip
+SAMPLE, REWARD = PYTHON.split("def reward")
+TASKS = {
+    "raises": ("1 / 0", "ZeroDivisionError"), "exits": ("raise SystemExit(0)", "SystemExit"),
+    "syntax": ("def", "SyntaxError"), "endless import": ("while True: pass", "no answer within 0.3 s"),
+    "no reward": (SAMPLE, "has no reward"), "no sample": ("def reward" + REWARD, "has no sample"),
+    "one question": (PYTHON.replace("(1, 60)", "(1, 1)"), "at least 2 different"),
+    "endless sample": (PYTHON.replace("number =", "while True: pass\n    number ="), "no answer within 0.3 s"),
+    "waiting sample": (PYTHON.replace("number =", "time.sleep(99)\n    number ="), "no answer within 0.3 s"),
+    "sample raises": (PYTHON.replace("number =", "1 / 0\n    number ="), "ZeroDivisionError"),
+    "no strings": (PYTHON.replace("str(number + 1)", "number + 1"), "two strings"),
+    "two answers": (PYTHON.replace("str(number + 1)", "str(rng.random())"), "a question must have one answer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", JSONL)
+def test_a_file_of_questions(good, tmp_path, kind, capsys):
+    text, complaint = JSONL[kind]
+    (tmp_path / "bad.jsonl").write_bytes(text)
+    assert complaint in refusal(command(good, f"--task {tmp_path}/bad.jsonl"), capsys)
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_task_file(good, tmp_path, kind, capsys):
+    text, complaint = TASKS[kind]
+    (tmp_path / "bad.py").write_text(text)
+    assert complaint in refusal(command(good, f"--task {tmp_path}/bad.py"), capsys)
+
+
+# ------------------------------------------------------------------------------------------------ models
+def rewrite(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def tensors(folder: Path, change) -> None:
+    table = load_file(folder / "model.safetensors")
+    change(table)
+    save_file(table, folder / "model.safetensors", {"format": "pt"})
+
+
+def cut(path: Path, keep: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+
+
+def shards(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "model-2-of-2.safetensors"}}))
+
+
+NORM = "model.norm.weight"
+MODELS = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "folder with weights"),
+    "cut off": (lambda f: cut(f / "model.safetensors", 0.9), "whole floating-point weights"),
+    "cut in the header": (lambda f: cut(f / "model.safetensors", 0.001), "whole floating-point weights"),
+    "empty weights": (lambda f: cut(f / "model.safetensors", 0), "whole floating-point weights"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 999), "whole floating-point weights"),
+    "a shard missing": (shards, "model-2-of-2.safetensors"),
+    "a tensor missing": (lambda f: tensors(f, lambda t: t.pop(NORM)), f"missing ['{NORM}']"),
+    "another shape": (lambda f: tensors(f, lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
+    "nan": (lambda f: tensors(f, lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
+    "int8": (lambda f: tensors(f, lambda t: t.update({n: t[n].to(torch.int8) for n in t})), "weights of type I8"),
+    "quantised": (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
+    "small vocabulary": (lambda f: rewrite(f, vocab_size=8), "outside the vocabulary of 8"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "model must be"),
+    "empty configuration": (lambda f: (f / "config.json").write_text(""), "model must be"),
+    "nested configuration": (lambda f: (f / "config.json").write_text('{"a": ' + "[" * 100_000), "model must be"),
+    "unknown type": (lambda f: rewrite(f, model_type="nonsense"), "nonsense"),
+    "odd heads": (lambda f: rewrite(f, num_attention_heads=0), "failed"),
+    "text for a number": (lambda f: rewrite(f, hidden_size="wide"), "model must be"),
+    "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "folder with a tokenizer"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "model must be"),
+    "experts": (lambda f: Qwen3MoeConfig().save_pretrained(f), "mixture of experts without a GPU"),
+    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "loading the model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_folder(good, tmp_path, kind, capsys):
+    spoil, complaint = MODELS[kind]
+    shutil.copytree(good / "model", tmp_path / "model")
+    spoil(tmp_path / "model")
+    assert complaint in refusal(command(good, f"--model {tmp_path}/model --out {tmp_path}/run"), capsys)
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+@pytest.mark.parametrize("options, complaint", [
+    ("--block-size 7", "No common block size for 7"), ("--block-size 0", "block_size"),
+    ("--kv-cache-gib 1e-6", "kv_cache_gib 1e-06"), ("--kv-cache-gib 1e6", "requested memory for kv"),
+    ("--model {head16}", "head_dim=16"),
+])  # fmt: skip
+def test_what_the_engine_refuses(good, tmp_path, options, complaint):
+    if "head16" in options:
+        shutil.copytree(good / "model", tmp_path / "model")
+        model = qwen2(tied=True, num_attention_heads=4, num_key_value_heads=2)
+        model.save_pretrained(tmp_path / "model")
+        options = options.format(head16=tmp_path / "model")
+    arguments = [sys.executable, str(ROOT / "train.py"), *command(good, f"--out {tmp_path}/run {options}")]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=200)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert re.search(rf"^error: starting the engine with .* failed: .*{re.escape(complaint)}", result.stderr, re.M) or (
+        complaint in result.stderr)
+    assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()

@@ -1,0 +1,160 @@
+"""A run's folder: held by one process, resumed from what is whole, left whole by a full disk and by signals."""
+
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_bad_input import command, good, refusal  # noqa: F401, a fixture
+
+from records import locked
+from train import main
+
+ROOT = Path(__file__).parents[1]
+# The reference engine: what is tested here is the same for both, and it starts at once.
+SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
+         " --num-minibatches 1 --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 3")  # fmt: skip
+
+
+def timeless(out: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows]
+
+
+def options(root: Path, out: Path) -> list[str]:
+    return command(root, f"{SMALL} --out {out}")
+
+
+@pytest.fixture(scope="module")
+def whole(good, tmp_path_factory) -> Path:  # noqa: F811
+    """A finished run; its checkpoints are those of steps 3 and 4."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    main(options(good, out))
+    assert all(row["updates"] == 1 for row in timeless(out)[1:])
+    return out
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+DAMAGE = {
+    "state cut off": lambda folder: half(folder / "state.pt"), "state empty": lambda f: (f / "state.pt").write_text(""),
+    "weights cut off": lambda folder: half(folder / "policy" / "model.safetensors"), "an empty folder": empty,
+    "no policy": lambda folder: shutil.rmtree(folder / "policy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(good, whole, copy, kind, capsys):  # noqa: F811
+    DAMAGE[kind](copy / "checkpoints" / "step_000004")
+    main([*options(good, copy), "--resume"])
+    printed = capsys.readouterr().out
+    assert re.search(r"checkpoint DAMAGED, trying the one before it: .*step_000004: \w+", printed)
+    assert "resumed at step 4" in printed
+    assert timeless(copy) == timeless(whole)
+    assert (copy / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    assert sorted(path.name for path in copy.glob("checkpoints/*")) == ["step_000003", "step_000004"]
+    assert all((path / "state.pt").stat().st_size > 10_000 for path in copy.glob("checkpoints/*"))
+
+
+def test_checkpoints_that_are_all_damaged_are_refused(good, copy, capsys):  # noqa: F811
+    for folder in copy.glob("checkpoints/*"):
+        half(folder / "state.pt")
+    assert f"{copy} has none; try another --out" in refusal([*options(good, copy), "--resume"], capsys)
+
+
+def without_line(path: Path, number: int) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: number - 1] + lines[number:]))
+
+
+def broken_line(path: Path, number: int) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[: number - 1], lines[number - 1][:9] + "\n", *lines[number:]]))
+
+
+RECORDS = {
+    "a step missing": (lambda f: without_line(f / "metrics.jsonl", 3), "metrics.jsonl lacks steps [2]"),
+    "cut in the middle": (lambda f: half(f / "metrics.jsonl"), "metrics.jsonl lacks steps ["),
+    "a broken line": (lambda f: broken_line(f / "metrics.jsonl", 3), "metrics.jsonl, line 3, cannot be read"),
+    "a broken sample": (lambda f: broken_line(f / "samples.jsonl", 2), "samples.jsonl, line 2, cannot be read"),
+    "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read: [Errno 2]"),
+    "no samples": (lambda f: (f / "samples.jsonl").unlink(), "samples.jsonl cannot be read: [Errno 2]"),
+    "bytes": (lambda f: (f / "metrics.jsonl").write_bytes(bytes(range(256))), "metrics.jsonl, line 1, cannot be read"),
+    "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed"),
+    "another config": (lambda f: (f / "config.json").write_text("{}"), "config.json failed: KeyError: 'config'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_that_are_damaged_are_refused_by_name_and_left_alone(good, copy, kind, capsys):  # noqa: F811
+    spoil, complaint = RECORDS[kind]
+    spoil(copy)
+    before = {path: path.read_bytes() for path in copy.glob("*.jsonl")}
+    assert complaint in refusal([*options(good, copy), "--resume"], capsys)
+    assert {path: path.read_bytes() for path in copy.glob("*.jsonl")} == before
+
+
+# ------------------------------------------------------------------------------------------------ other processes
+def start(arguments: list[str], **how) -> subprocess.Popen:
+    program = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_folder_has_one_process_which_a_signal_stops_with_a_sentence(good, whole, tmp_path, number, capsys):  # noqa: F811
+    out = tmp_path / "run"
+    process = start(options(good, out))
+    for line in process.stdout:
+        if line.startswith("step   2/"):
+            break
+    for again in ([], ["--resume"]):
+        complaint = refusal([*options(good, out), *again], capsys)
+        assert f"{out} is in use by process {process.pid} on {os.uname().nodename}" in complaint
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"stopped by {number.name}: --resume goes on from the newest checkpoint in {out}" in said
+    assert "Traceback" not in said
+    main([*options(good, out), "--resume"])
+    assert timeless(out) == timeless(whole)
+
+
+def test_a_lock_left_by_a_dead_process_holds_nobody_up(tmp_path):
+    with locked(str(tmp_path)), open(tmp_path / "lock") as second, pytest.raises(BlockingIOError):
+        fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (tmp_path / "lock").write_text("process 1 on a machine long gone\n")
+    with locked(str(tmp_path)):
+        assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+
+
+def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path):  # noqa: F811
+    """Files of at most 400 kB stand for the disk: the weights fit, the optimizer's state does not."""
+    out, limit = tmp_path / "run", (400_000, 400_000)
+    assert (whole / "policy" / "model.safetensors").stat().st_size < limit[0]
+    assert (whole / "checkpoints" / "step_000004" / "state.pt").stat().st_size > limit[0]
+    process = start(options(good, out), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.search(r"^error: writing .*step_000001 failed: RuntimeError: .*fail", said, re.M)
+    assert "Traceback" not in said
+    main([*options(good, out), "--resume"])
+    assert timeless(out) == timeless(whole)

@@ -1,20 +1,22 @@
 """Countdown: make the target from the numbers. A task file like any user's: a `sample` and a `reward`.
 
 Each number is used exactly once, as in TinyZero and the Countdown-Tasks-3to4 data (on television: at most once). Every
-problem can be solved, because its target is made from its numbers. Answers are evaluated by the parser below, exactly
-and in bounded time, whatever the model writes.
+problem can be solved, because its target is made from its numbers. An answer is parsed as Python and evaluated exactly,
+with the four operations and nothing else, in bounded time whatever the model writes.
 """
 
+import ast
 import operator
 import random
 import re
 from fractions import Fraction
 
 LARGEST_TARGET = 999
-MAX_CHARACTERS, MAX_DEPTH = 200, 20  # of an expression; no honest one is near
+MAX_CHARACTERS = 200  # of an expression; no honest one is near
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+NODES = dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div), OPERATIONS.values(), strict=True))
 TYPOGRAPHY = str.maketrans("×÷−", "*/-")  # noqa: RUF001, models write these too
-TOKEN = re.compile(r"[0-9]+|[-+*/()]|\S")
+ALLOWED = re.compile(r"[-+*/() 0-9]+")
 
 
 def sample(rng: random.Random) -> tuple[str, str]:
@@ -47,70 +49,34 @@ def reward(problem, response: str) -> float:
     before, closed, _ = response.rpartition("</answer>")  # a regular expression would be quadratic in open tags
     try:
         value, used = evaluate(before.rpartition("<answer>")[2] if closed else response)
-    except (Malformed, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError):
         return 0.0
     return float(value == int(target) and sorted(used) == list(map(int, numbers.split())))
-
-
-class Malformed(ValueError):
-    """Not an expression of whole numbers, + - * / and brackets, or a longer or deeper one than is looked at."""
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     """The exact value of an expression and the numbers in it, in the order they stand there.
 
-    Raises: Malformed; ZeroDivisionError.
+    Raises: ValueError if it is no expression of whole numbers, + - * / and brackets, or a longer one than is looked at;
+    ZeroDivisionError.
     """
-    if len(expression) > MAX_CHARACTERS:
-        raise Malformed(f"{len(expression)} characters")
-    parser = Parser(TOKEN.findall(expression.translate(TYPOGRAPHY)))
-    value = parser.sum()
-    if parser.tokens:
-        raise Malformed(f"{parser.tokens[-1]} after the end")
-    return value, parser.numbers
+    numbers = []
 
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.BinOp(left, operation, right) if type(operation) in NODES:
+                return NODES[type(operation)](value(left), value(right))
+            case ast.UnaryOp(ast.USub(), operand):
+                return -value(operand)
+            case ast.Constant(int(number)):
+                numbers.append(number)
+                return Fraction(number)
+        raise ValueError(f"{type(node).__name__} is not allowed")
 
-class Parser:
-    """sum: product {+- product}; product: factor {*/ factor}; factor: number, - factor or ( sum ). Left to right."""
-
-    def __init__(self, tokens: list[str]):
-        self.tokens = tokens[::-1]  # a stack, the next token last
-        self.numbers: list[int] = []
-        self.depth = 0
-
-    def sum(self) -> Fraction:
-        value = self.product()
-        while symbol := self.accept("+-"):
-            value = OPERATIONS[symbol](value, self.product())
-        return value
-
-    def product(self) -> Fraction:
-        value = self.factor()
-        while symbol := self.accept("*/"):
-            value = OPERATIONS[symbol](value, self.factor())
-        return value
-
-    def factor(self) -> Fraction:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Malformed(f"more than {MAX_DEPTH} levels")
-        if self.accept("-"):
-            value = -self.factor()
-        elif self.accept("("):
-            value = self.sum()
-            if not self.accept(")"):
-                raise Malformed("a bracket is not closed")
-        else:
-            value = Fraction(self.number())
-        self.depth -= 1
-        return value
-
-    def number(self) -> int:
-        if not self.tokens or not (self.tokens[-1].isascii() and self.tokens[-1].isdigit()):
-            raise Malformed("a number is missing")
-        self.numbers.append(int(self.tokens.pop()))
-        return self.numbers[-1]
-
-    def accept(self, symbols: str) -> str | None:
-        """The next token, taken, if it is one of the symbols."""
-        return self.tokens.pop() if self.tokens and self.tokens[-1] in symbols else None
+    text = " ".join(expression.translate(TYPOGRAPHY).split())
+    if len(text) > MAX_CHARACTERS or not ALLOWED.fullmatch(text):
+        raise ValueError(f"not an expression of at most {MAX_CHARACTERS} characters")
+    try:
+        return value(ast.parse(text, mode="eval").body), numbers
+    except SyntaxError as error:
+        raise ValueError(f"not an expression: {error}") from error

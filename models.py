@@ -36,23 +36,16 @@ GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one cla
 
 # ------------------------------------------------------------------------------------------------ text <-> token ids
 def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
-    """Configuration, tokenizer and stop tokens of `toy`, a folder or a hub name; weights are only looked for.
+    """Configuration, tokenizer and stop tokens of `toy`, a folder or a hub name; of weights only the headers are read.
 
     Raises: ValueError if the folder has no weights, the name cannot be resolved, or no stop token is named.
     """
     if path == "toy":
         return toy_config(), toy_tokenizer(), (EOS,)
-    _check_weight_files(path)
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
-        text_config = config.get_text_config()
-    except Exception as error:  # transformers raises all kinds
-        raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
-    if (method := getattr(config, "quantization_config", None)) is not None:
-        raise ValueError(f"model must not be quantised (its weights cannot be trained), {path} has {method!s:.100}")
+    text_config, tokenizer = read_model(path, with_weights=True)
     if not torch.cuda.is_available() and any(getattr(text_config, name, None) for name in EXPERTS):
         raise ValueError(f"model must not be a mixture of experts without a GPU (vLLM's CPU build packs the experts"
-                         f" once, a weight load would corrupt them in silence), got {config.model_type} in {path};"
+                         f" once, a weight load would corrupt them in silence), got {text_config.model_type} in {path};"
                          " try a dense model")
     try:
         declared = GenerationConfig.from_pretrained(path).eos_token_id  # chat models name more than their tokenizer
@@ -77,29 +70,31 @@ def _check_weight_files(path: str) -> None:
             files += [folder / shard for shard in json.loads(index.read_text())["weight_map"].values()]
         for file in sorted(file for file in set(files) if file.suffix == ".safetensors"):
             with safe_open(file, "pt") as tensors:
-                dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys() if name.endswith("weight")}  # noqa: SIM118
+                names = [name for name in tensors.keys() if name.endswith("weight")]  # noqa: SIM118, it has no iterator
+                dtypes = {tensors.get_slice(name).get_dtype() for name in names}
             if integers := dtypes - {"F64", "F32", "F16", "BF16"}:
                 raise ValueError(f"{file.name} has weights of type {', '.join(sorted(integers))}")
     except Exception as error:  # a file that is missing, cut off, or no safetensors at all
         raise ValueError(f"model must be a folder with whole floating-point weights, got {path}: {error}") from error
 
 
-def describe_without_weights(path: str, task: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
-    """Configuration, and tokenizer if there is one, for a plan; nothing else is looked for.
+def read_model(path: str, with_weights: bool) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
+    """Configuration and tokenizer of a folder or a hub name. Without weights, for a plan, the tokenizer may be absent.
 
-    Raises: ValueError if there is no configuration.
+    Raises: ValueError if something is missing or cannot be read.
     """
-    if path == "toy":
-        return digits_config() if task == "digits" else toy_config(), toy_tokenizer()
+    if with_weights:
+        _check_weight_files(path)
+    tokenizer = None
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model must be toy, a folder with a config.json or a reachable hub name, got {path}:"
-                         f" {error}") from error
-    try:
-        return config, load_tokenizer(path)
-    except (OSError, ValueError, KeyError):
-        return config, None
+        config = AutoConfig.from_pretrained(path)
+        if method := getattr(config, "quantization_config", None):
+            raise ValueError(f"its weights are quantised ({method!s:.100}), which cannot be trained")
+        if with_weights or not os.path.isdir(path) or any(any(Path(path).glob(name)) for name in TOKENIZER_FILES):
+            tokenizer = load_tokenizer(path)
+        return config.get_text_config(), tokenizer
+    except Exception as error:  # transformers raises all kinds
+        raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

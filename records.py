@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -90,10 +89,9 @@ def one_sentence(out: str, status: int) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt as stop:
-        name = str(stop) or "SIGINT"
-        print(f"stopped by {name}: --resume goes on from the newest checkpoint in {out}", file=sys.stderr)
-        sys.exit(128 + signal.Signals[name])
+    except KeyboardInterrupt:
+        print(f"stopped by a signal: --resume goes on from the newest checkpoint in {out}", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         where = ""
         if error.__cause__ or not isinstance(error, ValueError):
@@ -102,15 +100,6 @@ def one_sentence(out: str, status: int) -> Iterator[None]:
                 where = f" (traceback: {out}/error.txt)"
         print(f"error: {one_line(error)}{where}", file=sys.stderr)
         sys.exit(status)
-
-
-def raise_on_sigterm() -> None:
-    """SIGTERM raises KeyboardInterrupt as SIGINT does, so that files are closed and the folder is released."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt("SIGTERM")
-
-    signal.signal(signal.SIGTERM, interrupt)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ One step is: sample, sleep, score, update, wake, load. It is spelled out in `tra
 """
 
 import json
+import signal
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,11 +16,11 @@ import transformers
 import tyro
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
-from models import describe_without_weights
+from models import digits_config, read_model, toy_config, toy_tokenizer
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
 from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
 from plan import print_plan
-from records import Clock, locked, memory_gib, one_sentence, plot_curves, raise_on_sigterm
+from records import Clock, locked, memory_gib, one_sentence, plot_curves
 from reference import ReferenceEngine
 from replay import Weights, save_trace
 from rl import Batch, Policy, UpdateOptions, frozen_logprobs, make_batch, self_noise, update
@@ -338,7 +339,10 @@ def sample_seed(run_seed: int, stream: str, step: int, index: int) -> int:
 # ------------------------------------------------------------------------------------------------ commands
 def plan(config: Config) -> None:
     """Print the memory of each phase. Raises: ValueError if configuration or prompts cannot be had."""
-    model_config, tokenizer = describe_without_weights(config.model, config.task)
+    if config.model == "toy":
+        model_config, tokenizer = digits_config() if config.task == "digits" else toy_config(), toy_tokenizer()
+    else:
+        model_config, tokenizer = read_model(config.model, with_weights=False)
     longest = config.max_prompt_tokens
     if longest is None:
         if tokenizer is None:
@@ -349,9 +353,9 @@ def plan(config: Config) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit status: 0 done, 2 refused or failed before the first step, 1 failed later, 128 + N stopped by signal N."""
+    """Exit status: 0 done, 2 refused or failed before the first step, 1 failed later, 130 stopped by a signal."""
     transformers.utils.logging.disable_progress_bar()
-    raise_on_sigterm()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     config = tyro.cli(Config, args=arguments, description=__doc__)
     if config.plan:
         with one_sentence(config.out, status=2):

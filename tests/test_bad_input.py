@@ -189,7 +189,7 @@ MODELS = {
     "another shape": (lambda f: tensors(f, lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
     "nan": (lambda f: tensors(f, lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
     "int8": (lambda f: tensors(f, lambda t: t.update({n: t[n].to(torch.int8) for n in t})), "weights of type I8"),
-    "quantised": (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
+    "quantised": (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), "its weights are quantised"),
     "small vocabulary": (lambda f: rewrite(f, vocab_size=8), "outside the vocabulary of 8"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "model must be"),
     "empty configuration": (lambda f: (f / "config.json").write_text(""), "model must be"),

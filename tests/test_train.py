@@ -8,19 +8,19 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
 from conftest import qwen2
-from transformers import Qwen3MoeConfig
+from test_bad_input import refusal
 
 from models import toy_tokenizer
 from replay import load_traces
 from rl import Policy, make_batch
-from run import prepare
-from train import Config, sample_seed
+from train import Config, main, sample_seed
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "16")
@@ -133,29 +133,24 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(tmp_path):
     assert record["audit"]["inflight_update"] == "keep"
 
 
-def test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine(tmp_path):
+def test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine(tmp_path, capsys):
     qwen2(tied=False).config.save_pretrained(tmp_path)
-    command = [sys.executable, str(ROOT / "train.py"), "--plan", "--model", str(tmp_path), "--dtype", "bfloat16"]
-    command += ["--max-prompt-tokens", "50", "--plan-gib", "1.9"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "prompts of 50 and responses of 8 tokens" in result.stdout
-    assert re.search(r"does NOT fit 1.9 GiB\nwith --no-eval-with-trainer: 1.\d\d, fits", result.stdout)
+    command = ["--plan", "--model", str(tmp_path)]
+    main([*command, "--dtype", "bfloat16", "--max-prompt-tokens", "50", "--plan-gib", "1.9"])
+    said = capsys.readouterr().out
+    assert "prompts of 50 and responses of 8 tokens" in said
+    assert re.search(r"does NOT fit 1.9 GiB\nwith --no-eval-with-trainer: 1.\d\d, fits", said)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json"}
-    assert "max_prompt_tokens must be given" in refusal("--plan", "--model", str(tmp_path))
-    assert "model must be toy, a folder with a config.json" in refusal("--plan", "--model", str(tmp_path / "absent"))
+    assert "max_prompt_tokens must be given" in refusal(command, capsys)
+    assert "a model folder or a reachable hub name" in refusal([*command[:2], str(tmp_path / "absent")], capsys)
 
 
-def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path):
-    config = json.loads(json.dumps(tyro_default()))
-    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
-    assert "lr, seed" in refusal("--out", str(tmp_path), "--resume", "--lr", "0.5", "--seed", "3")
-    assert "holds a run" in refusal("--out", str(tmp_path))
-
-
-def tyro_default() -> dict:
-    from dataclasses import asdict
-
-    return asdict(Config())
+def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path, capsys):
+    record = {"config": asdict(Config()), "problems": {"sha256": ""}}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    changed = ["--out", str(tmp_path), "--resume", "--lr", "0.5", "--seed", "3"]
+    assert "changed are lr, seed" in refusal(changed, capsys)
+    assert "holds a run" in refusal(["--out", str(tmp_path)], capsys)
 
 
 # ------------------------------------------------------------------------------------------------ the live probe
@@ -296,86 +291,7 @@ def test_the_exported_policy_says_in_transformers_and_in_a_fresh_vllm_what_the_l
     assert sum(differences) / len(differences) < allowed
 
 
-# ------------------------------------------------------------------------------------------------ refusals
-def refusal(*arguments: str) -> str:
-    """What a refused command line says; it must be one sentence and a non-zero exit, without a traceback."""
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert result.returncode != 0
-    assert "Traceback" not in result.stderr, result.stderr
-    assert "engine:" not in result.stdout
-    assert "toy model" not in result.stdout
-    return plain(result.stderr)
-
-
-def plain(text: str) -> str:
-    """A message without the box that tyro draws around it."""
-    return re.sub(r"[╭╮╰╯│─\s]+", " ", text)
-
-
-def test_bad_input_gets_a_sentence_and_a_nonzero_exit_before_any_model_is_loaded(tmp_path):
-    empty, bad, long = tmp_path / "empty.jsonl", tmp_path / "bad.jsonl", tmp_path / "long.jsonl"
-    empty.touch()
-    bad.write_text('{"question": "1+1=", "answer": 2}\n{"question": \n')
-    long.write_text("\n".join(json.dumps({"question": "1+1=" * (1 + 30 * (i == 7)), "answer": 2}) for i in range(20)))
-    weightless, file = tmp_path / "weightless", tmp_path / "file"
-    weightless.mkdir()
-    file.touch()
-    qwen2(tied=False).config.save_pretrained(weightless)
-    moe = tmp_path / "moe"
-    Qwen3MoeConfig().save_pretrained(moe)
-    toy_tokenizer().save_pretrained(moe)
-    (moe / "model.safetensors").touch()
-    out = str(tmp_path / "run")
-    assert "group_size must be at least 2" in refusal("--out", out, "--group-size", "1")
-    assert f"error: {bad}, line 2 must be a JSON object" in refusal("--out", out, "--task", str(bad))
-    for options, complaint in (
-        (dict(task=str(empty)), "task must have problems"),
-        (dict(task=str(long), num_prompts=4), f"{long}, line 8 has 125"),
-        (dict(task=str(tmp_path / "mine.py")), "mine.py fails"),
-        (dict(model=str(weightless)), "folder with weights"),
-        (dict(model=str(moe)), "must not be a mixture of experts without a GPU"),
-        (dict(out=str(file / "run")), "out must be a writable folder"),
-        (dict(offload_optimizer=True), "offload_optimizer must not be given without a GPU"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(complaint)):
-            prepare(Config(**{"out": out} | options))
-
-
-@pytest.mark.parametrize("arguments, complaint", [
-    ("--objective ppo", "objective"),
-    ("--tis token --parity.no-fp32-head", "without fp32_head"),
-    ("--tis token --old-policy rollout", "count it twice"),
-    ("--tis masked --parity.no-processed-logprobs --parity.no-inflight-keep", "processed_logprobs, inflight_keep"),
-    ("--tis masked --tis-cap 0.4", "tis_floor must be below"),
-    ("--num-minibatches 3", "num_minibatches must divide"),
-    ("--temperature 0", "temperature must be positive"),
-    ("--temperature nan", "temperature must be positive"),
-    ("--lr inf", "lr must be positive and finite"),
-    ("--steps 0", "steps must be at least 1"),
-    ("--clip-low 1.5", "clip_low"),
-    ("--objective cispo --clip-low 0.1", "clip_low must not be given"),
-    ("--eval-task x.jsonl", "eval_task must not be given"),
-    ("--task mine.py --eval-task x.jsonl", "eval_task must not be given"),
-    ("--max-prompt-tokens 0", "max_prompt_tokens must be at least 1, if given"),
-    ("--micro-batch-tokens 0", "micro_batch_tokens must be at least 1"),
-    ("--reward-limit-s 0", "reward_limit_s must be positive"),
-    ("--seed 4294967296", "seed must be below"),
-    ("--repetition-penalty 1.1", "repetition-penalty"),
-    ("--top-p 0.9", "top-p"),
-    ("--kl-coef -1", "kl_coef must be non-negative"),
-    ("--inflight-groups -1", "inflight_groups must be non-negative"),
-    ("--parity.inflight-otherwise recompute", "it would do nothing"),
-    ("--engine transformers --parity.no-processed-logprobs", "engine must be vllm to leave out a fix"),
-])  # fmt: skip
-def test_config_refuses_what_cannot_work(arguments, complaint, capsys):
-    with pytest.raises(SystemExit) as refused:
-        tyro.cli(Config, args=arguments.split())
-    output = capsys.readouterr()
-    assert refused.value.code != 0
-    assert complaint in plain(output.out + output.err)
-
-
+# ------------------------------------------------------------------------------------------------ options
 def test_a_correction_over_a_broken_backend_needs_the_option_that_says_so():
     arguments = ["--tis", "token", "--parity.no-processed-logprobs", "--tis-over-a-broken-backend"]
     assert tyro.cli(Config, args=arguments).tis == "token"

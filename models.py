@@ -27,7 +27,7 @@ from transformers import (
 import tasks
 from tasks import DIGITS, Problem, addition, larger_digits
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration with one of these has experts
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of which there are more than one in a mixture
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
@@ -47,7 +47,7 @@ def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
     text_config = config.get_text_config()
-    if not torch.cuda.is_available() and any(getattr(text_config, name, None) for name in EXPERTS):
+    if not torch.cuda.is_available() and any(getattr(text_config, name, None) not in (None, 0, 1) for name in EXPERTS):
         raise ValueError(f"model must not be a mixture of experts without a GPU (vLLM's CPU build packs the experts"
                          f" once, a weight load would corrupt them in silence), got {config.model_type} in {path};"
                          " try a dense model")

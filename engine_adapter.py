@@ -174,7 +174,7 @@ class Engine:
     "broken" (after a failed load). `contract` names every tensor a load must bring, with its shape. One engine a
     process: vLLM's parallel groups are global.
 
-    Raises: AuditError at start if a parity flag is not in force in the live engine.
+    Raises: ValueError if vLLM cannot run the model; AuditError if a parity flag is not in force in the live engine.
     """
 
     def __init__(
@@ -184,11 +184,11 @@ class Engine:
     ):
         self.version = check_vllm_version(allow_untested_vllm)
         _prepare_environment()
-        from vllm import EngineArgs
+        from transformers import AutoConfig
         from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
 
         self.contract, self.parity, self.dtype = dict(contract), parity, dtype
+        self._config = AutoConfig.from_pretrained(model)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
@@ -209,16 +209,6 @@ class Engine:
         )
         if parity.explicit_runtime and _release(self.version) < (0, 32):  # later versions have no cascade attention
             arguments["disable_cascade_attn"] = True
-        config = EngineArgs(**arguments).create_engine_config()
-        # The CPU platform switches async scheduling off in silence; V1's default is what the flag promises.
-        config.scheduler_config.async_scheduling = not parity.explicit_runtime
-        self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        self._core = self._llm.engine_core.engine_core
-        self._runner = self._core.model_executor.driver_worker.worker.model_runner
-        self._model = self._runner.get_model()
-        self._names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        self._tied = config.model_config.hf_text_config.tie_word_embeddings
-        self._vocab_size = config.model_config.get_vocab_size()
         self._groups: dict[str, list[Rollout]] = {}  # request id -> its group, until all of it is finished
         self._num_requests = 0
         self.num_unfinished, self.max_num_seqs = 0, max_num_seqs  # rollouts queued or running; most running at once
@@ -226,7 +216,33 @@ class Engine:
         self._kept: list[tuple[Any, int]] = []  # vLLM's requests that kept their KV at the last load; their preemptions
         self.weight_version, self.kv_lost = 0, 0
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
+        try:
+            self._start(arguments)
+        except Exception as error:  # vLLM's are of many kinds: a model it cannot run fails anywhere in here
+            reason = "; ".join(each["msg"] for each in error.errors()) if hasattr(error, "errors") else str(error)
+            failed = f"vLLM {self.version} ({current_platform.device_name}) cannot start {self._config.model_type}"
+            raise ValueError(f"{failed}: {' '.join(reason.split())[:300] or repr(error)}") from error
         self.settings = self.audit()
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        from vllm import EngineArgs, ModelRegistry
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        for name in ModelRegistry.models.keys() & set(self._config.architectures or ()):
+            ModelRegistry.models[name].load_model_cls()  # its ImportError; vLLM's own says "failed to be inspected"
+        config = EngineArgs(**arguments).create_engine_config()
+        # The CPU platform switches async scheduling off in silence; V1's default is what the flag promises.
+        config.scheduler_config.async_scheduling = not self.parity.explicit_runtime
+        self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._core = self._llm.engine_core.engine_core
+        self._runner = self._core.model_executor.driver_worker.worker.model_runner
+        self._model = self._runner.get_model()
+        self._names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        self._tied = config.model_config.hf_text_config.tie_word_embeddings
+        self._vocab_size = config.model_config.get_vocab_size()
+        if "lm_head.bias" in self.contract and getattr(self._model.lm_head, "bias", None) is None:
+            raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads into a live engine")
+        self._sample_canary()  # random weights serve: a model that cannot be computed fails here
 
     # ---------------------------------------------------------------------------------------------- sampling
     def generate(
@@ -410,9 +426,10 @@ class Engine:
         ours = [rollout.logprobs for rollout in rollouts]
         difference = (torch.tensor(theirs) - torch.tensor(ours)).abs().mean().item()  # over (prompts, new tokens)
         if not difference <= CANARY_TOLERANCE[self.dtype]:
+            other = f", or vLLM computes {self._config.model_type} differently" if self.weight_version == 1 else ""
             raise WeightLoadError(
-                f"after load {self.weight_version} the engine does not hold the trainer's weights: the canary's mean"
-                f" |trainer - engine| is {difference:.2e} nats, more than {CANARY_TOLERANCE[self.dtype]:.0e}"
+                f"after load {self.weight_version} the engine does not hold the trainer's weights{other}: the canary's"
+                f" mean |trainer - engine| is {difference:.2e} nats, more than {CANARY_TOLERANCE[self.dtype]:.0e}"
             )
 
     # ---------------------------------------------------------------------------------------------- audit

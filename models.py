@@ -28,7 +28,7 @@ from transformers import (
 import tasks
 from tasks import DIGITS, Problem, addition, larger_digits
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a configuration with one of these has experts
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of which there are more than one in a mixture
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class; transformers 5 saves the second
@@ -43,7 +43,7 @@ def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase
     if path == "toy":
         return toy_config(), toy_tokenizer(), (EOS,)
     text_config, tokenizer = read_model(path, with_weights=True)
-    if not torch.cuda.is_available() and any(getattr(text_config, name, None) for name in EXPERTS):
+    if not torch.cuda.is_available() and any(getattr(text_config, name, None) not in (None, 0, 1) for name in EXPERTS):
         raise ValueError(f"model must not be a mixture of experts without a GPU (vLLM's CPU build packs the experts"
                          f" once, a weight load would corrupt them in silence), got {text_config.model_type} in {path};"
                          " try a dense model")

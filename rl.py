@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from head import Shape, TargetLogprobs
 from objectives import OBJECTIVES, TisKind, kl_k3, loss_weights, tis_weights
@@ -119,8 +120,9 @@ class Policy:
         self.head = model.get_output_embeddings()
         config = model.config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2: cap * tanh(logits / cap)
-        # Cohere multiplies by logit_scale, Granite divides by logits_scaling.
-        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        # Cohere multiplies by logit_scale, Falcon-H1 by lm_head_multiplier; Granite divides by logits_scaling.
+        self.scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
+        self.scale /= getattr(config, "logits_scaling", None) or 1.0
         if check:
             self._check_head()
 
@@ -235,8 +237,9 @@ class Policy:
 
 
 def attention_for(config: PretrainedConfig) -> str:
-    """The attention that computes what the model means: sdpa drops soft-capping, so such a model runs eager."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    """sdpa, but eager where sdpa drops soft-capping and where the class has no sdpa (Mamba 2, without attention)."""
+    has_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
+    return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
 
 
 def _checkpointed_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, JambaConfig
 
 from models import EOS, describe_model, encode_prompt, load_tokenizer, toy_model, toy_tokenizer
 from tasks import Problem, digits
@@ -57,6 +57,17 @@ def test_a_folder_without_a_tokenizer_is_refused_where_transformers_makes_an_emp
     for describe in (load_tokenizer, describe_model):
         with pytest.raises(ValueError, match="a folder with a tokenizer"):
             describe(str(tmp_path))
+
+
+def test_a_model_with_one_expert_is_no_mixture_of_experts(tmp_path):
+    toy_tokenizer().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    JambaConfig(num_experts=1).save_pretrained(tmp_path)
+    assert describe_model(str(tmp_path))[0].num_experts == 1
+    if not torch.cuda.is_available():
+        JambaConfig(num_experts=2).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"must not be a mixture of experts without a GPU .* got jamba"):
+            describe_model(str(tmp_path))
 
 
 def test_chat_template_is_used_where_there_is_one():

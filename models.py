@@ -57,36 +57,21 @@ def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase
     return text_config, tokenizer, tuple(sorted(stop))
 
 
-def _check_weight_files(path: str) -> None:
-    """A folder's safetensors, by their headers: every shard is whole, every weight is a floating-point tensor."""
-    folder = Path(path)
-    if not folder.is_dir():  # a hub name
-        return
-    files = [file for pattern in WEIGHT_FILES for file in folder.glob(pattern)]
-    if not files:
-        raise ValueError(f"model must be a folder with weights ({' or '.join(WEIGHT_FILES)}), {path} has none")
-    try:
-        for index in folder.glob("*.safetensors.index.json"):
-            files += [folder / shard for shard in json.loads(index.read_text())["weight_map"].values()]
-        for file in sorted(file for file in set(files) if file.suffix == ".safetensors"):
-            with safe_open(file, "pt") as tensors:
-                names = [name for name in tensors.keys() if name.endswith("weight")]  # noqa: SIM118, it has no iterator
-                dtypes = {tensors.get_slice(name).get_dtype() for name in names}
-            if integers := dtypes - {"F64", "F32", "F16", "BF16"}:
-                raise ValueError(f"{file.name} has weights of type {', '.join(sorted(integers))}")
-    except Exception as error:  # a file that is missing, cut off, or no safetensors at all
-        raise ValueError(f"model must be a folder with whole floating-point weights, got {path}: {error}") from error
-
-
 def read_model(path: str, with_weights: bool) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
     """Configuration and tokenizer of a folder or a hub name. Without weights, for a plan, the tokenizer may be absent.
 
     Raises: ValueError if something is missing or cannot be read.
     """
-    if with_weights:
-        _check_weight_files(path)
+    weights = [file for pattern in WEIGHT_FILES for file in Path(path).glob(pattern)]
+    if with_weights and os.path.isdir(path) and not weights:
+        raise ValueError(f"model must be a folder with weights ({' or '.join(WEIGHT_FILES)}), {path} has none")
     tokenizer = None
     try:
+        for file in (file for file in weights if file.suffix == ".safetensors"):
+            with safe_open(file, "pt") as tensors:  # reads and checks the header
+                names = [name for name in tensors.keys() if name.endswith("weight")]  # noqa: SIM118, it has no iterator
+                if integers := {tensors.get_slice(name).get_dtype() for name in names} - {"F64", "F32", "F16", "BF16"}:
+                    raise ValueError(f"its weights are of type {', '.join(sorted(integers))}, which cannot be trained")
         config = AutoConfig.from_pretrained(path)
         if method := getattr(config, "quantization_config", None):
             raise ValueError(f"its weights are quantised ({method!s:.100}), which cannot be trained")

@@ -4,11 +4,11 @@ No weights, no GPU: the trainer's own code runs on tensors without content, and 
 What the engine holds beside its weights and its KV cache is vLLM's business and is estimated by hand.
 """
 
-import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,17 +60,12 @@ class Memory(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     @contextmanager
-    def above(self) -> Iterator["Measured"]:
+    def above(self) -> Iterator[SimpleNamespace]:
         """The peak within, less what was alive before; filled in at the end."""
-        measured, before = Measured(), self.live
+        measured, before = SimpleNamespace(bytes=0), self.live
         self.peak = before
         yield measured
         measured.bytes = self.peak - before
-
-
-@dataclass
-class Measured:
-    bytes: int = 0
 
 
 def _skipped_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -180,50 +175,17 @@ def peak(table: dict[str, Parts]) -> float:
     return max(parts.total for parts in table.values())
 
 
-# ------------------------------------------------------------------------------------------------ what makes it fit
-def ways(config: "Config", excess: float) -> dict[str, dict[str, Any]]:
-    """Switches that save memory and are not thrown yet, the cheapest first, by what one would write."""
-    smaller = math.floor(4 * (config.kv_cache_gib - excess / GIB)) / 4
-    table = {
-        "--no-eval-with-trainer": (config.eval_with_trainer, {"eval_with_trainer": False}),
-        "--gradient-checkpointing": (not config.gradient_checkpointing, {"gradient_checkpointing": True}),
-        "--micro-batch-tokens 1": (config.micro_batch_tokens > 1, {"micro_batch_tokens": 1}),
-        "--max-num-seqs 64": (config.max_num_seqs > 64, {"max_num_seqs": 64}),
-        "--offload-optimizer": (not config.offload_optimizer, {"offload_optimizer": True}),
-        f"--kv-cache-gib {smaller:g}": (smaller >= 1, {"kv_cache_gib": smaller}),
-        "--inflight-groups 0": (config.inflight_groups > 0, {"inflight_groups": 0}),
-        "--dtype bfloat16": (config.dtype == "float32", {"dtype": "bfloat16"}),
-        "--kl-coef 0": (config.kl_coef > 0, {"kl_coef": 0.0}),
-    }
-    return {name: change for name, (possible, change) in table.items() if possible}
-
-
-def advise(
-    config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int, limit: float
-) -> tuple[list[str], float]:
-    """The fewest of the `ways` that make it fit, or all that help if none do, and the peak with them."""
-
-    def with_switches(changes: dict[str, dict[str, Any]]) -> dict[str, Parts]:
-        merged = {name: value for change in changes.values() for name, value in change.items()}
-        return phases(replace(config, **merged), model_config, max_prompt_tokens)
-
-    thrown, table = {}, with_switches({})
-    for name, change in ways(config, peak(table) - limit).items():
-        if peak(table) <= limit:
-            break
-        changed = with_switches(thrown | {name: change})
-        too_much = [phase for phase, parts in table.items() if parts.total > limit]
-        if any(phase not in changed or changed[phase].total < table[phase].total for phase in too_much):
-            thrown, table = thrown | {name: change}, changed
-    for name in reversed(list(thrown)) if peak(table) <= limit else ():  # give back the dearest first
-        fewer = {other: change for other, change in thrown.items() if other != name}
-        if peak(changed := with_switches(fewer)) <= limit:
-            thrown, table = fewer, changed
-    return list(thrown), peak(table)
+# What lowers a phase's memory, the cheapest first.
+TRY = {
+    "update": "--gradient-checkpointing, a smaller --micro-batch-tokens, --dtype bfloat16, --offload-optimizer",
+    "old_logprobs": "a smaller --micro-batch-tokens, --offload-optimizer",
+    "evaluate": "--no-eval-with-trainer",
+}
+TRY["generate"] = TRY["sync"] = "a smaller --max-num-seqs or --kv-cache-gib, --offload-optimizer"
 
 
 def print_plan(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
-    """The table, the verdict, and what would help. Returns whether it fits as it is."""
+    """The table, the verdict, and what to try. Returns whether it fits."""
     table, dtype = phases(config, model_config, max_prompt_tokens), getattr(torch, config.dtype)
     update = table["update"]
     columns = [each.name for each in fields(Parts) if any(getattr(parts, each.name) for parts in table.values())]
@@ -242,10 +204,7 @@ def print_plan(config: "Config", model_config: PretrainedConfig, max_prompt_toke
           f" {config.max_num_seqs}" + (": the others will wait" if held < config.max_num_seqs else ""))
     if config.offload_optimizer:
         print(f"host memory, pinned: {(update.masters + update.moments) / GIB:.2f}")
-    fits = peak(table) <= gib * GIB
-    print(f"peak {peak(table) / GIB:.2f}: {'fits' if fits else 'does NOT fit'} {gib:g} GiB")
-    if not fits:
-        names, reached = advise(config, model_config, max_prompt_tokens, gib * GIB)
-        verdict = "fits" if reached <= gib * GIB else "does NOT fit either"
-        print(f"with {' '.join(names) or 'every switch there is'}: {reached / GIB:.2f}, {verdict}")
+    fits, largest = peak(table) <= gib * GIB, max(table, key=lambda phase: table[phase].total)
+    advice = "" if fits else f"; for the phase {largest} try {TRY[largest]}"
+    print(f"peak {peak(table) / GIB:.2f}: {'fits' if fits else 'does NOT fit'} {gib:g} GiB{advice}")
     return fits

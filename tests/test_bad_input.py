@@ -174,21 +174,25 @@ def cut(path: Path, keep: float) -> None:
 
 
 def shards(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "model-2-of-2.safetensors"}}))
+    """Two by the index, one in the folder."""
+    names = sorted(load_file(folder / "model.safetensors"))
+    files = {name: f"model-0000{1 + (name == names[-1])}-of-00002.safetensors" for name in names}
+    (folder / "model.safetensors").rename(folder / files[names[0]])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
 NORM = "model.norm.weight"
 MODELS = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "folder with weights"),
-    "cut off": (lambda f: cut(f / "model.safetensors", 0.9), "whole floating-point weights"),
-    "cut in the header": (lambda f: cut(f / "model.safetensors", 0.001), "whole floating-point weights"),
-    "empty weights": (lambda f: cut(f / "model.safetensors", 0), "whole floating-point weights"),
-    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 999), "whole floating-point weights"),
-    "a shard missing": (shards, "model-2-of-2.safetensors"),
+    "cut off": (lambda f: cut(f / "model.safetensors", 0.9), "model must be"),
+    "cut in the header": (lambda f: cut(f / "model.safetensors", 0.001), "model must be"),
+    "empty weights": (lambda f: cut(f / "model.safetensors", 0), "model must be"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 999), "model must be"),
+    "a shard missing": (shards, "model-00002-of-00002.safetensors"),
     "a tensor missing": (lambda f: tensors(f, lambda t: t.pop(NORM)), f"missing ['{NORM}']"),
     "another shape": (lambda f: tensors(f, lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
     "nan": (lambda f: tensors(f, lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
-    "int8": (lambda f: tensors(f, lambda t: t.update({n: t[n].to(torch.int8) for n in t})), "weights of type I8"),
+    "int8": (lambda f: tensors(f, lambda t: t.update({n: t[n].char() for n in t})), "its weights are of type I8"),
     "quantised": (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), "its weights are quantised"),
     "small vocabulary": (lambda f: rewrite(f, vocab_size=8), "outside the vocabulary of 8"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "model must be"),

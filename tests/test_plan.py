@@ -12,7 +12,7 @@ import torch
 from conftest import qwen2
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
-from plan import GIB, Memory, advise, measure_trainer, peak, phases
+from plan import GIB, Memory, measure_trainer, peak, phases, print_plan
 from reference import kv_bytes_per_token
 from rl import Optimizer
 from train import Config
@@ -109,17 +109,20 @@ def test_the_plan_knows_attention_that_keeps_its_scores_and_heads_that_share_key
     assert kv_bytes_per_token(LlamaConfig(**small), torch.bfloat16) == 2 * 2 * 2 * 32 * 2  # k and v, layers, heads
 
 
-def test_the_advice_is_the_fewest_switches_that_make_it_fit():
+def test_a_plan_that_does_not_fit_names_the_largest_phase_and_what_lowers_it(capsys):
     job, config = replace(JOB, kv_cache_gib=0.01), Qwen2Config(**MODEL)
     table = phases(job, config, PROMPT)
     assert peak(table) == table["update"].total > table["evaluate"].total
-    checkpointed = peak(phases(replace(job, gradient_checkpointing=True), config, PROMPT))
-    assert checkpointed < peak(table)
-    assert advise(job, config, PROMPT, checkpointed) == (["--gradient-checkpointing"], checkpointed)
-    names, reached = advise(job, config, PROMPT, 1.0 * GIB)  # not even the context
-    assert "--offload-optimizer" in names
-    assert reached > GIB
-    assert advise(job, config, PROMPT, peak(table)) == ([], peak(table))
+    assert print_plan(job, config, PROMPT, 1.001 * peak(table) / GIB)
+    assert not print_plan(job, config, PROMPT, 0.999 * peak(table) / GIB)
+    fits, fails = (line for line in capsys.readouterr().out.splitlines() if line.startswith("peak"))
+    assert fits.endswith("GiB")
+    assert "for the phase update try --gradient-checkpointing, " in fails
+    assert peak(phases(replace(job, gradient_checkpointing=True), config, PROMPT)) < peak(table)
+    large = replace(JOB, kv_cache_gib=9.0)
+    print_plan(large, config, PROMPT, 12.0)
+    assert capsys.readouterr().out.endswith("does NOT fit 12 GiB; for the phase evaluate try --no-eval-with-trainer\n")
+    assert peak(phases(replace(large, eval_with_trainer=False), config, PROMPT)) < 12 * GIB
 
 
 def test_each_switch_moves_the_phases_it_should():

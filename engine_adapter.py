@@ -72,7 +72,8 @@ class Sampling:
 
     def __post_init__(self):
         for name, rule, holds in (
-            ("temperature", "finite and not negative (0 is greedy)", lambda v: 0 <= v < math.inf),
+            ("temperature", "0 (greedy) or at least 0.01 (vLLM raises a smaller one to it) and finite",
+             lambda v: v == 0 or 0.01 <= v < math.inf),
             ("max_new_tokens", "at least 1", lambda v: v >= 1),
             ("top_k", "a whole number, at least 0 (0 is off)", lambda v: isinstance(v, int) and v >= 0),
             ("top_p", "in (0, 1]", lambda v: 0 < v <= 1),

@@ -49,11 +49,13 @@ def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase
                          " try a dense model")
     try:
         declared = GenerationConfig.from_pretrained(path).eos_token_id  # chat models name more than their tokenizer
-    except OSError:
+    except OSError as error:
+        if (Path(path) / "generation_config.json").exists():  # there, but unreadable
+            raise ValueError(f"model must have a generation_config.json that can be read, or none: {error}") from error
         declared = None
     stop = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
-    if not stop:
-        raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has none")
+    if not stop or not all(isinstance(token, int) and token >= 0 for token in stop):
+        raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has {stop or None}")
     return text_config, tokenizer, tuple(sorted(stop))
 
 
@@ -75,6 +77,8 @@ def read_model(path: str, with_weights: bool) -> tuple[PretrainedConfig, PreTrai
         config = AutoConfig.from_pretrained(path)
         if method := getattr(config, "quantization_config", None):
             raise ValueError(f"its weights are quantised ({method!s:.100}), which cannot be trained")
+        if not getattr(config.get_text_config(), "vocab_size", None):
+            raise ValueError(f"a {config.model_type} has no vocabulary, it is no language model")
         if with_weights or not os.path.isdir(path) or any(any(Path(path).glob(name)) for name in TOKENIZER_FILES):
             tokenizer = load_tokenizer(path)
         return config.get_text_config(), tokenizer

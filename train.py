@@ -122,6 +122,7 @@ class Config(UpdateOptions):
 
     def __post_init__(self):
         for rule, holds, names in (
+            ("a name", bool, "out model task cache_dir"),
             ("at least 1", lambda value: value >= 1, "steps num_prompts max_new_tokens num_minibatches"
              " micro_batch_tokens eval_every eval_problems eval_samples checkpoint_every max_num_seqs"),
             ("positive and finite", lambda value: 0 < value < float("inf"),

@@ -49,7 +49,8 @@ def command(root: Path, options: str) -> list[str]:
     usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
              "--group-size": 2, "--reward-limit-s": 0.3}  # fmt: skip
     given = options.format(root=root).split()
-    return [*(str(word) for name, value in usual.items() if name not in given for word in (name, value)), *given]
+    names = [word.partition("=")[0] for word in given]
+    return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
 
 
 def refusal(arguments: list[str], capsys) -> str:
@@ -78,16 +79,17 @@ OPTIONS = {
     "--micro-batch-tokens 0": "micro_batch_tokens must be at least 1", "--eval-every 0": "eval_every must be",
     "--checkpoint-every 0": "checkpoint_every must be", "--eval-samples 0": "eval_samples must be",
     "--max-num-seqs 0": "max_num_seqs must be", "--temperature 0": "temperature must be positive",
-    "--temperature nan": "temperature must be positive", "--temperature inf": "temperature must be positive",
-    "--lr inf": "lr must be positive and finite", "--lr nan": "lr must be", "--lr 0": "lr must be", "--lr x": "lr",
-    "--grad-clip 0": "grad_clip must be", "--kl-coef -1": "kl_coef must be", "--kl-coef nan": "kl_coef must be",
-    "--weight-decay -1": "weight_decay must be", "--kv-cache-gib 0": "kv_cache_gib must be",
-    "--kv-cache-gib -1": "kv_cache_gib must be", "--kv-cache-gib nan": "kv_cache_gib must be",
-    "--reward-limit-s 0": "reward_limit_s must be", "--clip-low 1.5": "clip_low", "--clip-high 0": "clip_high positive",
-    "--clip-high inf": "clip_high positive", "--objective ppo": "objective",
-    "--objective cispo --clip-low 0.1": "clip_low must not", "--dtype int8": "dtype", "--engine sglang": "engine",
-    "--no-such-option": "no-such-option", "--top-p 0.9": "top-p", "--repetition-penalty 1.1": "repetition-penalty",
-    "--offload-optimizer": "without a GPU", "--tis nonsense": "tis",
+    "--temperature 0.001": "temperature must be 0 (greedy) or at least 0.01", "--out=": "out must be a name",
+    "--model=": "model must be a name", "--temperature nan": "temperature must be positive",
+    "--temperature inf": "temperature must be positive", "--lr inf": "lr must be positive and finite",
+    "--lr nan": "lr must be", "--lr 0": "lr must be", "--lr x": "lr", "--grad-clip 0": "grad_clip must be",
+    "--kl-coef -1": "kl_coef must be", "--kl-coef nan": "kl_coef must be", "--weight-decay -1": "weight_decay must be",
+    "--kv-cache-gib 0": "kv_cache_gib must be", "--kv-cache-gib -1": "kv_cache_gib must be",
+    "--kv-cache-gib nan": "kv_cache_gib must be", "--reward-limit-s 0": "reward_limit_s must be",
+    "--clip-low 1.5": "clip_low", "--clip-high 0": "clip_high positive", "--clip-high inf": "clip_high positive",
+    "--objective ppo": "objective", "--objective cispo --clip-low 0.1": "clip_low must not", "--dtype int8": "dtype",
+    "--engine sglang": "engine", "--no-such-option": "no-such-option", "--top-p 0.9": "top-p",
+    "--repetition-penalty 1.1": "repetition-penalty", "--offload-optimizer": "without a GPU", "--tis nonsense": "tis",
     "--tis token --parity.no-fp32-head": "without fp32_head", "--tis token --old-policy rollout": "count it twice",
     "--tis masked --tis-cap 0.4": "tis_floor must be below", "--tis token --tis-cap 0": "tis_cap must be positive",
     "--task toy --eval-task {root}/task.jsonl": "eval_task must not be given",
@@ -181,6 +183,10 @@ def shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
+def stop_token(folder: Path, value) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+
+
 NORM = "model.norm.weight"
 MODELS = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "folder with weights"),
@@ -198,6 +204,11 @@ MODELS = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "model must be"),
     "empty configuration": (lambda f: (f / "config.json").write_text(""), "model must be"),
     "nested configuration": (lambda f: (f / "config.json").write_text('{"a": ' + "[" * 100_000), "model must be"),
+    "no language": (lambda f: (f / "config.json").write_text('{"model_type": "vit"}'), "a vit has no vocabulary"),
+    "broken generation": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json that can"),
+    "a word for a stop token": (lambda f: stop_token(f, "x"), "name an end-of-sequence token"),
+    "a negative stop token": (lambda f: stop_token(f, -1), "name an end-of-sequence token"),
+    "a stop token too large": (lambda f: stop_token(f, 96), "its token 96 is outside the vocabulary of 96"),
     "unknown type": (lambda f: rewrite(f, model_type="nonsense"), "nonsense"),
     "odd heads": (lambda f: rewrite(f, num_attention_heads=0), "failed"),
     "text for a number": (lambda f: rewrite(f, hidden_size="wide"), "model must be"),

@@ -185,24 +185,16 @@ class Replay:
         return self.policy.model.base_model(input_ids=self.inputs[rows], use_cache=False).last_hidden_state
 
     def other_arithmetic(self) -> Tensor:
-        """The same hidden states along another path of the same arithmetic: what is left is the floor.
+        """The same hidden states along another path of the same arithmetic: the difference is the floor.
 
         Other attention kernel, other micro-batch size, other padding. Padding and size alone are not enough: on a CPU
-        they change nothing at all, while an engine's kernels differ as much as eager differs from sdpa.
+        they change nothing at all, while the kernels of two engines differ.
         """
         self.forwards += 1
-        softcapped = self.policy.model.config._attn_implementation == "eager"  # then sdpa would compute something else
         hidden = []
-        with self.policy.attending("eager"):
+        with self.policy.attending("blockwise"):
             for rows in self.micros(max(1, MICRO_TOKENS // self.inputs.shape[1] // 3)):
-                ids = self.inputs[rows]
-                if softcapped:
-                    half = max(1, ids.shape[1] // 2)
-                    states = self._over_cache(ids, half, None)
-                    first = self.policy.model.base_model(input_ids=ids[:, :half], use_cache=False).last_hidden_state
-                    hidden.append(torch.cat([first, states], dim=1)[self.response[rows]])
-                    continue
-                ids = torch.nn.functional.pad(ids, (FLOOR_PADDING, 0))
+                ids = torch.nn.functional.pad(self.inputs[rows], (FLOOR_PADDING, 0))
                 real = torch.ones_like(ids)
                 real[:, :FLOOR_PADDING] = 0
                 places = (real.cumsum(dim=1) - 1).clamp(min=0)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from engine_adapter import Rollout, Sampling
 
 HEAD_CHUNK_ELEMENTS = 2**25  # logits held at once by the head, N_chunk * V: 128 MiB in fp32
+KEY_BLOCK = 16  # keys summed at once by blockwise_attention; short sequences have several blocks too
 
 
 # ------------------------------------------------------------------------------------------------ batch
@@ -242,6 +244,31 @@ def attention_for(config: PretrainedConfig) -> str:
     return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
 
 
+def blockwise_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float,
+    softcap: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:
+    """softmax(cap(scaling q k^T) + mask) v, rounded neither as in sdpa nor as in eager: for measuring a noise floor.
+
+    The query is scaled before the product with the keys. Weights times values are summed in fp32 by blocks of keys.
+    Soft-capping, cap(z) = softcap tanh(z / softcap), is computed with a sigmoid: its rounding error is relative to the
+    cap, not to z, as large as that of vLLM's CPU kernel. Scores and weights are rounded to the model's dtype.
+
+    Shapes: query (B, h, T, D), key and value (B, h_kv, S, D), mask (B, 1, T, S), added to the scores -> (B, T, h, D).
+    """
+    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    scores = (query * scaling @ key.mT).float()  # (B, h, T, S)
+    if softcap is not None:
+        scores = softcap * (2 * torch.sigmoid(2 * scores / softcap) - 1)
+    weights = torch.softmax(scores + mask, dim=-1).to(query.dtype).float()
+    blocks = zip(weights.split(KEY_BLOCK, dim=-1), value.float().split(KEY_BLOCK, dim=2), strict=True)
+    return sum(some @ values for some, values in blocks).to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("blockwise", blockwise_attention)
+AttentionMaskInterface.register("blockwise", eager_mask)
+
+
 def _checkpointed_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     model.gradient_checkpointing_enable({"use_reentrant": False})  # raises ValueError where the model has no support
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -421,12 +448,20 @@ def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> tup
 
 
 def self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> Tensor:
-    """old_logprobs less the same along another path of the same arithmetic, eager attention and smaller micro-batches:
-    what of a mismatch is no engine's fault. (B, T)"""
+    """old_logprobs less the same with `blockwise_attention` and smaller micro-batches: the noise floor of a mismatch,
+    (B, T)."""
     smaller = replace(options, micro_batch_tokens=-(-options.micro_batch_tokens // 3))
-    with policy.attending("eager"):
+    with policy.attending("blockwise"):
         other, _ = frozen_logprobs(policy, batch, smaller)
+    check_other_path(policy, batch.old_logprobs[batch.mask > 0], other[batch.mask > 0])
     return batch.old_logprobs - other
+
+
+def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:
+    """Raises: RuntimeError if both paths of a 16-bit model gave the same values at all of N >= 16 tokens: (N, ...)."""
+    if policy.model.dtype != torch.float32 and len(ours) >= 16 and ours.any() and torch.equal(ours, other):
+        raise RuntimeError(f"the noise floor must be above 0 in 16 bits, got exactly 0 over {len(ours)} tokens: the"
+                           f" second path computes the same as {policy.model.config._attn_implementation} attention")
 
 
 def weighted_loss(logprobs: Tensor, micro: Batch, weights: Tensor, options: UpdateOptions, sums: dict) -> Tensor:

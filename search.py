@@ -138,9 +138,11 @@ class Search:
         chunk, logits = next(replay.logits(probe.bodies["current"].hidden[:512], torch.float32))
         targets, reported = replay.targets[chunk], probe.reported[chunk]
 
-        def miss(sampling: Sampling) -> Tensor:
+        def miss(sampling: Sampling) -> float:
+            """Mean |value - reported|; one wild token decides nothing."""
             logprobs = torch.log_softmax(replay.process(logits, sampling, chunk), dim=-1)
-            return (logprobs.gather(-1, targets[:, None])[:, 0] - reported).abs().nan_to_num(1.0)
+            sampled = logprobs.gather(-1, targets[:, None])[:, 0]
+            return (sampled - reported).abs().nan_to_num(1.0).clamp(max=1.0).mean().item()
 
         for name, low, high in (("temperature", 0.05, 5.0), ("repetition_penalty", 0.5, 2.0)):
             if name == "temperature" and declared.temperature == 0:
@@ -148,7 +150,7 @@ class Search:
             best, width = (low * high) ** 0.5, (high / low) ** 0.5
             for _ in range(14):  # grids of nine, each within two cells of the best of the last
                 grid = [best * width ** (step / 4) for step in range(-4, 5)]
-                best = min(grid, key=lambda value: miss(replace(declared, **{name: value})).median().item())
+                best = min(grid, key=lambda value: miss(replace(declared, **{name: value})))
                 width **= 0.25
             # noise moves the optimum by less; and a value of 1 is that of the raw distribution, a hypothesis of its own
             if min(abs(best / getattr(declared, name) - 1), abs(best - 1)) > 0.02:
@@ -156,7 +158,7 @@ class Search:
         if (declared.top_k, declared.top_p, declared.min_p) == (0, 1.0, 0.0):
             self._fit_masks(logits, chunk, miss)
 
-    def _fit_masks(self, logits: Tensor, chunk: Tensor, miss: Callable[[Sampling], Tensor]) -> None:
+    def _fit_masks(self, logits: Tensor, chunk: Tensor, miss: Callable[[Sampling], float]) -> None:
         """A hidden mask shows in each value: reported - unmasked = -log(mass kept)."""
         probe, replay, declared = self.probe, self.replay, self.probe.trace.sampling
         probabilities = torch.softmax(replay.process(logits, declared, chunk).double(), dim=-1)  # (n, V)
@@ -176,7 +178,7 @@ class Search:
             values[name] = [value * (1 - 1e-6) for value in least] + [round(value, 2) for value in least]
         for name, candidates in values.items():
             best = min((value for value in candidates if 0 < value < 1 or name == "top_k"), default=None,
-                       key=lambda value: miss(replace(declared, **{name: value})).clamp(max=1.0).mean().item())
+                       key=lambda value: miss(replace(declared, **{name: value})))
             if best is not None:
                 probe.add_kind(f"fitted {name}", replace(declared, **{name: best}), hidden(f"{name} {best:.4g}"))
 
@@ -300,23 +302,25 @@ class Search:
                 tried[subset] = self._with_old(subset, updates, weights, reading)
             if not tried:
                 return
-            old = min(tried, key=lambda subset: (not tried[subset].fits, len(subset) * tried[subset].fits,
-                                                 tried[subset].noise.mean))
+            old = _fewest(tried) or min(tried, key=lambda subset: tried[subset].noise.mean)
             if tried[old].fits or tried[old].noise.mean > 0.8 * closest:  # found, or not on its track
                 break
             closest = tried[old].noise.mean
         if tried[old].fits:
-            for name in sorted(old) if 1 < len(old) <= 8 else ():  # is each of them needed?
-                fewer = self._with_old(old - {name}, updates, weights, reading)
-                old = old - {name} if fewer.fits else old
-            self._with_old(old, updates, weights, reading)
+            for name in sorted(old) if len(old) <= 8 else ():  # is each of them needed?
+                if name in old and len(old) > 1:
+                    tried[old - {name}] = self._with_old(old - {name}, updates, weights, reading)
+                    old = _fewest(tried)
+            self._with_old(old, updates, weights, reading, keep=True)
             self._combine([self._name(old, updates)])
 
     def _name(self, old: frozenset[str], updates: int) -> str:
         return f"{updates} back: {', '.join(sorted(old))}"
 
-    def _with_old(self, old: frozenset[str], updates: int, weights: Weights, reading: Reading) -> Explanation:
-        """The explanation by these old tensors; kept only as long as it is the one looked at."""
+    def _with_old(
+        self, old: frozenset[str], updates: int, weights: Weights, reading: Reading, keep: bool = False
+    ) -> Explanation:
+        """The explanation by these old tensors. Its pass is kept for the verdict only if `keep`."""
         probe, replay, name = self.probe, self.replay, self._name(old, updates)
         some = {tensor: weights[tensor] for tensor in old}
         with torch.no_grad():
@@ -324,9 +328,7 @@ class Search:
             probe.bodies[name].num_tensors = len(old)
             both = [probe.explain(name, replace(reading, head=head)) for head in ("float32", "16 bits")]
         explanation = min(both, key=lambda e: (not e.fits, e.noise.mean))
-        if explanation.fits:
-            self.found[name, explanation.reading] = explanation
-        elif not any(body == name for body, *_ in self.found):
+        if not keep and not any(body == name for body, *_ in self.found):
             del probe.bodies[name]
         return explanation
 
@@ -392,6 +394,14 @@ def _merged(
     """A pass put together token by token: `ours` where `first` (N,) is true."""
     values = {key: torch.where(first, ours.values[key], theirs.values[key]) for key in ours.values}
     return Body(causes, None, None, values, note, fitted)
+
+
+def _fewest(tried: dict[frozenset[str], Explanation]) -> frozenset[str] | None:
+    """The fewest tensors that fit and leave no more than the closest fit does, but for a standard error of its mean."""
+    fits = {subset: explanation.noise for subset, explanation in tried.items() if explanation.fits}
+    least = min(fits.values(), key=lambda noise: noise.mean, default=None)
+    close = [s for s in fits if fits[s].mean <= least.mean + (least.rms**2 - least.mean**2) ** 0.5 / least.tokens**0.5]
+    return min(close, key=lambda subset: (len(subset), fits[subset].mean), default=None)
 
 
 def _places(place: Tensor, lengths: Tensor) -> str:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_adapter import Rollout, Sampling, WeightLoadError
 from models import toy_tokenizer
-from rl import Policy, UpdateOptions, frozen_logprobs, make_batch
+from rl import Policy, UpdateOptions, attention_for, frozen_logprobs, make_batch
 
 SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
@@ -154,6 +154,22 @@ def test_what_vllm_cannot_run_or_runs_otherwise_is_refused_by_name(name, tmp_pat
     policy = Policy.load(str(tmp_path), torch.float32, "cpu")
     with pytest.raises(kind, match=sentence), started(str(tmp_path), policy):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name, tied", CASES)
+def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name, tied, dtype):
+    """Not at all would be no floor; by more would be another attention: a lost window, cap, scale or group of heads."""
+    policy = Policy(small_model(name, tied).to(dtype))
+    policy.model.set_attn_implementation(attention_for(policy.model.config))
+    ids = torch.tensor(PROMPTS)
+    with torch.no_grad():
+        ours = policy.hidden(ids).double()
+        with policy.attending("blockwise"):
+            other = policy.hidden(ids).double()
+    apart = ((ours - other).norm() / ours.norm()).item()
+    low, high = {torch.float32: (1e-8, 1e-5), torch.bfloat16: (1e-3, 3e-2)}[dtype]
+    assert low < apart < high
 
 
 def test_fp16_is_refused_by_name_where_a_model_overflows_in_it(tmp_path):

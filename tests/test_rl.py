@@ -211,6 +211,15 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
     assert 1e-3 < sizes[torch.bfloat16] < 0.1
 
 
+def test_self_noise_of_exactly_0_in_16_bits_is_an_error():
+    policy = Policy(qwen2(tied=True, dtype=torch.bfloat16))
+    batch = make_batch(rollouts([(3, 8)] * 4), torch.zeros(4))
+    policy.model.set_attn_implementation("blockwise")  # the second path itself
+    before, _ = frozen_logprobs(policy, batch, UpdateOptions())
+    with pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
+        self_noise(policy, replace(batch, old_logprobs=before), UpdateOptions())
+
+
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
     def run(model, policy) -> tuple[int, list[torch.Tensor]]:
         own = {each.untyped_storage().data_ptr() for each in model.parameters()}

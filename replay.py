@@ -192,7 +192,7 @@ class Replay:
         """
         self.forwards += 1
         hidden = []
-        with self.policy.attending("blockwise"):
+        with self.policy.rounded_otherwise():
             for rows in self.micros(max(1, MICRO_TOKENS // self.inputs.shape[1] // 3)):
                 ids = torch.nn.functional.pad(self.inputs[rows], (FLOOR_PADDING, 0))
                 real = torch.ones_like(ids)

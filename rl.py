@@ -193,14 +193,19 @@ class Policy:
         return hidden
 
     @contextmanager
-    def attending(self, implementation: str) -> Iterator[None]:
-        """The body with another attention kernel."""
+    def rounded_otherwise(self) -> Iterator[None]:
+        """The body with `blockwise_attention` and, where layers are recurrent, scans in chunks of half the size."""
         usual = self.model.config._attn_implementation
-        self.model.set_attn_implementation(implementation)
+        scans = {each: each.chunk_size for each in self.model.modules() if hasattr(each, "chunk_size")}
+        self.model.set_attn_implementation("blockwise")
+        for layer, size in scans.items():
+            layer.chunk_size = max(1, size // 2)
         try:
             yield
         finally:
             self.model.set_attn_implementation(usual)
+            for layer, size in scans.items():
+                layer.chunk_size = size
 
     def target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(N, H) hidden states, (N,) targets -> log-probabilities (N,) and entropies (N,) after temperature."""
@@ -451,7 +456,7 @@ def self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> Tensor:
     """old_logprobs less the same with `blockwise_attention` and smaller micro-batches: the noise floor of a mismatch,
     (B, T)."""
     smaller = replace(options, micro_batch_tokens=-(-options.micro_batch_tokens // 3))
-    with policy.attending("blockwise"):
+    with policy.rounded_otherwise():
         other, _ = frozen_logprobs(policy, batch, smaller)
     check_other_path(policy, batch.old_logprobs[batch.mask > 0], other[batch.mask > 0])
     return batch.old_logprobs - other

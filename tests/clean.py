@@ -1,6 +1,6 @@
 """How often does the probe call a trace without a fault a mismatch? On every architecture of test_architectures.py.
 
-    .venv/bin/python tests/clean.py                    # 220 traces: 22 models x fp32, bf16 x 5
+    .venv/bin/python tests/clean.py                    # 350 traces: 37 models x fp32, bf16 (but recurrent ones) x 5
     .venv/bin/python tests/clean.py --seed 9 --only Gemma2 Llama
 
 The five traces of a model differ in weights, prompts, batch size and temperature. Each model has a process of its own,
@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_architectures import CASES, small_model
+from test_architectures import CASES, dtypes_of, small_model
 from test_engine_adapter import move, started
 
 from engine_adapter import Sampling
@@ -36,7 +36,6 @@ from rl import Policy
 
 BATCHES = 1, 3, 8, 24, 64  # responses of 40 tokens each
 TEMPERATURES = 0.5, 0.7, 1.0, 1.5
-DTYPES = "float32", "bfloat16"
 
 
 def record(name: str, tied: bool, dtype: str, seed: int) -> Iterator[tuple[Policy, Trace]]:
@@ -122,7 +121,7 @@ def main() -> int:
     started_at, rows = time.perf_counter(), []
     for name, tied in CASES:
         if not arguments.only or name in arguments.only:
-            for dtype in DTYPES:
+            for dtype in (str(each).removeprefix("torch.") for each in dtypes_of(name)):
                 rows += alone(name, str(tied), dtype, str(arguments.seed))
                 print(f"{name} tied {tied} {dtype}", *(row["status"] for row in rows[-len(BATCHES) :]), flush=True)
     wrong = report(rows)

@@ -58,6 +58,11 @@ PROMPTS = [list(range(5 + i, 29 + i)) for i in range(4)]  # with the responses 5
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 
 
+def dtypes_of(name: str) -> list[torch.dtype]:
+    """Those in which the CPU build is right: recurrent layers are refused in 16 bits."""
+    return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
+
+
 def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
     torch.manual_seed(0)
     options = SIZES | OPTIONS.get(name, {}) | changes | {"tie_word_embeddings": tied}
@@ -156,8 +161,7 @@ def test_what_vllm_cannot_run_or_runs_otherwise_is_refused_by_name(name, tmp_pat
         pass
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name, tied", CASES)
+@pytest.mark.parametrize("name, tied, dtype", [(*case, dtype) for case in CASES for dtype in dtypes_of(case[0])])
 def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name, tied, dtype):
     """Not at all would be no floor; by more would be another attention: a lost window, cap, scale or group of heads."""
     policy = Policy(small_model(name, tied).to(dtype))
@@ -165,11 +169,19 @@ def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name, tied
     ids = torch.tensor(PROMPTS)
     with torch.no_grad():
         ours = policy.hidden(ids).double()
-        with policy.attending("blockwise"):
+        with policy.rounded_otherwise():
             other = policy.hidden(ids).double()
     apart = ((ours - other).norm() / ours.norm()).item()
     low, high = {torch.float32: (1e-8, 1e-5), torch.bfloat16: (1e-3, 3e-2)}[dtype]
     assert low < apart < high
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU build's fault")
+def test_recurrent_layers_are_refused_in_16_bits_where_vllm_computes_something_else(tmp_path):
+    small_model("FalconH1", True).save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match="cannot start falcon_h1: in 16 bits"), started(str(tmp_path), policy):
+        pass
 
 
 def test_fp16_is_refused_by_name_where_a_model_overflows_in_it(tmp_path):

@@ -93,7 +93,7 @@ def test_a_floor_of_exactly_0_in_16_bits_is_an_error(reference, monkeypatch):
     """A model whose own attention is the floor's second path; padding by a whole block changes nothing."""
     policy, trace = reference["bfloat16"], load_traces(str(DATA / "v1_0.32.0_bf16_fixes_headovr.npz"))[0]
     monkeypatch.setattr(replay, "FLOOR_PADDING", KEY_BLOCK)
-    with policy.attending("blockwise"), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
+    with policy.rounded_otherwise(), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
         diagnose(policy, trace)
 
 

@@ -167,6 +167,9 @@ def build(run: Run) -> tuple[Live, int]:
     """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
     config, rng, first_step = run.config, random.Random(run.config.seed), 1
     state, policy = _newest_checkpoint(run) if config.resume else (None, load_policy(run, run.model_path))
+    if policy.model._is_stateful and (config.eval_with_trainer or config.engine == "transformers"):
+        raise ValueError("eval_with_trainer must be off and engine vllm with recurrent layers (transformers cannot drop"
+                         " a row of their state); try --no-eval-with-trainer")
     tables = {name: _rows_until(run.out / name, state["step"]) if state else "" for name in TABLES}
     reference = load_policy(run, run.model_path) if config.kl_coef else None  # the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)

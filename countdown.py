@@ -57,7 +57,7 @@ def reward(problem, response: str) -> float:
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     """The exact value of an expression and the numbers in it, in the order they stand there.
 
-    Raises: ValueError if it is no expression of whole numbers, + - * / and brackets, or a longer one than is looked at;
+    Raises: ValueError if it is no expression of whole numbers, + - * / and brackets, or longer than MAX_CHARACTERS;
     ZeroDivisionError.
     """
     numbers = []

@@ -41,8 +41,8 @@ class ParityFlags:
     fp32_head: bool = True
     """Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides."""
     inflight_otherwise: Literal["abort", "recompute"] = "abort"
-    """Without inflight_keep. abort: V1's pause, the partial work is thrown away (the prefix cache, which that pause
-    clears too, is explicit_runtime's business); recompute: requests stay, their KV cache is dropped and filled again
+    """Without inflight_keep. abort: V1's pause, the partial work is thrown away (V1 also clears the prefix cache; here
+    only explicit_runtime controls the cache); recompute: requests stay, their KV cache is dropped and filled again
     under the new weights."""
 
     @property
@@ -230,10 +230,10 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         for name in ModelRegistry.models.keys() & set(self._config.architectures or ()):
-            ModelRegistry.models[name].load_model_cls()  # its ImportError; vLLM's own says "failed to be inspected"
+            ModelRegistry.models[name].load_model_cls()  # raises the ImportError that vLLM would not show
         config = EngineArgs(**arguments).create_engine_config()
         if config.model_config.has_inner_state and not self.on_gpu and self.dtype != torch.float32:
-            raise ValueError("in 16 bits its recurrent layers are off by 0.1 nats and more on a CPU; try float32")
+            raise ValueError("its recurrent layers differ by 0.04 to 7 nats in 16 bits on a CPU; try float32")
         # The CPU platform switches async scheduling off in silence; V1's default is what the flag promises.
         config.scheduler_config.async_scheduling = not self.parity.explicit_runtime
         self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
@@ -335,7 +335,7 @@ class Engine:
     def load(
         self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs, changed: bool = True
     ) -> dict[str, float]:
-        """Put the trainer's tensors into the live engine, prove that they are there, count one weight version up.
+        """Put the trainer's tensors into the live engine and prove that they are there; count one weight version up.
 
         At an engine-step boundary by construction: nothing runs between two calls of `step`. Unfinished rollouts are
         kept, recomputed or aborted (`parity.inflight_update`). The later log-probabilities of a kept one belong to no

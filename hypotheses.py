@@ -16,9 +16,9 @@ from engine_adapter import Sampling
 from replay import Replay, Trace, Weights
 from rl import Policy, check_other_path
 
-# Parity: a mean mismatch up to MANY floors + FEW standard errors, rms / sqrt(tokens) of the floor. Measured: 12 clean
-# architectures in fp32 and bf16: 0.86 to 1.23 floors; the farthest of 640 traces: 1.3 floors + 2.1 standard errors.
-MANY, FEW = 1.3, 3.0
+# Parity: a mean mismatch up to FLOORS floors + STANDARD_ERRORS standard errors, rms / sqrt(tokens) of the floor. Clean
+# traces of 12 architectures in fp32 and bf16: 0.86 to 1.23 floors; the farthest of 640: 1.3 floors + 2.1 errors.
+FLOORS, STANDARD_ERRORS = 1.3, 3.0
 MEDIAN_FACTOR = 2.5  # the same for the median, which varies more between kernels
 TAIL_FACTOR = 6.0  # the same for the largest token and for the worst sequence, which vary more
 TAIL_RMS = 4.0  # the largest of a few hundred tokens, in RMS
@@ -121,8 +121,8 @@ class Noise:
     def allows(self, other: "Noise", by_steps: bool = False) -> bool:
         """Is the other difference no more than this floor, given how few tokens each is measured on?
 
-        Beside the mean the median is asked, since a heavy tail hides much from a mean; but not where most tokens are
-        off by nothing and the rest by whole steps.
+        The median is tested too, because a heavy tail widens the mean's tolerance; but not where most tokens are off by
+        nothing and the rest by whole steps.
         """
         tokens = max(1, other.tokens)
         few = 4 * self.median / tokens**0.5 + FEW_STEPS * self.step / tokens
@@ -132,7 +132,7 @@ class Noise:
 
     def allowed_mean(self, tokens: int) -> float:
         """More than clean traces of so many tokens reach; and steps, since the floor of few tokens can be 0 by luck."""
-        return MANY * self.mean + FEW * self.rms / tokens**0.5 + FEW_STEPS * self.step / tokens + ROUNDING
+        return FLOORS * self.mean + STANDARD_ERRORS * self.rms / tokens**0.5 + FEW_STEPS * self.step / tokens + ROUNDING
 
     @property
     def tail(self) -> float:
@@ -147,7 +147,7 @@ class Noise:
         """Sequences whose mean difference is beyond what the floor's worst sequence and the length allow: (B,) bool."""
         few = 8 * self.rms / replay.lengths**0.5 + FEW_STEPS * self.step / replay.lengths
         worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)  # one token in a response of four
-        limit = torch.maximum(MANY * self.mean + few, torch.tensor(worst))
+        limit = torch.maximum(FLOORS * self.mean + few, torch.tensor(worst))
         return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING
 
 

@@ -1,7 +1,4 @@
-"""Who is asked: a model's configuration, tokenizer and stop tokens; and the built-in toys, which half know addition.
-
-A real model comes through the same door: a folder in Hugging Face's format, or a hub name.
-"""
+"""A model's configuration, tokenizer and stop tokens (a folder in Hugging Face's format, or a hub name); the toys."""
 
 import hashlib
 import json
@@ -28,7 +25,7 @@ from transformers import (
 import tasks
 from tasks import DIGITS, Problem, addition, larger_digits
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of which there are more than one in a mixture
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # numbers of experts; above 1 the model is a mixture
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class; transformers 5 saves the second
@@ -60,7 +57,7 @@ def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase
 
 
 def read_model(path: str, with_weights: bool) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
-    """Configuration and tokenizer of a folder or a hub name. Without weights, for a plan, the tokenizer may be absent.
+    """Configuration and tokenizer of a folder or a hub name. For a plan, a folder may lack weights and tokenizer.
 
     Raises: ValueError if something is missing or cannot be read.
     """
@@ -87,8 +84,8 @@ def read_model(path: str, with_weights: bool) -> tuple[PretrainedConfig, PreTrai
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The folder's own tokenizer. A folder that names the generic fast class is taken at its word: AutoTokenizer would
-    make a Qwen tokenizer of it by the model's type and lose characters. Where there is none it would make an empty one.
+    """The folder's own tokenizer. If tokenizer_config.json names the generic fast class, that class is loaded:
+    AutoTokenizer would choose Qwen's by the model's type and lose characters. Without files it would make an empty one.
 
     Raises: ValueError if the folder has no tokenizer.
     """
@@ -162,6 +159,7 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
     if folder.is_dir():
         return folder
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a dead process with this process's number
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:

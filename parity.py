@@ -367,7 +367,7 @@ def record_trace(model: str, workload: Workload) -> Trace:
         engine = Engine(model, contract, workload.parity, dtype=policy.model.dtype, seed=workload.seed,
                         max_model_len=workload.prompt_tokens[1] + workload.sampling.max_new_tokens,
                         block_size=workload.block_size, kv_cache_gib=workload.kv_cache_gib)
-        engine.load(policy.weights(), policy.score)
+    engine.load(policy.weights(), policy.score)
     seeds = [1000 * (workload.seed + 1) + index for index in range(workload.num_prompts)]
     trace = sample_trace(engine, workload.prompts(policy.head.weight.shape[0]), workload.sampling, seeds)
     engine.close()

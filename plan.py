@@ -177,11 +177,11 @@ def peak(table: dict[str, Parts]) -> float:
 
 # What lowers a phase's memory, the cheapest first.
 TRY = {
-    "update": "--gradient-checkpointing, a smaller --micro-batch-tokens, --dtype bfloat16, --offload-optimizer",
+    "update": "--gradient-checkpointing, a smaller --micro-batch-tokens, --dtype bfloat16",
     "old_logprobs": "a smaller --micro-batch-tokens, --offload-optimizer",
     "evaluate": "--no-eval-with-trainer",
+    "generate": "a smaller --max-num-seqs or --kv-cache-gib, --offload-optimizer",
 }
-TRY["generate"] = TRY["sync"] = "a smaller --max-num-seqs or --kv-cache-gib, --offload-optimizer"
 
 
 def print_plan(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:

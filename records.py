@@ -67,34 +67,36 @@ class Clock:
 
 # ------------------------------------------------------------------------------------------------ errors
 def one_line(error: BaseException) -> str:
-    """An exception's text in one line, behind its type where it is not a ValueError, whose text is a sentence."""
-    text = " ".join(str(error).split())[:600]
+    """An exception's text in one line, after its type unless it is a ValueError, whose text is a sentence."""
+    text = " ".join(str(error).split())[:1000]
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 @contextmanager
 def stage(what: str) -> Iterator[None]:
-    """Libraries raise exceptions of all kinds: each becomes a ValueError that says what was being done."""
+    """A library's exception becomes a ValueError that says what was being done; but for a lack of memory."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
 
 
 @contextmanager
-def one_sentence(out: str, status: int) -> Iterator[None]:
+def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     """The error boundary of a command: an exception becomes a sentence and the exit status, SIGINT and SIGTERM too.
 
-    The traceback goes to `out`/error.txt, unless the sentence is one of our own checks.
+    The traceback goes to `out`/error.txt, except that of a ValueError raised by one of our own checks.
     """
     try:
         yield
     except KeyboardInterrupt:
-        print(f"stopped by a signal: --resume goes on from the newest checkpoint in {out}", file=sys.stderr)
+        print("stopped by a signal; a run goes on from its newest checkpoint with --resume", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         where = ""
-        if error.__cause__ or not isinstance(error, ValueError):
+        if out and (error.__cause__ or not isinstance(error, ValueError)):
             with suppress(OSError):  # the disk may be full
                 (Path(out) / "error.txt").write_text(traceback.format_exc())
                 where = f" (traceback: {out}/error.txt)"
@@ -116,9 +118,9 @@ def locked(out: str) -> Iterator[None]:
         raise ValueError(f"out must be a writable folder, got {out}: {error}") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
-        except OSError as error:
-            holder = path.read_text().strip() or error
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends; forked children do not hold it
+        except BlockingIOError:
+            holder = path.read_text().strip()
             raise ValueError(f"out must be this run's alone, {out} is in use by {holder}; try another --out") from None
         file.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", file=file, flush=True)
@@ -173,10 +175,7 @@ def write_config(run: "Run", engine: Engine | ReferenceEngine, policy: Policy, f
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        try:
-            result = subprocess.run(command, check=False, capture_output=True, text=True)
-        except OSError:  # no git on this machine
-            return None
+        result = subprocess.run(command, check=False, capture_output=True, text=True)
         return result.stdout.strip() if result.returncode == 0 else None
 
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}

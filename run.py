@@ -74,7 +74,7 @@ def prepare(config: "Config") -> Run:
     record = _earlier_record(config)
     task = load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
     if task.num_repeated:
-        print(f"{task.num_repeated} problems MERGED: their question is there already", flush=True)
+        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
     if config.offload_optimizer and not torch.cuda.is_available():
         raise ValueError("offload_optimizer must not be given without a GPU (the optimizer is in host memory anyway)")
     model_config, tokenizer, stop_token_ids = describe_model(config.model)
@@ -89,10 +89,9 @@ def prepare(config: "Config") -> Run:
     longest = max(len(prompt_ids[problem]) for problem in task.train + task.held_out)
     if record and record["problems"]["sha256"] != task.fingerprint:
         raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
-    path = config.model
+    sampling, path = Sampling(config.temperature, config.max_new_tokens, stop_token_ids), config.model
     if path == "toy":  # taught, if it is not there yet, after all else has been checked
         path = str(toy_model(config.cache_dir, config.seed, "digits" if config.task == "digits" else "toy"))
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
     max_model_len = longest + config.max_new_tokens
     return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
 
@@ -101,6 +100,8 @@ def _earlier_record(config: "Config") -> dict[str, Any] | None:
     """config.json of the run in `out`, if any. Raises: ValueError if it is damaged, or the run is not to be resumed."""
     path = Path(config.out) / "config.json"
     if not path.exists():
+        if any(path.parent.glob("checkpoints/*")) or any(each.stat().st_size for each in path.parent.glob("*.jsonl")):
+            raise ValueError(f"out must be new or a whole run, {config.out} has a run's files without config.json")
         return None
     if not config.resume:
         raise ValueError(f"out must be a new folder, {config.out} holds a run; go on with --resume or choose another"
@@ -168,13 +169,12 @@ def build(run: Run) -> tuple[Live, int]:
     config, rng, first_step = run.config, random.Random(run.config.seed), 1
     state, policy = _newest_checkpoint(run) if config.resume else (None, load_policy(run, run.model_path))
     if policy.model._is_stateful and (config.eval_with_trainer or config.engine == "transformers"):
-        raise ValueError("eval_with_trainer must be off and engine vllm with recurrent layers (transformers cannot drop"
-                         " a row of their state); try --no-eval-with-trainer")
+        raise ValueError("engine must be vllm and eval_with_trainer off with recurrent layers (transformers cannot drop"
+                         f" a row of their state), got {config.engine}; try --engine vllm --no-eval-with-trainer")
     tables = {name: _rows_until(run.out / name, state["step"]) if state else "" for name in TABLES}
     reference = load_policy(run, run.model_path) if config.kl_coef else None  # the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
-    sizes = f"max_num_seqs {config.max_num_seqs}, kv_cache_gib {config.kv_cache_gib}, block_size {config.block_size}"
-    with stage(f"starting the engine with {sizes}"):
+    with stage(f"starting the engine with kv_cache_gib {config.kv_cache_gib}, block_size {config.block_size}"):
         engine = start_engine(run, policy)
     flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
     torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
@@ -182,6 +182,7 @@ def build(run: Run) -> tuple[Live, int]:
         first_step = state["step"] + 1
         with stage(f"restoring step {state['step']}"):
             _restore(state, optimizer, flight, rng)
+    run.out.mkdir(parents=True, exist_ok=True)
     for name, text in tables.items():  # empty, if the run died before its first checkpoint
         write_atomically(run.out / name, text)
     with stage("loading the weights into the engine"):
@@ -227,7 +228,7 @@ def reference_engine(run: Run, policy: Policy) -> ReferenceEngine:
 
 # ------------------------------------------------------------------------------------------------ checkpoints
 def save_checkpoint(run: Run, live: Live, step: int) -> None:
-    """checkpoints/step_N, whole or not there if the process dies: renamed at the end; the one before it stays."""
+    """checkpoints/step_N, written under another name and renamed at the end: complete, or not there."""
     folder = run.out / "checkpoints" / f"step_{step:06d}"
     unfinished = folder.with_suffix(".new")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -236,7 +237,7 @@ def save_checkpoint(run: Run, live: Live, step: int) -> None:
     with stage(f"writing {folder}"):
         save_policy(run, live.policy, unfinished / "policy")
         torch.save(state | random_states, unfinished / "state.pt")
-    shutil.rmtree(folder, ignore_errors=True)  # a damaged one, from which the run has not gone on
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint of this step, which --resume has passed over
     unfinished.rename(folder)
     for old in sorted(folder.parent.glob("step_??????"))[:-2]:
         shutil.rmtree(old)
@@ -260,11 +261,13 @@ def _newest_checkpoint(run: Run) -> tuple[dict[str, Any] | None, Policy]:
     folders = sorted(run.out.glob("checkpoints/step_??????"), reverse=True)
     for folder in folders:
         try:
-            state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+            with stage("reading state.pt"):
+                state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
             return state, load_policy(run, str(folder / "policy"))
-        except Exception as error:  # torch, safetensors and transformers raise all kinds
+        except ValueError as error:
             print(f"checkpoint DAMAGED, trying the one before it: {folder}: {one_line(error)}", flush=True)
-    if folders:
+    table = run.out / "metrics.jsonl"  # the first checkpoint comes after the row of its step
+    if folders or (table.exists() and table.read_bytes().count(b"\n") > run.config.checkpoint_every + 1):
         raise ValueError(f"a resumed run must have a readable checkpoint, {run.out} has none; try another --out")
     return None, load_policy(run, run.model_path)
 
@@ -290,6 +293,5 @@ def _rows_until(path: Path, step: int) -> str:
         where = f", line {len(rows) + 1}," if not isinstance(error, OSError) else ""
         raise ValueError(f"a resumed run must have its records, {path}{where} cannot be read: {error}") from error
     if path.name == "metrics.jsonl" and rows != list(range(step + 1)):
-        missing = sorted(set(range(step + 1)) - set(rows))
-        raise ValueError(f"a resumed run must have its records, {path} lacks steps {missing[:5]} or repeats one")
+        raise ValueError(f"a resumed run must have its records, {path} must have each of the steps 0 to {step} once")
     return "".join(f"{line}\n" for line in lines[: len(rows)])

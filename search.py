@@ -71,9 +71,9 @@ class Search:
         return sorted(self.found.values(), key=lambda e: (not e.fits, e.order if e.fits else e.noise.mean))
 
     def _enough(self, explanation: Explanation) -> bool:
-        """Most of the excess must be explained: near the floor its tolerance alone would let a wrong cause pass. What
-        explains noise by noise cannot be measured so, and has been asked for its signs; but a number fitted on top of
-        noise must at least halve what is left without it."""
+        """Most of the excess must be explained: near the floor its tolerance alone would let a wrong cause pass.
+        Rounding hypotheses skip this test; `_points_there` checks the agreement of signs instead. A number fitted on
+        top of rounding must at least halve the remaining mismatch."""
         by_noise = explanation.reading.head != "float32" or explanation.body in self.probe.other
         if by_noise and explanation.reading.kind.startswith("fitted"):
             without = self.found.get((explanation.body, replace(explanation.reading, kind="processed")))
@@ -397,10 +397,10 @@ def _merged(
 
 
 def _fewest(tried: dict[frozenset[str], Explanation]) -> frozenset[str] | None:
-    """The fewest tensors that fit and leave no more than the closest fit does, but for a standard error of its mean."""
+    """Of the sets that fit, the smallest whose remaining mismatch is at most rms / sqrt(tokens) above the least."""
     fits = {subset: explanation.noise for subset, explanation in tried.items() if explanation.fits}
     least = min(fits.values(), key=lambda noise: noise.mean, default=None)
-    close = [s for s in fits if fits[s].mean <= least.mean + (least.rms**2 - least.mean**2) ** 0.5 / least.tokens**0.5]
+    close = [subset for subset, noise in fits.items() if noise.mean <= least.mean + least.rms / least.tokens**0.5]
     return min(close, key=lambda subset: (len(subset), fits[subset].mean), default=None)
 
 

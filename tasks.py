@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+CALL_LIMIT_S = 10.0  # of one call of a user's code
 HELD_OUT_SHARE = 0.1  # of the problems, never trained on
 DIGITS = 16  # of each number of the task `digits`
 # A minus sign counts where it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
@@ -115,7 +116,7 @@ TASKS = f"{', '.join(BUILT_IN)}, a .py file, a JSONL file or a reachable hub dat
 
 
 # ------------------------------------------------------------------------------------------------ tasks of users
-def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float = 10.0) -> Task:
+def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float = CALL_LIMIT_S) -> Task:
     """A built-in task, a Python file, a JSONL file, or a hub name; held-out problems from a second JSONL file if given.
 
     Raises: ValueError that says what is wrong with it.
@@ -135,7 +136,7 @@ POOL = 10_000  # problems drawn from a Python task at the start; what is held ou
 MISSES = 1_000  # draws in a row that bring nothing new: the task has no more
 
 
-def from_python(path: str, seed: int, limit_s: float = 10.0) -> Task:
+def from_python(path: str, seed: int, limit_s: float = CALL_LIMIT_S) -> Task:
     """A file with `sample(rng) -> (question, answer)` and `reward(problem, response) -> float`, see countdown.py.
 
     Raises: ValueError if the file cannot be loaded, lacks one of the two, has fewer than two different questions or one
@@ -202,7 +203,7 @@ def from_jsonl(path: str, seed: int, eval_path: str | None = None) -> Task:
 def _task(
     train: list[Problem], held_out: list[Problem] | None, reward: Callable[[Problem, str], float], seed: int, path: str
 ) -> Task:
-    """Every question once: one that is held out is never trained on. Without `held_out`, a share is held out.
+    """Keeps each question once and in one split only. Without `held_out`, a share of the problems is held out.
 
     Raises: ValueError if a question has two answers, or if too few problems are left.
     """

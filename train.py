@@ -25,7 +25,7 @@ from reference import ReferenceEngine
 from replay import Weights, save_trace
 from rl import Batch, Policy, UpdateOptions, frozen_logprobs, make_batch, self_noise, update
 from run import Live, Run, build, encode_prompts, prepare, reference_engine, save_checkpoint, save_policy
-from tasks import BUILT_IN, Problem, load_task
+from tasks import BUILT_IN, CALL_LIMIT_S, Problem, load_task
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Config(UpdateOptions):
     """Longest prompt in tokens; if not given, what the model's context leaves beside max_new_tokens."""
     overlong_prompts: Literal["refuse", "drop"] = "refuse"
     """What to do with problems whose prompt is longer; dropped ones are counted."""
-    reward_limit_s: float = 10.0
+    reward_limit_s: float = CALL_LIMIT_S
     """Seconds after which the import of a task file, or one call of its sample or reward, counts as hanging."""
     reward_errors: Literal["stop", "count"] = "stop"
     """If a reward raises, hangs or is not a finite number: stop the run, or count it and go on with reward 0."""
@@ -99,7 +99,7 @@ class Config(UpdateOptions):
     """Steps between checkpoints, and after the last; the newest two are kept."""
 
     self_noise_every: int = 0
-    """Steps between measurements of the trainer against itself, what no backend can be better than; 0 for none."""
+    """Steps between measurements of the noise floor of the mismatch (rl.self_noise); 0 for none."""
     probe_every: int = 0
     """Steps between probes of the mismatch (parity.py), the first after the first step; 0 for none. In `out`/probe."""
     probe_on_alarm: bool = False
@@ -348,24 +348,25 @@ def plan(config: Config) -> None:
     if longest is None:
         if tokenizer is None:
             raise ValueError(f"max_prompt_tokens must be given for a plan where no tokenizer is, got {config.model}")
-        prompt_ids = encode_prompts(tokenizer, load_task(config.task, config.seed, config.eval_task))
+        task = load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
+        prompt_ids = encode_prompts(tokenizer, task)
         longest = max(map(len, prompt_ids.values()))
     print_plan(config, model_config, longest, config.plan_gib)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit status: 0 done, 2 refused or failed before the first step, 1 failed later, 130 stopped by a signal."""
+    """Exit status: 0 done, 2 refused or failed during set-up, 1 failed later, 130 stopped by a signal."""
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     config = tyro.cli(Config, args=arguments, description=__doc__)
     if config.plan:
-        with one_sentence(config.out, status=2):
+        with one_sentence(2):
             plan(config)
         return
-    with one_sentence(config.out, status=2), locked(config.out):
+    with one_sentence(2, config.out), locked(config.out):
         run = prepare(config)
         live, first_step = build(run)
-        with one_sentence(config.out, status=1):
+        with one_sentence(1, config.out):
             train(run, live, first_step)
 
 

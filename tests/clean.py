@@ -29,7 +29,7 @@ from test_architectures import CASES, dtypes_of, small_model
 from test_engine_adapter import move, started
 
 from engine_adapter import Sampling
-from hypotheses import MANY
+from hypotheses import FLOORS
 from parity import diagnose, sample_trace
 from replay import Trace
 from rl import Policy
@@ -61,7 +61,8 @@ def verdicts(name: str, tied: bool, dtype: str, seed: int) -> Iterator[dict]:
         noise, floor = verdict.start.noise, verdict.start.floor
         yield {"model": name, "tied": tied, "dtype": dtype, "temperature": trace.sampling.temperature,
                "tokens": noise.tokens, "mismatch": noise.mean, "floor": floor.mean, "status": verdict.status,
-               "beyond": (noise.mean - MANY * floor.mean) / floor.rms * noise.tokens**0.5, "sentence": verdict.sentence}
+               "sentence": verdict.sentence,
+               "beyond": (noise.mean - FLOORS * floor.mean) / floor.rms * noise.tokens**0.5}  # fmt: skip
 
 
 def alone(*arguments: str) -> list[dict]:
@@ -101,7 +102,7 @@ def report(rows: list[dict]) -> int:
     for (dtype, tokens), ratios in sorted(by_tokens.items()):
         figures = " ".join(f"{figure(ratios):.2f}" for figure in (min, median, max))
         print(f"  {dtype:<8} {tokens:>5} tokens {figures} in {len(ratios)} traces")
-    print(f"the largest is {max(row['beyond'] for row in rows):.1f} standard errors beyond {MANY} floors")
+    print(f"the largest is {max(row['beyond'] for row in rows):.1f} standard errors beyond {FLOORS} floors")
     wrong, total = sum(row["status"] != "parity" for row in rows), len(rows)
     low, high = clopper_pearson(wrong, total)
     print(f"{wrong} false alarms in {total} clean traces, 95 % interval (Clopper-Pearson) {low:.2%} to {high:.2%}")

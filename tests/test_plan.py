@@ -12,7 +12,7 @@ import torch
 from conftest import qwen2
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
-from plan import GIB, Memory, measure_trainer, peak, phases, print_plan
+from plan import GIB, TRY, Memory, measure_trainer, peak, phases, print_plan
 from reference import kv_bytes_per_token
 from rl import Optimizer
 from train import Config
@@ -123,6 +123,20 @@ def test_a_plan_that_does_not_fit_names_the_largest_phase_and_what_lowers_it(cap
     print_plan(large, config, PROMPT, 12.0)
     assert capsys.readouterr().out.endswith("does NOT fit 12 GiB; for the phase evaluate try --no-eval-with-trainer\n")
     assert peak(phases(replace(large, eval_with_trainer=False), config, PROMPT)) < 12 * GIB
+
+
+@pytest.mark.parametrize("phase, changes", [
+    ("update", dict(gradient_checkpointing=True)), ("update", dict(micro_batch_tokens=1024)),
+    ("update", dict(dtype="bfloat16")), ("old_logprobs", dict(micro_batch_tokens=1024)),
+    ("old_logprobs", dict(offload_optimizer=True)), ("generate", dict(max_num_seqs=16)),
+    ("generate", dict(kv_cache_gib=0.1)), ("generate", dict(offload_optimizer=True)),
+])  # fmt: skip
+def test_each_switch_that_is_advised_lowers_its_phase(phase, changes):
+    config = Qwen2Config(**MODEL | dict(vocab_size=65536))
+    (name,) = changes
+    assert f"--{name.replace('_', '-')}" in TRY[phase]
+    lower, usual = (phases(job, config, PROMPT)[phase].total for job in (replace(JOB, **changes), JOB))
+    assert lower < usual
 
 
 def test_each_switch_moves_the_phases_it_should():

@@ -230,7 +230,8 @@ def test_a_model_folder(good, tmp_path, kind, capsys):
 # ------------------------------------------------------------------------------------------------ the engine
 @pytest.mark.parametrize("options, complaint", [
     ("--block-size 7", "No common block size for 7"), ("--block-size 0", "Input should be greater than 0"),
-    ("--kv-cache-gib 1e-6", "No available memory for the cache blocks"), ("--kv-cache-gib 1e6", "requested memory for kv"),
+    ("--kv-cache-gib 1e-6", "No available memory for the cache blocks"),
+    ("--kv-cache-gib 1e6", "requested memory for kv"),
     ("--model {head16}", "head_dim=16"),
 ])  # fmt: skip
 def test_what_the_engine_refuses(good, tmp_path, options, complaint):

@@ -38,7 +38,7 @@ def test_a_crashed_arm_is_reported_the_others_go_on_and_finished_ones_are_kept(t
     arms = ("--seeds", "1", "--arms", "reference", "v1-defaults", "parity", "parity-minus-fp32-head", "+inflight")
     first = ablate(out, *arms, *small)
     assert first.returncode == 1
-    assert "v1-defaults, seed 0: CRASHED, exit status 1: error: out must be a writable folder" in first.stdout
+    assert "v1-defaults, seed 0: CRASHED, exit status 2: error: out must be a writable folder" in first.stdout
     assert "[4/4]" in first.stdout  # +inflight and parity-minus-fp32-head are one run
     result = json.loads((out / "ablation.json").read_text())
     assert set(result["arms"]) == {"reference", "parity", "parity-minus-fp32-head", "+inflight"}

@@ -340,9 +340,8 @@ class Engine:
         At an engine-step boundary by construction: nothing runs between two calls of `step`. Unfinished rollouts are
         kept, recomputed or aborted (`parity.inflight_update`). The later log-probabilities of a kept one belong to no
         single set of weights: the new ones computed them from keys and values of the old. Weights that have not
-        `changed` since the last load are the same version and leave unfinished rollouts alone. One pass over views of
-        the trainer's tensors: no second copy of the model is made. Returns bytes, seconds and GB/s of the load, and the
-        canary's seconds.
+        `changed` are the same version and leave unfinished rollouts alone. One pass over views of the trainer's
+        tensors, no second copy of the model. Returns bytes, seconds and GB/s of the load, and the canary's seconds.
 
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected, wrongly shaped or not
         finite (the engine is untouched then), or if vLLM refuses one or the canary fails (the engine is broken then).

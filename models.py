@@ -28,7 +28,6 @@ from tasks import DIGITS, Problem, addition, larger_digits
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # numbers of experts; above 1 the model is a mixture
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class; transformers 5 saves the second
 
 
 # ------------------------------------------------------------------------------------------------ text <-> token ids
@@ -51,7 +50,7 @@ def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase
             raise ValueError(f"model must have a generation_config.json that can be read, or none: {error}") from error
         declared = None
     stop = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
-    if not stop or not all(isinstance(token, int) and token >= 0 for token in stop):
+    if not stop or not all(type(token) is int and token >= 0 for token in stop):
         raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has {stop or None}")
     return text_config, tokenizer, tuple(sorted(stop))
 
@@ -74,8 +73,6 @@ def read_model(path: str, with_weights: bool) -> tuple[PretrainedConfig, PreTrai
         config = AutoConfig.from_pretrained(path)
         if method := getattr(config, "quantization_config", None):
             raise ValueError(f"its weights are quantised ({method!s:.100}), which cannot be trained")
-        if not getattr(config.get_text_config(), "vocab_size", None):
-            raise ValueError(f"a {config.model_type} has no vocabulary, it is no language model")
         if with_weights or not os.path.isdir(path) or any(any(Path(path).glob(name)) for name in TOKENIZER_FILES):
             tokenizer = load_tokenizer(path)
         return config.get_text_config(), tokenizer
@@ -93,7 +90,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
     settings = Path(path) / "tokenizer_config.json"
     named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
-    return (PreTrainedTokenizerFast if named in GENERIC_TOKENIZERS else AutoTokenizer).from_pretrained(path)
+    generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class; transformers 5 saves the second
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(path)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:

@@ -16,9 +16,8 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-MAX_LOG_WEIGHT = (
-    20.0  # exp(20) is 5e8: beyond it a sequence weight says only "disjoint" (verl clamps at the same value)
-)
+# exp(20) is 5e8: beyond it a sequence weight says only "disjoint" (verl clamps at the same value).
+MAX_LOG_WEIGHT = 20.0
 
 
 def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = True) -> Tensor:

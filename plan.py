@@ -175,8 +175,7 @@ def peak(table: dict[str, Parts]) -> float:
     return max(parts.total for parts in table.values())
 
 
-# What lowers a phase's memory, the cheapest first.
-TRY = {
+TRY = {  # what lowers a phase's memory, the cheapest first
     "update": "--gradient-checkpointing, a smaller --micro-batch-tokens, --dtype bfloat16",
     "old_logprobs": "a smaller --micro-batch-tokens, --offload-optimizer",
     "evaluate": "--no-eval-with-trainer",

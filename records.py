@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -74,11 +75,9 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def stage(what: str) -> Iterator[None]:
-    """A library's exception becomes a ValueError that says what was being done; but for a lack of memory."""
+    """A library's exception becomes a ValueError that says what was being done."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:
         raise ValueError(f"{what} failed: {one_line(error)}") from error
 
@@ -92,13 +91,14 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit
         print("stopped by a signal; a run goes on from its newest checkpoint with --resume", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         where = ""
         if out and (error.__cause__ or not isinstance(error, ValueError)):
             with suppress(OSError):  # the disk may be full
-                (Path(out) / "error.txt").write_text(traceback.format_exc())
+                (Path(out) / "error.txt").write_text(traceback.format_exc(), errors="backslashreplace")
                 where = f" (traceback: {out}/error.txt)"
         print(f"error: {one_line(error)}{where}", file=sys.stderr)
         sys.exit(status)
@@ -106,10 +106,7 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def locked(out: str) -> Iterator[None]:
-    """Make the folder of a run and hold it: no second process may write into it.
-
-    Raises: ValueError if it is not writable, or held by another process, which is named.
-    """
+    """Make the folder of a run and hold it. Raises: ValueError if it is not writable, or another process holds it."""
     path = Path(out) / "lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,14 +117,14 @@ def locked(out: str) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends; forked children do not hold it
         except BlockingIOError:
-            holder = path.read_text().strip()
-            raise ValueError(f"out must be this run's alone, {out} is in use by {holder}; try another --out") from None
+            raise ValueError(f"out must not be in use, {out} is held by {path.read_text().strip()}") from None
         file.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", file=file, flush=True)
         yield
 
 
 # ------------------------------------------------------------------------------------------------ log lines and files
+MANIFEST = "sha256.json"  # of a checkpoint's files
 TABLES = ("metrics.jsonl", "samples.jsonl")  # a line for each step, and for each answer of each evaluation
 
 COLUMNS = (

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from dataclasses import asdict, dataclass, replace
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from engine_adapter import Engine, Rollout, Sampling, check_vllm_version
 from inflight import Flight
 from models import describe_model, encode_prompt, toy_model
-from records import TABLES, log_line, one_line, stage, write_atomically, write_config
+from records import MANIFEST, TABLES, log_line, stage, write_atomically, write_config
 from reference import ReferenceEngine, kv_bytes_per_token
 from rl import Optimizer, Policy
 from tasks import Problem, Scores, Task, load_task, score
@@ -71,7 +72,7 @@ def prepare(config: "Config") -> Run:
     """Find what can be wrong before a model is loaded (or taught). Raises: ValueError with the rule and the way out."""
     if config.engine == "vllm":
         check_vllm_version(config.allow_untested_vllm)
-    record = _earlier_record(config)
+    record, out = _earlier_record(config), Path(config.out).absolute()  # a task may change the working directory
     task = load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
@@ -93,7 +94,7 @@ def prepare(config: "Config") -> Run:
     if path == "toy":  # taught, if it is not there yet, after all else has been checked
         path = str(toy_model(config.cache_dir, config.seed, "digits" if config.task == "digits" else "toy"))
     max_model_len = longest + config.max_new_tokens
-    return Run(config, Path(config.out), path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
+    return Run(config, out, path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
 
 
 def _earlier_record(config: "Config") -> dict[str, Any] | None:
@@ -108,7 +109,7 @@ def _earlier_record(config: "Config") -> dict[str, Any] | None:
                          " --out")
     with stage(f"reading {path}"):
         record = json.loads(path.read_text())
-        theirs, _ = record["config"], record["problems"]["sha256"]
+        theirs, _ = dict(record["config"]), record["problems"]["sha256"]
     ours, free = asdict(config), {"resume", "out", "cache_dir", "plan", "plan_gib"}
     if changed := [name for name in ours.keys() - free if ours[name] != theirs.get(name)]:
         raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
@@ -171,7 +172,7 @@ def build(run: Run) -> tuple[Live, int]:
     if policy.model._is_stateful and (config.eval_with_trainer or config.engine == "transformers"):
         raise ValueError("engine must be vllm and eval_with_trainer off with recurrent layers (transformers cannot drop"
                          f" a row of their state), got {config.engine}; try --engine vllm --no-eval-with-trainer")
-    tables = {name: _rows_until(run.out / name, state["step"]) if state else "" for name in TABLES}
+    tables = {name: _recorded(run.out / name, *state["tables"][name]) if state else "" for name in TABLES}
     reference = load_policy(run, run.model_path) if config.kl_coef else None  # the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
     with stage(f"starting the engine with kv_cache_gib {config.kv_cache_gib}, block_size {config.block_size}"):
@@ -180,13 +181,11 @@ def build(run: Run) -> tuple[Live, int]:
     torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
     if state:
         first_step = state["step"] + 1
-        with stage(f"restoring step {state['step']}"):
-            _restore(state, optimizer, flight, rng)
+        _restore(state, optimizer, flight, rng)
     run.out.mkdir(parents=True, exist_ok=True)
     for name, text in tables.items():  # empty, if the run died before its first checkpoint
         write_atomically(run.out / name, text)
-    with stage("loading the weights into the engine"):
-        engine.load(policy.weights(), policy.score)
+    engine.load(policy.weights(), policy.score)
     write_config(run, engine, policy, first_step)
     print("trainer: " + ", ".join(f"{name} {value}" for name, value in policy.audit().items()), flush=True)
     print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
@@ -233,10 +232,13 @@ def save_checkpoint(run: Run, live: Live, step: int) -> None:
     unfinished = folder.with_suffix(".new")
     shutil.rmtree(unfinished, ignore_errors=True)
     random_states = {"rng": live.rng.getstate(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-    state = {"step": step, "optimizer": live.optimizer.state_dict(), "flight": live.flight.state_dict()}
+    tables = {name: (run.out / name).read_bytes() for name in TABLES}
+    state = {"step": step, "optimizer": live.optimizer.state_dict(), "flight": live.flight.state_dict(),
+             "tables": {name: (len(rows), sha256(rows).hexdigest()) for name, rows in tables.items()}}
     with stage(f"writing {folder}"):
         save_policy(run, live.policy, unfinished / "policy")
         torch.save(state | random_states, unfinished / "state.pt")
+        (unfinished / MANIFEST).write_text(json.dumps(_manifest(unfinished)))
     shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint of this step, which --resume has passed over
     unfinished.rename(folder)
     for old in sorted(folder.parent.glob("step_??????"))[:-2]:
@@ -260,12 +262,10 @@ def _newest_checkpoint(run: Run) -> tuple[dict[str, Any] | None, Policy]:
     """
     folders = sorted(run.out.glob("checkpoints/step_??????"), reverse=True)
     for folder in folders:
-        try:
-            with stage("reading state.pt"):
-                state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        if _is_whole(folder):
+            state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
             return state, load_policy(run, str(folder / "policy"))
-        except ValueError as error:
-            print(f"checkpoint DAMAGED, trying the one before it: {folder}: {one_line(error)}", flush=True)
+        print(f"checkpoint DAMAGED, trying the one before it: {folder}", flush=True)
     table = run.out / "metrics.jsonl"  # the first checkpoint comes after the row of its step
     if folders or (table.exists() and table.read_bytes().count(b"\n") > run.config.checkpoint_every + 1):
         raise ValueError(f"a resumed run must have a readable checkpoint, {run.out} has none; try another --out")
@@ -280,18 +280,25 @@ def _restore(state: dict[str, Any], optimizer: Optimizer, flight: Flight, rng: r
     torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _rows_until(path: Path, step: int) -> str:
-    """The lines of a table up to a step. Raises: ValueError naming the file if it is not there or has a gap."""
-    rows = []
+def _recorded(path: Path, size: int, digest: str) -> str:
+    """A table as it was when the checkpoint was written. Raises: ValueError if it has changed since, or is gone."""
+    rows = path.read_bytes()[:size] if path.exists() else b""
+    if sha256(rows).hexdigest() != digest:
+        raise ValueError(f"a resumed run must have its records, {path} is not what it was at the checkpoint")
+    return rows.decode()
+
+
+def _manifest(folder: Path) -> dict[str, str]:
+    """A checkpoint's name and the digests of its files, so that damage and files of another checkpoint show."""
+    digests = {"name": folder.stem}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
+        with path.open("rb") as file:
+            digests[str(path.relative_to(folder))] = file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _is_whole(folder: Path) -> bool:
     try:
-        lines = path.read_text().split("\n")[:-1]  # what follows the last newline was cut off
-        for line in lines:
-            if (row := json.loads(line))["step"] > step:
-                break
-            rows.append(row["step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        where = f", line {len(rows) + 1}," if not isinstance(error, OSError) else ""
-        raise ValueError(f"a resumed run must have its records, {path}{where} cannot be read: {error}") from error
-    if path.name == "metrics.jsonl" and rows != list(range(step + 1)):
-        raise ValueError(f"a resumed run must have its records, {path} must have each of the steps 0 to {step} once")
-    return "".join(f"{line}\n" for line in lines[: len(rows)])
+        return json.loads((folder / MANIFEST).read_text()) == _manifest(folder)
+    except (OSError, ValueError):
+        return False

@@ -255,7 +255,7 @@ def _problem(record: Any, source: str) -> Problem:
     if not isinstance(record, dict) or not isinstance(record.get("question"), str) or not record["question"].strip():
         raise ValueError(f'{source} must be an object with a non-empty string "question", got {shown}')
     answer = str(record.get("answer"))
-    if last_number(answer) is None:
+    if not isinstance(record.get("answer"), str | int | float) or last_number(answer) is None:
         raise ValueError(f'{source} must have an "answer" with a number (rewards compare numbers), got {shown}')
     return Problem(record["question"], answer, source)
 
@@ -298,8 +298,8 @@ def score(
                 why = f"{error}" if isinstance(error, OutOfTime) else f"{type(error).__name__}: {error}"
             except Exception:  # of the error's own __str__
                 why = type(error).__name__
-            failure = (f"the reward fails ({why:.300}) on {problem.source}, question {problem.question!r:.200},"
-                       f" response {response!r:.200}")
+            failure = (f"the reward fails ({ascii(why)[1:-1]:.300}) on {problem.source}, question"
+                       f" {problem.question!r:.200}, response {response!r:.200}")
             if stop:
                 raise RewardError(f"{failure}; to go on with reward 0, --reward-errors count") from error
         rewards.append(value)

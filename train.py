@@ -358,7 +358,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0 done, 2 refused or failed during set-up, 1 failed later, 130 stopped by a signal."""
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
-    config = tyro.cli(Config, args=arguments, description=__doc__)
+    with one_sentence(2):
+        config = tyro.cli(Config, args=arguments, description=__doc__)
     if config.plan:
         with one_sentence(2):
             plan(config)

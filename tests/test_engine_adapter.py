@@ -376,8 +376,8 @@ def mismatch_of(logprobs, rollouts) -> float:
 
 
 def test_sampling_refuses_what_cannot_be_scored():
-    for temperature in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="temperature must be finite and not negative"):
+    for temperature in (-1.0, 0.001, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"temperature must be 0 \(greedy\) or at least 0.01"):
             Sampling(temperature, 8, ())
     bad = dict(top_k=-1, top_p=0.0, min_p=1.0, repetition_penalty=0.0, presence_penalty=float("nan"))
     for name, value in bad.items():

@@ -300,7 +300,7 @@ def json_trace(**changes) -> dict:
     (json_trace(logprobs=[[-0.5, None]]), "g/logprobs must be numbers"),
     (json_trace(versions=[[1]]), "g/versions must have the shape of g/tokens"),
     (json_trace(sampling={}), "temperature"),
-    (json_trace(sampling={"temperature": -1.0}), "temperature must be finite and not negative"),
+    (json_trace(sampling={"temperature": -1.0}), "temperature must be 0 (greedy) or at least 0.01"),
     (json_trace(sampling={"temperature": 1.0, "top_k": 1.5}), "top_k must be a whole number"),
     (json_trace(tokens=[[4, float("inf")]]), "g/tokens must be rows of token ids"),
     (json_trace(sampling={"temperature": 1.0, "logit_bias": {}}), "has logit_bias, which the probe does not reproduce"),

@@ -89,12 +89,15 @@ def test_the_floor_is_measured_and_the_engines_noise_is_no_larger(reference):
         assert 0.8 < verdict.start.noise.mean / verdict.start.floor.mean < 1.2
 
 
-def test_a_floor_of_exactly_0_in_16_bits_is_an_error(reference, monkeypatch):
+def test_a_floor_of_exactly_0_in_16_bits_is_an_error(reference):
     """A model whose own attention is the floor's second path; padding by a whole block changes nothing."""
     policy, trace = reference["bfloat16"], load_traces(str(DATA / "v1_0.32.0_bf16_fixes_headovr.npz"))[0]
-    monkeypatch.setattr(replay, "FLOOR_PADDING", KEY_BLOCK)
-    with policy.rounded_otherwise(), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
-        diagnose(policy, trace)
+    usual, replay.FLOOR_PADDING = replay.FLOOR_PADDING, KEY_BLOCK
+    try:
+        with policy.rounded_otherwise(), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
+            diagnose(policy, trace)
+    finally:
+        replay.FLOOR_PADDING = usual
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

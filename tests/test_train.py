@@ -200,7 +200,7 @@ import time
 
 def sample(rng):
     number = rng.randint(1, 60)
-    return (f"{number}+1=" if number % 10 else "1+1=" * 9, str(number + 1))
+    return (f"{number}+1=", str(number + 1)) if number % 10 else ("1+1=" * 9, "2")
 
 def reward(problem, response):
     if response.startswith("4"):

@@ -151,12 +151,14 @@ def test_a_folder_has_one_process_which_a_signal_stops_with_a_sentence(good, who
     out = tmp_path / "run"
     process = start(options(good, out))
     for line in process.stdout:
-        if line.startswith("step   2/"):
+        if line.startswith("step   1/"):
             break
+    process.send_signal(signal.SIGSTOP)  # so that it has not finished before the signal comes
     for again in ([], ["--resume"]):
         complaint = refusal([*options(good, out), *again], capsys)
         assert f"{out} is held by process {process.pid} on {os.uname().nodename}" in complaint
     process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert said.endswith("stopped by a signal; a run goes on from its newest checkpoint with --resume\n")

@@ -9,7 +9,7 @@ from conftest import qwen2
 
 from models import toy_tokenizer
 from rl import Policy
-from run import prepare, reference_engine
+from run import build, prepare, reference_engine
 from train import Config
 
 
@@ -73,3 +73,10 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
     assert reference_engine(small, policy).max_num_seqs == 10
     none = replace(run, config=replace(run.config, kv_cache_gib=1e-9))
     assert reference_engine(none, policy).max_num_seqs == 1
+
+
+def test_a_run_is_built_into_a_folder_that_is_not_there_as_the_benchmarks_do(tmp_path):
+    live, first_step = build(prepare(job(tmp_path, engine="transformers")))
+    assert first_step == 1
+    assert live.engine.state == "ready"
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["trainer"]["model_dtype"] == "float32"

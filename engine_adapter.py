@@ -222,7 +222,8 @@ class Engine:
         except Exception as error:  # vLLM's are of many kinds: a model it cannot run fails anywhere in here
             reason = "; ".join(each["msg"] for each in error.errors()) if hasattr(error, "errors") else str(error)
             failed = f"vLLM {self.version} ({current_platform.device_name}) cannot start {self._config.model_type}"
-            raise ValueError(f"{failed}: {' '.join(reason.split())[:300] or repr(error)}") from error
+            sizes = f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"
+            raise ValueError(f"{failed} ({sizes}): {' '.join(reason.split())[:300] or repr(error)}") from error
         self.settings = self.audit()
 
     def _start(self, arguments: dict[str, Any]) -> None:

@@ -34,7 +34,6 @@ from hypotheses import (
     moved_on,
     stale,
 )
-from records import stage
 from replay import Trace, Weights, load_traces, save_trace
 from rl import Policy
 from search import Search
@@ -363,10 +362,9 @@ def record_trace(model: str, workload: Workload) -> Trace:
     """Start an engine on the model's weights and sample the workload."""
     policy = load_policy(model, workload.dtype, workload.parity.fp32_head)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    with stage(f"starting the engine with kv_cache_gib {workload.kv_cache_gib}, block_size {workload.block_size}"):
-        engine = Engine(model, contract, workload.parity, dtype=policy.model.dtype, seed=workload.seed,
-                        max_model_len=workload.prompt_tokens[1] + workload.sampling.max_new_tokens,
-                        block_size=workload.block_size, kv_cache_gib=workload.kv_cache_gib)
+    engine = Engine(model, contract, workload.parity, dtype=policy.model.dtype, seed=workload.seed,
+                    max_model_len=workload.prompt_tokens[1] + workload.sampling.max_new_tokens,
+                    block_size=workload.block_size, kv_cache_gib=workload.kv_cache_gib)
     engine.load(policy.weights(), policy.score)
     seeds = [1000 * (workload.seed + 1) + index for index in range(workload.num_prompts)]
     trace = sample_trace(engine, workload.prompts(policy.head.weight.shape[0]), workload.sampling, seeds)

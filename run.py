@@ -175,8 +175,7 @@ def build(run: Run) -> tuple[Live, int]:
     tables = {name: _recorded(run.out / name, *state["tables"][name]) if state else "" for name in TABLES}
     reference = load_policy(run, run.model_path) if config.kl_coef else None  # the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
-    with stage(f"starting the engine with kv_cache_gib {config.kv_cache_gib}, block_size {config.block_size}"):
-        engine = start_engine(run, policy)
+    engine = start_engine(run, policy)
     flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
     torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
     if state:

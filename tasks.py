@@ -310,9 +310,9 @@ def score(
 def _finite(reward: Callable[[Problem, str], float], problem: Problem, response: str) -> float:
     """Numbers of any library count (they convert themselves), strings that look like one do not."""
     value = reward(problem, response)
-    if not hasattr(value, "__float__") or not abs(float(value)) <= LARGEST_REWARD:
+    if not hasattr(value, "__float__") or not abs(number := float(value)) <= LARGEST_REWARD:
         raise TypeError(f"it returned {value!r:.80}, not a finite number of at most {LARGEST_REWARD:g}")
-    return float(value)
+    return number
 
 
 def call_within(limit_s: float, function: Callable, *arguments: Any) -> Any:

@@ -1,6 +1,8 @@
 """Small real models in real folders; one live vLLM engine at a time (its parallel groups are global to a process)."""
 
+import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -48,3 +50,49 @@ def folders(tmp_path_factory) -> dict[bool, str]:
     for tied in (False, True):
         qwen2(tied).save_pretrained(root / str(tied))
     return {tied: str(root / str(tied)) for tied in (False, True)}
+
+
+# ------------------------------------------------------------------------------------------------ a small run
+TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
+PYTHON = '''
+import time
+def sample(rng):
+    number = rng.randint(1, 60)
+    return f"{number}+1=", str(number + 1)
+def reward(problem, response):
+    return float(len(response) % 3)
+'''
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory) -> Path:
+    """A folder with all that a run needs: model/, task.jsonl, task.py."""
+    from models import toy_tokenizer
+
+    root = tmp_path_factory.mktemp("good")
+    qwen2(tied=True).save_pretrained(root / "model")
+    toy_tokenizer().save_pretrained(root / "model")
+    (root / "task.jsonl").write_text("\n".join(map(json.dumps, TASK)))
+    (root / "task.py").write_text(PYTHON)
+    return root
+
+
+def command(root: Path, options: str) -> list[str]:
+    """The options in place of a good run's own of the same name."""
+    usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
+             "--group-size": 2, "--reward-limit-s": 0.3}  # fmt: skip
+    given = options.format(root=root).split()
+    names = [word.partition("=")[0] for word in given]
+    return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
+
+
+def refusal(arguments: list[str], capsys) -> str:
+    from train import main
+
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2, printed
+    assert "Traceback" not in printed.err
+    assert "toy model" not in printed.out
+    return re.sub(r"[╭╮╰╯│─\s]+", " ", printed.err)  # without the box that tyro draws around a message

@@ -135,16 +135,16 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
 
 
 REFUSED = {
-    "Phi": (dict(partial_rotary_factor=0.5), ValueError, "cannot start phi: .*drops the bias of the head"),
+    "Phi": (dict(partial_rotary_factor=0.5), ValueError, "cannot start phi .*: .*drops the bias of the head"),
     "Bamba": (dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, attn_layer_indices=[1]), ValueError,
-              r"cannot start bamba: Layer 0 \(linear_attention\) does not dispatch"),
+              r"cannot start bamba .*: Layer 0 \(linear_attention\) does not dispatch"),
     "Jamba": (dict(num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=8, use_mamba_kernels=False),
-              ValueError, r"\(cpu\) cannot start jamba: .* no attribute 'selective_scan_fwd'"),
+              ValueError, r"\(cpu\) cannot start jamba .*: .* no attribute 'selective_scan_fwd'"),
     "Qwen3_5Text": (dict(head_dim=32, linear_num_key_heads=2, linear_num_value_heads=2,
                          layer_types=["linear_attention", "full_attention"]), ValueError,
-                    "cannot start qwen3_5_text: No module named 'torchvision'"),
+                    "cannot start qwen3_5_text .*: No module named 'torchvision'"),
     "XGLM": (dict(d_model=64, ffn_dim=96, num_layers=2, attention_heads=2), ValueError,
-             r"cannot start xglm: .*\['XGLMForCausalLM'\] are not supported for now"),
+             r"cannot start xglm .*: .*\['XGLMForCausalLM'\] are not supported for now"),
     "Mamba2": (dict(n_groups=2), WeightLoadError, "after load 1 .*, or vLLM computes mamba2 differently: the canary"),
 }  # fmt: skip
 
@@ -180,7 +180,7 @@ def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name, tied
 def test_recurrent_layers_are_refused_in_16_bits_where_vllm_computes_something_else(tmp_path):
     small_model("FalconH1", True).save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path), torch.bfloat16, "cpu")
-    refusal = pytest.raises(ValueError, match="cannot start falcon_h1: its recurrent layers differ")
+    refusal = pytest.raises(ValueError, match=r"cannot start falcon_h1 .*: its recurrent layers differ")
     with refusal, started(str(tmp_path), policy):
         pass
 

@@ -5,7 +5,6 @@ vLLM's parallel groups behind.
 """
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -13,60 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import qwen2
+from conftest import PYTHON, TASK, command, qwen2, refusal
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig
 
-from models import toy_tokenizer
-from train import main
-
 ROOT = Path(__file__).parents[1]
-TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
-PYTHON = '''
-import time
-def sample(rng):
-    number = rng.randint(1, 60)
-    return f"{number}+1=", str(number + 1)
-def reward(problem, response):
-    return float(len(response) % 3)
-'''
 MANY_DIGITS = "9" * 6000
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    """A folder with all that a run needs: model/, task.jsonl, task.py."""
-    root = tmp_path_factory.mktemp("good")
-    qwen2(tied=True).save_pretrained(root / "model")
-    toy_tokenizer().save_pretrained(root / "model")
-    (root / "task.jsonl").write_text("\n".join(map(json.dumps, TASK)))
-    (root / "task.py").write_text(PYTHON)
-    return root
-
-
-def command(root: Path, options: str) -> list[str]:
-    """The options in place of a good run's own of the same name."""
-    usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
-             "--group-size": 2, "--reward-limit-s": 0.3}  # fmt: skip
-    given = options.format(root=root).split()
-    names = [word.partition("=")[0] for word in given]
-    return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
-
-
-def refusal(arguments: list[str], capsys) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    printed = capsys.readouterr()
-    assert stop.value.code == 2, printed
-    assert "Traceback" not in printed.err
-    assert "toy model" not in printed.out
-    return re.sub(r"[╭╮╰╯│─\s]+", " ", printed.err)  # without the box that tyro draws around a message
 
 
 # ------------------------------------------------------------------------------------------------ options
 OPTIONS = {
-    "--steps 0": "steps must be at least 1", "--steps 1.5": "steps", "--steps x": "steps",
-    "--num-prompts 0": "num_prompts", f"--steps {MANY_DIGITS}": "steps", f"--seed {MANY_DIGITS}": "seed",
+    "--steps 0": "steps must be at least 1", "--steps 1.5": "invalid literal for int()",
+    "--steps x": "invalid literal for int()", "--num-prompts 0": "num_prompts must be at least 1",
+    f"--steps {MANY_DIGITS}": "Exceeds the limit", f"--seed {MANY_DIGITS}": "Exceeds the limit",
     "--seed -1": "seed must be non-negative", "--seed 4294967296": "seed must be below",
     "--group-size 1": "group_size must be at least 2", "--group-size 0": "group_size must be at least 2",
     "--num-prompts 37": "must be at most 36 (all there are)",
@@ -82,24 +40,27 @@ OPTIONS = {
     "--temperature 0.001": "temperature must be 0 (greedy) or at least 0.01", "--out=": "out must be a name",
     "--model=": "model must be a name", "--temperature nan": "temperature must be positive",
     "--temperature inf": "temperature must be positive", "--lr inf": "lr must be positive and finite",
-    "--lr nan": "lr must be", "--lr 0": "lr must be", "--lr x": "lr", "--grad-clip 0": "grad_clip must be",
-    "--kl-coef -1": "kl_coef must be", "--kl-coef nan": "kl_coef must be", "--weight-decay -1": "weight_decay must be",
-    "--kv-cache-gib 0": "kv_cache_gib must be", "--kv-cache-gib -1": "kv_cache_gib must be",
-    "--kv-cache-gib nan": "kv_cache_gib must be", "--reward-limit-s 0": "reward_limit_s must be",
-    "--clip-low 1.5": "clip_low", "--clip-high 0": "clip_high positive", "--clip-high inf": "clip_high positive",
-    "--objective ppo": "objective", "--objective cispo --clip-low 0.1": "clip_low must not", "--dtype int8": "dtype",
-    "--engine sglang": "engine", "--no-such-option": "no-such-option", "--top-p 0.9": "top-p",
-    "--repetition-penalty 1.1": "repetition-penalty", "--offload-optimizer": "without a GPU", "--tis nonsense": "tis",
-    "--tis token --parity.no-fp32-head": "without fp32_head", "--tis token --old-policy rollout": "count it twice",
-    "--tis masked --tis-cap 0.4": "tis_floor must be below", "--tis token --tis-cap 0": "tis_cap must be positive",
+    "--lr nan": "lr must be", "--lr 0": "lr must be", "--lr x": "could not convert string to float",
+    "--grad-clip 0": "grad_clip must be", "--kl-coef -1": "kl_coef must be", "--kl-coef nan": "kl_coef must be",
+    "--weight-decay -1": "weight_decay must be", "--kv-cache-gib 0": "kv_cache_gib must be",
+    "--kv-cache-gib -1": "kv_cache_gib must be", "--kv-cache-gib nan": "kv_cache_gib must be",
+    "--reward-limit-s 0": "reward_limit_s must be", "--clip-low 1.5": "clip_low must be in [0, 1)",
+    "--clip-high 0": "clip_high positive", "--clip-high inf": "clip_high positive",
+    "--objective ppo": "invalid choice 'ppo'", "--objective cispo --clip-low 0.1": "clip_low must not",
+    "--dtype int8": "invalid choice 'int8'", "--engine sglang": "invalid choice 'sglang'",
+    "--no-such-option": "Unrecognized options: --no-such-option", "--top-p 0.9": "Unrecognized options: --top-p",
+    "--repetition-penalty 1.1": "Unrecognized options: --repetition-penalty", "--offload-optimizer": "without a GPU",
+    "--tis nonsense": "invalid choice 'nonsense'", "--tis token --parity.no-fp32-head": "without fp32_head",
+    "--tis token --old-policy rollout": "count it twice", "--tis masked --tis-cap 0.4": "tis_floor must be below",
+    "--tis token --tis-cap 0": "tis_cap must be positive",
     "--task toy --eval-task {root}/task.jsonl": "eval_task must not be given",
     "--task {root}/task.py --eval-task x": "eval_task must not be given",
     "--parity.inflight-otherwise recompute": "would do nothing",
     "--engine transformers --parity.no-processed-logprobs": "engine must be vllm",
-    "--eval-task {root}/absent.jsonl": "absent.jsonl",
+    "--eval-task {root}/absent.jsonl": "No such file or directory",
     "--eval-task {root}/task.jsonl": "must have training problems that are not held out",
-    "--model {root}/absent": "model must be", "--model {root}/task.py": "model must be",
-    "--model owner/absent": "reachable hub name", "--task tyo": "task must be",
+    "--model {root}/absent": "Repo id must be in the form", "--model {root}/task.py": "not a valid JSON file",
+    "--model owner/absent": "reachable hub name", "--task tyo": "hub dataset (OWNER/NAME:CONFIG), got tyo",
     "--task {root}/absent.py": "FileNotFoundError", "--task owner/absent": "cannot be loaded",
     "--out {root}/task.py/run": "out must be a writable folder",
     "--cache-dir {root}/task.py --model toy --task digits": "cache_dir must be",
@@ -190,10 +151,10 @@ def stop_token(folder: Path, value) -> None:
 NORM = "model.norm.weight"
 MODELS = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "folder with weights"),
-    "cut off": (lambda f: cut(f / "model.safetensors", 0.9), "model must be"),
-    "cut in the header": (lambda f: cut(f / "model.safetensors", 0.001), "model must be"),
-    "empty weights": (lambda f: cut(f / "model.safetensors", 0), "model must be"),
-    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 999), "model must be"),
+    "cut off": (lambda f: cut(f / "model.safetensors", 0.9), "file not fully covered"),
+    "cut in the header": (lambda f: cut(f / "model.safetensors", 0.001), "invalid header length"),
+    "empty weights": (lambda f: cut(f / "model.safetensors", 0), "header too small"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 999), "header too large"),
     "a shard missing": (shards, "model-00002-of-00002.safetensors"),
     "a tensor missing": (lambda f: tensors(f, lambda t: t.pop(NORM)), f"missing ['{NORM}']"),
     "another shape": (lambda f: tensors(f, lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
@@ -201,21 +162,23 @@ MODELS = {
     "int8": (lambda f: tensors(f, lambda t: t.update({n: t[n].char() for n in t})), "its weights are of type I8"),
     "quantised": (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), "its weights are quantised"),
     "small vocabulary": (lambda f: rewrite(f, vocab_size=8), "outside the vocabulary of 8"),
-    "no configuration": (lambda f: (f / "config.json").unlink(), "model must be"),
-    "empty configuration": (lambda f: (f / "config.json").write_text(""), "model must be"),
-    "nested configuration": (lambda f: (f / "config.json").write_text('{"a": ' + "[" * 100_000), "model must be"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "Should have a `model_type` key"),
+    "empty configuration": (lambda f: (f / "config.json").write_text(""), "not a valid JSON file"),
+    "nested configuration": (
+        lambda f: (f / "config.json").write_text('{"a": ' + "[" * 100_000), "maximum recursion depth"
+    ),
     "no language": (lambda f: (f / "config.json").write_text('{"model_type": "vit"}'), "no attribute 'vocab_size'"),
     "broken generation": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json that can"),
     "a word for a stop token": (lambda f: stop_token(f, "x"), "name an end-of-sequence token"),
     "a negative stop token": (lambda f: stop_token(f, -1), "name an end-of-sequence token"),
     "a stop token too large": (lambda f: stop_token(f, 96), "its token 96 is outside the vocabulary of 96"),
     "unknown type": (lambda f: rewrite(f, model_type="nonsense"), "nonsense"),
-    "odd heads": (lambda f: rewrite(f, num_attention_heads=0), "failed"),
-    "text for a number": (lambda f: rewrite(f, hidden_size="wide"), "model must be"),
+    "odd heads": (lambda f: rewrite(f, num_attention_heads=0), "ZeroDivisionError"),
+    "text for a number": (lambda f: rewrite(f, hidden_size="wide"), "expected int, got str"),
     "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "folder with a tokenizer"),
-    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "model must be"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "Expecting property name"),
     "experts": (lambda f: Qwen3MoeConfig().save_pretrained(f), "mixture of experts without a GPU"),
-    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "loading the model"),
+    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "Weights only load failed"),
 }  # fmt: skip
 
 
@@ -244,6 +207,6 @@ def test_what_the_engine_refuses(good, tmp_path, options, complaint):
     result = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
-    said = next(line for line in result.stderr.splitlines() if line.startswith("error: starting the engine with"))
-    assert complaint in said.partition(" failed: ")[2]
+    said = next(line for line in result.stderr.splitlines() if line.startswith("error: vLLM "))
+    assert complaint in said.partition("): ")[2]  # what follows "cannot start qwen2 (its sizes): "
     assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import qwen2
-from test_bad_input import command, good  # noqa: F401, a fixture
+from conftest import command, qwen2
 from test_engine_adapter import move, started
 
 from engine_adapter import EngineStateError, ParityFlags, Sampling
@@ -201,7 +200,7 @@ def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(folde
         assert {rollout.finish_reason for rollout in group} <= {"stop", "length"}
 
 
-def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tmp_path):  # noqa: F811
+def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tmp_path):
     """No answer of this model is right, so that no step has a signal; V1's abort would throw its work away."""
     main(command(good, f"--out {tmp_path}/run --engine transformers --steps 4 --inflight-groups 3 --max-num-seqs 8"
                        " --eval-problems 4 --parity.no-inflight-keep"))  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_bad_input import command, good, refusal  # noqa: F401, a fixture
+from conftest import command, refusal
 
 from records import locked
 from train import main
@@ -33,7 +33,7 @@ def options(root: Path, out: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(good, tmp_path_factory) -> Path:  # noqa: F811
+def whole(good, tmp_path_factory) -> Path:
     """A finished run; its checkpoints are those of steps 3 and 4."""
     out = tmp_path_factory.mktemp("whole") / "run"
     main(options(good, out))
@@ -74,7 +74,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(good, whole, copy, kind, capsys):  # noqa: F811
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(good, whole, copy, kind, capsys):
     DAMAGE[kind](copy / "checkpoints" / "step_000004")
     main([*options(good, copy), "--resume"])
     printed = capsys.readouterr().out
@@ -86,14 +86,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(good, whole, 
     assert all((path / "state.pt").stat().st_size > 10_000 for path in copy.glob("checkpoints/*"))
 
 
-def test_a_folder_with_a_runs_files_and_no_config_is_not_taken_for_a_new_one(good, copy, capsys):  # noqa: F811
+def test_a_folder_with_a_runs_files_and_no_config_is_not_taken_for_a_new_one(good, copy, capsys):
     (copy / "config.json").unlink()
     before = sorted(path.name for path in copy.rglob("*"))
     assert "has a run's files without config.json" in refusal(options(good, copy), capsys)
     assert sorted(path.name for path in copy.rglob("*")) == before
 
 
-def test_checkpoints_that_are_all_damaged_are_refused(good, copy, capsys):  # noqa: F811
+def test_checkpoints_that_are_all_damaged_are_refused(good, copy, capsys):
     for folder in copy.glob("checkpoints/*"):
         half(folder / "state.pt")
     assert f"{copy} has none; try another --out" in refusal([*options(good, copy), "--resume"], capsys)
@@ -132,7 +132,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_records_that_are_damaged_are_refused_by_name_and_left_alone(good, copy, kind, capsys):  # noqa: F811
+def test_records_that_are_damaged_are_refused_by_name_and_left_alone(good, copy, kind, capsys):
     spoil, complaint = RECORDS[kind]
     spoil(copy)
     before = {path: path.read_bytes() for path in copy.glob("*.jsonl")}
@@ -147,7 +147,7 @@ def start(arguments: list[str], **how) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_folder_has_one_process_which_a_signal_stops_with_a_sentence(good, whole, tmp_path, number, capsys):  # noqa: F811
+def test_a_folder_has_one_process_which_a_signal_stops_with_a_sentence(good, whole, tmp_path, number, capsys):
     out = tmp_path / "run"
     process = start(options(good, out))
     for line in process.stdout:
@@ -173,7 +173,7 @@ def test_a_lock_left_by_a_dead_process_holds_nobody_up(tmp_path):
         assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
 
 
-def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path):  # noqa: F811
+def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path):
     """Files of at most 400 kB stand for the disk: the weights fit, the optimizer's state does not."""
     out, limit = tmp_path / "run", (400_000, 400_000)
     assert (whole / "policy" / "model.safetensors").stat().st_size < limit[0]

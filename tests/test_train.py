@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from conftest import qwen2
-from test_bad_input import refusal
+from conftest import qwen2, refusal
 
 from models import toy_tokenizer
 from replay import load_traces

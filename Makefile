@@ -17,4 +17,4 @@ test: setup
 	.venv/bin/python -m pytest tests $(ARGS)
 
 bench: setup
-	.venv/bin/python bench.py $(ARGS)
+	.venv/bin/python -m lab.bench $(ARGS)

@@ -11,19 +11,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-from engine_adapter import Engine
-from reference import ReferenceEngine
-from rl import Policy
-
-if TYPE_CHECKING:
-    from run import Run
 
 
 def memory_gib(device: torch.device) -> float:
@@ -167,8 +159,8 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     return line
 
 
-def write_config(run: "Run", engine: Engine | ReferenceEngine, policy: Policy, first_step: int) -> None:
-    """config.json: all one needs to know of what was run; a resumed run adds its own record to `resumed`."""
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Versions, commit and device of this process."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -177,21 +169,16 @@ def write_config(run: "Run", engine: Engine | ReferenceEngine, policy: Policy, f
 
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
     status = git("status", "--porcelain")
-    on_gpu = policy.device.type == "cuda"
-    record = {
-        "config": asdict(run.config),
-        "audit": engine.settings,
-        "trainer": policy.audit() | {"model_path": run.model_path},
-        "problems": {"train": len(run.task.train), "held_out": len(run.task.held_out), "dropped": run.dropped_prompts,
-                     "merged": run.task.num_repeated,
-                     "sha256": run.task.fingerprint},
-        "versions": versions | {"vllm": engine.version, "python": sys.version.split()[0]},
+    return {
+        "versions": versions | {"python": sys.version.split()[0]},
         "commit": git("rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),
-        "seed": run.config.seed,
-        "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
     }
-    path = run.out / "config.json"
+
+
+def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
+    """config.json: all one needs to know of what was run; a resumed run adds its own record to `resumed`."""
     if first_step > 1:
         previous, resumed = json.loads(path.read_text()), {"step": first_step} | record
         record = previous | {"resumed": [*previous.get("resumed", []), resumed]}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
 from engine_adapter import EngineStateError, Rollout, Sampling, TrainerLogprobs, WeightLoadError
-from rl import Policy, process_logits
+from rl import Policy
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -87,8 +87,8 @@ class ReferenceEngine:
         """Queue one group; its rollouts fill up in place as `step` runs."""
         if self.state != "ready":
             raise EngineStateError(f"generate needs an engine that is ready, this one is {self.state}: call load()")
-        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-            raise ValueError(f"sampling must be without penalties in the reference engine, got {sampling}")
+        if sampling != Sampling(sampling.temperature, sampling.max_new_tokens, sampling.stop_token_ids):
+            raise ValueError(f"sampling must be by temperature alone in the reference engine, got {sampling}")
         rollouts = [Rollout(prompt_ids, seed + g) for g in range(group_size)]
         self._queue.extend(
             Request(each, sampling, torch.Generator(self.policy.device).manual_seed(each.seed)) for each in rollouts
@@ -147,7 +147,7 @@ class ReferenceEngine:
     def _sample(self, requests: list[Request], logits: Tensor) -> None:
         """Draw from softmax(logits / T), the distribution whose log-probability is reported: N requests, (N, V)."""
         sampling = requests[0].sampling  # a cohort has one
-        logprobs = process_logits(logits, sampling, None, None).log_softmax(dim=-1)  # (N, V)
+        logprobs = (logits / (sampling.temperature or 1.0)).log_softmax(dim=-1)  # (N, V)
         race = logprobs  # greedy
         if sampling.temperature:  # argmax of p / noise: the exponential race draws from p
             noise = [torch.empty_like(row).exponential_(generator=each.generator)

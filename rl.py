@@ -6,29 +6,23 @@ V vocabulary, H hidden width. Log-probabilities in nats.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from head import Shape, TargetLogprobs
+from engine_adapter import Rollout
 from objectives import OBJECTIVES, TisKind, kl_k3, loss_weights, tis_weights
 
-if TYPE_CHECKING:
-    from engine_adapter import Rollout, Sampling
-
 HEAD_CHUNK_ELEMENTS = 2**25  # logits held at once by the head, N_chunk * V: 128 MiB in fp32
-KEY_BLOCK = 16  # keys summed at once by blockwise_attention; short sequences have several blocks too
 
 
 # ------------------------------------------------------------------------------------------------ batch
@@ -80,7 +74,7 @@ class Batch:
         return replace(self, **{name: value if value is None else value * kept for name, value in named.items()})
 
 
-def make_batch(rollouts: list["Rollout"], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
+def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
     """Shift once, pad once: position t of every (B, T) tensor belongs to the prediction of token t + 1.
 
     Shapes: B rollouts, advantages (B,) -> Batch with T = longest prompt + response - 1.
@@ -99,6 +93,76 @@ def make_batch(rollouts: list["Rollout"], advantages: Tensor, device: torch.devi
     return Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:], advantages.to(device), lengths)
 
 
+# ------------------------------------------------------------------------------------------------ head
+@dataclass(frozen=True)
+class Shape:
+    """What becomes of a product: scale * cap(hidden W^T + bias), cap(z) = softcap * tanh(z / softcap) if there is one.
+
+    `scale` holds the model's logit scale and 1 / temperature; `dtype` is the product's; what follows is in fp32.
+    """
+
+    dtype: torch.dtype
+    rows: int  # of a chunk
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | float]:
+        """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number for all."""
+        logits, slope = F.linear(hidden.to(self.dtype), weight, bias).float(), self.scale
+        if self.softcap is not None:
+            capped = torch.tanh(logits / self.softcap)
+            logits, slope = self.softcap * capped, self.scale * (1 - capped.square())
+        return (logits if self.scale == 1.0 else logits * self.scale), slope
+
+
+class TargetLogprobs(torch.autograd.Function):
+    """log softmax(logits)[target] and, without a gradient, the entropy -sum p log p.
+
+    d logprob / d logits = onehot(target) - softmax(logits). Gradients of the weight add up in fp32 over the chunks.
+
+    Shapes: hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,), (N,). Units: nats.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, shape: Shape):
+        wide, wide_bias = weight.to(shape.dtype), None if bias is None else bias.to(shape.dtype)
+        scored = []
+        for chunk, wanted in zip(hidden.split(shape.rows), targets.split(shape.rows), strict=True):
+            logits, _ = shape.logits(chunk, wide, wide_bias)  # (n, V)
+            norms = logits.logsumexp(dim=-1)
+            chosen = logits.gather(-1, wanted[:, None])[:, 0]
+            all_logprobs = logits.sub_(norms[:, None])
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
+            scored.append((chosen - norms, entropy, norms))
+        logprobs, entropy, norms = (torch.cat(parts) for parts in zip(*scored, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+        ctx.shape = shape
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _entropy: None):
+        hidden, weight, bias, targets, norms = ctx.saved_tensors
+        shape = ctx.shape
+        wide, wide_bias = weight.to(shape.dtype), None if bias is None else bias.to(shape.dtype)
+        hidden_grads, weight_grad = [], torch.zeros(weight.shape, device=weight.device)
+        bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
+        chunks = zip(*(each.split(shape.rows) for each in (hidden, targets, norms, gradient)), strict=True)
+        for chunk, wanted, norm, grad in chunks:
+            logits, slope = shape.logits(chunk, wide, wide_bias)  # (n, V)
+            logits_grad = logits.sub_(norm[:, None]).exp_().mul_(-grad[:, None])
+            logits_grad.scatter_add_(1, wanted[:, None], grad[:, None])
+            product_grad = logits_grad.mul_(slope).to(shape.dtype)
+            hidden_grads.append((product_grad @ wide).to(hidden.dtype))
+            if shape.dtype == torch.float32:
+                weight_grad.addmm_(product_grad.T, chunk.to(shape.dtype))
+            else:
+                weight_grad += product_grad.T @ chunk
+            if bias_grad is not None:
+                bias_grad += product_grad.sum(dim=0)
+        return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None
+
+
 # ------------------------------------------------------------------------------------------------ policy
 class Policy:
     """A Hugging Face causal language model, its final projection taken out of its hands.
@@ -109,7 +173,7 @@ class Policy:
     With `gradient_checkpointing` only the input of each layer is kept for backward, which computes the layer again.
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that does more after the
-    head than soft-capping and scaling); `check=False` is for weights that are not there (plan.py).
+    head than soft-capping and scaling); `check=False` is for weights that are not there (lab/plan.py).
     """
 
     def __init__(self, model: PreTrainedModel, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS,
@@ -175,7 +239,7 @@ class Policy:
 
         log softmax(logits / temperature)[target], and -sum p log p (without gradient); zero outside the mask.
 
-        Shapes: Batch (B, T) -> (B, T), (B, T). Units: nats. Memory: chunks of `chunk_elements` logits, see head.py.
+        Shapes: Batch (B, T) -> (B, T), (B, T). Units: nats. Memory: chunks of `chunk_elements` logits, see above.
         """
         response = batch.mask > 0
         hidden = self.hidden(batch.inputs)[response]  # (N, H)
@@ -191,21 +255,6 @@ class Policy:
         for layer in self.checkpointed:
             layer.training = False
         return hidden
-
-    @contextmanager
-    def rounded_otherwise(self) -> Iterator[None]:
-        """The body with `blockwise_attention` and, where layers are recurrent, scans in chunks of half the size."""
-        usual = self.model.config._attn_implementation
-        scans = {each: each.chunk_size for each in self.model.modules() if hasattr(each, "chunk_size")}
-        self.model.set_attn_implementation("blockwise")
-        for layer, size in scans.items():
-            layer.chunk_size = max(1, size // 2)
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(usual)
-            for layer, size in scans.items():
-                layer.chunk_size = size
 
     def target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(N, H) hidden states, (N,) targets -> log-probabilities (N,) and entropies (N,) after temperature."""
@@ -228,6 +277,10 @@ class Policy:
         """Every tensor by its checkpoint name, as views of the live weights; a tied head under its own name too."""
         return revert_weight_conversion(self.model, dict(self.model.state_dict()))
 
+    def copied_weights(self) -> dict[str, Tensor]:
+        """Every parameter by its name, kept while others are in the policy."""
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
     @torch.no_grad()
     def _check_head(self) -> None:
         ids = torch.arange(8, device=self.device)[None] % self.head.weight.shape[0]
@@ -249,68 +302,12 @@ def attention_for(config: PretrainedConfig) -> str:
     return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
 
 
-def blockwise_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float,
-    softcap: float | None = None, **_: Any,
-) -> tuple[Tensor, None]:
-    """softmax(cap(scaling q k^T) + mask) v, rounded neither as in sdpa nor as in eager: for measuring a noise floor.
-
-    The query is scaled before the product with the keys. Weights times values are summed in fp32 by blocks of keys.
-    Soft-capping, cap(z) = softcap tanh(z / softcap), is computed with a sigmoid: its rounding error is relative to the
-    cap, not to z, as large as that of vLLM's CPU kernel. Scores and weights are rounded to the model's dtype.
-
-    Shapes: query (B, h, T, D), key and value (B, h_kv, S, D), mask (B, 1, T, S), added to the scores -> (B, T, h, D).
-    """
-    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
-    scores = (query * scaling @ key.mT).float()  # (B, h, T, S)
-    if softcap is not None:
-        scores = softcap * (2 * torch.sigmoid(2 * scores / softcap) - 1)
-    weights = torch.softmax(scores + mask, dim=-1).to(query.dtype).float()
-    blocks = zip(weights.split(KEY_BLOCK, dim=-1), value.float().split(KEY_BLOCK, dim=2), strict=True)
-    return sum(some @ values for some, values in blocks).to(query.dtype).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("blockwise", blockwise_attention)
-AttentionMaskInterface.register("blockwise", eager_mask)
-
-
 def _checkpointed_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     model.gradient_checkpointing_enable({"use_reentrant": False})  # raises ValueError where the model has no support
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers that do it")
     return layers
-
-
-def process_logits(logits: Tensor, sampling: "Sampling", in_prompt: Tensor, counts: Tensor) -> Tensor:
-    """The logits vLLM's sampler draws from, in its order: penalties, temperature, min-p, top-k, top-p.
-
-    Training needs the temperature only and has it in `Policy.logprobs`; this is for the probe.
-
-    Shapes: logits (N, V); in_prompt (N, V) bool; counts (N, V), how often each token has been sampled so far -> (N, V),
-    -inf where cut off. The last two are not looked at without penalties.
-    Source: vLLM's v1/sample/sampler.py and ops/topk_topp_sampler.py; V0 applied min-p last.
-    """
-    if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-        repetition, counts = sampling.repetition_penalty, counts.to(logits.dtype)
-        sampled = (counts > 0).to(logits.dtype)
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(in_prompt | (counts > 0), repeated, logits)
-        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * sampled
-    if sampling.temperature == 0:  # greedy: no temperature, no mask
-        return logits
-    logits = logits / sampling.temperature
-    if sampling.min_p > 0:
-        ratios = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
-        logits = logits.masked_fill(ratios < sampling.min_p, -math.inf)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -math.inf)
-    if sampling.top_p < 1:
-        ascending, order = logits.sort(dim=-1)
-        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        cut[:, -1] = False  # the likeliest token stays whatever top_p
-        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
-    return logits
 
 
 # ------------------------------------------------------------------------------------------------ optimizer
@@ -450,23 +447,6 @@ def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> tup
     place = torch.cat(micros).argsort()  # of each row among the parts
     columns = zip(*parts, strict=True)
     return tuple(torch.cat([F.pad(p, (0, width - p.shape[1])) for p in column])[place] for column in columns)
-
-
-def self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> Tensor:
-    """old_logprobs less the same with `blockwise_attention` and smaller micro-batches: the noise floor of a mismatch,
-    (B, T)."""
-    smaller = replace(options, micro_batch_tokens=-(-options.micro_batch_tokens // 3))
-    with policy.rounded_otherwise():
-        other, _ = frozen_logprobs(policy, batch, smaller)
-    unsure = batch.old_logprobs < -0.01  # of a sure token both paths may round to the same value
-    check_other_path(policy, batch.old_logprobs[unsure], other[unsure])
-    return batch.old_logprobs - other
-
-
-def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:
-    """Raises: RuntimeError if both paths of a 16-bit model gave the same values at all of N >= 16 tokens: (N, ...)."""
-    if policy.model.dtype != torch.float32 and len(ours) >= 16 and ours.any() and torch.equal(ours, other):
-        raise RuntimeError("the noise floor must be above 0 in 16 bits, its second path computes the same as the first")
 
 
 def weighted_loss(logprobs: Tensor, micro: Batch, weights: Tensor, options: UpdateOptions, sums: dict) -> Tensor:

@@ -4,9 +4,11 @@ One step is: sample, sleep, score, update, wake, load. It is spelled out in `tra
 """
 
 import json
+import random
+import shutil
 import signal
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import file_digest, sha256
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Any, Literal
@@ -14,18 +16,28 @@ from typing import Any, Literal
 import torch
 import transformers
 import tyro
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from engine_adapter import Engine, ParityFlags, Rollout, Sampling
-from models import digits_config, read_model, toy_config, toy_tokenizer
+from engine_adapter import Engine, Flight, ParityFlags, Rollout, Sampling, check_vllm_version
 from objectives import OBJECTIVES, group_advantages, mismatch_metrics
-from parity import alarms, current_weights, diagnose, plot_verdict, sample_trace
-from plan import print_plan
-from records import Clock, locked, memory_gib, one_sentence, plot_curves
-from reference import ReferenceEngine
-from replay import Weights, save_trace
-from rl import Batch, Policy, UpdateOptions, frozen_logprobs, make_batch, self_noise, update
-from run import Live, Run, build, encode_prompts, prepare, reference_engine, save_checkpoint, save_policy
-from tasks import BUILT_IN, CALL_LIMIT_S, Problem, load_task
+from records import (
+    MANIFEST,
+    TABLES,
+    Clock,
+    locked,
+    log_line,
+    memory_gib,
+    one_sentence,
+    plot_curves,
+    provenance,
+    stage,
+    write_atomically,
+    write_config,
+)
+from reference import ReferenceEngine, kv_bytes_per_token
+from rl import Batch, Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, update
+from tasks import BUILT_IN, CALL_LIMIT_S, Problem, Scores, Task, describe_model, encode_prompt, load_task, score
+from toys import describe_toy, toy_model
 
 
 @dataclass(frozen=True)
@@ -115,10 +127,6 @@ class Config(UpdateOptions):
     """No CUDA graphs: starts in seconds instead of minutes; switch off for long GPU runs."""
     allow_untested_vllm: bool = False
     """Try a vLLM version outside the tested range."""
-    plan: bool = False
-    """Print the memory of each phase on a GPU, from the model's configuration alone, and stop: no weights, no GPU."""
-    plan_gib: float = 80.0
-    """The GPU's memory that the plan is held against."""
 
     def __post_init__(self):
         for rule, holds, names in (
@@ -126,7 +134,7 @@ class Config(UpdateOptions):
             ("at least 1", lambda value: value >= 1, "steps num_prompts max_new_tokens num_minibatches"
              " micro_batch_tokens eval_every eval_problems eval_samples checkpoint_every max_num_seqs"),
             ("positive and finite", lambda value: 0 < value < float("inf"),
-             "temperature lr grad_clip tis_cap kv_cache_gib reward_limit_s plan_gib"),
+             "temperature lr grad_clip tis_cap kv_cache_gib reward_limit_s"),
             ("at least 1, if given", lambda value: value is None or value >= 1, "max_prompt_tokens"),
             ("non-negative and finite", lambda value: 0 <= value < float("inf"),
              "kl_coef tis_floor weight_decay lr_warmup_steps seed probe_every self_noise_every"
@@ -175,6 +183,307 @@ class Config(UpdateOptions):
         return self.lr * min(1.0, step / (self.lr_warmup_steps + 1)) * (1 - (step - 1) / self.steps)
 
 
+# ------------------------------------------------------------------------------------------------ set-up
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first step to the last."""
+
+    config: Config
+    out: Path
+    model_path: str
+    task: Task
+    prompt_ids: dict[Problem, list[int]]
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    max_model_len: int
+    dropped_prompts: int
+
+    def encode(self, problems: list[Problem]) -> list[list[int]]:
+        return [self.prompt_ids[problem] for problem in problems]
+
+    def score(self, problems: list[Problem], rollouts: list[Rollout]) -> Scores:
+        texts = self.tokenizer.batch_decode([rollout.token_ids for rollout in rollouts], skip_special_tokens=True)
+        stop = self.config.reward_errors == "stop"
+        scores = score(self.task.reward, problems, texts, self.config.reward_limit_s, stop)
+        for error in [error for error in scores.errors if error][:1]:  # the others of the batch are in its count
+            print(f"REWARD FAILED, one of {scores.num_errors}: {error}", flush=True)
+        return scores
+
+    def log_samples(
+        self, step: int, mode: str, problems: list[Problem], rollouts: list[Rollout], scores: Scores
+    ) -> None:
+        """A line of samples.jsonl per answer: what the model writes, and what it earned."""
+        with open(self.out / "samples.jsonl", "a") as file:
+            for problem, rollout, response, reward, error in zip(
+                problems, rollouts, scores.responses, scores.rewards, scores.errors, strict=True
+            ):
+                sample = {"step": step, "mode": mode, "reward": reward, "response": response,
+                          "question": problem.question, "answer": problem.answer, "source": problem.source,
+                          "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids), "error": error}
+                file.write(json.dumps(sample) + "\n")
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """All of it to metrics.jsonl, one line to the terminal."""
+        with open(self.out / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        print(log_line(metrics, self.config.steps), flush=True)
+
+
+def prepare(config: Config) -> Run:
+    """Find what can be wrong before a model is loaded (or taught). Raises: ValueError with the rule and the way out."""
+    if config.engine == "vllm":
+        check_vllm_version(config.allow_untested_vllm)
+    record, out = _earlier_record(config), Path(config.out).absolute()  # a task may change the working directory
+    task = load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
+    if task.num_repeated:
+        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
+    if config.offload_optimizer and not torch.cuda.is_available():
+        raise ValueError("offload_optimizer must not be given without a GPU (the optimizer is in host memory anyway)")
+    if config.model == "toy":
+        model_config, tokenizer, stop_token_ids = describe_toy(config.task)
+    else:
+        model_config, tokenizer, stop_token_ids = describe_model(config.model)
+    prompt_ids = encode_prompts(tokenizer, task)
+    if (largest := max(*map(max, prompt_ids.values()), *stop_token_ids)) >= model_config.vocab_size:
+        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the vocabulary of"
+                         f" {model_config.vocab_size}")
+    task, dropped = _fitting(config, task, prompt_ids, getattr(model_config, "max_position_embeddings", None))
+    if (groups := config.num_prompts + config.inflight_groups) > len(task.train):
+        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all there are),"
+                         f" got {groups}")
+    longest = max(len(prompt_ids[problem]) for problem in task.train + task.held_out)
+    if record and record["problems"]["sha256"] != task.fingerprint:
+        raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
+    sampling, path = Sampling(config.temperature, config.max_new_tokens, stop_token_ids), config.model
+    if path == "toy":  # taught, if it is not there yet, after all else has been checked
+        path = str(toy_model(config.cache_dir, config.seed, "digits" if config.task == "digits" else "toy"))
+    max_model_len = longest + config.max_new_tokens
+    return Run(config, out, path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
+
+
+def _earlier_record(config: Config) -> dict[str, Any] | None:
+    """config.json of the run in `out`, if any. Raises: ValueError if it is damaged, or the run is not to be resumed."""
+    path = Path(config.out) / "config.json"
+    if not path.exists():
+        if any(path.parent.glob("checkpoints/*")) or any(each.stat().st_size for each in path.parent.glob("*.jsonl")):
+            raise ValueError(f"out must be new or a whole run, {config.out} has a run's files without config.json")
+        return None
+    if not config.resume:
+        raise ValueError(f"out must be a new folder, {config.out} holds a run; go on with --resume or choose another"
+                         " --out")
+    with stage(f"reading {path}"):
+        record = json.loads(path.read_text())
+        theirs, _ = dict(record["config"]), record["problems"]["sha256"]
+    ours, free = asdict(config), {"resume", "out", "cache_dir", "plan", "plan_gib"}
+    if changed := [name for name in ours.keys() - free if ours[name] != theirs.get(name)]:
+        raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
+    return record
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, task: Task) -> dict[Problem, list[int]]:
+    prompt_ids = {}
+    for problem in task.train + task.held_out:
+        try:
+            prompt_ids[problem] = encode_prompt(tokenizer, problem)
+        except Exception as error:  # tokenizers raise bare Exceptions on text outside their vocabulary
+            raise ValueError(f"the tokenizer must encode all prompts, it fails on {problem.source}: {error}") from error
+        if not prompt_ids[problem]:
+            raise ValueError(f"the tokenizer must encode all prompts, it makes no token of {problem.source}")
+    return prompt_ids
+
+
+def _fitting(
+    config: Config, task: Task, prompt_ids: dict[Problem, list[int]], context: int | None
+) -> tuple[Task, int]:
+    """The task without the problems whose prompts are too long, and how many these are."""
+    limit, why = config.max_prompt_tokens, "--max-prompt-tokens"
+    if context is not None and config.max_new_tokens >= context:
+        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got {config.max_new_tokens}")
+    if context is not None and (limit is None or context - config.max_new_tokens < limit):
+        limit, why = context - config.max_new_tokens, f"the context of {context} less --max-new-tokens"
+    overlong = {problem for problem, ids in prompt_ids.items() if limit is not None and len(ids) > limit}
+    if not overlong:
+        return task, 0
+    worst = max(overlong, key=lambda problem: len(prompt_ids[problem]))
+    if config.overlong_prompts == "refuse":
+        raise ValueError(f"prompts must be at most {limit} tokens long ({why}), {worst.source} has"
+                         f" {len(prompt_ids[worst])}, {len(overlong)} of {len(prompt_ids)} are longer;"
+                         " try --overlong-prompts drop")
+    train, held_out = ([p for p in problems if p not in overlong] for problems in (task.train, task.held_out))
+    if not train or not held_out:
+        raise ValueError(f"prompts must be at most {limit} tokens long ({why}), none of the"
+                         f" {'held-out' if train else 'training'} problems is left")
+    print(f"{len(overlong)} of {len(prompt_ids)} prompts DROPPED: longer than {limit} tokens ({why})", flush=True)
+    return replace(task, train=train, held_out=held_out), len(overlong)
+
+
+@dataclass
+class Live:
+    """What changes from step to step."""
+
+    policy: Policy
+    reference: Policy | None
+    optimizer: Optimizer
+    engine: Engine | ReferenceEngine
+    flight: Flight
+    rng: random.Random
+
+
+def build(run: Run) -> tuple[Live, int]:
+    """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
+    config, rng, first_step = run.config, random.Random(run.config.seed), 1
+    state, policy = _newest_checkpoint(run) if config.resume else (None, load_policy(run, run.model_path))
+    if policy.model._is_stateful and (config.eval_with_trainer or config.engine == "transformers"):
+        raise ValueError("engine must be vllm and eval_with_trainer off with recurrent layers (transformers cannot drop"
+                         f" a row of their state), got {config.engine}; try --engine vllm --no-eval-with-trainer")
+    tables = {name: _recorded(run.out / name, *state["tables"][name]) if state else "" for name in TABLES}
+    reference = load_policy(run, run.model_path) if config.kl_coef else None  # the first policy, resumed or not
+    optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
+    engine = start_engine(run, policy)
+    flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
+    torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
+    if state:
+        first_step = state["step"] + 1
+        _restore(state, optimizer, flight, rng)
+    run.out.mkdir(parents=True, exist_ok=True)
+    for name, text in tables.items():  # empty, if the run died before its first checkpoint
+        write_atomically(run.out / name, text)
+    engine.load(policy.weights(), policy.score)
+    write_config(run.out / "config.json", _record(run, policy, engine), first_step)
+    print("trainer: " + ", ".join(f"{name} {value}" for name, value in policy.audit().items()), flush=True)
+    print("engine: " + ", ".join(f"{name} {value}" for name, value in engine.settings.items()), flush=True)
+    if config.resume:
+        print(f"resumed at step {first_step}" + ("" if state else ": there was no checkpoint"), flush=True)
+    return Live(policy, reference, optimizer, engine, flight, rng), first_step
+
+
+def _record(run: Run, policy: Policy, engine: Engine | ReferenceEngine) -> dict[str, Any]:
+    record = provenance(policy.device)
+    return record | {
+        "config": asdict(run.config), "audit": engine.settings,
+        "trainer": policy.audit() | {"model_path": run.model_path},
+        "problems": {"train": len(run.task.train), "held_out": len(run.task.held_out), "dropped": run.dropped_prompts,
+                     "merged": run.task.num_repeated, "sha256": run.task.fingerprint},
+        "versions": record["versions"] | {"vllm": engine.version}, "seed": run.config.seed,
+    }
+
+
+def load_policy(run: Run, path: str) -> Policy:
+    config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
+    with stage(f"loading the model in {path}"):
+        return Policy.load(path, getattr(torch, config.dtype), device, config.parity.fp32_head,
+                           config.gradient_checkpointing)
+
+
+def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
+    """The engine that `config.engine` names, still without the policy's weights."""
+    config = run.config
+    if config.engine == "transformers":
+        return reference_engine(run, policy)
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    engine = Engine(
+        run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
+        max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, block_size=config.block_size,
+        enforce_eager=config.enforce_eager, seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
+    )
+    if engine.on_gpu != (policy.device.type == "cuda"):
+        raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
+    return engine
+
+
+def reference_engine(run: Run, policy: Policy) -> ReferenceEngine:
+    """The trainer's own modules as an engine, with as many sequences at once as kv_cache_gib holds."""
+    config, model_config = run.config, policy.model.config.get_text_config()
+    bytes_per_rollout = run.max_model_len * kv_bytes_per_token(model_config, policy.model.dtype)
+    fitting = max(1, int(config.kv_cache_gib * 2**30 / bytes_per_rollout))
+    return ReferenceEngine(policy, config.parity.inflight_update, min(config.max_num_seqs, fitting))
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+def save_checkpoint(run: Run, live: Live, step: int) -> None:
+    """checkpoints/step_N, written under another name and renamed at the end: complete, or not there."""
+    folder = run.out / "checkpoints" / f"step_{step:06d}"
+    unfinished = folder.with_suffix(".new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    random_states = {"rng": live.rng.getstate(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    tables = {name: (run.out / name).read_bytes() for name in TABLES}
+    state = {"step": step, "optimizer": live.optimizer.state_dict(), "flight": _flight_state(live.flight),
+             "tables": {name: (len(rows), sha256(rows).hexdigest()) for name, rows in tables.items()}}
+    with stage(f"writing {folder}"):
+        save_policy(run, live.policy, unfinished / "policy")
+        torch.save(state | random_states, unfinished / "state.pt")
+        (unfinished / MANIFEST).write_text(json.dumps(_manifest(unfinished)))
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint of this step, which --resume has passed over
+    unfinished.rename(folder)
+    for old in sorted(folder.parent.glob("step_??????"))[:-2]:
+        shutil.rmtree(old)
+
+
+def _flight_state(flight: Flight) -> dict[str, Any]:
+    state = flight.state_dict()
+    return state | {"groups": [group | {"problem": asdict(group["problem"])} for group in state["groups"]]}
+
+
+def save_policy(run: Run, policy: Policy, folder: Path) -> None:
+    """A Hugging Face folder: safetensors, tokenizer, and the sampling the policy was trained under as its defaults."""
+    policy.model.generation_config = GenerationConfig(
+        do_sample=True, temperature=run.sampling.temperature, top_k=0, max_new_tokens=run.sampling.max_new_tokens,
+        eos_token_id=list(run.sampling.stop_token_ids), pad_token_id=run.tokenizer.pad_token_id,
+    )
+    policy.model.save_pretrained(folder)
+    run.tokenizer.save_pretrained(folder)
+
+
+def _newest_checkpoint(run: Run) -> tuple[dict[str, Any] | None, Policy]:
+    """State and policy of the newest checkpoint that can be read; before the first one, no state and the first policy.
+
+    Raises: ValueError if there are checkpoints and none of them can be read.
+    """
+    folders = sorted(run.out.glob("checkpoints/step_??????"), reverse=True)
+    for folder in folders:
+        if _is_whole(folder):
+            state = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+            return state, load_policy(run, str(folder / "policy"))
+        print(f"checkpoint DAMAGED, trying the one before it: {folder}", flush=True)
+    table = run.out / "metrics.jsonl"  # the first checkpoint comes after the row of its step
+    if folders or (table.exists() and table.read_bytes().count(b"\n") > run.config.checkpoint_every + 1):
+        raise ValueError(f"a resumed run must have a readable checkpoint, {run.out} has none; try another --out")
+    return None, load_policy(run, run.model_path)
+
+
+def _restore(state: dict[str, Any], optimizer: Optimizer, flight: Flight, rng: random.Random) -> None:
+    optimizer.load_state_dict(state["optimizer"])
+    groups = [group | {"problem": Problem(**group["problem"])} for group in state["flight"]["groups"]]
+    flight.load_state_dict(state["flight"] | {"groups": groups})
+    rng.setstate(state["rng"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _recorded(path: Path, size: int, digest: str) -> str:
+    """A table as it was when the checkpoint was written. Raises: ValueError if it has changed since, or is gone."""
+    rows = path.read_bytes()[:size] if path.exists() else b""
+    if sha256(rows).hexdigest() != digest:
+        raise ValueError(f"a resumed run must have its records, {path} is not what it was at the checkpoint")
+    return rows.decode()
+
+
+def _manifest(folder: Path) -> dict[str, str]:
+    """A checkpoint's name and the digests of its files, so that damage and files of another checkpoint show."""
+    digests = {"name": folder.stem}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
+        with path.open("rb") as file:
+            digests[str(path.relative_to(folder))] = file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return json.loads((folder / MANIFEST).read_text()) == _manifest(folder)
+    except (OSError, ValueError):
+        return False
+
+
 # ------------------------------------------------------------------------------------------------ the loop
 def train(run: Run, live: Live, first_step: int) -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
@@ -182,7 +491,7 @@ def train(run: Run, live: Live, first_step: int) -> None:
     if first_step == 1:
         run.log({"step": 0} | evaluate(run, live, 0))
     for step in range(first_step, config.steps + 1):
-        earlier = current_weights(live.policy) if config.probe_every or config.probe_on_alarm else None
+        earlier = live.policy.copied_weights() if config.probe_every or config.probe_on_alarm else None
         metrics, _, problems = train_step(run, live, step)
         last = step == config.steps
         if earlier and (why := probe_reason(config, step, metrics)):
@@ -223,6 +532,8 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
             batch = replace(batch, ref_logprobs=frozen_logprobs(live.reference, batch, config)[0])
     sampled |= measure_mismatch(batch, rollouts, engine.weight_version)
     if config.self_noise_every and (step - 1) % config.self_noise_every == 0:
+        from probe.noise import measure_self_noise
+
         sampled |= measure_self_noise(policy, batch, config)
     entropy = (entropy.sum() / batch.mask.sum()).item()
     if config.mask_truncated:
@@ -249,13 +560,6 @@ def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dic
     metrics = mismatch_metrics(*policies, batch.mask)
     backend = mismatch_metrics(*policies, batch.mask * fresh) if fresh.any() else dict.fromkeys(metrics)
     return metrics | {f"fresh_{name}": value for name, value in backend.items()}
-
-
-def measure_self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> dict[str, float]:
-    """What the mismatch would be if the trainer itself had sampled, along another path of its arithmetic."""
-    noise = self_noise(policy, batch, options)
-    metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
-    return {"self_noise_abs_mean": metrics["mismatch_abs_mean"], "self_noise_max": metrics["mismatch_max"]}
 
 
 def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
@@ -294,15 +598,20 @@ PROBE_REQUESTS = 128  # over the problems of the step just taken: met again, the
 
 def probe_reason(config: Config, step: int, metrics: dict[str, Any]) -> str | None:
     """Why the engine is to be probed after this step, if it is."""
+    from probe.diagnose import alarms
+
     backend = {name: metrics[f"fresh_{name}"] for name in ("mismatch_kl", "mismatch_abs_mean", "ess")}
     if config.probe_on_alarm and None not in backend.values() and (rung := alarms(backend)):
         return f"alarm of {', '.join(rung)}"
     return "as planned" if config.probe_every and (step - 1) % config.probe_every == 0 else None
 
 
-def probe(run: Run, live: Live, step: int, why: str, problems: list[Problem], earlier: Weights) -> str:
+def probe(run: Run, live: Live, step: int, why: str, problems: list[Problem], earlier: dict[str, torch.Tensor]) -> str:
     """Sample the step's problems again, diagnose them (`earlier`: the weights before the step's update), keep the trace
     and the verdict; returns the verdict's status."""
+    from probe.diagnose import diagnose, plot_verdict, sample_trace
+    from probe.traces import save_trace
+
     problems = (problems * -(-PROBE_REQUESTS // len(problems)))[:PROBE_REQUESTS]
     seeds = [sample_seed(run.config.seed, "probe", step, p) for p in range(len(problems))]
     trace = sample_trace(live.engine, run.encode(problems), run.sampling, seeds)
@@ -337,33 +646,13 @@ def sample_seed(run_seed: int, stream: str, step: int, index: int) -> int:
     return int.from_bytes(sha256(f"{run_seed}/{stream}/{step}/{index}".encode()).digest()[:6], "big")
 
 
-# ------------------------------------------------------------------------------------------------ commands
-def plan(config: Config) -> None:
-    """Print the memory of each phase. Raises: ValueError if configuration or prompts cannot be had."""
-    if config.model == "toy":
-        model_config, tokenizer = digits_config() if config.task == "digits" else toy_config(), toy_tokenizer()
-    else:
-        model_config, tokenizer = read_model(config.model, with_weights=False)
-    longest = config.max_prompt_tokens
-    if longest is None:
-        if tokenizer is None:
-            raise ValueError(f"max_prompt_tokens must be given for a plan where no tokenizer is, got {config.model}")
-        task = load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
-        prompt_ids = encode_prompts(tokenizer, task)
-        longest = max(map(len, prompt_ids.values()))
-    print_plan(config, model_config, longest, config.plan_gib)
-
-
+# ------------------------------------------------------------------------------------------------ the command
 def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0 done, 2 refused or failed during set-up, 1 failed later, 130 stopped by a signal."""
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
-    if config.plan:
-        with one_sentence(2):
-            plan(config)
-        return
     with one_sentence(2, config.out), locked(config.out):
         run = prepare(config)
         live, first_step = build(run)

@@ -29,9 +29,9 @@ from test_architectures import CASES, dtypes_of, small_model
 from test_engine_adapter import move, started
 
 from engine_adapter import Sampling
-from hypotheses import FLOORS
-from parity import diagnose, sample_trace
-from replay import Trace
+from probe.diagnose import diagnose, sample_trace
+from probe.hypotheses import FLOORS
+from probe.traces import Trace
 from rl import Policy
 
 BATCHES = 1, 3, 8, 24, 64  # responses of 40 tokens each

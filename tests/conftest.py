@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
@@ -67,7 +68,7 @@ def reward(problem, response):
 @pytest.fixture(scope="session")
 def good(tmp_path_factory) -> Path:
     """A folder with all that a run needs: model/, task.jsonl, task.py."""
-    from models import toy_tokenizer
+    from toys import toy_tokenizer
 
     root = tmp_path_factory.mktemp("good")
     qwen2(tied=True).save_pretrained(root / "model")
@@ -86,11 +87,12 @@ def command(root: Path, options: str) -> list[str]:
     return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
 
 
-def refusal(arguments: list[str], capsys) -> str:
-    from train import main
+def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
+    """What the command (train.py, if not given) says on stderr as it refuses."""
+    import train
 
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
+        (main or train.main)(arguments)
     printed = capsys.readouterr()
     assert stop.value.code == 2, printed
     assert "Traceback" not in printed.err

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import qwen2
 
 from engine_adapter import Engine, ParityFlags, Sampling
-from parity import current_weights, diagnose
-from replay import Trace
+from probe.diagnose import diagnose
+from probe.traces import Trace
 from rl import Policy
 
 BLOCK = 32
@@ -202,10 +202,10 @@ def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: 
         sampling = replace(sampling, top_k=8)
     if "trainer without penalties" in faults:
         sampling = replace(sampling, repetition_penalty=1.2, presence_penalty=0.2)
-    oldest = current_weights(policy)
+    oldest = policy.copied_weights()
     if "stale by 2" in faults:
         move(policy, 50 + seed)
-    old = current_weights(policy)
+    old = policy.copied_weights()
     names = list(dict(policy.model.named_parameters()))
     chosen = {"tensor": ["model.layers.1.mlp.down_proj.weight"],
               "tensors": [n for n in names if "layers.0.self_attn" in n and n.endswith("weight")],

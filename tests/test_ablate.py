@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from conftest import qwen2
 
-from ablate import ARMS, MARKERS, METRICS, Run, Spread, cell, execute, over_steps, write_readme
-from models import toy_tokenizer
+from lab.ablate import ARMS, MARKERS, METRICS, Run, Spread, cell, execute, over_steps, write_readme
+from toys import toy_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
 
 def ablate(out: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "ablate.py"), "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    command = [sys.executable, "-m", "lab.ablate", "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=900, cwd=ROOT)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_unknown_arms_and_unusable_numbers_get_a_sentence(tmp_path):
     for arguments, complaint in ((("--arms", "v2"), "arms must be of reference, v1-defaults"),
                                  (("--seeds", "0"), "seeds must be at least 1"),
                                  (("--arms", "parity", "parity"), "each once"),
-                                 (("--train-args=--seed 3",), "must leave --seed to ablate.py"),
+                                 (("--train-args=--seed 3",), "must leave --seed to lab.ablate"),
                                  (("--train-args='",), "No closing quotation"),
                                  (("--readme", "none.md"), "none.md")):  # fmt: skip
         result = ablate(tmp_path, *arguments)

@@ -17,8 +17,9 @@ from test_engine_adapter import mismatch, move, started
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_adapter import Rollout, Sampling, WeightLoadError
-from models import toy_tokenizer
+from probe.noise import rounded_otherwise
 from rl import Policy, UpdateOptions, attention_for, frozen_logprobs, make_batch
+from toys import toy_tokenizer
 
 SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
@@ -169,7 +170,7 @@ def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name, tied
     ids = torch.tensor(PROMPTS)
     with torch.no_grad():
         ours = policy.hidden(ids).double()
-        with policy.rounded_otherwise():
+        with rounded_otherwise(policy):
             other = policy.hidden(ids).double()
     apart = ((ours - other).norm() / ours.norm()).item()
     low, high = {torch.float32: (1e-8, 1e-5), torch.bfloat16: (1e-3, 3e-2)}[dtype]

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from countdown import evaluate, reward, sample
+from examples.countdown import evaluate, reward, sample
 from tasks import Problem, load_task
 
 

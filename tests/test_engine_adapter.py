@@ -13,9 +13,9 @@ from conftest import qwen2
 from transformers import Qwen3ForCausalLM
 
 from engine_adapter import AuditError, Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError
-from models import digits_config
 from objectives import mismatch_metrics
 from rl import Policy, UpdateOptions, frozen_logprobs, make_batch
+from toys import digits_config
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]

@@ -9,11 +9,10 @@ import torch
 from conftest import command, qwen2
 from test_engine_adapter import move, started
 
-from engine_adapter import EngineStateError, ParityFlags, Sampling
-from inflight import Flight
-from parity import current_weights, diagnose
+from engine_adapter import EngineStateError, Flight, ParityFlags, Sampling
+from probe.diagnose import diagnose
+from probe.traces import Trace
 from reference import ReferenceEngine
-from replay import Trace
 from rl import Policy
 from tasks import Problem
 from train import main
@@ -109,7 +108,7 @@ def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity, word
         for _ in range(20):
             flight.feed()
             engine.step()
-        earlier = current_weights(policy)
+        earlier = policy.copied_weights()
         update(policy, engine, scale=0.05)
         flight.after_update()
         rollouts = [rollout for group in flight.take(8) for rollout in group.rollouts]

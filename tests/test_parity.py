@@ -15,13 +15,14 @@ import pytest
 import torch
 from conftest import qwen2
 
-import replay
 from engine_adapter import Rollout, Sampling
-from hypotheses import Noise, Probe, Reading
-from parity import Trace, current_weights, diagnose
-from replay import Weights, load_traces, save_trace
-from rl import KEY_BLOCK, Policy
-from search import Search
+from probe import traces
+from probe.diagnose import Trace, diagnose
+from probe.hypotheses import Noise, Probe, Reading
+from probe.noise import KEY_BLOCK, rounded_otherwise
+from probe.search import Search
+from probe.traces import Weights, load_traces, save_trace
+from rl import Policy
 
 ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
 
@@ -92,12 +93,12 @@ def test_the_floor_is_measured_and_the_engines_noise_is_no_larger(reference):
 def test_a_floor_of_exactly_0_in_16_bits_is_an_error(reference):
     """A model whose own attention is the floor's second path; padding by a whole block changes nothing."""
     policy, trace = reference["bfloat16"], load_traces(str(DATA / "v1_0.32.0_bf16_fixes_headovr.npz"))[0]
-    usual, replay.FLOOR_PADDING = replay.FLOOR_PADDING, KEY_BLOCK
+    usual, traces.FLOOR_PADDING = traces.FLOOR_PADDING, KEY_BLOCK
     try:
-        with policy.rounded_otherwise(), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
+        with rounded_otherwise(policy), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
             diagnose(policy, trace)
     finally:
-        replay.FLOOR_PADDING = usual
+        traces.FLOOR_PADDING = usual
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -131,7 +132,7 @@ def report(policy: Policy, trace: Trace, weights: Weights) -> None:
 def test_an_old_tensor_of_small_effect_is_named_beside_one_of_large_effect():
     """The large one alone comes within the tolerance of the floor; both together leave a third less."""
     policy, generator = Policy(qwen2(False, dtype=torch.bfloat16)), torch.Generator().manual_seed(0)
-    trace, old = drawn(policy, 24), current_weights(policy)
+    trace, old = drawn(policy, 24), policy.copied_weights()
     large, small = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"
     for name, tensor in old.items():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -149,7 +150,7 @@ def test_a_scaled_final_norm_is_named_as_the_temperature_it_is():
     """Most tokens of this tied model are reported exactly, so that the median of the mismatch says nothing."""
     policy = Policy(qwen2(True))
     trace, norm = drawn(policy, 24), "model.norm.weight"
-    report(policy, trace, {norm: current_weights(policy)[norm] * 1.1})
+    report(policy, trace, {norm: policy.copied_weights()[norm] * 1.1})
     assert blamed(diagnose(policy, trace)) == ["semantics: temperature 0.636 in the sampler and not in the trace"]
 
 
@@ -317,7 +318,7 @@ def test_a_malformed_trace_gets_a_sentence_that_names_the_field(tmp_path, record
 
 
 def command(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess:
-    program = f"import sys; {before}; sys.argv = {['parity.py', *arguments]!r}; import parity; parity.main()"
+    program = f"import sys; {before}; sys.argv = {['probe', *arguments]!r}; from probe.__main__ import main; main()"
     whole = [sys.executable, "-c", program]
     return subprocess.run(whole, capture_output=True, text=True, check=False, cwd=ROOT, timeout=600)
 

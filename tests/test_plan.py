@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import qwen2
+from conftest import qwen2, refusal
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
-from plan import GIB, TRY, Memory, measure_trainer, peak, phases, print_plan
+from lab.plan import GIB, TRY, Memory, measure_trainer, peak, phases, print_plan
+from lab.plan import main as plan_main
 from reference import kv_bytes_per_token
 from rl import Optimizer
 from train import Config
@@ -156,11 +157,23 @@ def test_each_switch_moves_the_phases_it_should():
     assert "evaluate" not in totals(eval_with_trainer=False)
 
 
+def test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine(tmp_path, capsys):
+    qwen2(tied=False).config.save_pretrained(tmp_path)
+    command = ["--model", str(tmp_path)]
+    plan_main([*command, "--dtype", "bfloat16", "--max-prompt-tokens", "50", "--gib", "1.9"])
+    said = capsys.readouterr().out
+    assert "prompts of 50 and responses of 8 tokens" in said
+    assert "does NOT fit 1.9 GiB; for the phase evaluate try --no-eval-with-trainer" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json"}
+    assert "max_prompt_tokens must be given" in refusal(command, capsys, plan_main)
+    assert "a model folder or a reachable hub name" in refusal(["--model", str(tmp_path / "absent")], capsys, plan_main)
+
+
 def test_the_command_for_gpu_figures_runs_at_a_small_size():
     """All its cases, each in its process: a step, sleep and load; vLLM alone; parity and the trainer's own noise."""
     options = ("--shapes", "tiny", "--dtypes", "float16", "--rollouts", "16")
-    command = [sys.executable, str(ROOT / "bench_gpu.py"), *options]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "-m", "lab.bench_gpu", *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-2000:]
     tables = [line.strip("| ").split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
     assert [row[0] for row in tables[2:7]] == ["generate", "old_logprobs", "update", "sync", "whole step"]

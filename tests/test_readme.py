@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
+from lab.ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
 from tasks import load_task
 
 ROOT = Path(__file__).parents[1]

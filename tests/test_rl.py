@@ -10,8 +10,9 @@ from conftest import qwen2
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from engine_adapter import Rollout, Sampling
-from head import Shape, TargetLogprobs
-from rl import Optimizer, Policy, UpdateOptions, frozen_logprobs, make_batch, process_logits, self_noise, update
+from probe.noise import self_noise
+from probe.traces import process_logits
+from rl import Optimizer, Policy, Shape, TargetLogprobs, UpdateOptions, frozen_logprobs, make_batch, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:

@@ -7,10 +7,9 @@ import pytest
 import torch
 from conftest import qwen2
 
-from models import toy_tokenizer
 from rl import Policy
-from run import build, prepare, reference_engine
-from train import Config
+from toys import toy_tokenizer
+from train import Config, build, prepare, reference_engine
 
 
 def job(tmp_path, **changes) -> Config:

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from models import encode_prompt, toy_tokenizer
 from tasks import (
     Problem,
     addition,
     digits,
+    encode_prompt,
     exact_match,
     from_hub,
     from_jsonl,
@@ -19,6 +19,7 @@ from tasks import (
     numeric_match,
     share_of_digits,
 )
+from toys import toy_tokenizer
 
 
 def test_addition_is_right_split_without_overlap_and_decided_by_the_seed():

@@ -16,10 +16,10 @@ import torch
 import tyro
 from conftest import qwen2, refusal
 
-from models import toy_tokenizer
-from replay import load_traces
+from probe.traces import load_traces
 from rl import Policy, make_batch
-from train import Config, main, sample_seed
+from toys import toy_tokenizer
+from train import Config, sample_seed
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "16")
@@ -130,18 +130,6 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(tmp_path):
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["versions"]["vllm"] is None
     assert record["audit"]["inflight_update"] == "keep"
-
-
-def test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine(tmp_path, capsys):
-    qwen2(tied=False).config.save_pretrained(tmp_path)
-    command = ["--plan", "--model", str(tmp_path)]
-    main([*command, "--dtype", "bfloat16", "--max-prompt-tokens", "50", "--plan-gib", "1.9"])
-    said = capsys.readouterr().out
-    assert "prompts of 50 and responses of 8 tokens" in said
-    assert "does NOT fit 1.9 GiB; for the phase evaluate try --no-eval-with-trainer" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json"}
-    assert "max_prompt_tokens must be given" in refusal(command, capsys)
-    assert "a model folder or a reachable hub name" in refusal([*command[:2], str(tmp_path / "absent")], capsys)
 
 
 def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path, capsys):

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from engine_adapter import Rollout, Sampling
-from rl import Policy, make_batch, process_logits
+from probe.noise import rounded_otherwise
+from rl import Policy, make_batch
 
 MICRO_TOKENS = 16_384  # per forward: memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the pass that measures the floor
@@ -130,6 +131,35 @@ def _ids(table: Any, field_name: str) -> list[list[int]]:
     return [list(map(int, row[: row.index(-1)] if -1 in row else row)) for row in rows]
 
 
+def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts: Tensor) -> Tensor:
+    """The logits vLLM's sampler draws from, in its order: penalties, temperature, min-p, top-k, top-p.
+
+    Shapes: logits (N, V); in_prompt (N, V) bool; counts (N, V), how often each token has been sampled so far -> (N, V),
+    -inf where cut off. The last two are not looked at without penalties.
+    Source: vLLM's v1/sample/sampler.py and ops/topk_topp_sampler.py; V0 applied min-p last.
+    """
+    if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
+        repetition, counts = sampling.repetition_penalty, counts.to(logits.dtype)
+        sampled = (counts > 0).to(logits.dtype)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(in_prompt | (counts > 0), repeated, logits)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * sampled
+    if sampling.temperature == 0:  # greedy: no temperature, no mask
+        return logits
+    logits = logits / sampling.temperature
+    if sampling.min_p > 0:
+        ratios = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+        logits = logits.masked_fill(ratios < sampling.min_p, -math.inf)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -math.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        cut[:, -1] = False  # the likeliest token stays whatever top_p
+        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
+    return logits
+
+
 # ------------------------------------------------------------------------------------------------ replay
 class Replay:
     """The trace's tokens, and the trainer's forward passes over them under one hypothesis or another.
@@ -192,7 +222,7 @@ class Replay:
         """
         self.forwards += 1
         hidden = []
-        with self.policy.rounded_otherwise():
+        with rounded_otherwise(self.policy):
             for rows in self.micros(max(1, MICRO_TOKENS // self.inputs.shape[1] // 3)):
                 ids = torch.nn.functional.pad(self.inputs[rows], (FLOOR_PADDING, 0))
                 real = torch.ones_like(ids)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import tyro
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,11 +20,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from records import one_sentence
 from reference import kv_bytes_per_token
 from rl import Optimizer, Policy, attention_for
-
-if TYPE_CHECKING:
-    from train import Config
+from tasks import load_task, read_model
+from toys import describe_toy
+from train import Config, encode_prompts
 
 GIB = 2**30
 CONTEXT = 1.5 * GIB  # CUDA context, cuBLAS workspaces, vLLM's buffers that survive sleep: an estimate
@@ -90,7 +92,7 @@ class Trainer:
     backward: int
 
 
-def measure_trainer(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int) -> Trainer:
+def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> Trainer:
     """Run the trainer's largest micro-batch, twice, on tensors without content."""
     width = max_prompt_tokens + config.max_new_tokens - 1
     minibatch = config.num_prompts * config.group_size // config.num_minibatches
@@ -141,14 +143,14 @@ class Parts:
         return sum(getattr(self, each.name) for each in fields(self))
 
 
-def sampling_bytes(config: "Config", model_config: PretrainedConfig) -> int:
+def sampling_bytes(config: Config, model_config: PretrainedConfig) -> int:
     """What the engine needs while it runs: a prefill's widest layer, or the sampler's copies of the logits."""
     inner = getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
     prefill = BATCHED_TOKENS * (3 * inner + 4 * model_config.hidden_size) * getattr(torch, config.dtype).itemsize
     return max(prefill, SAMPLER_COPIES * config.max_num_seqs * model_config.vocab_size * 4)
 
 
-def phases(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int) -> dict[str, Parts]:
+def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> dict[str, Parts]:
     """What is on a GPU in each phase of a step, and while the trainer alone is evaluated."""
     trainer = measure_trainer(config, model_config, max_prompt_tokens)
     copies = bool(config.kl_coef) + bool(config.probe_every or config.probe_on_alarm)  # first policy; one step before
@@ -183,7 +185,7 @@ TRY = {  # what lowers a phase's memory, the cheapest first
 }
 
 
-def print_plan(config: "Config", model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
+def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
     """The table, the verdict, and what to try. Returns whether it fits."""
     table, dtype = phases(config, model_config, max_prompt_tokens), getattr(torch, config.dtype)
     update = table["update"]
@@ -207,3 +209,31 @@ def print_plan(config: "Config", model_config: PretrainedConfig, max_prompt_toke
     advice = "" if fits else f"; for the phase {largest} try {TRY[largest]}"
     print(f"peak {peak(table) / GIB:.2f}: {'fits' if fits else 'does NOT fit'} {gib:g} GiB{advice}")
     return fits
+
+
+@dataclass(frozen=True)
+class Options(Config):
+    """The options of train.py, and the GPU."""
+
+    gib: float = 80.0
+    """The GPU's memory that the plan is held against."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    with one_sentence(2):
+        config = tyro.cli(Options, args=arguments, description=__doc__)
+        if config.model == "toy":
+            model_config, tokenizer, _ = describe_toy(config.task)
+        else:
+            model_config, tokenizer = read_model(config.model, with_weights=False)
+        longest = config.max_prompt_tokens
+        if longest is None:
+            if tokenizer is None:
+                raise ValueError(f"max_prompt_tokens must be given where no tokenizer is, got {config.model}")
+            task = load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
+            longest = max(map(len, encode_prompts(tokenizer, task).values()))
+        print_plan(config, model_config, longest, config.gib)
+
+
+if __name__ == "__main__":
+    main()

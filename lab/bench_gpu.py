@@ -22,12 +22,11 @@ import tyro
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from engine_adapter import Engine, ParityFlags, Sampling, plain_vllm
-from models import toy_tokenizer
-from plan import GIB, phases
+from lab.plan import GIB, phases
 from records import memory_gib
 from rl import Policy, UpdateOptions, frozen_logprobs, make_batch
-from run import build, prepare
-from train import Config, train_step
+from toys import toy_tokenizer
+from train import Config, build, prepare, train_step
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -204,7 +203,8 @@ def ask(options: Options, **changes) -> dict:
     flags = [f"--{name.replace('_', '-')}={getattr(asked, name)}"
              for name in ("rollouts", "prompt_tokens", "new_tokens", "kv_cache_gib", "dtype", "case", "model", "shape")]
     head = "--head" if asked.head else "--no-head"
-    result = subprocess.run([sys.executable, __file__, *flags, head], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-m", "lab.bench_gpu", *flags, head], cwd=Path(__file__).parents[1],
+                            capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"{changes} failed:\n{result.stderr[-3000:]}")
     return json.loads(result.stdout.splitlines()[-1])
@@ -246,7 +246,7 @@ def main() -> None:
     if options.case:
         print(json.dumps(CASES[options.case](options)))
         return
-    print(f"`python bench_gpu.py`; torch {torch.__version__}, transformers {transformers.__version__}")
+    print(f"`python -m lab.bench_gpu`; torch {torch.__version__}, transformers {transformers.__version__}")
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as folder:
             report(replace(options, model=folder), shape)

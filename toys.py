@@ -1,7 +1,6 @@
-"""A model's configuration, tokenizer and stop tokens (a folder in Hugging Face's format, or a hub name); the toys."""
+"""The built-in models: two toys, taught on first use."""
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -9,100 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import tasks
 from tasks import DIGITS, Problem, addition, larger_digits
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # numbers of experts; above 1 the model is a mixture
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-
-
-# ------------------------------------------------------------------------------------------------ text <-> token ids
-def describe_model(path: str) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
-    """Configuration, tokenizer and stop tokens of `toy`, a folder or a hub name; of weights only the headers are read.
-
-    Raises: ValueError if the folder has no weights, the name cannot be resolved, or no stop token is named.
-    """
-    if path == "toy":
-        return toy_config(), toy_tokenizer(), (EOS,)
-    text_config, tokenizer = read_model(path, with_weights=True)
-    if not torch.cuda.is_available() and any(getattr(text_config, name, None) not in (None, 0, 1) for name in EXPERTS):
-        raise ValueError(f"model must not be a mixture of experts without a GPU (vLLM's CPU build packs the experts"
-                         f" once, a weight load would corrupt them in silence), got {text_config.model_type} in {path};"
-                         " try a dense model")
-    try:
-        declared = GenerationConfig.from_pretrained(path).eos_token_id  # chat models name more than their tokenizer
-    except OSError as error:
-        if (Path(path) / "generation_config.json").exists():  # there, but unreadable
-            raise ValueError(f"model must have a generation_config.json that can be read, or none: {error}") from error
-        declared = None
-    stop = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
-    if not stop or not all(type(token) is int and token >= 0 for token in stop):
-        raise ValueError(f"model must name an end-of-sequence token (else no rollout ends), {path} has {stop or None}")
-    return text_config, tokenizer, tuple(sorted(stop))
-
-
-def read_model(path: str, with_weights: bool) -> tuple[PretrainedConfig, PreTrainedTokenizerBase | None]:
-    """Configuration and tokenizer of a folder or a hub name. For a plan, a folder may lack weights and tokenizer.
-
-    Raises: ValueError if something is missing or cannot be read.
-    """
-    weights = [file for pattern in WEIGHT_FILES for file in Path(path).glob(pattern)]
-    if with_weights and os.path.isdir(path) and not weights:
-        raise ValueError(f"model must be a folder with weights ({' or '.join(WEIGHT_FILES)}), {path} has none")
-    tokenizer = None
-    try:
-        for file in (file for file in weights if file.suffix == ".safetensors"):
-            with safe_open(file, "pt") as tensors:  # reads and checks the header
-                names = [name for name in tensors.keys() if name.endswith("weight")]  # noqa: SIM118, it has no iterator
-                if integers := {tensors.get_slice(name).get_dtype() for name in names} - {"F64", "F32", "F16", "BF16"}:
-                    raise ValueError(f"its weights are of type {', '.join(sorted(integers))}, which cannot be trained")
-        config = AutoConfig.from_pretrained(path)
-        if method := getattr(config, "quantization_config", None):
-            raise ValueError(f"its weights are quantised ({method!s:.100}), which cannot be trained")
-        if with_weights or not os.path.isdir(path) or any(any(Path(path).glob(name)) for name in TOKENIZER_FILES):
-            tokenizer = load_tokenizer(path)
-        return config.get_text_config(), tokenizer
-    except Exception as error:  # transformers raises all kinds
-        raise ValueError(f"model must be toy, a model folder or a reachable hub name, got {path}: {error}") from error
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The folder's own tokenizer. If tokenizer_config.json names the generic fast class, that class is loaded:
-    AutoTokenizer would choose Qwen's by the model's type and lose characters. Without files it would make an empty one.
-
-    Raises: ValueError if the folder has no tokenizer.
-    """
-    if os.path.isdir(path) and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
-    settings = Path(path) / "tokenizer_config.json"
-    named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
-    generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class; transformers 5 saves the second
-    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(path)
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
-    """The question's token ids, in the model's chat template where it has one."""
-    if tokenizer.chat_template is None:
-        return tokenizer(problem.question)["input_ids"]
-    messages = [{"role": "user", "content": problem.question}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-# ------------------------------------------------------------------------------------------------ the toy model
 TOY_CHARACTERS = "0123456789+="
 PAD, BOS, EOS = range(3)
 TOY_STEPS = 1000  # of supervised teaching at most; the seed decides how many it takes, 200 to 400 as a rule
@@ -141,6 +52,11 @@ def digits_config() -> Qwen3Config:
         num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
         initializer_range=0.06, tie_word_embeddings=False, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
     )
+
+
+def describe_toy(task: str) -> tuple[Qwen3Config, PreTrainedTokenizerFast, tuple[int, ...]]:
+    """As `tasks.describe_model`, of the toy that the task teaches."""
+    return digits_config() if task == "digits" else toy_config(), toy_tokenizer(), (EOS,)
 
 
 def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 
 import tyro
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 # The settings under which each fault shows on two CPU cores; on the toy's defaults most of them would not.
 WORKLOAD = {
     "--task": ("digits", "64 problems met again at every step, their prompts longer than a KV block (prefix cache)"),
@@ -96,7 +96,7 @@ class Options:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         own = {"--out", "--seed", "--steps", "--probe-every", "--resume"}
         if taken := sorted(own & {word.partition("=")[0].replace("_", "-") for word in shlex.split(self.train_args)}):
-            raise ValueError(f"train_args must leave {', '.join(taken)} to ablate.py, got {self.train_args}")
+            raise ValueError(f"train_args must leave {', '.join(taken)} to lab.ablate, got {self.train_args}")
 
 
 # ------------------------------------------------------------------------------------------------ running
@@ -416,7 +416,7 @@ def main() -> int:
         return 1
     configs = [json.loads((folders[0] / "config.json").read_text()) for folders in finished.values() if folders]
     config = next((each for each in configs if each["versions"]["vllm"]), configs[0])  # the reference has none
-    record = {"command": shlex.join(["python", "ablate.py", *sys.argv[1:]])} | {
+    record = {"command": shlex.join(["python", "-m", "lab.ablate", *sys.argv[1:]])} | {
         name: config[name] for name in ("device", "versions", "commit", "dirty")
     }
     arms = {arm: spreads(each) for arm, each in rows.items()}

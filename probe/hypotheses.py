@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from engine_adapter import Sampling
-from replay import Replay, Trace, Weights
-from rl import Policy, check_other_path
+from probe.noise import check_other_path
+from probe.traces import Replay, Trace, Weights
+from rl import Policy
 
 # Parity: a mean mismatch up to FLOORS floors + STANDARD_ERRORS standard errors, rms / sqrt(tokens) of the floor. Clean
 # traces of 12 architectures in fp32 and bf16: 0.86 to 1.23 floors; the farthest of 640: 1.3 floors + 2.1 errors.

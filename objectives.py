@@ -1,16 +1,20 @@
-"""Objectives: log-probabilities and advantages in, loss terms and diagnostics out. Pure functions, no state.
+"""What one update computes: options and log-probabilities in, loss and diagnostics out. Pure functions, no state.
 
 Three policies, always by these names. `behavior_logprobs`: what the engine reported for the token it sampled.
-`old_logprobs`: the trainer's own value at the rollout's weights. `logprobs`: the trainer now, with grad.
-`mismatch = old_logprobs - behavior_logprobs` is the backend's fault, `log_ratio = logprobs - old_logprobs` is
+`old_logprobs`: the trainer's own value at the rollout's weights. `logprobs`: the trainer now, with gradient.
+`mismatch = old_logprobs - behavior_logprobs` is the backend's fault. `log_ratio = logprobs - old_logprobs` is
 staleness. The two are never mixed in one number.
 
-Every per-token tensor is (B, T), rows group-major, aligned with the targets; `mask` is 1.0 on response tokens, the
-end-of-sequence token included, else 0.0. Log-probabilities are in nats.
+P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is (B, T), aligned with
+the targets. `mask` is 1.0 on response tokens, the end-of-sequence token included, else 0.0. Log-probabilities in nats.
 """
 
+import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from einops import rearrange, reduce
@@ -20,6 +24,55 @@ from torch import Tensor
 MAX_LOG_WEIGHT = 20.0
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
+
+    Shapes: per-token tensors (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    lengths: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+    def rows(self, rows: Tensor) -> "Batch":
+        """Some rows, cut to the longest of them. Right padding does not change causal attention."""
+        longest = int(self.lengths[rows].max())
+        values = (getattr(self, each.name) for each in fields(self))
+        return Batch(*(v if v is None else v[rows] if v.dim() == 1 else v[rows, :longest] for v in values))
+
+    def cut(self, num_minibatches: int, micro_batch_tokens: int) -> list[list[Tensor]]:
+        """The rows of each micro-batch of each optimizer step.
+
+        A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that is longer. Rows of
+        similar length share a micro-batch, so that there is little padding. The longest rows come first: a batch that
+        does not fit into memory fails at once. Only the lengths decide. So all passes over a batch use the same
+        micro-batches, and in 16 bits the ratio starts at exactly 1.
+        """
+        steps = []
+        for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
+            left = rows[self.lengths[rows].argsort(descending=True, stable=True)]
+            steps.append([])
+            while len(left):
+                count = max(1, micro_batch_tokens // int(self.lengths[left[0]]))
+                steps[-1].append(left[:count])
+                left = left[count:]
+        return steps
+
+    def without(self, rows: Tensor) -> "Batch":
+        """The batch with some rows (B,) masked out. They have no loss but count in the B of `loss_weights`."""
+        kept = ~rows.to(self.mask.device)[:, None]
+        named = {name: getattr(self, name) for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs")}
+        # The log-probabilities too: a new one is 0 there, and exp(0 - old) may be infinite.
+        return replace(self, **{name: value if value is None else value * kept for name, value in named.items()})
+
+
+# ------------------------------------------------------------------------------------------------ advantages
 def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = True) -> Tensor:
     """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division; exactly 0 for equal rewards.
 
@@ -37,50 +90,47 @@ def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = Tru
 
 # ------------------------------------------------------------------------------------------------ surrogates
 class TokenLoss(NamedTuple):
-    """What a surrogate returns: `loss` (B, T), to be weighted and summed; `clipped` (B, T) bool, where a clip binds."""
+    """What a surrogate returns: `loss` (B, T), still to be weighted and summed; `clipped` (B, T) bool."""
 
     loss: Tensor
     clipped: Tensor
 
 
-def grpo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
-) -> TokenLoss:
+def grpo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, options: "UpdateOptions") -> TokenLoss:
     """GRPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = exp(logprobs - old_logprobs).
 
-    Shapes: (B, T), (B, T), (B,), (B, T) -> (B, T).
+    Shapes: (B, T), (B, T) -> (B, T).
     Source: PPO, Schulman et al. 2017, arXiv 1707.06347, as used by GRPO, arXiv 2402.03300; two bounds as in DAPO,
     Yu et al. 2025, arXiv 2503.14476. verl clips a second time where A < 0: the loss is at most -3 A ("dual clip").
     """
-    return _clipped(torch.exp((logprobs - old_logprobs) * mask), advantages[:, None], clip_low, clip_high)
+    ratio = torch.exp((logprobs - old_logprobs) * batch.mask)
+    return _clipped(ratio, batch.advantages[:, None], *options.clip)
 
 
-def gspo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
-) -> TokenLoss:
+def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, options: "UpdateOptions") -> TokenLoss:
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token of its row.
 
-    Shapes: (B, T), (B, T), (B,), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's loss.
+    Shapes: (B, T), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's loss.
     Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7. `clipped` marks all tokens of a row: weighted, it is the
     share of clipped sequences, as in the paper; verl reports the share of tokens.
     """
-    length = mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
-    sequence_ratio = torch.exp(((logprobs - old_logprobs) * mask).sum(dim=1, keepdim=True) / length)
-    return _clipped(sequence_ratio.expand_as(mask), advantages[:, None], clip_low, clip_high)
+    length = batch.mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
+    ratio = torch.exp(((logprobs - old_logprobs) * batch.mask).sum(dim=1, keepdim=True) / length)  # (B, 1)
+    return _clipped(ratio.expand_as(batch.mask), batch.advantages[:, None], *options.clip)
 
 
-def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
-) -> TokenLoss:
+def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, options: "UpdateOptions") -> TokenLoss:
     """CISPO: -sg(min(r, clip_high)) A logprobs per token: the weight is capped, no token loses its gradient.
 
-    Shapes: (B, T), (B, T), (B,), (B, T) -> (B, T). `clip_high` is the absolute cap; `clip_low` is unused.
+    Shapes: (B, T), (B, T) -> (B, T). `clip_high` is the absolute cap.
     Source: MiniMax-M1, 2025, arXiv 2506.13585; cap 5 as in ScaleRL, arXiv 2510.13786. `clipped` counts A < 0 too; TRL's
     clip rate counts A > 0 only.
     """
-    ratio = torch.exp((logprobs - old_logprobs) * mask).detach()
-    loss = -ratio.clamp(max=clip_high) * advantages[:, None] * logprobs * mask
-    return TokenLoss(loss, (ratio > clip_high) & (advantages[:, None] != 0))
+    _, cap = options.clip
+    advantages = batch.advantages[:, None]  # (B, 1)
+    ratio = torch.exp((logprobs - old_logprobs) * batch.mask).detach()
+    loss = -ratio.clamp(max=cap) * advantages * logprobs * batch.mask
+    return TokenLoss(loss, (ratio > cap) & (advantages != 0))
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
@@ -94,19 +144,24 @@ Normalizer = Literal["token", "sequence", "constant"]
 
 
 class Objective(NamedTuple):
-    """An objective: its surrogate, how tokens are averaged, whether A is divided by the std, its usual clip bounds."""
+    """A row of OBJECTIVES.
 
-    surrogate: Callable[..., TokenLoss]
-    normalizer: Normalizer
-    divide_by_std: bool
-    clip: tuple[float, float]  # (low, high): the papers' usual values, used unless the user gives others
+    `surrogate(logprobs, old_logprobs, batch, options)` returns a TokenLoss for one micro-batch. Its `old_logprobs` are
+    those of `options.old_policy`. `advantages(rewards, group_size)` maps (B,) to (B,). `clip` has the papers' usual
+    bounds (low, high), unless the user gives others; low is None where the surrogate has an upper bound only.
+    """
+
+    surrogate: Callable[[Tensor, Tensor, Batch, "UpdateOptions"], TokenLoss]
+    normalizer: Normalizer = "token"
+    advantages: Callable[[Tensor, int], Tensor] = group_advantages
+    clip: tuple[float | None, float] = (0.2, 0.2)
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "grpo": Objective(grpo, "token", True, (0.2, 0.2)),  # token mean as in DAPO; the GRPO paper's is "sequence"
-    "dr_grpo": Objective(grpo, "constant", False, (0.2, 0.2)),  # GRPO's surrogate without its two biases
-    "gspo": Objective(gspo, "sequence", True, (3e-4, 4e-4)),
-    "cispo": Objective(cispo, "token", True, (0.0, 5.0)),
+    "grpo": Objective(grpo),  # token mean as in DAPO; the GRPO paper's is "sequence"
+    "dr_grpo": Objective(grpo, "constant", partial(group_advantages, divide_by_std=False)),  # without GRPO's two biases
+    "gspo": Objective(gspo, "sequence", clip=(3e-4, 4e-4)),
+    "cispo": Objective(cispo, clip=(None, 5.0)),
 }
 
 
@@ -140,9 +195,6 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ mismatch and TIS
-TisKind = Literal["off", "token", "sequence", "masked"]
-
-
 class TisWeights(NamedTuple):
     """`weights` (B, T), without gradient, multiply the token losses; `cut` (B, T) bool, where cap or floor cut them."""
 
@@ -151,7 +203,7 @@ class TisWeights(NamedTuple):
 
 
 def tis_weights(
-    kind: TisKind, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float, floor: float
+    kind: str, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float, floor: float
 ) -> TisWeights:
     """sg(w) per token for what is left of the backend mismatch, rho = exp(old_logprobs - behavior_logprobs).
 
@@ -206,3 +258,100 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
         "mismatch_kl": (torch.expm1(mismatch) - mismatch).mean().item(),
         "ess": effective_sample_size(weights, torch.ones_like(weights)).item(),
     }
+
+
+# ------------------------------------------------------------------------------------------------ options
+class Rule(NamedTuple):
+    """What the value of an option must be, in words and as a test; part of the option's type."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Name = Annotated[str, Rule("a name", bool)]
+Count = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
+Whole = Annotated[int, Rule("non-negative", lambda value: value >= 0)]
+Positive = Annotated[float, Rule("positive and finite", lambda value: 0 < value < math.inf)]
+NonNegative = Annotated[float, Rule("non-negative and finite", lambda value: 0 <= value < math.inf)]
+
+
+def check_rules(options: Any) -> None:
+    """Raises: ValueError that names the first option whose value breaks a rule of its type. None is not checked."""
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        kinds = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+        value = getattr(options, name)
+        for rule in (rule for kind in kinds for rule in getattr(kind, "__metadata__", ())):
+            if isinstance(rule, Rule) and value is not None and not rule.holds(value):
+                raise ValueError(f"{name} must be {rule.words}, got {value}")
+
+
+@dataclass(frozen=True)
+class GrpoOptions:
+    """What is sampled and what is learnt from it."""
+
+    objective: Literal[tuple(OBJECTIVES)] = "grpo"  # Formulas and sources in objectives.py.
+    num_prompts: Count = 128  # Problems per step (P).
+    # Samples per problem (G).
+    group_size: Annotated[int, Rule("at least 2 (the group's mean is the baseline)", lambda value: value >= 2)] = 8
+    max_new_tokens: Count = 8  # Response limit; the toy's longest answer has 4 tokens, end of sequence included.
+    temperature: Positive = 0.7  # Of the sampler and of the trained distribution; at 1 raw log-probabilities hide.
+    lr: Positive = 1e-3  # AdamW's peak learning rate, for the toy; a pretrained model needs a thousandth of it.
+
+
+@dataclass(frozen=True)
+class FurtherGrpoOptions:
+    """Clipping, corrections and the optimizer."""
+
+    # recompute: three policies, the ratio is to the trainer's old value; rollout: two, it is to the engine's.
+    old_policy: Literal["recompute", "rollout"] = "recompute"
+    # Lower clip distance of the ratio; if not given, the value usual for the objective.
+    clip_low: Annotated[float | None, Rule("in [0, 1)", lambda value: 0 <= value < 1)] = None
+    clip_high: Positive | None = None  # Upper clip distance (cispo: the absolute cap); if not given, the usual one.
+    kl_coef: NonNegative = 0.0  # Weight of the KL to the frozen initial policy; above 0 it stays in memory.
+    # Truncated importance sampling for the mismatch that the parity fixes leave; refused before parity.
+    tis: Literal["off", "token", "sequence", "masked"] = "off"
+    tis_cap: Positive = 2.0  # Largest importance weight (token, sequence: truncated to it; masked: dropped above it).
+    tis_floor: NonNegative = 0.5  # Smallest importance weight that masked keeps (IcePop's value).
+    mask_truncated: bool = False  # No loss for responses cut off at max_new_tokens; they stay in the baseline (DAPO).
+    num_minibatches: Count = 2  # Optimizer steps per batch; from the second on the ratio leaves 1 and the clip binds.
+    micro_batch_tokens: Count = 4096  # Tokens per forward and backward, padding included; only memory depends on it.
+    lr_warmup_steps: Whole = 5  # Linear warm-up: Adam's second moments are noise at first.
+    weight_decay: NonNegative = 0.0  # Decoupled; a few hundred steps of RL have nothing to regularise.
+    grad_clip: Positive = 1.0  # Largest gradient norm per optimizer step.
+
+
+@dataclass(frozen=True)
+class UpdateOptions(FurtherGrpoOptions, GrpoOptions):
+    """All that one update needs to know; part of train.Config."""
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """(low, high), the objective's usual bounds where the user gives none."""
+        low, high = OBJECTIVES[self.objective].clip
+        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+
+
+# ------------------------------------------------------------------------------------------------ the loss
+def weighted_loss(
+    logprobs: Tensor, batch: Batch, weights: Tensor, options: UpdateOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch, and its diagnostics, weighted alike.
+
+    Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the sum of the weights.
+
+    Shapes: logprobs (B, T), weights (B, T) -> (), and () by name.
+    """
+    old_logprobs = batch.old_logprobs if options.old_policy == "recompute" else batch.behavior_logprobs
+    loss, clipped = OBJECTIVES[options.objective].surrogate(logprobs, old_logprobs, batch, options)
+    policies = batch.old_logprobs, batch.behavior_logprobs
+    tis, cut = tis_weights(options.tis, *policies, batch.mask, options.tis_cap, options.tis_floor)
+    loss = tis * loss
+    terms = {"clip_rate": clipped, "tis_clip_frac": cut, "weight": torch.ones_like(weights)}
+    if options.kl_coef:
+        terms["kl_ref"] = kl_k3(logprobs, batch.ref_logprobs)
+        loss = loss + options.kl_coef * terms["kl_ref"]
+    with torch.no_grad():
+        terms["ratio_mean"] = torch.exp(logprobs - old_logprobs)
+        terms["kl_new_old"] = kl_k3(batch.old_logprobs, logprobs)
+        sums = {name: (term * weights).sum() for name, term in terms.items()}
+    return (loss * weights).sum(), sums

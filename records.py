@@ -1,16 +1,18 @@
-"""What a run writes down: seconds and memory of each phase, log lines, config.json, curves.png."""
+"""What a run writes: seconds and memory of each phase, log lines, config.json, checkpoints. It knows dicts only."""
 
 import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,6 @@ def locked(out: str) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------ log lines and files
-MANIFEST = "sha256.json"  # of a checkpoint's files
 TABLES = ("metrics.jsonl", "samples.jsonl")  # a line for each step, and for each answer of each evaluation
 
 COLUMNS = (
@@ -192,29 +193,78 @@ def write_atomically(path: Path, text: str) -> None:
     path.with_name(path.name + ".new").replace(path)
 
 
-def plot_curves(out: Path) -> None:
-    """curves.png from metrics.jsonl."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    panels = {
-        "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"],
-        "KL new/old, nats": ["kl_new_old"], "entropy, nats": ["entropy"],
-        "mismatch, nats": ["mismatch_abs_mean", "mismatch_max"],
-        "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
-    }
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
-        for name in names:
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("eval") else None)
-                axis.legend(fontsize=8)
-        axis.set(title=title, xlabel="step", yscale="log" if title.startswith("mismatch") else "linear")
-    figure.savefig(out / "curves.png", dpi=110)
-    pyplot.close(figure)
+def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    with open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+# ------------------------------------------------------------------------------------------------ checkpoints
+MANIFEST = "sha256.json"  # digests of a checkpoint's files
+
+
+def save_checkpoint(out: Path, step: int, state: dict[str, Any], save_policy: Callable[[Path], None]) -> None:
+    """checkpoints/step_N, written under another name and renamed at the end: it is complete, or it is not there."""
+    folder = out / "checkpoints" / f"step_{step:06d}"
+    unfinished = folder.with_suffix(".new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    tables = {name: (out / name).read_bytes() for name in TABLES}
+    state = state | {"step": step, "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    state["tables"] = {name: (len(rows), sha256(rows).hexdigest()) for name, rows in tables.items()}
+    with stage(f"writing {folder}"):
+        save_policy(unfinished / "policy")
+        torch.save(state, unfinished / "state.pt")
+        (unfinished / MANIFEST).write_text(json.dumps(_digests(unfinished)))
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint of this step, which --resume has passed over
+    unfinished.rename(folder)
+    for old in sorted(folder.parent.glob("step_??????"))[:-2]:
+        shutil.rmtree(old)
+
+
+def newest_checkpoint(out: Path, checkpoint_every: int) -> tuple[Path | None, dict[str, Any] | None]:
+    """Folder and state of the newest checkpoint whose files are unchanged, None before the first one.
+
+    Raises: ValueError if there must be one and none of them can be read.
+    """
+    folders = sorted(out.glob("checkpoints/step_??????"), reverse=True)
+    for folder in folders:
+        try:
+            whole = json.loads((folder / MANIFEST).read_text()) == _digests(folder)
+        except (OSError, ValueError):
+            whole = False
+        if whole:
+            return folder, torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        print(f"checkpoint DAMAGED, trying the one before it: {folder}", flush=True)
+    table = out / "metrics.jsonl"  # the first checkpoint comes after the row of its step
+    if folders or (table.exists() and table.read_bytes().count(b"\n") > checkpoint_every + 1):
+        raise ValueError(f"a resumed run must have a readable checkpoint, {out} has none; try another --out")
+    return None, None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Of all files, and the folder's name, so that the files of another checkpoint show."""
+    digests = {"name": folder.stem}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
+        with path.open("rb") as file:
+            digests[str(path.relative_to(folder))] = file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def restore_tables(out: Path, state: dict[str, Any] | None) -> None:
+    """The tables as they were at the checkpoint; empty without one.
+
+    Raises: ValueError if one has changed since then, or is gone; all of them are unchanged then.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    kept = {}
+    for name in TABLES:
+        size, digest = state["tables"][name] if state else (0, sha256(b"").hexdigest())
+        kept[name] = (out / name).read_bytes()[:size] if (out / name).exists() else b""
+        if sha256(kept[name]).hexdigest() != digest:
+            raise ValueError(f"a resumed run must have its records, {out / name} is not what it was at the checkpoint")
+    for name, rows in kept.items():
+        write_atomically(out / name, rows.decode())
+
+
+def restore_random_states(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state_all(state["cuda"])

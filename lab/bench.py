@@ -26,8 +26,8 @@ import tyro
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from engine_adapter import plain_vllm
+from examples.toys import toy_config, toy_tokenizer
 from rl import HEAD_CHUNK_ELEMENTS, Batch, Shape, TargetLogprobs
-from toys import digits_config, toy_tokenizer
 from train import Config, Live, Run, build, prepare, train_step
 
 PHASES = ("generate_s", "old_logprobs_s", "update_s", "sync_s")
@@ -162,7 +162,7 @@ LONG_TAIL_TOKENS = 96  # eight times the median of a model that ends a response 
 def long_tail(options: Options, folder: Path) -> None:
     """Print generated tokens per second, of the whole loop and of its generation, by groups in flight."""
     torch.manual_seed(options.seed)
-    model_config = digits_config()
+    model_config = toy_config("digits")
     model_config.update({"max_position_embeddings": 256, "initializer_range": 0.02})  # all tokens about as likely
     Qwen3ForCausalLM(model_config).save_pretrained(folder / "model")
     toy_tokenizer().save_pretrained(folder / "model")

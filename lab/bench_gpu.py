@@ -22,10 +22,10 @@ import tyro
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from engine_adapter import Engine, ParityFlags, Sampling, plain_vllm
+from examples.toys import toy_tokenizer
 from lab.plan import GIB, phases
 from records import memory_gib
 from rl import Policy, UpdateOptions, frozen_logprobs, make_batch
-from toys import toy_tokenizer
 from train import Config, build, prepare, train_step
 
 GPU = torch.cuda.is_available()

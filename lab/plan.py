@@ -20,11 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from examples.toys import describe_toy
 from records import one_sentence
 from reference import kv_bytes_per_token
 from rl import Optimizer, Policy, attention_for
 from tasks import load_task, read_model
-from toys import describe_toy
 from train import Config, encode_prompts
 
 GIB = 2**30

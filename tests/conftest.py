@@ -68,7 +68,7 @@ def reward(problem, response):
 @pytest.fixture(scope="session")
 def good(tmp_path_factory) -> Path:
     """A folder with all that a run needs: model/, task.jsonl, task.py."""
-    from toys import toy_tokenizer
+    from examples.toys import toy_tokenizer
 
     root = tmp_path_factory.mktemp("good")
     qwen2(tied=True).save_pretrained(root / "model")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import qwen2
 
+from examples.toys import toy_tokenizer
 from lab.ablate import ARMS, MARKERS, METRICS, Run, Spread, cell, execute, over_steps, write_readme
-from toys import toy_tokenizer
 
 ROOT = Path(__file__).parents[1]
 

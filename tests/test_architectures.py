@@ -17,9 +17,9 @@ from test_engine_adapter import mismatch, move, started
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_adapter import Rollout, Sampling, WeightLoadError
+from examples.toys import toy_tokenizer
 from probe.noise import rounded_otherwise
 from rl import Policy, UpdateOptions, attention_for, frozen_logprobs, make_batch
-from toys import toy_tokenizer
 
 SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,

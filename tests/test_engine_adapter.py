@@ -13,9 +13,9 @@ from conftest import qwen2
 from transformers import Qwen3ForCausalLM
 
 from engine_adapter import AuditError, Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError
+from examples.toys import toy_config
 from objectives import mismatch_metrics
 from rl import Policy, UpdateOptions, frozen_logprobs, make_batch
-from toys import digits_config
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]
@@ -218,7 +218,7 @@ def read_back(engine: Engine) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_both_sides_hold_bit_identical_weights_after_every_load(tmp_path, tied, dtype):
     torch.manual_seed(0)
-    config = digits_config()
+    config = toy_config("digits")
     config.update({"tie_word_embeddings": tied})
     policy = Policy(Qwen3ForCausalLM(config).to(dtype))
     policy.model.save_pretrained(tmp_path)

@@ -2,17 +2,18 @@
 
 import math
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from objectives import (
     OBJECTIVES,
-    cispo,
+    Batch,
+    TokenLoss,
+    UpdateOptions,
     effective_sample_size,
     group_advantages,
-    grpo,
-    gspo,
     kl_k3,
     loss_weights,
     mismatch_metrics,
@@ -28,6 +29,16 @@ def policies(seed: int, spread: float = 0.5) -> tuple[torch.Tensor, torch.Tensor
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(3, 4, generator=generator, dtype=torch.float64) - 0.2
     return old + spread * torch.randn(3, 4, generator=generator, dtype=torch.float64), old
+
+
+def batch(mask: torch.Tensor = MASK, advantages: torch.Tensor = ADVANTAGES) -> Batch:
+    """A micro-batch of which only mask and advantages count."""
+    unused = torch.zeros_like(mask)
+    return Batch(unused, unused, mask, unused, advantages, torch.tensor([4, 4, 4]))
+
+
+def surrogate(name: str, logprobs: torch.Tensor, old: torch.Tensor, low: float, high: float) -> TokenLoss:
+    return OBJECTIVES[name].surrogate(logprobs, old, batch(), SimpleNamespace(clip=(low, high)))
 
 
 def slope(function, logprobs: torch.Tensor, row: int, column: int, step: float = 1e-6) -> float:
@@ -59,18 +70,18 @@ def test_equal_rewards_have_no_advantage_whatever_their_value_and_number(divide_
 @pytest.mark.parametrize("seed", range(3))
 def test_grpo_equals_the_scalar_formula_and_its_clip_is_where_the_slope_is_zero(seed):
     logprobs, old = policies(seed)
-    loss, clipped = grpo(logprobs, old, ADVANTAGES, MASK, 0.2, 0.28)
+    loss, clipped = surrogate("grpo", logprobs, old, 0.2, 0.28)
     for row in range(3):
         for column in range(4):
             if MASK[row, column]:
                 a, r = ADVANTAGES[row].item(), math.exp(logprobs[row, column] - old[row, column])
                 assert loss[row, column].item() == pytest.approx(-min(r * a, min(max(r, 0.8), 1.28) * a), rel=1e-6)
-                total = lambda lp: (grpo(lp, old, ADVANTAGES, MASK, 0.2, 0.28).loss * MASK).sum().item()  # noqa: E731
+                total = lambda lp: (surrogate("grpo", lp, old, 0.2, 0.28).loss * MASK).sum().item()  # noqa: E731
                 assert clipped[row, column].item() == (abs(slope(total, logprobs, row, column)) < 1e-9)
 
 
 def test_grpo_clips_both_sides_somewhere():
-    seen = [grpo(*policies(seed), ADVANTAGES, MASK, 0.2, 0.2).clipped for seed in range(5)]
+    seen = [surrogate("grpo", *policies(seed), 0.2, 0.2).clipped for seed in range(5)]
     assert any(c[0].any() for c in seen), "positive advantages never clipped"
     assert any(c[1].any() for c in seen), "negative advantages never clipped"
 
@@ -89,7 +100,7 @@ def test_gspo_equals_the_sequence_formula_and_its_gradient(seed):
         return total
 
     logprobs.requires_grad_()
-    loss = (gspo(logprobs, old, ADVANTAGES, MASK, 0.05, 0.05).loss * weights).sum()
+    loss = (surrogate("gspo", logprobs, old, 0.05, 0.05).loss * weights).sum()
     loss.backward()
     assert loss.item() == pytest.approx(by_hand(logprobs.detach()), rel=1e-6)
     for row in range(3):
@@ -99,7 +110,7 @@ def test_gspo_equals_the_sequence_formula_and_its_gradient(seed):
 
 
 def test_gspo_clip_is_one_value_per_sequence():
-    clipped = gspo(*policies(1), ADVANTAGES, MASK, 3e-4, 4e-4).clipped
+    clipped = surrogate("gspo", *policies(1), 3e-4, 4e-4).clipped
     assert (clipped == clipped[:, :1]).all()
 
 
@@ -107,7 +118,7 @@ def test_cispo_keeps_the_gradient_of_capped_tokens():
     logprobs, old = policies(0, spread=1.0)
     ratios = (logprobs - old).exp().tolist()
     logprobs.requires_grad_()
-    loss, clipped = cispo(logprobs, old, ADVANTAGES, MASK, 0.0, 1.5)
+    loss, clipped = surrogate("cispo", logprobs, old, 0.0, 1.5)
     (loss * MASK).sum().backward()
     for row in range(3):
         for column in range(4):
@@ -125,7 +136,8 @@ def test_at_the_old_policy_every_objective_has_the_policy_gradient(name):
     logprobs = old.clone().requires_grad_()
     objective = OBJECTIVES[name]
     weights = loss_weights(MASK, objective.normalizer, 7).double()
-    loss, clipped = objective.surrogate(logprobs, old, ADVANTAGES.double(), MASK.double(), *objective.clip)
+    micro = batch(MASK.double(), ADVANTAGES.double())
+    loss, clipped = objective.surrogate(logprobs, old, micro, UpdateOptions(objective=name))
     (loss * weights).sum().backward()
     torch.testing.assert_close(logprobs.grad, -ADVANTAGES[:, None].double() * weights)
     assert not clipped.any()

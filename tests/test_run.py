@@ -7,8 +7,10 @@ import pytest
 import torch
 from conftest import qwen2
 
+from engine_adapter import Rollout
+from examples.toys import toy_tokenizer
 from rl import Policy
-from toys import toy_tokenizer
+from tasks import RewardError
 from train import Config, build, prepare, reference_engine
 
 
@@ -48,6 +50,19 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
         prepare(context)
     with pytest.raises(ValueError, match="none of the training problems is left"):
         prepare(job(tmp_path, max_prompt_tokens=1, overlong_prompts="drop"))
+
+
+def test_a_failed_reward_stops_the_run_or_is_counted(tmp_path, capsys):
+    run = prepare(job(tmp_path))
+    run = replace(run, task=replace(run.task, reward=lambda problem, _: 1.0 / (problem.answer != "3")))
+    problems = sorted(run.task.train + run.task.held_out, key=lambda problem: int(problem.answer))[2:5]
+    rollouts = [Rollout([1], 0, [5], [-0.1], [1], "stop")] * 3
+    with pytest.raises(RewardError, match=r"ZeroDivisionError.*; to go on with reward 0, --reward-errors count"):
+        run.score(problems, rollouts)
+    rows = replace(run, config=replace(run.config, reward_errors="count")).score(problems, rollouts)
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0]
+    assert [row["error"] is not None for row in rows] == [False, True, False]
+    assert "REWARD FAILED, one of 1: the reward fails (ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_a_resumed_run_must_find_its_problems_unchanged(tmp_path):

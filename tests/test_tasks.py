@@ -5,10 +5,9 @@ import random
 
 import pytest
 
+from examples.toys import addition, digits, share_of_digits, toy_tokenizer
 from tasks import (
     Problem,
-    addition,
-    digits,
     encode_prompt,
     exact_match,
     from_hub,
@@ -17,9 +16,7 @@ from tasks import (
     last_number,
     load_task,
     numeric_match,
-    share_of_digits,
 )
-from toys import toy_tokenizer
 
 
 def test_addition_is_right_split_without_overlap_and_decided_by_the_seed():
@@ -105,7 +102,7 @@ def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_pa
     assert (len(split.train), len(split.held_out)) == (18, 2)
     given = from_jsonl(str(path), 0, str(held_out))
     assert (len(given.train), given.held_out[0].answer) == (20, "#### 7")
-    with pytest.raises(ValueError, match=r"no readable UTF-8: .*No such file"):
+    with pytest.raises(ValueError, match=r"not readable as UTF-8: .*No such file"):
         from_jsonl(str(tmp_path / "absent.jsonl"), 0)
 
 

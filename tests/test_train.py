@@ -16,9 +16,9 @@ import torch
 import tyro
 from conftest import qwen2, refusal
 
+from examples.toys import toy_tokenizer
 from probe.traces import load_traces
 from rl import Policy, make_batch
-from toys import toy_tokenizer
 from train import Config, sample_seed
 
 ROOT = Path(__file__).parents[1]

@@ -1,0 +1,297 @@
+"""README.md and docs/*.md: links, commands and figures are those of the code.
+
+`python tests/test_docs.py` writes the present files and line numbers of all functions into the links.
+"""
+
+import importlib
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import engine_adapter
+import objectives
+from lab.ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
+from tasks import load_task
+from train import Config
+
+ROOT = Path(__file__).parents[1]
+README, LOG = ROOT / "README.md", ROOT / "docs" / "log.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+FUNCTION_LINK = re.compile(r"\[`([\w.]+)`\]\(((?:\.\./)?)([\w/]+\.py)#L(\d+)\)")
+CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
+
+# Every command on the pages: a pattern, and the test that runs the command or one that differs in sizes and paths. A
+# command that no test runs has its reason: hours, minutes, network, GPU, or the whole test run itself.
+COMMANDS = (
+    (r"make train$", "test_train.py::test_the_default_job_learns_at_parity"),
+    (r"make test$|make check$", "itself: this test is part of it"),
+    (r"make train ARGS=.--seed S.$", "test_train.py::test_the_default_job_learns_at_parity"),
+    (r"make train ARGS=.--seed 1 --objective gspo.$",
+     "test_train.py::test_a_model_folder_and_a_jsonl_file_go_through_the_same_door"),
+    (r"make train ARGS=.--parity.no-processed-logprobs.$",
+     "test_train.py::test_an_alarm_asks_the_probe_which_names_the_switch"),
+    (r"make train ARGS=.--old-policy rollout --parity", "minutes: the job of `make train`; the ladder has its figures"),
+    (r"make train ARGS=.--objective dr_grpo.$", "minutes: the job of `make train`; test_rl.py runs its update"),
+    (r"train.py --help$", "test_docs.py::test_help_has_every_option_with_its_reason"),
+    (r"train.py .*--model PATH --task openai/gsm8k:main", "network: a data set of a hub, and a model of the reader's"),
+    (r"train.py .*--probe-every 20 --probe-on-alarm$",
+     "test_train.py::test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing"),
+    (r"train.py --probe-every 2 --steps 60$",
+     "test_train.py::test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing"),
+    (r"train.py --dtype bfloat16 --self-noise-every 1 --seed S$|train.py --dtype float16 --self-noise-every 5$",
+     "test_rl.py::test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was"),
+    (r"train.py --steps 200 --num-prompts 32$", "minutes: a long job, for its memory"),
+    (r"-m lab.plan --gib 40 --model PATH",
+     "test_plan.py::test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine"),
+    (r"-m lab.ablate( |$)",
+     "test_ablate.py::test_a_crashed_arm_is_reported_the_others_go_on_and_finished_ones_are_kept"),
+    (r"make bench$|-m lab.bench --rollouts 64 256 1024 4096$|-m lab.bench --head-tokens 2048 4096 16384$",
+     "minutes: a benchmark for a machine that does nothing else"),
+    (r"-m lab.bench_gpu$", "test_plan.py::test_the_command_for_gpu_figures_runs_at_a_small_size"),
+    (r"-m probe$|-m probe record --model PATH",
+     "test_parity.py::test_a_recorded_workload_is_diagnosed_and_covers_every_sampling_parameter"),
+    (r"-m probe diagnose --model (PATH|tests/data/tiny-qwen2) .*npz",
+     "test_parity.py::test_exit_status_is_0_for_parity_1_for_mismatch_2_for_bad_input_and_needs_no_vllm"),
+    (r"tests/planted.py$", "minutes: 18; test_parity.py plants some of the faults"),
+    (r"tests/clean.py$", "minutes: 22; test_parity.py has clean traces"),
+    (r"tests/kills.py --kills 20$", "minutes: 30; test_train.py and test_resume.py kill some runs"),
+    (r"tests/test_architectures.py$",
+     "test_architectures.py::test_trainer_and_engine_agree_before_and_after_three_loads"),
+)  # fmt: skip
+REASONS = "hours", "minutes", "network", "GPU", "itself"
+
+
+def text_of(page: Path) -> str:
+    """Without what lab.ablate has written: the command of a record is the one of its date."""
+    before, _, rest = page.read_text().partition(MARKERS[0])
+    return before + rest.partition(MARKERS[1])[2]
+
+
+# ------------------------------------------------------------------------------------------------ commands
+def commands_of(page: Path) -> list[str]:
+    """Fenced, indented and inline commands, in one line, without interpreter and comment."""
+    text, found = text_of(page), []
+    for block in CODE.findall(text):
+        found += [re.sub(r"\s{2,}#.*", "", line) for line in block.replace("\\\n", " ").splitlines()]
+    found += re.findall(r"`([^`]+)`", CODE.sub("", text))
+    found = [" ".join(line.split()) for line in found if re.match(r" *(\S*python |make |train\.py -)", line)]
+    return [re.sub(r"^\S*python ", "", command) for command in found]
+
+
+COMMANDS_FOUND = sorted({command for page in PAGES if page != LOG for command in commands_of(page)})
+
+
+def test_the_commands_of_the_pages_are_found():
+    assert len(COMMANDS_FOUND) >= 25
+    assert "-m probe diagnose --model PATH --earlier OLDER OLDEST -- trace.npz" in COMMANDS_FOUND
+    assert any(command.startswith("train.py --out runs/mine") and "--kv-cache-gib 8" in command
+               for command in COMMANDS_FOUND)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS_FOUND)
+def test_each_command_is_run_by_a_test_or_has_a_reason(command):
+    matches = [answer for pattern, answer in COMMANDS if re.match(pattern, command)]
+    assert len(matches) == 1, matches
+    file, is_test, name = matches[0].partition("::")
+    if is_test:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text()
+    else:
+        assert matches[0].startswith(REASONS)
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern, _ in COMMANDS])
+def test_each_entry_of_the_table_stands_for_a_command(pattern):
+    assert any(re.match(pattern, command) for command in COMMANDS_FOUND)
+
+
+class Parsed(BaseException):
+    """Raised in place of the work of a command. Not an Exception, which the command would turn into a sentence."""
+
+
+def parse(module: str, words: list[str], monkeypatch) -> None:
+    """The command's own `main`, up to the end of its parser. Raises: Parsed; SystemExit if it refuses the options."""
+
+    def parser(function):
+        def parse_only(*arguments, **settings):
+            options = function(*arguments, **settings)
+            getattr(options, "config", lambda: None)()  # train.py checks them there
+            raise Parsed
+
+        return parse_only
+
+    monkeypatch.setattr(tyro, "cli", parser(tyro.cli))
+    monkeypatch.setattr(tyro.extras, "subcommand_cli_from_dict", parser(tyro.extras.subcommand_cli_from_dict))
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    importlib.import_module(module).main()
+
+
+@pytest.mark.parametrize("command", COMMANDS_FOUND)
+def test_each_command_has_options_that_exist(command, monkeypatch):
+    words = shlex.split(re.sub(r"\bS\b", "0", command))
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+        words = ["train.py", *shlex.split(words[2].removeprefix("ARGS="))] if words[2:] else []
+    if words[:1] == ["-m"]:
+        module, words = words[1], words[2:]
+        for value in (word for word in words if word.startswith("--train-args=")):
+            with pytest.raises(Parsed):
+                parse("train", shlex.split(value.removeprefix("--train-args=")), monkeypatch)
+        if command != "-m probe":
+            with pytest.raises(Parsed):
+                parse({"probe": "probe.__main__"}.get(module, module), words, monkeypatch)
+    elif words[:1] == ["train.py"]:
+        with pytest.raises(SystemExit if words[1:] == ["--help"] else Parsed):
+            parse("train", words[1:], monkeypatch)
+    elif words:
+        source = (ROOT / words[0]).read_text()
+        assert all(f'"{word}"' in source for word in words if word.startswith("--"))
+
+
+def test_a_command_with_an_unknown_option_is_refused(monkeypatch, capsys):
+    for module in ("train", "lab.plan", "lab.ablate", "lab.bench", "lab.bench_gpu"):
+        with pytest.raises(SystemExit):
+            parse(module, ["--unknown", "1"], monkeypatch)
+    assert "unknown" in capsys.readouterr().err
+
+
+def test_help_has_every_option_with_its_reason(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("train", ["--help"], monkeypatch)
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in said for name in Config.__dataclass_fields__ if name != "parity")
+    assert "--parity.no-fp32-head" in said
+
+
+# ------------------------------------------------------------------------------------------------ links and form
+def line_of(name: str, file: Path) -> int | None:
+    """The number of the line that defines a function, a class or CLASS.METHOD."""
+    owner, _, last = name.rpartition(".")
+    inside = not owner
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if owner and re.match(r"(def|class) ", line):
+            inside = bool(re.match(rf"class {owner}\b", line))
+        if inside and re.match(rf"{'    ' * bool(owner)}(def|class) {last}\b", line):
+            return number
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_link_to_a_function_points_at_its_definition(page):
+    for name, _, file, number in FUNCTION_LINK.findall(page.read_text()):
+        assert line_of(name, ROOT / file) == int(number), f"{name} in {file}; python tests/test_docs.py repairs it"
+
+
+def test_readme_links_the_functions_of_a_step():
+    assert len(FUNCTION_LINK.findall(README.read_text())) >= 25
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_relative_link_exists(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#\w+)?\)", CODE.sub("", page.read_text())):
+        assert (page.parent / target).exists(), target
+
+
+def test_readme_links_each_page_once():
+    linked = re.findall(r"\]\((docs/\w+\.md)\)", README.read_text())
+    assert sorted(linked) == sorted(f"docs/{page.name}" for page in PAGES[1:])
+
+
+def test_readme_has_at_most_250_lines():
+    assert len(README.read_text().splitlines()) <= 250
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != LOG], ids=lambda page: page.name)
+def test_lines_fit_a_screen(page):
+    prose = CODE.sub("", text_of(page))
+    assert [line for line in prose.splitlines() if len(line) > 130 and not line.startswith("|")] == []
+
+
+# ------------------------------------------------------------------------------------------------ content
+def test_the_ladder_is_the_commands_own_output():
+    """Its figures are those of docs/ablation.json, which lab.ablate wrote beside them."""
+    text, record = (ROOT / "docs" / "ladder.md").read_text(), json.loads((ROOT / "docs" / "ablation.json").read_text())
+    section = text.split(MARKERS[0])[1].split(MARKERS[1])[0]
+    assert f"`{record['command']}` on {record['device']}" in section
+    assert set(record["arms"]) == set(ARMS)
+    for arm, entry in record["arms"].items():
+        row = spreads(entry["runs"])
+        for names in (LEARNING, BACKEND):
+            line = f"| {arm} | {' | '.join(cell(name, row) for name in names)} |"
+            assert line in section, line
+
+
+def test_the_readmes_own_task_can_be_trained_on(tmp_path):
+    """The lines a reader copies, loaded as the command loads them."""
+    code = re.search(r"```python\n(# sorting.py.*?)```", README.read_text(), re.DOTALL)[1]
+    assert len(code.splitlines()) <= 15
+    (tmp_path / "sorting.py").write_text(code)
+    task = load_task(str(tmp_path / "sorting.py"), seed=0)
+    assert (len(task.train), len(task.held_out)) == (9000, 1000)
+    problem = task.held_out[0]
+    assert sorted(problem.answer) == list(problem.answer)
+    assert [task.reward(problem, text) for text in (f"It is {problem.answer}.", "hgfedcba", "")] == [1.0, 0.0, 0.0]
+
+
+def added(file: str) -> str:
+    """The lines that a diff of the README adds to a file."""
+    diff = re.search(rf"```diff\n# {file}\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    return "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+"))
+
+
+@pytest.mark.skipif(not hasattr(objectives, "UpdateOptions"), reason="objectives.py has the old rows")
+def test_the_readmes_objective_is_leave_one_out():
+    import torch
+
+    code, row = added("objectives.py").rsplit("\n", 1)
+    names = dict(vars(objectives))
+    exec(code, names)
+    objective = eval(f"{{{row}\n}}", names)["rloo"]
+    rewards = [0.0, 1.0, 1.0, 0.5, 0.1, 0.1, 0.1, 0.1]
+    expected = [r - (sum(group) - r) / 3 for group in (rewards[:4], rewards[4:]) for r in group]
+    advantages = objective.advantages(torch.tensor(rewards), 4)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
+    assert not advantages[4:].any()  # exactly 0: AdamW makes a full step of any other gradient
+    logprobs, old, mask = torch.randn(3, 8, 5)
+    mask = (mask > 0).float()
+    batch = objectives.Batch(mask, mask, mask, old, advantages, torch.full((8,), 5))
+    loss, clipped = objective.surrogate(logprobs, old, batch, objectives.UpdateOptions())
+    torch.testing.assert_close(loss * mask, -torch.exp(logprobs - old) * advantages[:, None] * mask)
+    assert not clipped.any()
+
+
+@pytest.mark.skipif(not hasattr(engine_adapter, "SETTINGS"), reason="engine_adapter.py has no table of settings")
+def test_the_readmes_backend_fix_is_a_row_like_the_others():
+    field, _, row = added("engine_adapter.py").partition("Setting(")
+    (setting,) = eval(f"[Setting({row}\n]", dict(vars(engine_adapter)))
+    assert type(setting) is type(next(iter(engine_adapter.SETTINGS)))
+    assert re.search(r'^ +whole_prefill: bool = True\n +"""', field)
+
+
+# ------------------------------------------------------------------------------------------------ renumbering
+def renumber(page: Path) -> None:
+    """Write the present file and line of each linked function. Raises: LookupError if it is in no file, or in two."""
+
+    def present(link: re.Match) -> str:
+        name, up, file, _ = link.groups()
+        places = [path for folder in ("", "probe/", "lab/", "examples/") for path in ROOT.glob(f"{folder}*.py")]
+        places = [path for path in places if line_of(name, path)]
+        if ROOT / file in places:
+            places = [ROOT / file]
+        if len(places) != 1:
+            raise LookupError(f"{page.name}: {name} of {file} is in {len(places)} files")
+        return f"[`{name}`]({up}{places[0].relative_to(ROOT)}#L{line_of(name, places[0])})"
+
+    page.write_text(FUNCTION_LINK.sub(present, page.read_text()))
+
+
+if __name__ == "__main__":
+    for each in PAGES:
+        renumber(each)

@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -189,6 +190,7 @@ def _prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")  # 0.32 has no cascade attention at all
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # fp32 attention on a GPU is Triton's: TF32 unless told
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first log-probability compiles a kernel for 17 s
@@ -239,6 +241,8 @@ class Engine:
         self.contract, self.parity, self.dtype = dict(contract), parity, dtype
         self._config = AutoConfig.from_pretrained(model)
         self.on_gpu = current_platform.is_cuda_alike()
+        if self.on_gpu != torch.cuda.is_available():
+            raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
         arguments = dict(
@@ -318,9 +322,7 @@ class Engine:
 
     def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
         """Queue one group; its rollouts fill up in place as `step` runs."""
-        if self.state != "ready":
-            way = {"asleep": "call wake() and load()", "empty": "call load()"}.get(self.state, "build a new one")
-            raise EngineStateError(f"generate needs the trainer's weights, this engine is {self.state}: {way} first")
+        self._require("generate", "ready")
         return self._submit([Rollout(prompt_ids, seed + g) for g in range(group_size)], sampling)
 
     def _submit(self, rollouts: list[Rollout], sampling: Sampling) -> list[Rollout]:
@@ -350,14 +352,19 @@ class Engine:
                 del self._requests[output.request_id]
 
     # ---------------------------------------------------------------------------------------------- sleep, wake, load
+    def _require(self, call: str, *states: str) -> None:
+        if self.state not in states:
+            way = {"asleep": "wake() it first", "empty": "load() the weights first", "ready": "sleep() first"}
+            raise EngineStateError(f"{call} needs an engine that is {' or '.join(states)}, this one is {self.state}:"
+                                   f" {way.get(self.state, 'build a new one')}")
+
     def sleep(self) -> None:
         """Give the device to the trainer. GPU: level 2, weights and KV cache released. CPU: only the state changes.
 
         If unfinished rollouts keep their KV cache, the engine keeps all its memory: vLLM has no sleep that frees the
         weights and leaves the cache. Otherwise vLLM computes the cache again after the next `load`.
         """
-        if self.state != "ready":
-            raise EngineStateError(f"sleep needs an engine that is ready, this one is {self.state}")
+        self._require("sleep", "ready")
         if self.on_gpu and not (self.num_unfinished and self.parity.inflight_keep):
             self.llm.sleep(level=2, mode="keep")
             self._memory_released = True
@@ -365,8 +372,7 @@ class Engine:
 
     def wake(self) -> None:
         """Map the weights' memory again; its content is undefined until `load`, which also wakes the KV cache."""
-        if self.state != "asleep":
-            raise EngineStateError(f"wake needs an engine that is asleep, this one is {self.state}")
+        self._require("wake", "asleep")
         if self.on_gpu:
             torch.cuda.empty_cache()  # the blocks the trainer has cached are what the engine needs now
         else:
@@ -390,8 +396,7 @@ class Engine:
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected, wrongly shaped or not
         finite (the engine is unchanged then), or if vLLM refuses one or the canary fails (the engine is broken then).
         """
-        if self.state not in ("empty", "ready"):
-            raise EngineStateError(f"load needs an engine that is awake, this one is {self.state}: call wake() first")
+        self._require("load", "empty", "ready")
         self._check_weights(weights)
         aborted = self._interrupt() if changed else []
         self.state = "broken"  # until the canary has passed
@@ -494,8 +499,7 @@ class Engine:
 
         Raises: AuditError naming each flag and setting asked for but not in force; EngineStateError while asleep.
         """
-        if self.state not in ("empty", "ready"):
-            raise EngineStateError(f"audit needs an engine that is awake, this one is {self.state}")
+        self._require("audit", "empty", "ready")
         config = self.llm.vllm_config
         model, names = config.model_config, [setting.argument.rpartition(".")[2] for setting in SETTINGS]
         found = {name: setting.read(self) for name, setting in zip(names, SETTINGS, strict=True)} | {
@@ -575,10 +579,9 @@ BOOKS = (  # since the run's first step; `kv_lost` counts kept KV caches that vL
 
 @dataclass(eq=False)
 class Group:
-    """G rollouts of one problem, which the caller may choose freely. `rollouts` is empty until the engine has room."""
+    """G rollouts of one problem, of which only `prompt_ids` is used. `rollouts` is empty until the engine has room."""
 
     problem: Any
-    prompt_ids: list[int]
     seed: int
     rollouts: list[Rollout] = field(default_factory=list)
     complete: bool = False
@@ -600,8 +603,8 @@ class Flight:
         self.groups: list[Group] = []  # in the order of submission
         self._complete: list[Group] = []  # those of them that are complete, in the order of completion
 
-    def submit(self, problems: list[Any], prompts: list[list[int]], seeds: list[int]) -> None:
-        self.groups += map(Group, problems, prompts, seeds)
+    def submit(self, problems: list[Any], seeds: list[int]) -> None:
+        self.groups += map(Group, problems, seeds)
         self.engine.books["groups_submitted"] += len(problems)
 
     def take(self, num_groups: int) -> list[Group]:
@@ -622,7 +625,8 @@ class Flight:
         """Submit what the engine has room for; note what is complete."""
         for group in self.groups:
             if not group.rollouts and self.engine.has_room:
-                group.rollouts = self.engine.submit(group.prompt_ids, self.group_size, self.sampling, group.seed)
+                prompt_ids = group.problem.prompt_ids
+                group.rollouts = self.engine.submit(prompt_ids, self.group_size, self.sampling, group.seed)
             elif group.rollouts and not group.complete and all(each.finish_reason for each in group.rollouts):
                 group.complete = True
                 self._complete.append(group)
@@ -658,8 +662,8 @@ class Flight:
         books = dict(self.engine.books)
         books["tokens_wasted"] += sum(len(rollout.token_ids) for rollout in lost)
         books["rollouts_restarted"] += len(lost)
-        return {"groups": [(group.problem, group.prompt_ids, group.seed) for group in self.groups], "books": books}
+        return {"groups": [(tuple(group.problem), group.seed) for group in self.groups], "books": books}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.groups = [Group(*each) for each in state["groups"]]
+    def load_state_dict(self, state: dict[str, Any], problem_type: type) -> None:
+        self.groups = [Group(problem_type(*problem), seed) for problem, seed in state["groups"]]
         self.engine.books |= state["books"]

@@ -4,15 +4,14 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import file_digest, sha256
+from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 
 def memory_gib(device: torch.device) -> float:
-    """GPU: all that is taken on the device now. CPU: the process's resident memory now."""
+    """Memory in use now. GPU: of the whole device, by all processes. CPU: resident memory of this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**30
@@ -29,13 +28,13 @@ def memory_gib(device: torch.device) -> float:
 
 
 def reset_peak() -> None:
-    """CPU: forget the process's highest resident memory. GPU: nothing, see `peak_gib`."""
+    """Start a new measurement of the peak. On a GPU there is nothing to do, see `peak_gib`."""
     if not torch.cuda.is_available():
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_gib() -> float:
-    """The most that was taken since `reset_peak`; on a GPU now, as torch keeps what it once took until a wake."""
+    """The largest memory use since `reset_peak`. GPU: use now, since torch keeps its blocks until the engine wakes."""
     if torch.cuda.is_available():
         return memory_gib(torch.device("cuda"))
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
@@ -69,7 +68,7 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def stage(what: str) -> Iterator[None]:
-    """A library's exception becomes a ValueError that says what was being done."""
+    """Turns an exception of a library into a ValueError that names what failed."""
     try:
         yield
     except Exception as error:
@@ -78,9 +77,9 @@ def stage(what: str) -> Iterator[None]:
 
 @contextmanager
 def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
-    """The error boundary of a command: an exception becomes a sentence and the exit status, SIGINT and SIGTERM too.
+    """The error boundary of a command: an exception, SIGINT or SIGTERM becomes one sentence and the exit status.
 
-    The traceback goes to `out`/error.txt, except that of a ValueError raised by one of our own checks.
+    The traceback goes to `out`/error.txt, unless the exception is a ValueError of this project's own checks.
     """
     try:
         yield
@@ -100,7 +99,7 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def locked(out: str) -> Iterator[None]:
-    """Make the folder of a run and hold it. Raises: ValueError if it is not writable, or another process holds it."""
+    """Make the folder of a run and lock it. Raises: ValueError if it is not writable, or another process holds it."""
     path = Path(out) / "lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,9 +125,13 @@ COLUMNS = (
     " | gnorm {grad_norm:.2f} | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s"
 )
 
-NAMED = {  # since the run's start
-    "tokens_wasted": "tokens thrown away", "groups_dropped": "groups DROPPED: older than --max-staleness",
-    "kv_lost": "kept KV caches LOST to preemption: raise --kv-cache-gib",
+NAMED = {  # shown at the end of the line if not 0; the first three count from the run's start
+    "tokens_wasted": "{} tokens thrown away",
+    "groups_dropped": "{} groups DROPPED: older than --max-staleness",
+    "kv_lost": "{} kept KV caches LOST to preemption: raise --kv-cache-gib",
+    "skipped_updates": "NO SIGNAL in {} minibatch(es): all groups flat, no optimizer step",
+    "overflowed_updates": "fp16 OVERFLOW in {} minibatch(es): no optimizer step, scale halved",
+    "reward_errors": "{} rewards FAILED, counted as 0",
 }
 
 
@@ -141,23 +144,12 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
         evaluated += f" (trainer alone {metrics['eval_reward_trainer']:.3f})"
     if metrics["step"] == 0:
         return f"step   0/{steps}{evaluated}"
-    shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
-    line = COLUMNS.format(**shown, steps=steps)
+    line = COLUMNS.format(**{name: 0.0 if value is None else value for name, value in metrics.items()}, steps=steps)
     if metrics["groups_in_flight"]:
         line += " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}".format(**metrics)
     line += evaluated
-    for name, what in NAMED.items():
-        if metrics[name]:
-            line += f" | {metrics[name]} {what}"
-    if metrics["skipped_updates"]:
-        line += f" | NO SIGNAL in {metrics['skipped_updates']} minibatch(es): all groups flat, no optimizer step"
-    if metrics["overflowed_updates"]:
-        line += f" | fp16 OVERFLOW in {metrics['overflowed_updates']} minibatch(es): no optimizer step, scale halved"
-    if metrics["reward_errors"]:
-        line += f" | {metrics['reward_errors']} rewards FAILED, counted as 0"
-    if metrics["trunc_frac"] == 1.0:
-        line += " | ALL TRUNCATED: raise --max-new-tokens"
-    return line
+    line += "".join(f" | {words.format(metrics[name])}" for name, words in NAMED.items() if metrics[name])
+    return line + (" | ALL TRUNCATED: raise --max-new-tokens" if metrics["trunc_frac"] == 1.0 else "")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -179,7 +171,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
-    """config.json: all one needs to know of what was run; a resumed run adds its own record to `resumed`."""
+    """config.json: everything that defines the run; a resumed run adds its own record to `resumed`."""
     if first_step > 1:
         previous, resumed = json.loads(path.read_text()), {"step": first_step} | record
         record = previous | {"resumed": [*previous.get("resumed", []), resumed]}
@@ -199,72 +191,50 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
-MANIFEST = "sha256.json"  # digests of a checkpoint's files
+def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
+    """checkpoints/step_N-DIGEST.pt: the state, the tables and torch's random states. The newest two are kept.
+
+    The file is written under another name and renamed at the end: it is complete, or it is not there.
+    """
+    folder = out / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    unfinished = folder / "unfinished"
+    tables = {name: (out / name).read_text() for name in TABLES}
+    random_states = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    with stage(f"writing a checkpoint in {folder}"):
+        torch.save(state | random_states | {"step": step, "tables": tables}, unfinished)
+        path = unfinished.rename(folder / f"step_{step:06d}-{_digest(unfinished)}.pt")
+    before = sorted(each for each in folder.glob("*.pt") if each.name < f"step_{step:06d}")
+    for old in set(folder.glob("*.pt")) - {path, *before[-1:]}:
+        old.unlink()
 
 
-def save_checkpoint(out: Path, step: int, state: dict[str, Any], save_policy: Callable[[Path], None]) -> None:
-    """checkpoints/step_N, written under another name and renamed at the end: it is complete, or it is not there."""
-    folder = out / "checkpoints" / f"step_{step:06d}"
-    unfinished = folder.with_suffix(".new")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    tables = {name: (out / name).read_bytes() for name in TABLES}
-    state = state | {"step": step, "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-    state["tables"] = {name: (len(rows), sha256(rows).hexdigest()) for name, rows in tables.items()}
-    with stage(f"writing {folder}"):
-        save_policy(unfinished / "policy")
-        torch.save(state, unfinished / "state.pt")
-        (unfinished / MANIFEST).write_text(json.dumps(_digests(unfinished)))
-    shutil.rmtree(folder, ignore_errors=True)  # a damaged checkpoint of this step, which --resume has passed over
-    unfinished.rename(folder)
-    for old in sorted(folder.parent.glob("step_??????"))[:-2]:
-        shutil.rmtree(old)
-
-
-def newest_checkpoint(out: Path, checkpoint_every: int) -> tuple[Path | None, dict[str, Any] | None]:
-    """Folder and state of the newest checkpoint whose files are unchanged, None before the first one.
+def newest_checkpoint(out: Path, checkpoint_every: int) -> dict[str, Any] | None:
+    """The newest checkpoint whose file is unchanged, None before the first one.
 
     Raises: ValueError if there must be one and none of them can be read.
     """
-    folders = sorted(out.glob("checkpoints/step_??????"), reverse=True)
-    for folder in folders:
-        try:
-            whole = json.loads((folder / MANIFEST).read_text()) == _digests(folder)
-        except (OSError, ValueError):
-            whole = False
-        if whole:
-            return folder, torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
-        print(f"checkpoint DAMAGED, trying the one before it: {folder}", flush=True)
+    paths = sorted(out.glob("checkpoints/*.pt"), reverse=True)
+    for path in paths:
+        if path.stem.endswith(_digest(path)):
+            return torch.load(path, weights_only=True, map_location="cpu")
+        print(f"checkpoint DAMAGED, trying the one before it: {path}", flush=True)
     table = out / "metrics.jsonl"  # the first checkpoint comes after the row of its step
-    if folders or (table.exists() and table.read_bytes().count(b"\n") > checkpoint_every + 1):
+    if paths or (table.exists() and table.read_bytes().count(b"\n") > checkpoint_every + 1):
         raise ValueError(f"a resumed run must have a readable checkpoint, {out} has none; try another --out")
-    return None, None
+    return None
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """Of all files, and the folder's name, so that the files of another checkpoint show."""
-    digests = {"name": folder.stem}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
-        with path.open("rb") as file:
-            digests[str(path.relative_to(folder))] = file_digest(file, "sha256").hexdigest()
-    return digests
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()[:16]
 
 
-def restore_tables(out: Path, state: dict[str, Any] | None) -> None:
-    """The tables as they were at the checkpoint; empty without one.
-
-    Raises: ValueError if one has changed since then, or is gone; all of them are unchanged then.
-    """
+def restore(out: Path, state: dict[str, Any] | None) -> None:
+    """The tables as they were at the checkpoint, and torch's random states; empty tables without a checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
-    kept = {}
     for name in TABLES:
-        size, digest = state["tables"][name] if state else (0, sha256(b"").hexdigest())
-        kept[name] = (out / name).read_bytes()[:size] if (out / name).exists() else b""
-        if sha256(kept[name]).hexdigest() != digest:
-            raise ValueError(f"a resumed run must have its records, {out / name} is not what it was at the checkpoint")
-    for name, rows in kept.items():
-        write_atomically(out / name, rows.decode())
-
-
-def restore_random_states(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state_all(state["cuda"])
+        write_atomically(out / name, state["tables"][name] if state else "")
+    if state:
+        torch.set_rng_state(state["torch"])
+        torch.cuda.set_rng_state_all(state["cuda"])

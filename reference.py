@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from engine_adapter import BOOKS, Engine, EngineStateError, Rollout, Sampling, TrainerLogprobs, WeightLoadError
+from engine_adapter import BOOKS, Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
 from rl import Policy
 
 
@@ -54,7 +54,7 @@ class ReferenceEngine:
     values, as with `inflight_keep`.
     """
 
-    generate, has_room = Engine.generate, Engine.has_room  # both need only the methods below
+    generate, has_room, _require = Engine.generate, Engine.has_room, Engine._require  # the same for both engines
 
     def __init__(self, policy: Policy, max_num_seqs: int = 256):
         self.policy, self.max_num_seqs = policy, max_num_seqs
@@ -71,8 +71,7 @@ class ReferenceEngine:
 
     def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
         """Queue one group; its rollouts fill up in place as `step` runs."""
-        if self.state != "ready":
-            raise EngineStateError(f"generate needs an engine that is ready, this one is {self.state}: call load()")
+        self._require("generate", "ready")
         if sampling != Sampling(sampling.temperature, sampling.max_new_tokens, sampling.stop_token_ids):
             raise ValueError(f"sampling must be by temperature alone in the reference engine, got {sampling}")
         rollouts = [Rollout(prompt_ids, seed + g) for g in range(group_size)]
@@ -140,15 +139,12 @@ class ReferenceEngine:
 
     def sleep(self) -> None:
         """Only the state changes."""
-        self._change_state("sleep", "ready", "asleep")
+        self._require("sleep", "ready")
+        self.state = "asleep"
 
     def wake(self) -> None:
-        self._change_state("wake", "asleep", "empty")
-
-    def _change_state(self, call: str, before: str, after: Literal["empty", "asleep"]) -> None:
-        if self.state != before:
-            raise EngineStateError(f"{call} needs an engine that is {before}, this one is {self.state}")
-        self.state = after
+        self._require("wake", "asleep")
+        self.state = "empty"
 
     def load(
         self, weights: Mapping[str, Tensor], _trainer_logprobs: TrainerLogprobs, changed: bool = True
@@ -157,8 +153,7 @@ class ReferenceEngine:
 
         Raises: WeightLoadError if the tensors are not the policy's own.
         """
-        if self.state not in ("empty", "ready"):
-            raise EngineStateError(f"load needs an engine that is awake, this one is {self.state}: call wake() first")
+        self._require("load", "empty", "ready")
         own = {name: tensor.data_ptr() for name, tensor in self.policy.weights().items()}
         if {name: tensor.data_ptr() for name, tensor in weights.items()} != own:
             raise WeightLoadError("the reference engine samples from its policy's own tensors and takes no others")

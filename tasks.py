@@ -26,11 +26,12 @@ NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d
 
 
 class Problem(NamedTuple):
-    """`source` says where the problem stands (a line of a file), for messages."""
+    """`source` says where the problem stands (a line of a file), for messages; `prompt_ids` come from `encode`."""
 
     question: str
     answer: str
     source: str
+    prompt_ids: list[int] = []
 
 
 Reward = Callable[[Problem, str], float]
@@ -293,24 +294,26 @@ def load_tokenizer(path: str) -> Any:
     return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(path)
 
 
-def encode_prompts(tokenizer: Any, task: Task) -> dict[Problem, list[int]]:
-    """Token ids of every question, in the model's chat template if it has one. Raises: ValueError if one has none."""
-    prompt_ids = {}
-    for problem in task.train + task.held_out:
+def encode(tokenizer: Any, task: Task) -> Task:
+    """The task with the token ids of every question, in the model's chat template if it has one.
+
+    Raises: ValueError if a question cannot be encoded or has no tokens.
+    """
+
+    def encoded(problem: Problem) -> Problem:
         try:
-            prompt_ids[problem] = encode_prompt(tokenizer, problem)
+            if tokenizer.chat_template is None:
+                ids = tokenizer(problem.question)["input_ids"]
+            else:
+                messages = [{"role": "user", "content": problem.question}]
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         except Exception as error:  # tokenizers raise bare Exceptions on text outside their vocabulary
             raise ValueError(f"the tokenizer must encode all prompts, it fails on {problem.source}: {error}") from error
-        if not prompt_ids[problem]:
+        if not ids:
             raise ValueError(f"the tokenizer must encode all prompts, it makes no token of {problem.source}")
-    return prompt_ids
+        return problem._replace(prompt_ids=ids)
 
-
-def encode_prompt(tokenizer: Any, problem: Problem) -> list[int]:
-    if tokenizer.chat_template is None:
-        return tokenizer(problem.question)["input_ids"]
-    messages = [{"role": "user", "content": problem.question}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return replace(task, train=list(map(encoded, task.train)), held_out=list(map(encoded, task.held_out)))
 
 
 # ------------------------------------------------------------------------------------------------ rewards

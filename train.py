@@ -9,7 +9,6 @@ import json
 import random
 import signal
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean as mean
@@ -36,7 +35,7 @@ from objectives import (
 )
 from reference import ReferenceEngine, kv_bytes_per_token
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
-from tasks import CALL_LIMIT_S, Problem, RewardError, Task, describe_model, encode_prompts, load_task, score
+from tasks import CALL_LIMIT_S, Problem, RewardError, Task, describe_model, encode, load_task, score
 
 
 # ------------------------------------------------------------------------------------------------ the loop
@@ -55,7 +54,7 @@ def train(run: Run, live: Live, first_step: int) -> None:
             metrics |= evaluate(run, live, step)
         run.log(metrics)
         if last or step % config.checkpoint_every == 0:
-            records.save_checkpoint(run.out, step, live.state_dict(), partial(run.save_policy, live.policy))
+            records.save_checkpoint(run.out, step, live.state_dict())
     live.engine.close()
     run.save_policy(live.policy, run.out / "policy")
     from lab.curves import plot_curves
@@ -68,7 +67,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     config, policy, engine, flight, clock = run.config, live.policy, live.engine, live.flight, records.Clock()
     problems = run.task.sample(live.rng, config.num_prompts + config.inflight_groups - len(flight.groups))
     seeds = [sample_seed(config.seed, "train", step, p) for p in range(len(problems))]
-    flight.submit(problems, run.encode(problems), seeds)
+    flight.submit(problems, seeds)
     with clock("generate"):
         groups = flight.take(config.num_prompts)  # P
     with clock("sleep"):
@@ -155,7 +154,7 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
 
     def mean_reward(engine: Engine | ReferenceEngine, mode: str, samples: int, sampling: Sampling) -> float:
         nonlocal errors
-        rollouts = engine.generate(run.encode(problems), samples, sampling, seeds)
+        rollouts = engine.generate([problem.prompt_ids for problem in problems], samples, sampling, seeds)
         scored = run.score([problem for problem in problems for _ in range(samples)], rollouts)
         records.append_rows(run.out / "samples.jsonl", [{"step": step, "mode": mode} | each for each in scored])
         errors += sum(each["error"] is not None for each in scored)
@@ -341,14 +340,10 @@ class Run:
     out: Path
     model_path: str
     task: Task
-    prompt_ids: dict[Problem, list[int]]
     tokenizer: Any
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
-
-    def encode(self, problems: list[Problem]) -> list[list[int]]:
-        return [self.prompt_ids[problem] for problem in problems]
 
     def score(self, problems: list[Problem], rollouts: list[Rollout]) -> list[dict[str, Any]]:
         """A row per rollout, as in samples.jsonl: what was asked and answered, its reward, and what failed."""
@@ -358,8 +353,9 @@ class Run:
             reward, error = score(self.task.reward, problem, text, self.config.reward_limit_s)
             if error and self.config.reward_errors == "stop":
                 raise RewardError(f"{error}; to go on with reward 0, --reward-errors count")
-            rows.append({"reward": reward, "response": text, **problem._asdict(), "error": error,
-                         "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids)})
+            rows.append({"reward": reward, "response": text, "question": problem.question, "answer": problem.answer,
+                         "source": problem.source, "finish_reason": rollout.finish_reason,
+                         "tokens": len(rollout.token_ids), "error": error})
         if errors := [row["error"] for row in rows if row["error"]]:
             print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
         return rows
@@ -393,14 +389,12 @@ class Live:
     rng: random.Random
 
     def state_dict(self) -> dict[str, Any]:
-        flight = self.flight.state_dict()
-        groups = [(tuple(problem), *rest) for problem, *rest in flight["groups"]]
-        return {"optimizer": self.optimizer.state_dict(), "flight": flight | {"groups": groups},
-                "rng": self.rng.getstate()}
+        return {"policy": self.policy.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "flight": self.flight.state_dict(), "rng": self.rng.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        groups = [(Problem(*problem), *rest) for problem, *rest in state["flight"]["groups"]]
-        self.flight.load_state_dict(state["flight"] | {"groups": groups})
+        self.policy.model.load_state_dict(state["policy"])
+        self.flight.load_state_dict(state["flight"], Problem)
         self.optimizer.load_state_dict(state["optimizer"])
         self.rng.setstate(state["rng"])
 
@@ -421,20 +415,22 @@ def prepare(config: Config) -> Run:
         model_config, tokenizer, stop_token_ids = describe_toy(config.task)
     else:
         model_config, tokenizer, stop_token_ids = describe_model(config.model)
-    prompt_ids = encode_prompts(tokenizer, task)
-    if (largest := max(*map(max, prompt_ids.values()), *stop_token_ids)) >= model_config.vocab_size:
+    task = encode(tokenizer, task)
+    prompts = [problem.prompt_ids for problem in task.train + task.held_out]
+    if (largest := max(*map(max, prompts), *stop_token_ids)) >= model_config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the vocabulary of"
                          f" {model_config.vocab_size}")
-    task, dropped = _fitting(config, task, prompt_ids, getattr(model_config, "max_position_embeddings", None))
+    task = _fitting(config, task, getattr(model_config, "max_position_embeddings", None))
     if (groups := config.num_prompts + config.inflight_groups) > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all there are),"
                          f" got {groups}")
     if record and record["problems"]["sha256"] != task.fingerprint:
         raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
-    max_model_len = config.max_new_tokens + max(len(prompt_ids[problem]) for problem in task.train + task.held_out)
+    max_model_len = config.max_new_tokens + max(len(problem.prompt_ids) for problem in task.train + task.held_out)
     path = str(toy_model(config.cache_dir, config.seed, config.task)) if config.model == "toy" else config.model
-    return Run(config, out, path, task, prompt_ids, tokenizer, sampling, max_model_len, dropped)
+    dropped = len(prompts) - len(task.train) - len(task.held_out)
+    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped)
 
 
 def find_task(config: Config) -> Task:
@@ -467,47 +463,45 @@ def _earlier_record(config: Config) -> dict[str, Any] | None:
     return record
 
 
-def _fitting(
-    config: Config, task: Task, prompt_ids: dict[Problem, list[int]], context: int | None
-) -> tuple[Task, int]:
-    """The task without the problems whose prompts are too long, and how many these are."""
+def _fitting(config: Config, task: Task, context: int | None) -> Task:
+    """The task without the problems whose prompts are too long, if these are to be dropped."""
     limit, why = config.max_prompt_tokens, "--max-prompt-tokens"
     if context is not None and config.max_new_tokens >= context:
         raise ValueError(f"max_new_tokens must be below the model's context of {context}, got {config.max_new_tokens}")
     if context is not None and (limit is None or context - config.max_new_tokens < limit):
         limit, why = context - config.max_new_tokens, f"the context of {context} less --max-new-tokens"
-    overlong = {problem for problem, ids in prompt_ids.items() if limit is not None and len(ids) > limit}
+    problems = task.train + task.held_out
+    overlong = [problem for problem in problems if limit is not None and len(problem.prompt_ids) > limit]
     if not overlong:
-        return task, 0
-    worst, rule = max(overlong, key=lambda problem: len(prompt_ids[problem])), f"at most {limit} tokens long ({why})"
+        return task
+    counted = f"{len(overlong)} of {len(problems)} prompts are longer than {limit} tokens ({why})"
     if config.overlong_prompts == "refuse":
-        raise ValueError(f"prompts must be {rule}, {worst.source} has {len(prompt_ids[worst])}, {len(overlong)} of"
-                         f" {len(prompt_ids)} are longer; try --overlong-prompts drop")
-    train, held_out = ([p for p in problems if p not in overlong] for problems in (task.train, task.held_out))
+        worst = max(overlong, key=lambda problem: len(problem.prompt_ids))
+        raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)}; try --overlong-prompts drop")
+    train, held_out = ([p for p in part if len(p.prompt_ids) <= limit] for part in (task.train, task.held_out))
     if not train or not held_out:
-        raise ValueError(f"prompts must be {rule}, none of the {'held-out' if train else 'training'} problems is left")
-    print(f"{len(overlong)} of {len(prompt_ids)} prompts DROPPED: longer than {limit} tokens ({why})", flush=True)
-    return replace(task, train=train, held_out=held_out), len(overlong)
+        raise ValueError(f"{counted}, none of the {'held-out' if train else 'training'} problems is left")
+    print(f"{counted}: DROPPED", flush=True)
+    return replace(task, train=train, held_out=held_out)
 
 
 def build(run: Run) -> tuple[Live, int]:
     """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
     config = run.config
-    folder, state = records.newest_checkpoint(run.out, config.checkpoint_every) if config.resume else (None, None)
-    policy = load_policy(run, str(folder / "policy") if folder else run.model_path)
+    state = records.newest_checkpoint(run.out, config.checkpoint_every) if config.resume else None
+    policy = load_policy(run)
     if policy.model._is_stateful and (config.eval_with_trainer or config.engine == "transformers"):
         raise ValueError("engine must be vllm and eval_with_trainer off with recurrent layers (transformers cannot drop"
                          f" a row of their state), got {config.engine}; try --engine vllm --no-eval-with-trainer")
-    records.restore_tables(run.out, state)
-    reference = load_policy(run, run.model_path) if config.kl_coef else None  # the first policy, resumed or not
+    reference = load_policy(run) if config.kl_coef else None  # the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
     engine = start_engine(run, policy)
     flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
     live = Live(policy, reference, optimizer, engine, flight, random.Random(config.seed))
     torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
+    records.restore(run.out, state)
     if state:
         live.load_state_dict(state)
-        records.restore_random_states(state)
     first_step = state["step"] + 1 if state else 1
     engine.load(policy.weights(), policy.score)
     records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
@@ -529,10 +523,10 @@ def _record(run: Run, policy: Policy, engine: Engine | ReferenceEngine) -> dict[
     }
 
 
-def load_policy(run: Run, path: str) -> Policy:
+def load_policy(run: Run) -> Policy:
     config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
-    with records.stage(f"loading the model in {path}"):
-        return Policy.load(path, getattr(torch, config.dtype), device, config.parity.fp32_head,
+    with records.stage(f"loading the model in {run.model_path}"):
+        return Policy.load(run.model_path, getattr(torch, config.dtype), device, config.parity.fp32_head,
                            config.gradient_checkpointing)
 
 
@@ -542,14 +536,11 @@ def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
     if config.engine == "transformers":
         return reference_engine(run, policy)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    engine = Engine(
+    return Engine(
         run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
         max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, block_size=config.block_size,
         enforce_eager=config.enforce_eager, seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
     )
-    if engine.on_gpu != (policy.device.type == "cuda"):
-        raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
-    return engine
 
 
 def reference_engine(run: Run, policy: Policy) -> ReferenceEngine:

@@ -53,6 +53,12 @@ def folders(tmp_path_factory) -> dict[bool, str]:
     return {tied: str(root / str(tied)) for tied in (False, True)}
 
 
+def prompt_ids(tokenizer, problem) -> list[int]:
+    from tasks import Task, encode, exact_match
+
+    return encode(tokenizer, Task([problem], [], exact_match)).train[0].prompt_ids
+
+
 # ------------------------------------------------------------------------------------------------ a small run
 TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
 PYTHON = '''

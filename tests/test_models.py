@@ -10,14 +10,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, JambaConfig
 
+from conftest import prompt_ids
+
 from examples.toys import EOS, digits, toy_model, toy_tokenizer
-from tasks import Problem, describe_model, encode_prompt, load_tokenizer
+from tasks import Problem, describe_model, load_tokenizer
 
 
 def test_the_model_for_digits_starts_unsure_and_with_offset_logits(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(toy_model(str(tmp_path), 0, "digits"))
     task, tokenizer = digits(0), toy_tokenizer()
-    ids = torch.tensor([encode_prompt(tokenizer, p) + tokenizer(p.answer, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([prompt_ids(tokenizer, p) + tokenizer(p.answer, add_special_tokens=False)["input_ids"]
                         for p in task.held_out])  # fmt: skip
     with torch.no_grad():
         logits = model(input_ids=ids[:, :-1]).logits[:, 34:]  # (256, 16, V), the answers' positions
@@ -31,7 +33,9 @@ def test_the_model_for_digits_starts_unsure_and_with_offset_logits(tmp_path):
 def test_a_toy_does_not_depend_on_the_speed_of_the_machine(tmp_path):
     """A clock on which every look takes an hour: teaching stops where the seed says, not where a time limit does."""
     program = ("import itertools, sys, time; clock = itertools.count(0, 3600); time.monotonic = lambda: next(clock);"
-               " from examples.toys import toy_model; toy_model(sys.argv[1], 1, 'digits')")  # fmt: skip
+               " from conftest import prompt_ids
+
+from examples.toys import toy_model; toy_model(sys.argv[1], 1, 'digits')")  # fmt: skip
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "slow")], check=True, cwd=Path(__file__).parents[1])
     slow, usual = next((tmp_path / "slow").iterdir()), toy_model(str(tmp_path / "usual"), 1, "digits")
     assert (slow / "model.safetensors").read_bytes() == (usual / "model.safetensors").read_bytes()
@@ -41,7 +45,7 @@ def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_p
     toy_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     tokenizer = load_tokenizer(str(tmp_path))
-    ids = encode_prompt(tokenizer, Problem("81+7=", "88", ""))
+    ids = prompt_ids(tokenizer, Problem("81+7=", "88", ""))
     assert ids == [1, 11, 4, 13, 10, 14]
     assert tokenizer.decode([*ids[1:], EOS], skip_special_tokens=True) == "81+7="
     assert tokenizer.eos_token_id == EOS
@@ -76,4 +80,4 @@ def test_chat_template_is_used_where_there_is_one():
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
     equals = toy_tokenizer().convert_tokens_to_ids("=")
-    assert encode_prompt(tokenizer, Problem("1+1", "2", ""))[-1] == equals
+    assert prompt_ids(tokenizer, Problem("1+1", "2", ""))[-1] == equals

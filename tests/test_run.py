@@ -27,26 +27,26 @@ def job(tmp_path, **changes) -> Config:
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, capsys):
     whole = prepare(job(tmp_path))
-    lengths = sorted(map(len, whole.prompt_ids.values()))
+    lengths = sorted(len(problem.prompt_ids) for problem in whole.task.train + whole.task.held_out)
     limit = lengths[14]
     longer = sum(length > limit for length in lengths)
     assert 0 < longer < 6
-    complaint = (rf"at most {limit} tokens long \(--max-prompt-tokens\), .*task.jsonl, line \d+ has {lengths[-1]},"
-                 rf" {longer} of 20 are longer; try --overlong-prompts drop")  # fmt: skip
+    complaint = (rf"{longer} of 20 prompts are longer than {limit} tokens \(--max-prompt-tokens\), .*task.jsonl, line"
+                 rf" \d+ has {lengths[-1]}; try --overlong-prompts drop")  # fmt: skip
     with pytest.raises(ValueError, match=complaint):
         prepare(job(tmp_path, max_prompt_tokens=limit))
     other = tmp_path / "eval.jsonl"
     other.write_text((tmp_path / "task.jsonl").read_text().replace('"question": "1', '"question": "2'))
     run = prepare(job(tmp_path, max_prompt_tokens=limit, overlong_prompts="drop", eval_task=str(other)))
     assert run.dropped_prompts == 2 * longer
-    assert f"{2 * longer} of 40 prompts DROPPED" in capsys.readouterr().out
+    assert f"{2 * longer} of 40 prompts are longer than {limit} tokens (--max-prompt-tokens): DROPPED" in capsys.readouterr().out
     for kept in (run.task.train, run.task.held_out):
         assert len(kept) == 20 - longer
-        assert max(len(run.prompt_ids[problem]) for problem in kept) == limit
+        assert max(len(problem.prompt_ids) for problem in kept) == limit
     assert run.max_model_len == limit + 8
     assert prepare(job(tmp_path, max_prompt_tokens=limit, max_new_tokens=256 - limit, overlong_prompts="drop"))
     context = job(tmp_path, max_new_tokens=256 - limit + 1, overlong_prompts="refuse")
-    with pytest.raises(ValueError, match=rf"at most {limit - 1} tokens .* \(the context of 256 less"):
+    with pytest.raises(ValueError, match=rf"longer than {limit - 1} tokens \(the context of 256 less"):
         prepare(context)
     with pytest.raises(ValueError, match="none of the training problems is left"):
         prepare(job(tmp_path, max_prompt_tokens=1, overlong_prompts="drop"))

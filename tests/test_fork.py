@@ -1,0 +1,69 @@
+"""What a fork adds: an objective is a surrogate, an advantage and one row; a backend fix is one row of SETTINGS."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import command, qwen2
+
+from engine_adapter import SETTINGS, AuditError, Engine, ParityFlags, Setting
+from objectives import OBJECTIVES, Batch, Objective, TokenLoss, UpdateOptions
+from rl import Policy
+from train import CommandLine, build, prepare, train_step
+
+
+def masked_sequences(logprobs: torch.Tensor, _old: torch.Tensor, batch: Batch, options: UpdateOptions) -> TokenLoss:
+    """-sg(r) A logprobs, r to the engine's policy; rows whose geometric mean of r is above the upper bound are left out."""
+    log_ratio = (logprobs - batch.behavior_logprobs).detach() * batch.mask  # (B, T)
+    length = batch.mask.sum(dim=1, keepdim=True).clamp(min=1)
+    outside = (log_ratio.sum(dim=1, keepdim=True) / length > math.log1p(options.clip[1])).expand_as(batch.mask)
+    loss = -log_ratio.exp() * batch.advantages[:, None] * logprobs * batch.mask
+    return TokenLoss(loss.masked_fill(outside, 0.0), outside)
+
+
+def leave_one_out(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+    """R minus the mean of the other rewards of the group."""
+    groups = rewards.view(-1, group_size)
+    return ((groups - groups.mean(dim=1, keepdim=True)) * group_size / (group_size - 1)).flatten()
+
+
+@pytest.mark.parametrize("row", [
+    Objective(masked_sequences), Objective(OBJECTIVES["grpo"].surrogate, "sequence", leave_one_out),
+], ids=["a surrogate of the behaviour policy", "an advantage of its own"])  # fmt: skip
+def test_a_new_objective_trains_with_one_row(row, good, tmp_path, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "mine", row)
+    words = command(good, f"--out {tmp_path}/run --engine transformers --task {good}/task.py --lr 1e-2 --temperature 3")
+    import tyro
+
+    config = tyro.cli(CommandLine, args=words).config()
+    run = prepare(type(config)(**vars(config) | {"objective": "mine"}))
+    live, step = build(run)
+    before = live.policy.copied_weights()
+    metrics, batch, _ = train_step(run, live, step)
+    assert metrics["updates"] > 0
+    assert any(not torch.equal(before[name], tensor) for name, tensor in live.policy.copied_weights().items())
+    rewards = torch.tensor([float(a) for a in batch.advantages.view(-1, 2).sum(dim=1)])  # groups of two
+    assert rewards.abs().max() < 1e-5  # both advantages sum to 0 in a group
+
+
+@dataclass(frozen=True)
+class Flags(ParityFlags):
+    first_come_first_served: bool = True
+
+
+ROW = Setting("first_come_first_served", "scheduling_policy", "fcfs", "priority",
+              lambda engine: engine.llm.vllm_config.scheduler_config.policy)  # fmt: skip
+
+
+@pytest.mark.engine
+def test_a_new_backend_fix_is_one_row_and_is_read_back(folders, monkeypatch):
+    monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, ROW])
+    contract = {name: tensor.shape for name, tensor in Policy(qwen2(tied=False)).weights().items()}
+    for on, value in ((True, "fcfs"), (False, "priority")):
+        engine = Engine(folders[False], contract, Flags(first_come_first_served=on), max_model_len=64)
+        assert engine.settings["scheduling_policy"] == value
+        engine.close()
+    monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, ROW._replace(read=lambda _: "what vLLM made of it")])
+    with pytest.raises(AuditError, match="scheduling_policy is 'what vLLM made of it', not 'fcfs'"):
+        Engine(folders[False], contract, Flags(), max_model_len=64)

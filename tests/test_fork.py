@@ -14,7 +14,7 @@ from train import CommandLine, build, prepare, train_step
 
 
 def masked_sequences(logprobs: torch.Tensor, _old: torch.Tensor, batch: Batch, options: UpdateOptions) -> TokenLoss:
-    """-sg(r) A logprobs, r to the engine's policy; rows whose geometric mean of r is above the upper bound are left out."""
+    """-sg(r) A logprobs with r to the engine's policy, without rows whose geometric mean of r is above the bound."""
     log_ratio = (logprobs - batch.behavior_logprobs).detach() * batch.mask  # (B, T)
     length = batch.mask.sum(dim=1, keepdim=True).clamp(min=1)
     outside = (log_ratio.sum(dim=1, keepdim=True) / length > math.log1p(options.clip[1])).expand_as(batch.mask)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TOP, FOLDERS = sorted(ROOT.glob("*.py")), ("probe", "lab", "examples")
-FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
-         for path in [*TOP, *(path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py")))]}  # fmt: skip
+FILES = {path.stem: path for path in TOP}
+FILES |= {f"{folder}.{path.stem}": path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))}
 
 
 @cache

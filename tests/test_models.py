@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import prompt_ids
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, JambaConfig
-
-from conftest import prompt_ids
 
 from examples.toys import EOS, digits, toy_model, toy_tokenizer
 from tasks import Problem, describe_model, load_tokenizer
@@ -33,9 +32,7 @@ def test_the_model_for_digits_starts_unsure_and_with_offset_logits(tmp_path):
 def test_a_toy_does_not_depend_on_the_speed_of_the_machine(tmp_path):
     """A clock on which every look takes an hour: teaching stops where the seed says, not where a time limit does."""
     program = ("import itertools, sys, time; clock = itertools.count(0, 3600); time.monotonic = lambda: next(clock);"
-               " from conftest import prompt_ids
-
-from examples.toys import toy_model; toy_model(sys.argv[1], 1, 'digits')")  # fmt: skip
+               " from examples.toys import toy_model; toy_model(sys.argv[1], 1, 'digits')")  # fmt: skip
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "slow")], check=True, cwd=Path(__file__).parents[1])
     slow, usual = next((tmp_path / "slow").iterdir()), toy_model(str(tmp_path / "usual"), 1, "digits")
     assert (slow / "model.safetensors").read_bytes() == (usual / "model.safetensors").read_bytes()

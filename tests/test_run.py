@@ -39,7 +39,8 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
     other.write_text((tmp_path / "task.jsonl").read_text().replace('"question": "1', '"question": "2'))
     run = prepare(job(tmp_path, max_prompt_tokens=limit, overlong_prompts="drop", eval_task=str(other)))
     assert run.dropped_prompts == 2 * longer
-    assert f"{2 * longer} of 40 prompts are longer than {limit} tokens (--max-prompt-tokens): DROPPED" in capsys.readouterr().out
+    said = f"{2 * longer} of 40 prompts are longer than {limit} tokens (--max-prompt-tokens): DROPPED"
+    assert said in capsys.readouterr().out
     for kept in (run.task.train, run.task.held_out):
         assert len(kept) == 20 - longer
         assert max(len(problem.prompt_ids) for problem in kept) == limit

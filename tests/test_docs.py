@@ -272,7 +272,7 @@ def test_the_readmes_backend_fix_is_a_row_like_the_others():
     field, _, row = added("engine_adapter.py").partition("Setting(")
     (setting,) = eval(f"[Setting({row}\n]", dict(vars(engine_adapter)))
     assert type(setting) is type(next(iter(engine_adapter.SETTINGS)))
-    assert re.search(r'^ +whole_prefill: bool = True\n +"""', field)
+    assert re.search(r"^ +fcfs: bool = True  # ", field)
 
 
 # ------------------------------------------------------------------------------------------------ renumbering

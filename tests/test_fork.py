@@ -49,10 +49,10 @@ def test_a_new_objective_trains_with_one_row(row, good, tmp_path, monkeypatch):
 
 @dataclass(frozen=True)
 class Flags(ParityFlags):
-    first_come_first_served: bool = True
+    fcfs: bool = True
 
 
-ROW = Setting("first_come_first_served", "scheduling_policy", "fcfs", "priority",
+ROW = Setting("fcfs", "scheduling_policy", "fcfs", "priority",
               lambda engine: engine.llm.vllm_config.scheduler_config.policy)  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_a_new_backend_fix_is_one_row_and_is_read_back(folders, monkeypatch):
     monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, ROW])
     contract = {name: tensor.shape for name, tensor in Policy(qwen2(tied=False)).weights().items()}
     for on, value in ((True, "fcfs"), (False, "priority")):
-        engine = Engine(folders[False], contract, Flags(first_come_first_served=on), max_model_len=64)
+        engine = Engine(folders[False], contract, Flags(fcfs=on), max_model_len=64)
         assert engine.settings["scheduling_policy"] == value
         engine.close()
     monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, ROW._replace(read=lambda _: "what vLLM made of it")])

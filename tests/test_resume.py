@@ -56,34 +56,28 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def empty(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
+def checkpoint(out: Path, step: int) -> Path:
+    return next(out.glob(f"checkpoints/step_{step:06d}-*.pt"))
 
 
 DAMAGE = {
-    "state cut off": lambda folder: half(folder / "state.pt"), "state empty": lambda f: (f / "state.pt").write_text(""),
-    "weights cut off": lambda folder: half(folder / "policy" / "model.safetensors"), "an empty folder": empty,
-    "no policy": lambda folder: shutil.rmtree(folder / "policy"),
-    "one bit": lambda folder: flip(folder / "policy" / "model.safetensors"),
-    "one bit of the state": lambda folder: flip(folder / "state.pt"),
-    "another state": lambda folder: torch.save({}, folder / "state.pt"),
-    "the one before it": lambda f: (shutil.rmtree(f), shutil.copytree(f.with_name("step_000003"), f)),
-    "the state before it": lambda f: shutil.copy(f.with_name("step_000003") / "state.pt", f / "state.pt"),
+    "cut off": half, "one bit": flip, "empty": lambda path: path.write_text(""),
+    "another state": lambda path: torch.save({}, path),
+    "the one before it": lambda path: shutil.copy(checkpoint(path.parents[1], 3), path),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(good, whole, copy, kind, capsys):
-    DAMAGE[kind](copy / "checkpoints" / "step_000004")
+    DAMAGE[kind](checkpoint(copy, 4))
     main([*options(good, copy), "--resume"])
     printed = capsys.readouterr().out
-    assert re.search(r"checkpoint DAMAGED, trying the one before it: .*step_000004\n", printed)
+    assert re.search(r"checkpoint DAMAGED, trying the one before it: .*step_000004-\w+\.pt\n", printed)
     assert "resumed at step 4" in printed
     assert timeless(copy) == timeless(whole)
     assert (copy / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert sorted(path.name for path in copy.glob("checkpoints/*")) == ["step_000003", "step_000004"]
-    assert all((path / "state.pt").stat().st_size > 10_000 for path in copy.glob("checkpoints/*"))
+    assert sorted(path.name[:11] for path in copy.glob("checkpoints/*")) == ["step_000003", "step_000004"]
+    assert all(path.stat().st_size > 10_000 for path in copy.glob("checkpoints/*"))
 
 
 def test_a_folder_with_a_runs_files_and_no_config_is_not_taken_for_a_new_one(good, copy, capsys):
@@ -94,8 +88,8 @@ def test_a_folder_with_a_runs_files_and_no_config_is_not_taken_for_a_new_one(goo
 
 
 def test_checkpoints_that_are_all_damaged_are_refused(good, copy, capsys):
-    for folder in copy.glob("checkpoints/*"):
-        half(folder / "state.pt")
+    for path in copy.glob("checkpoints/*"):
+        half(path)
     assert f"{copy} has none; try another --out" in refusal([*options(good, copy), "--resume"], capsys)
 
 
@@ -114,25 +108,33 @@ def broken_line(path: Path, number: int) -> None:
     path.write_text("".join([*lines[: number - 1], lines[number - 1][:9] + "\n", *lines[number:]]))
 
 
+TABLES = {
+    "a step missing": lambda f: without_line(f / "metrics.jsonl", 3), "cut off": lambda f: half(f / "metrics.jsonl"),
+    "a step twice": lambda f: twice(f / "metrics.jsonl"), "no samples": lambda f: (f / "samples.jsonl").unlink(),
+    "a broken line": lambda f: broken_line(f / "samples.jsonl", 2),
+    "bytes": lambda f: (f / "metrics.jsonl").write_bytes(bytes(range(256))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_damaged_tables_are_written_again_from_the_checkpoint(good, whole, copy, kind):
+    TABLES[kind](copy)
+    checkpoint(copy, 4).unlink()
+    main([*options(good, copy), "--resume"])
+    assert timeless(copy) == timeless(whole)
+    assert (copy / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
 RECORDS = {
-    "a step missing": (lambda f: without_line(f / "metrics.jsonl", 3), "metrics.jsonl is not what it was"),
-    "cut in the middle": (lambda f: half(f / "metrics.jsonl"), "metrics.jsonl is not what it was"),
-    "a step twice": (lambda f: twice(f / "metrics.jsonl"), "metrics.jsonl is not what it was"),
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have a readable checkpoint"),
-    "a broken line": (lambda f: broken_line(f / "metrics.jsonl", 3), "metrics.jsonl is not what it was"),
-    "a sample missing": (lambda f: without_line(f / "samples.jsonl", 3), "samples.jsonl is not what it was"),
-    "a broken sample": (lambda f: broken_line(f / "samples.jsonl", 2), "samples.jsonl is not what it was"),
-    "no metrics": (lambda f: (f / "metrics.jsonl").unlink(), "metrics.jsonl is not what it was"),
-    "no samples": (lambda f: (f / "samples.jsonl").unlink(), "samples.jsonl is not what it was"),
-    "bytes": (lambda f: (f / "metrics.jsonl").write_bytes(bytes(range(256))), "metrics.jsonl is not what it was"),
     "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed: Expecting value"),
     "another config": (lambda f: (f / "config.json").write_text("{}"), "config.json failed: KeyError: 'config'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_records_that_are_damaged_are_refused_by_name_and_left_alone(good, copy, kind, capsys):
+def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(good, copy, kind, capsys):
     spoil, complaint = RECORDS[kind]
     spoil(copy)
     before = {path: path.read_bytes() for path in copy.glob("*.jsonl")}
@@ -140,7 +142,6 @@ def test_records_that_are_damaged_are_refused_by_name_and_left_alone(good, copy,
     assert {path: path.read_bytes() for path in copy.glob("*.jsonl")} == before
 
 
-# ------------------------------------------------------------------------------------------------ other processes
 def start(arguments: list[str], **how) -> subprocess.Popen:
     program = [sys.executable, str(ROOT / "train.py"), *arguments]
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
@@ -177,11 +178,11 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, 
     """Files of at most 400 kB stand for the disk: the weights fit, the optimizer's state does not."""
     out, limit = tmp_path / "run", (400_000, 400_000)
     assert (whole / "policy" / "model.safetensors").stat().st_size < limit[0]
-    assert (whole / "checkpoints" / "step_000004" / "state.pt").stat().st_size > limit[0]
+    assert checkpoint(whole, 4).stat().st_size > limit[0]
     process = start(options(good, out), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert re.search(r"^error: writing .*step_000001 failed: RuntimeError: .*fail", said, re.M)
+    assert re.search(r"^error: writing a checkpoint in .* failed: RuntimeError: .*fail", said, re.M)
     assert "Traceback" not in said
     main([*options(good, out), "--resume"])
     assert timeless(out) == timeless(whole)

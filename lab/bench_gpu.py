@@ -118,6 +118,9 @@ def step_case(options: Options) -> None:
         for step in (1, 2, 3):
             metrics, _, _ = train_step(run, live, step)
             show(str(step), metrics["step_s"], f"{metrics['tokens']:,}")
+    print()
+    show("figure", "value")
+    show("---", "---")
     for phase in ("generate", "old_logprobs", "update", "sync"):
         show(f"{phase}, s", metrics[f"{phase}_s"])
         show(f"{phase}, peak GiB", metrics[f"{phase}_gib"])

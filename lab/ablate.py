@@ -26,9 +26,8 @@ from records import one_sentence
 ROOT = Path(__file__).parents[1]
 # Settings under which every fault is measurable on two CPU cores. With the toy's defaults most faults would not appear.
 WORKLOAD = {
-    "--task": ("digits", "64 problems that repeat at every step; their prompts are longer than a KV block, so vLLM"
-               " caches them"),
-    "--block-size": ("32", "the smallest on a CPU; with vLLM's default of 128 no prompt is long enough to be cached"),
+    "--task": ("digits", "64 problems, the same in all steps; their prompts fill a KV block, so vLLM caches them"),
+    "--block-size": ("32", "the smallest on a CPU; no prompt fills vLLM's default block of 128 tokens"),
     "--temperature": ("0.7", "at 1, raw and processed log-probabilities are equal"),
     "--dtype": ("bfloat16", "in float32, the head is fp32 with and without the fix"),
     "--num-prompts": ("48", "groups per step"),
@@ -95,8 +94,6 @@ class Options:
     """Write ablation.md again from ablation.json in `out`; run nothing. Give the seeds and steps of that run."""
 
     def __post_init__(self):
-        if not self.arms or len(set(self.arms)) < len(self.arms):
-            raise ValueError(f"arms must name each arm once, got {' '.join(self.arms) or 'none'}")
         for name in ("seeds", "steps", "jobs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -156,8 +153,9 @@ def execute_all(runs: Iterable[Run], jobs: int) -> dict[Path, str]:
     with ThreadPoolExecutor(jobs) as pool:
         for done, (run, error) in enumerate(zip(distinct, pool.map(execute, distinct), strict=True), 1):
             if error:
-                crashed[run.folder] = error
-            outcome = f"CRASHED, {error}" if error else headline(run.folder)
+                crashed[run.folder], outcome = error, f"CRASHED, {error}"
+            else:
+                outcome = "reward {reward:.2f}, mismatch {mismatch:.1e}, {probe:.60}".format(**measure(run.folder))
             minutes = (time.monotonic() - started) / 60
             print(f"[{done}/{len(distinct)}] {run.name}: {outcome} | {minutes:.1f} min", flush=True)
     return crashed
@@ -223,11 +221,6 @@ def measure(folder: Path) -> dict[str, Any]:
     return {name: metric.measure(steps) for name, metric in METRICS.items()} | {
         "probe": "; ".join(causes) or verdict["status"]
     }
-
-
-def headline(folder: Path) -> str:
-    run = measure(folder)
-    return f"reward {run['reward']:.2f}, mismatch {run['mismatch']:.1e}, probe: {run['probe'][:60]}"
 
 
 Arm = dict[str, tuple[float, ...]]  # the values of each metric over the seeds
@@ -315,10 +308,7 @@ def plot(runs: dict[str, list[Path]], path: Path) -> None:
 
     Lines are means over the seeds, bands the seed range.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels = {
         "clip rate": "clip_rate", "KL new/old, nats": "kl_new_old", "entropy, nats": "entropy", "reward": "reward",
@@ -326,36 +316,34 @@ def plot(runs: dict[str, list[Path]], path: Path) -> None:
     }
     colors = {"reference": "tab:blue", "v1-defaults": "tab:red", "parity": "tab:green"}
     steps = {arm: [steps_of(folder) for folder in runs.get(arm, [])] for arm in colors}
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
-    for axis, (title, name) in zip(axes.flat, panels.items(), strict=True):
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axis, (title, name) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
         for arm, color in colors.items():
-            curves = [{step["step"]: step[name] for step in run if step.get(name) is not None} for run in steps[arm]]
-            if all(curves) and curves:
+            curves = ({step["step"]: step[name] for step in run if step.get(name) is not None} for run in steps[arm])
+            if curves := [curve for curve in curves if curve]:
                 shared = sorted(set.intersection(*map(set, curves)))
                 values = [[curve[step] for curve in curves] for step in shared]
                 axis.plot(shared, [*map(mean, values)], color=color, label=arm)
                 axis.fill_between(shared, [*map(min, values)], [*map(max, values)], color=color, alpha=0.2, lw=0)
         axis.set(title=title, xlabel="step", yscale="log" if title.startswith(("mismatch", "KL")) else "linear")
-    axes.flat[0].legend()
+    figure.axes[0].legend()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 MARKERS = "<!-- ablation.md -->", "<!-- end of ablation.md -->"
 
 
-def around_markers(path: Path) -> tuple[str, str]:
-    """The text before the first marker line and after the second. Raises: ValueError if a marker is missing."""
+def write_page(path: Path, text: str | None = None) -> None:
+    """Replace the text between the marker lines; without a new text, only check that both are there.
+
+    Raises: ValueError if a marker is missing.
+    """
     before, marker, rest = path.read_text().partition(MARKERS[0])
     _, end, after = rest.partition(MARKERS[1])
     if not (marker and end):
         raise ValueError(f"page must hold the lines {' and '.join(MARKERS)}, got {path} without them")
-    return before, after
-
-
-def write_page(path: Path, text: str) -> None:
-    before, after = around_markers(path)
-    path.write_text(f"{before}{MARKERS[0]}\n\n{text}\n{MARKERS[1]}{after}")
+    if text is not None:
+        path.write_text(f"{before}{marker}\n\n{text}\n{end}{after}")
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -365,9 +353,10 @@ def run_arms(options: Options, command: str) -> None:
     (out / "runs").mkdir(parents=True, exist_ok=True)
     errors = execute_all(runs.values(), options.jobs)
     crashed = {run.name: errors[run.folder] for run in runs.values() if run.folder in errors}
-    finished = {arm: [runs[arm, seed].folder for seed in range(options.seeds)
-                      if runs[arm, seed].folder not in errors] for arm in options.arms}
-    finished = {arm: folders for arm, folders in finished.items() if folders}
+    finished: dict[str, list[Path]] = {}
+    for (arm, _), run in runs.items():
+        if run.folder not in errors:
+            finished.setdefault(arm, []).append(run.folder)
     if not finished:
         sys.exit(f"error: no run finished; the logs are in {out / 'runs'}")
     configs = [json.loads((folders[0] / "config.json").read_text()) for folders in finished.values()]
@@ -383,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
     with one_sentence(2):
         options = tyro.cli(Options, args=arguments, description=__doc__)
         if options.page:
-            around_markers(Path(options.page))
+            write_page(Path(options.page))
     if not options.render:
         run_arms(options, shlex.join(["python", "-m", "lab.ablate", *(arguments or sys.argv[1:])]))
     record = json.loads((Path(options.out) / "ablation.json").read_text())

@@ -27,18 +27,16 @@ from rl import HEAD_CHUNK_ELEMENTS, Batch, Shape, TargetLogprobs
 from toys import digits_config, toy_tokenizer
 from train import Config, Live, Run, build, prepare, train_step
 
+Case = Literal["inflight", "growth", "phases", "head"]
+
 
 @dataclass(frozen=True)
 class Options:
     """What to measure."""
 
-    cases: tyro.conf.Positional[tuple[Literal["inflight", "growth", "phases", "head"], ...]] = (
-        "inflight", "growth", "phases",
-    )
+    cases: tyro.conf.Positional[tuple[Case, ...]] = ("inflight", "growth", "phases")
     """inflight: groups in flight. growth: time and memory by rollouts. phases: a step and the bare work. head: the head
     in one piece and in chunks."""
-    inflight_groups: tuple[int, ...] = (0, 16, 32)
-    """Case inflight: numbers of groups in flight."""
     rollouts: tuple[int, ...] = (1024, 4096, 16384)
     """Case growth: numbers of rollouts per step."""
     rounds: int = 20
@@ -60,7 +58,7 @@ def medians(turns: list[tuple[float, ...]]) -> Iterator[float]:
 
 
 LONG_TAIL_TOKENS = 96  # eight times the median length: the model ends a response at about one token in fifteen
-LONG_TAIL_STEPS = 10
+LONG_TAIL_STEPS, GROUPS_IN_FLIGHT = 10, (0, 16, 32)
 
 
 def inflight(options: Options) -> None:
@@ -72,7 +70,7 @@ def inflight(options: Options) -> None:
     with TemporaryDirectory() as model:
         Qwen3ForCausalLM(model_config).save_pretrained(model)
         toy_tokenizer().save_pretrained(model)
-        for groups in options.inflight_groups * 3:
+        for groups in GROUPS_IN_FLIGHT * 3:
             with running(
                 model=model, task="digits", num_prompts=16, group_size=8, inflight_groups=groups,
                 max_num_seqs=128, temperature=1.0, max_new_tokens=LONG_TAIL_TOKENS, micro_batch_tokens=2048,

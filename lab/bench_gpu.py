@@ -19,7 +19,7 @@ import torch
 import tyro
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
-from engine_adapter import Engine, ParityFlags, Sampling, plain_vllm
+from engine_adapter import Engine, ParityFlags, Sampling, check_vllm_version, plain_vllm
 from lab import origin, row, seconds
 from lab.plan import GIB, phases
 from objectives import mismatch_metrics
@@ -190,9 +190,10 @@ def main(arguments: list[str] | None = None) -> None:
         if options.case != "model" and not Path(options.model).is_dir():
             raise ValueError(f"the model must be written first, {options.model} is not there; try"
                              f" python -m lab.bench_gpu model --shape {options.shape} --out {options.out}")
+        versions = provenance(DEVICE)["versions"] | {"vllm": check_vllm_version()}
     command = shlex.join(["python", "-m", "lab.bench_gpu", *(arguments or sys.argv[1:])])
     size = f"{options.dtype}, {options.rollouts:,} rollouts of {options.prompt_tokens} + {options.new_tokens} tokens"
-    print(f"{origin(command, provenance(DEVICE))}; {options.shape}, {size}\n", flush=True)
+    print(f"{origin(command, provenance(DEVICE) | {'versions': versions})}; {options.shape}, {size}\n", flush=True)
     CASES[options.case](options)
 
 

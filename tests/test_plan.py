@@ -23,7 +23,7 @@ from train import Config
 ROOT = Path(__file__).parents[1]
 MODEL = dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
-JOB = Config(max_new_tokens=96, micro_batch_tokens=4096, num_prompts=4, group_size=4, num_minibatches=1)
+JOB = Config(max_new_tokens=96, micro_batch_tokens=4096, num_prompts=8, group_size=4, num_minibatches=1)
 PROMPT = 32
 
 
@@ -53,8 +53,8 @@ model = AutoModelForCausalLM.from_config(Qwen2Config(**MODEL), dtype=getattr(tor
 policy = Policy(model, gradient_checkpointing=job.gradient_checkpointing)
 optimizer = Optimizer(model, 0.0)
 draw = lambda n: torch.randint(3, 8000, (n,)).tolist()
-rollouts = [Rollout(draw(PROMPT), 0, draw(96), [-9.0] * 96, [1] * 96, "length") for _ in range(16)]
-batch = make_batch(rollouts, torch.randn(16))
+rollouts = [Rollout(draw(PROMPT), 0, draw(96), [-9.0] * 96, [1] * 96, "length") for _ in range(32)]
+batch = make_batch(rollouts, torch.randn(32))
 
 def taken(function):
     gc.collect()
@@ -148,7 +148,7 @@ def test_a_plan_that_does_not_fit_names_the_largest_phase_and_the_options_that_l
 def test_each_advised_option_lowers_its_phase(phase, changes):
     (name,) = changes
     assert f"--{name.replace('_', '-')}" in TRY[phase]
-    assert planned(65536, num_prompts=8, **changes)[phase].total < planned(65536, num_prompts=8)[phase].total
+    assert planned(65536, **changes)[phase].total < planned(65536)[phase].total
 
 
 def test_each_option_changes_only_its_phases():

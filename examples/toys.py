@@ -76,16 +76,17 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def toy_config(task: str = "toy") -> Qwen3Config:
+    """The configuration of the model that is taught for the task."""
     return Qwen3Config(
         vocab_size=3 + len(CHARACTERS), head_dim=32, max_position_embeddings=64,  # vLLM's CPU attention needs 32
         initializer_range=0.06,  # three times the usual: so small a model learns the carry in a third of the steps
-        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **SIZES[task],
+        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **SIZES[_toy_of(task)],
     )
 
 
 def describe_toy(task: str) -> tuple[Qwen3Config, PreTrainedTokenizerFast, tuple[int, ...]]:
     """As `tasks.describe_model`, for the model that is taught for the task."""
-    return toy_config(_toy_of(task)), toy_tokenizer(), (EOS,)
+    return toy_config(task), toy_tokenizer(), (EOS,)
 
 
 def _toy_of(task: str) -> str:

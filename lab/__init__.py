@@ -1,1 +1,31 @@
-"""Measurements: `python -m lab.ablate`, `lab.bench`, `lab.bench_gpu`, `lab.plan`."""
+"""Measurements: `python -m lab.ablate`, `lab.bench`, `lab.bench_gpu`, `lab.plan`; all print Markdown tables."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    return "\n".join(row(*cells) for cells in (titles, ["---"] * len(titles), *rows))
+
+
+def origin(command: str, record: dict[str, Any]) -> str:
+    """Where figures come from: the command, then device, versions and commit as in `records.provenance`."""
+    versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
+    commit = f"commit {str(record['commit'])[:10]}{' with changes' if record['dirty'] else ''}"
+    return f"`{command}` on {record['device']}; {versions}; {commit}"
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Seconds of one call; on a GPU until its kernels have finished."""
+    started = time.perf_counter()
+    function(*arguments)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Countdown's verifier against an exhaustive search that shares no code with it, and against hostile text."""
+"""Countdown's reward against an exhaustive search that shares no code with it, and against hostile text."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from tasks import Problem, load_task
 
 
 def expressions(values: list[tuple[Fraction, str]]):
-    """Every value that can be made of all of them, with its text in full brackets."""
+    """Every value that can be computed from all of the values, with its expression in full brackets."""
     if len(values) == 1:
         yield values[0]
     for left, right in itertools.permutations(range(len(values)), 2):
@@ -23,7 +23,7 @@ def expressions(values: list[tuple[Fraction, str]]):
                 yield from expressions([*rest, (value, f"({first}{symbol}{second})")])
 
 
-def test_every_problem_can_be_solved_and_a_solution_is_rewarded():
+def test_every_problem_has_a_solution_and_the_solution_is_rewarded():
     rng = random.Random(0)
     for _ in range(12):
         question, answer = sample(rng)
@@ -42,18 +42,18 @@ PROBLEM = Problem("", "3 4 25 = 100", "test")
 
 
 @pytest.mark.parametrize("response, earned", [
-    ("<answer>(25 - 3) * 4 + 12</answer>", 0),  # 100, of other numbers
-    ("<answer>25 * 4</answer>", 0),  # a number is left over
+    ("<answer>(25 - 3) * 4 + 12</answer>", 0),  # 100, with other numbers
+    ("<answer>25 * 4</answer>", 0),  # one number is not used
     ("<answer>25*4*3/3</answer>", 0),  # a number is used twice
     ("<answer>4*25+3-3</answer>", 0),
-    ("<answer>25*(3+4)</answer>", 0),  # all of them, another value
+    ("<answer>25*(3+4)</answer>", 0),  # all numbers, another value
     ("100", 0), ("", 0), ("<answer></answer>", 0), ("<answer>100 = 4*25</answer>", 0),
     ("<answer>25*4**3</answer>", 0), ("<answer>25//3*4</answer>", 0), ("<answer>0x19*4+3</answer>", 0),
     ("<answer>__import__('os').getcwd()</answer>", 0), ("<answer>25*4+(3</answer>", 0),
     ("<answer>3/0+25*4</answer>", 0),
     ("<answer>25²*4+3</answer>", 0), ("<answer>٣*4+25</answer>", 0), ("<answer>2 5*4*3</answer>", 0),
 ])  # fmt: skip
-def test_what_is_not_the_target_made_of_exactly_the_numbers_earns_nothing(response, earned):
+def test_other_values_other_numbers_and_other_text_earn_nothing(response, earned):
     assert reward(PROBLEM, response) == earned
 
 
@@ -61,12 +61,12 @@ def test_what_is_not_the_target_made_of_exactly_the_numbers_earns_nothing(respon
     "<answer>4*5/2</answer>", "<answer>4/2*5</answer>", "I think <answer>1</answer> no, <answer> 5*(4/2) </answer>",
     "4*5/2", "<answer>5×4÷2</answer>", "<answer>-(2-4*(5+2-2)/2)</answer>", "<answer>5*4/\n2</answer>",  # noqa: RUF001
 ])  # fmt: skip
-def test_a_right_answer_is_rewarded_however_it_is_written(response):
+def test_a_right_answer_is_rewarded_in_each_notation(response):
     expected = 0.0 if "+2-2" in response else 1.0  # the right value, but 2 is used three times
     assert reward(Problem("", "2 4 5 = 10", "test"), response) == expected
 
 
-def test_fractions_on_the_way_are_exact_and_minus_and_division_go_left_to_right():
+def test_fractions_are_exact_and_operations_have_the_usual_precedence():
     assert reward(Problem("", "1 3 3 = 1", ""), "<answer>1/3*3</answer>") == 1.0
     assert reward(Problem("", "2 3 8 = 3", ""), "<answer>8-3-2</answer>") == 1.0
     assert reward(Problem("", "2 3 12 = 2", ""), "<answer>12/3/2</answer>") == 1.0
@@ -77,14 +77,14 @@ def test_fractions_on_the_way_are_exact_and_minus_and_division_go_left_to_right(
     "(" * 10_000, "-" * 100_000, "9" * 1_000_000, "1+" * 50_000 + "1", "(" * 50 + "1" + ")" * 50, "<answer>" * 20_000,
     "9" * 190 + "*" + "9" * 5, "**".join("9" * 60), "9(" * 60, "-" * 199 + "1",
 ])  # fmt: skip
-def test_hostile_text_costs_no_time(text):
+def test_hostile_text_takes_no_time(text):
     started = time.perf_counter()
     assert reward(PROBLEM, text) == 0.0
     assert reward(PROBLEM, f"<answer>{text}</answer>") == 0.0
     assert time.perf_counter() - started < 0.5
 
 
-def test_an_expression_is_read_up_to_its_longest_length_however_deep():
+def test_deep_expressions_are_evaluated_up_to_the_longest_length():
     assert evaluate("(" * 99 + "7" + ")" * 99) == (7, [7])
     assert evaluate("-" * 199 + "7") == (-7, [7])
     for text in ("-" * 200 + "7", "1)+(2", "(1)(2)", "1_000", "1e3", "True", "1 if 1 else 2", "3j", "1.5"):

@@ -139,7 +139,8 @@ def phases(options: Options) -> None:
                               kv_cache_gib=config.kv_cache_gib)
         for step in range(1, options.rounds + 3):
             metrics, batch, problems = train_step(run, live, step)
-            generate_s = seconds(generate, [problem.prompt_ids for problem in problems], config.group_size, run.sampling)
+            prompts = [problem.prompt_ids for problem in problems]
+            generate_s = seconds(generate, prompts, config.group_size, run.sampling)
             work = {"generate_s": generate_s} | bare_training(model, batch, config)
             steps.append(metrics)
             bare.append(work | {"step_s": sum(work.values())})

@@ -18,7 +18,7 @@ from conftest import qwen2
 from engine_adapter import Rollout, Sampling
 from probe import traces
 from probe.diagnose import Trace, diagnose
-from probe.hypotheses import Noise, Probe, Reading
+from probe.hypotheses import Noise, Probe, Readout
 from probe.noise import KEY_BLOCK, rounded_otherwise
 from probe.search import Search
 from probe.traces import Weights, load_traces, save_trace
@@ -122,9 +122,9 @@ def drawn(policy: Policy, num_rows: int) -> Trace:
 def report(policy: Policy, trace: Trace, weights: Weights) -> None:
     """Log-probabilities as an engine with these weights reports them: rounded as on the floor's second path."""
     probe = Probe(policy, trace, [])
-    with torch.no_grad(), probe.replay.holding(weights):
-        other = Probe(policy, trace, []).other[""]
-    values = other.values["float32", "processed", "sampled"].split([len(r.token_ids) for r in trace.rollouts])
+    with torch.no_grad(), probe.replay.using(weights):
+        other = Probe(policy, trace, []).second
+    values = other.logprobs(Readout()).split([len(r.token_ids) for r in trace.rollouts])
     for rollout, row in zip(trace.rollouts, values, strict=True):
         rollout.logprobs = row.tolist()
 
@@ -139,7 +139,7 @@ def test_an_old_tensor_of_small_effect_is_named_beside_one_of_large_effect():
         old[name] = (tensor.float() + (0.0005 if name == small else 0.02) * noise).bfloat16()
     report(policy, trace, {name: old[name] for name in (large, small)})
     with torch.no_grad():
-        alone = Search(Probe(policy, trace, [old]))._with_old(frozenset({large}), 1, old, Reading())
+        alone = Search(Probe(policy, trace, [old]))._with_old(frozenset({large}), 1, old, Readout())
     verdict = diagnose(policy, trace, [old])
     assert alone.fits
     assert alone.noise.mean > 1.2 * verdict.best.noise.mean
@@ -199,7 +199,7 @@ def test_a_fault_that_is_no_hypothesis_is_unexplained_and_says_what_was_excluded
     assert not verdict.causes
     assert "Excluded: " in verdict.sentence
     assert "raw log-probabilities" in verdict.sentence
-    assert "not tested, for want of earlier weights" in verdict.sentence
+    assert "not tested without earlier weights" in verdict.sentence
 
 
 def test_a_fault_half_as_large_as_the_noise_shows_over_2000_tokens(bench):
@@ -227,8 +227,8 @@ def test_old_tensors_cost_few_forwards_however_many_tensors_there_are(bench):
         trace, policy, earlier, version, _ = planted.plant(bench, {name}, False, torch.float32, 0)
         verdict = diagnose(policy, trace, earlier, version)
         num_tensors = len(list(policy.model.parameters()))
-        counts.append(verdict.forwards)
-        assert verdict.forwards <= 25 + 6 * math.log2(num_tensors), counts
+        counts.append(verdict.replay.forwards)
+        assert verdict.replay.forwards <= 25 + 6 * math.log2(num_tensors), counts
 
 
 # ------------------------------------------------------------------------------------------------ broken output
@@ -248,7 +248,7 @@ def test_text_the_policy_would_not_write_is_found_although_its_values_are_right(
     odd = trace.rollouts[7]
     odd.token_ids = torch.randint(128, (64,), generator=generator).tolist()
     right = Probe(policy, replace(trace, rollouts=[odd]), [])
-    odd.logprobs = right.bodies["current"].values["float32", "processed", "sampled"].tolist()
+    odd.logprobs = right.current.logprobs(Readout()).tolist()
     verdict = diagnose(policy, trace)
     assert verdict.requests["implausible"] == [7]
     assert verdict.status == "mismatch"

@@ -177,10 +177,11 @@ def _check_writable(path: str) -> None:
         raise ValueError(f"the output must be a writable file, got {path}: {error}") from error
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     try:
-        commands = {"record": Record, "diagnose": Diagnose}
-        status = tyro.extras.subcommand_cli_from_dict(commands, description=__doc__).run()
+        commands, prog = {"record": Record, "diagnose": Diagnose}, "python -m probe"
+        command = tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=__doc__, args=arguments)
+        status = command.run()
     except ValueError as error:
         print("error:", " ".join(str(error).split())[:500], file=sys.stderr)
         status = 2

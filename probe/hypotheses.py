@@ -209,7 +209,6 @@ class Probe:
         self.second = self.forward_pass((), self.replay.second_path())
         check_other_path(policy, self.current.hidden, self.second.hidden)
 
-    # ---------------------------------------------------------------------------------------------- predictions
     def forward_pass(self, named: tuple[Cause, ...], hidden: Tensor, weights: Weights | None = None) -> ForwardPass:
         samplings = {name: sampling for name, (sampling, _) in self.distributions.items()}
         return ForwardPass(named, hidden, weights, self.replay.read(hidden, samplings, self.heads, weights))

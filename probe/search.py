@@ -235,9 +235,13 @@ class Search:
             tried = self._over_update(weights, old, candidate, wanted)
             wanted = wanted & (self._closest([best, tried], readout) == 1)
             best, place = _merged(wanted[replay.rows], tried, best), torch.where(wanted, candidate, place)
-        mislabelled = (causes.MISLABELLED,) if self._mislabelled(place) else ()
+        named = [causes.KEPT]
+        if labelled is not None:  # do most versions change one token before the weights did?
+            changed = (place > 0) & (place < replay.lengths) & (labelled > 0)
+            if changed.any() and (place - labelled)[changed].median() == 1:
+                named.append(causes.MISLABELLED)
         note = _describe_places(place, replay.lengths)
-        self._explain([replace(best, causes=(causes.KEPT, *mislabelled), note=note, fitted=2)])
+        self._explain([replace(best, causes=tuple(named), note=note, fitted=2)])
 
     def _over_update(self, weights: Weights, old: ForwardPass, place: Tensor, wanted: Tensor) -> ForwardPass:
         """Old values before `place` (B,), then new weights over the old KV; computed for the `wanted` rows (B,)."""
@@ -253,14 +257,6 @@ class Search:
             return None
         newest = torch.zeros_like(replay.lengths).scatter_reduce(0, replay.rows, labels, "amax")
         return replay.row_sums((labels < newest[replay.rows]).long())
-
-    def _mislabelled(self, place: Tensor) -> bool:
-        """Do the trace's versions change one token before the weights did, in most sequences with an update?"""
-        labelled = self._labelled()
-        if labelled is None:
-            return False
-        changed = (place > 0) & (place < self.replay.lengths) & (labelled > 0)
-        return bool(changed.any() and (place - labelled)[changed].median() == 1)
 
     def _closest(self, passes: list[ForwardPass], readout: Readout) -> Tensor:
         """The index of the pass with the smallest error, per sequence: (B,)."""

@@ -60,12 +60,12 @@ def load_traces(path: str) -> list[Trace]:
 
     Raises: ValueError naming the field that is missing or malformed.
     """
-    read = _read_json if path.endswith(".json") else _read_npz
     try:
-        meta, columns, samplings = read(path)
-        if not samplings:
+        record = json.loads(Path(path).read_text()) if path.endswith(".json") else _read_npz(path)
+        prompts, groups = _ids(record["prompt_ids"], "prompt_ids"), record["groups"]
+        if not groups:
             raise ValueError("groups must name at least one group")
-        return [_trace(name, sampling, meta, columns) for name, sampling in samplings.items()]
+        return [_trace(name, group, prompts, record["meta"]) for name, group in groups.items()]
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing (the README has the layout)") from error
     except (TypeError, AttributeError) as error:
@@ -74,31 +74,26 @@ def load_traces(path: str) -> list[Trace]:
         raise ValueError(f"{path}: {error} (the README has the layout)") from error
 
 
-def _read_npz(path: str) -> tuple[dict, dict[str, list], dict]:
+def _read_npz(path: str) -> dict[str, Any]:
+    """The archive's arrays in the layout of a JSON trace."""
     with numpy.load(path, allow_pickle=False) as archive:
-        columns = {name: archive[name] for name in archive.files}
-    meta = json.loads(str(columns.pop("meta")))
-    return meta, columns, meta["groups"]
+        arrays = {name: archive[name] for name in archive.files}
+    meta = json.loads(str(arrays["meta"]))
+    groups = {name: {"sampling": sampling} for name, sampling in meta["groups"].items()}
+    for name, group in groups.items():
+        group |= {path.removeprefix(f"{name}/"): array for path, array in arrays.items() if path.startswith(f"{name}/")}
+    return {"meta": meta, "prompt_ids": arrays["prompt_ids"], "groups": groups}
 
 
-def _read_json(path: str) -> tuple[dict, dict[str, list], dict]:
-    record = json.loads(Path(path).read_text())
-    columns = {"prompt_ids": record["prompt_ids"]}
-    for name, group in record["groups"].items():
-        columns |= {f"{name}/{key}": group[key] for key in ("tokens", "logprobs", "versions", "seeds") if key in group}
-    return record["meta"], columns, {name: group["sampling"] for name, group in record["groups"].items()}
-
-
-def _trace(name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Trace:
-    prompts = _ids(columns["prompt_ids"], "prompt_ids")
-    tokens = _ids(columns[f"{name}/tokens"], f"{name}/tokens")
+def _trace(name: str, group: dict[str, Any], prompts: list[list[int]], meta: dict[str, Any]) -> Trace:
+    tokens, sampling = _ids(group["tokens"], f"{name}/tokens"), group["sampling"]
     if len(prompts) != len(tokens) or not all(prompts) or not all(tokens):
         raise ValueError(f"{name}/tokens must have a non-empty row for each non-empty row of prompt_ids")
 
     def per_token(field_name: str, kind: type) -> list[list]:
         """One value per token; values at padding positions are cut off."""
-        table = columns[f"{name}/{field_name}"]
-        if list(map(len, table)) != list(map(len, columns[f"{name}/tokens"])):
+        table = group[field_name]
+        if list(map(len, table)) != list(map(len, group["tokens"])):
             raise ValueError(f"{name}/{field_name} must have the shape of {name}/tokens")
         try:
             return [list(map(kind, row[: len(ids)])) for row, ids in zip(table, tokens, strict=True)]
@@ -106,8 +101,8 @@ def _trace(name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Tr
             raise ValueError(f"{name}/{field_name} must be numbers: {error}") from error
 
     logprobs = per_token("logprobs", float)
-    versions = per_token("versions", int) if f"{name}/versions" in columns else [[]] * len(tokens)
-    seeds = map(int, columns.get(f"{name}/seeds", range(len(tokens))))
+    versions = per_token("versions", int) if "versions" in group else [[]] * len(tokens)
+    seeds = map(int, group.get("seeds", range(len(tokens))))
     if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
         raise ValueError(f"groups.{name} has {', '.join(sorted(unknown))}, which the probe does not reproduce")
     settings = {"max_new_tokens": max(map(len, tokens)), "stop_token_ids": meta.get("stop_token_ids", ())} | sampling

@@ -214,18 +214,18 @@ def _implausible(probe: Probe, best: Explanation) -> list[int]:
         return []
     replay, readout = probe.replay, best.readout
     sampling, _ = probe.distributions[readout.distribution if readout.fitted else "processed"]
-    ratios: dict[str, list[Tensor]] = {"noise": [], "sharper": [], "flatter": []}
+    parts = []  # (3, n) each
     with replay.using(best.forward.weights):
         for chunk, logits in replay.logits(best.forward.hidden, probe.heads[readout.head]):
             logprobs, sampled = replay.logprobs(logits, sampling, chunk, torch.float64)
             support = logprobs.isfinite().sum(dim=-1)
-            ratios["noise"].append(torch.log(0.5 + 0.5 / support * torch.exp(-sampled)))
-            ratios["sharper"].append(sampled - torch.logsumexp(2 * logprobs, dim=-1))
-            ratios["flatter"].append(-0.5 * sampled - torch.logsumexp(0.5 * logprobs, dim=-1))
+            noise = torch.log(0.5 + 0.5 / support * torch.exp(-sampled))
+            sharper = sampled - torch.logsumexp(2 * logprobs, dim=-1)
+            flatter = -0.5 * sampled - torch.logsumexp(0.5 * logprobs, dim=-1)
+            parts.append(torch.stack([noise, sharper, flatter]))
     limit, rows = math.log(3 * len(replay.lengths) / FALSE_ALARM), set()
-    for parts in ratios.values():
-        values = torch.cat(parts)
-        values = values.masked_fill(~values.isfinite(), 0.0)  # outside a mask: counted in Probe.explain
+    ratios = torch.cat(parts, dim=1)  # (3, N)
+    for values in ratios.masked_fill(~ratios.isfinite(), 0.0):  # outside a mask: counted in Probe.explain
         rows |= set((replay.row_sums(values) > limit).nonzero()[:, 0].tolist())
         if values.sum() > limit:  # all sequences together
             rows |= set(range(len(replay.lengths)))

@@ -274,9 +274,7 @@ class Probe:
         few = 0 < beyond.sum() <= expected + 2 * expected**0.5 + 3 * floor.infinite * (edge > 0)
         return residual.masked_fill(beyond, math.nan) if few else residual
 
-    def _signs_agree(
-        self, forward: ForwardPass, readout: Readout, base: ForwardPass, base_readout: Readout
-    ) -> bool:
+    def _signs_agree(self, forward: ForwardPass, readout: Readout, base: ForwardPass, base_readout: Readout) -> bool:
         """Does the change from `base` to this hypothesis have the size and mostly the sign of the mismatch of `base`?
 
         Rounding in 16 bits is a hypothesis about noise. Without this test it would excuse any fault that is no larger.

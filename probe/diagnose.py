@@ -1,78 +1,119 @@
-"""A verdict on one trace: layer, cause and the switch that repairs it, or "unexplained" and what was excluded."""
+"""The verdict on one trace: layer, cause and repair of its mismatch, or "unexplained" and what was excluded."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from engine_adapter import Engine, Sampling
-from probe.hypotheses import (
-    HEAD,
-    IN_PLACE_OF_PROCESSED,
-    MASK_EDGE,
-    NOT_FINITE,
-    NOT_IN_FORCE,
-    UNLIKE,
-    Cause,
-    Explanation,
-    Probe,
-    moved_on,
-    stale,
-)
+from probe import causes
+from probe.causes import Cause
+from probe.hypotheses import MASK_EDGE, Explanation, Probe
 from probe.search import Search
-from probe.traces import Trace, Weights
+from probe.traces import Replay, Trace, Weights, has_mask, save_trace
 from rl import Policy
 
-FALSE_ALARM = 1e-6  # chance, over a whole trace, that tokens honestly drawn are called implausible
-SHOWN = 12  # requests named in a sentence; the JSON has all of them
+FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
+SHOWN = 12  # requests listed in a sentence; the JSON lists all
 
-# Metrics of metrics.jsonl and the value beyond which train.py asks the probe (--probe-on-alarm), with its source.
-ALARMS: dict[str, tuple[float, str]] = {
-    "mismatch_kl": (1e-3, "k3 of healthy bfloat16 rollouts, as logged by verl and prime-rl, stays below it"),
-    "mismatch_abs_mean": (math.log(1.05), "NeMo RL, adding-new-models: mean exp|d| beyond 1.05 needs investigation"),
-    "ess_loss": (0.02, "1 - ess; smoke checks of verl users ask for an effective sample size of 0.98"),
+# Metrics of metrics.jsonl and the values above which train.py probes the engine (--probe-on-alarm).
+ALARMS = {
+    "mismatch_kl": 1e-3,  # k3 of healthy bfloat16 rollouts, as logged by verl and prime-rl, stays below it
+    "mismatch_abs_mean": math.log(1.05),  # NeMo RL, adding-new-models: mean exp|d| above 1.05 needs investigation
+    "ess_loss": 0.02,  # 1 - ess; smoke checks of verl users require an effective sample size of 0.98
 }
 
 
 def alarms(metrics: dict[str, Any]) -> list[str]:
-    """The alarms that a row of metrics sets off, by name."""
+    """The names of the ALARMS that a row of metrics exceeds."""
     values = metrics | {"ess_loss": 1 - metrics["ess"]}
-    return [name for name, (limit, _) in ALARMS.items() if not values[name] <= limit]
+    return [name for name, limit in ALARMS.items() if not values[name] <= limit]
 
 
 # ------------------------------------------------------------------------------------------------ verdict
 @dataclass
 class Verdict:
-    """What the probe found in one trace. No `causes` is parity; `requests` lists rows of the trace by finding."""
+    """What the probe found in one trace."""
 
     trace: str
-    status: Literal["parity", "mismatch", "unexplained"]
-    causes: list[Cause]
-    sentence: str
+    causes: list[Cause]  # none: parity or unexplained
+    requests: dict[str, list[int]]  # rows of the trace by finding
     start: Explanation  # the trainer as it is
-    best: Explanation
-    second: Explanation | None
-    table: list[Explanation]
-    requests: dict[str, list[int]]
-    forwards: int
-    difference: Tensor = field(repr=False)  # (N,) trainer - reported, nats
-    trainer_logprobs: Tensor = field(repr=False)  # (N,)
-    reported: Tensor = field(repr=False)  # (N,)
-    positions: Tensor = field(repr=False)  # (N,)
+    found: list[Explanation]  # all hypotheses tried, the best first
+    knows_earlier: bool  # earlier weights were given
+    replay: Replay = field(repr=False)
+    logprobs: Tensor = field(repr=False)  # (N,) the trainer's
 
     @property
-    def headline(self) -> str:
-        blamed = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
-        return f"{blamed or self.status}. {_figures(self.start)}"
+    def best(self) -> Explanation:
+        return self.found[0]
+
+    @property
+    def second(self) -> Explanation | None:
+        """The best explanation that does not merely add causes to the best."""
+        return next((each for each in self.found if not set(self.best.causes) <= set(each.causes)), None)
+
+    @property
+    def status(self) -> Literal["parity", "mismatch", "unexplained"]:
+        if not self.best.fits:
+            return "unexplained"
+        return "mismatch" if self.causes else "parity"
 
     @property
     def layers(self) -> list[str]:
         return list(dict.fromkeys(cause.layer for cause in self.causes))
 
+    @property
+    def blamed(self) -> str:
+        return "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
+
+    @property
+    def figures(self) -> str:
+        return f"mean |mismatch| {self.start.noise.mean:.1e} nats, noise floor {self.start.floor.mean:.1e}"
+
+    @property
+    def headline(self) -> str:
+        return f"{self.blamed or self.status}. {self.figures}"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words, with repairs and figures."""
+        if self.status == "parity":
+            parts = [f"parity: {self.figures}"]
+        elif self.status == "mismatch":
+            note = f" ({self.best.forward.note})" if self.best.forward.note else ""
+            repairs = "; ".join(dict.fromkeys(cause.repair for cause in self.causes))
+            staleness = f"; the policies differ by {self.start.noise.k3:.1e} nats a token (k3)"
+            parts = [f"{self.blamed}{note}", f"Repair: {repairs}", f"{self.figures}, remaining mismatch"
+                     f" {self.best.noise.mean:.1e}{staleness if 'objective' in self.layers else ''}"]
+            if self.second is not None:
+                parts.append(f"Next best: {self.second.name}, remaining mismatch {self.second.noise.mean:.1e}")
+        else:
+            tried = dict.fromkeys(each.name for each in self.found if len(each.causes) == 1)
+            untested = "; not tested without earlier weights (--earlier): old weights, tensors and KV caches"
+            excluded = f"Excluded: {', '.join(tried)}{'' if self.knows_earlier else untested}"
+            parts = [f"unexplained: {self.figures}", excluded]
+        for finding, rows in self.requests.items():
+            if rows:
+                more = " ..." if len(rows) > SHOWN else ""
+                parts.append(f"Requests {finding}: {', '.join(map(str, rows[:SHOWN]))}{more}")
+        return ". ".join(parts)
+
+    @property
+    def table(self) -> list[Explanation]:
+        """One row per hypothesis: the best, each single cause, and the five closest combinations."""
+        rows: dict[tuple[Cause, ...], Explanation] = {self.best.causes: self.best}
+        for each in sorted(self.found, key=lambda e: e.noise.mean):
+            rows.setdefault(each.causes, each)
+        best, *others = rows.values()
+        combined = [each for each in others if len(each.causes) > 1]
+        return [best, *(each for each in others if len(each.causes) <= 1), *combined[:5]]
+
     def record(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """The verdict as JSON values."""
         def row(explanation: Explanation) -> dict[str, Any]:
             names = [cause.name for cause in explanation.causes]
             return {"causes": names, "fits": explanation.fits, "share": explanation.share(self.start),
@@ -82,7 +123,8 @@ class Verdict:
             "trace": self.trace, "status": self.status, "layers": self.layers, "sentence": self.sentence,
             "causes": [asdict(cause) for cause in self.causes], "mismatch": asdict(self.start.noise),
             "floor": asdict(self.start.floor), "best": row(self.best), "second": self.second and row(self.second),
-            "requests": self.requests, "hypotheses": [row(each) for each in self.table], "forwards": self.forwards,
+            "requests": self.requests, "hypotheses": [row(each) for each in self.table],
+            "forwards": self.replay.forwards,
         }
 
 
@@ -93,78 +135,67 @@ def diagnose(
 ) -> Verdict:
     """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
 
-    `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter name; `trainer` is
-    the distribution it scores (train.py: the temperature alone). The policy's weights are the same afterwards.
+    `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter name. `trainer` is
+    the distribution that the trainer scores (train.py: the temperature alone). The policy's weights do not change.
 
     Raises: ValueError if a token is outside the vocabulary or the trainer's own values are not finite.
     """
     probe = Probe(policy, trace, earlier or [], version, trainer)
-    values = probe.predict("current", probe.trainer)
-    if values.isnan().any():
-        raise ValueError(f"the trainer's own log-probabilities are not finite on {trace.name}: are its weights?")
-    if not probe.replay.reported.any() and values.abs().median() > 0.01:
+    logprobs = probe.predict(probe.current, probe.trainer)
+    if logprobs.isnan().any():
+        raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check the model's weights")
+    if not probe.replay.reported.any() and logprobs.abs().median() > 0.01:
         raise ValueError(f"logprobs must be what the engine reported, all of {trace.name}'s are 0")
-    start = replace(probe.explain("current", probe.trainer), causes=())
-    start = replace(start, floor=probe.floor("current", replace(probe.trainer, head="float32")))
+    start = replace(probe.explain(probe.current, probe.trainer), causes=(),
+                    floor=probe.floor(probe.current, replace(probe.trainer, head="float32")))
     found = Search(probe).run()
-    best = found[0]
-    requests = _requests(probe, best)
-    causes = _causes(probe, best, start, requests)
-    status = "unexplained" if not best.fits else "mismatch" if causes else "parity"
-    others = [each for each in found if not set(best.causes) <= set(each.causes)]
-    second = next(iter(others), None)  # the best that does not merely add to the verdict
-    return Verdict(
-        trace.name, status, causes, _sentence(probe, status, causes, start, best, second, found, requests), start, best,
-        second, _table(found, best), requests, probe.replay.forwards, values - probe.replay.reported, values,
-        probe.replay.reported, probe.replay.positions,
-    )
+    requests = _requests(probe, found[0])
+    named = _causes(probe, found[0], start, requests) if found[0].fits else []
+    if requests["not finite"]:
+        named.append(causes.NOT_FINITE)
+    return Verdict(trace.name, named, requests, start, found, bool(probe.earlier), probe.replay, logprobs)
 
 
 def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[str, list[int]]) -> list[Cause]:
-    """The engine's causes, put beside what the trainer itself does differently and what the samples say."""
-    causes = list(best.causes) if best.fits else []
-    half_trainer = not probe.policy.fp32_head and probe.policy.model.dtype != torch.float32
-    if half_trainer and best.fits:
-        side = "on both sides" if HEAD in causes else "in the trainer"
-        causes = [cause for cause in causes if cause != HEAD] + [replace(HEAD, name=f"{HEAD.name} {side}")]
+    """The causes of an explanation that fits, with what the trainer's settings, the versions and the samples add."""
+    named = list(best.causes)
+    if not probe.policy.fp32_head and probe.policy.model.dtype != torch.float32:
+        side = "on both sides" if causes.HEAD in named else "in the trainer"
+        named = [*(cause for cause in named if cause != causes.HEAD), causes.HEAD]
     else:
-        causes = [replace(HEAD, name=f"{HEAD.name} in the engine") if cause == HEAD else cause for cause in causes]
-    if probe.trainer.kind == "temperature" and best.fits and not start.floor.allows(start.noise):
-        what = "penalties" if probe.kinds["temperature"][0] == probe.kinds.get("no penalties", (None,))[0] else "mask"
-        causes.append(Cause("semantics", f"{what} applied by the sampler and not by the trainer",
-                            "sample without it, or score the processed distribution (rl.process_logits)"))
-    for index, cause in enumerate(causes):
-        updates = next((n for n in probe.earlier if cause == stale(n)), 0)
-        if updates and probe.labels is not None and (probe.labels == probe.version - updates).double().mean() > 0.5:
-            causes[index] = moved_on(updates)
+        side = "in the engine"
+    head = replace(causes.HEAD, name=f"{causes.HEAD.name} {side}")
+    named = [head if cause == causes.HEAD else cause for cause in named]
+    if probe.trainer.distribution == "temperature" and not start.floor.allows(start.noise):
+        named.append(causes.NOT_IN_TRAINER.of("mask" if has_mask(probe.trace.sampling) else "penalties"))
+    for updates in probe.earlier if probe.labels is not None else ():
+        if (probe.labels == probe.version - updates).double().mean() > 0.5:
+            named = [causes.MOVED_ON.of(updates) if cause == causes.STALE.of(updates) else cause for cause in named]
     if _drawn_as_reported(probe, best):
-        causes = [NOT_IN_FORCE if cause in IN_PLACE_OF_PROCESSED else cause for cause in causes]
-    elif requests["implausible"] and best.fits:
-        causes.append(UNLIKE)
-    if requests["not finite"]:
-        causes.append(NOT_FINITE)
-    return causes
+        named = [causes.NOT_IN_FORCE if cause in causes.IN_PLACE_OF_PROCESSED else cause for cause in named]
+    elif requests["implausible"]:
+        named.append(causes.UNLIKE)
+    return named
 
 
 def _drawn_as_reported(probe: Probe, best: Explanation) -> bool:
-    """Were the tokens drawn from the reported distribution rather than from the trace's? A likelihood ratio decides."""
-    if not best.fits or probe.kinds[best.reading.kind][1] not in IN_PLACE_OF_PROCESSED:
+    """Were the tokens drawn from the reported distribution, not from the trace's? A likelihood ratio decides."""
+    if probe.distributions[best.readout.distribution][1] not in causes.IN_PLACE_OF_PROCESSED:
         return False
-    values = probe.bodies[best.body].values
-    reported, declared = (values[best.reading.head, kind, "sampled"] for kind in (best.reading.kind, "processed"))
-    outside = declared.isinf()
+    reported = best.forward.logprobs(replace(best.readout, token="sampled"))
+    declared = best.forward.logprobs(replace(best.readout, token="sampled", distribution="processed"))
+    outside = declared.isinf()  # outside the mask of the trace's sampling parameters
     if outside.sum() > 2 + MASK_EDGE * len(declared) * (probe.policy.model.dtype != torch.float32):
         return True
     return (reported - declared)[~outside].sum().item() > -math.log(FALSE_ALARM)
 
 
 def _requests(probe: Probe, best: Explanation) -> dict[str, list[int]]:
-    """Rows of the trace that stand out: wrong values, values that are not finite, improbable text, repetition."""
-    replay, everything = probe.replay, torch.arange(len(probe.replay.lengths))
-    wrong = everything[(best.wrong if best.apart is None else best.apart).cpu()].tolist()
-    broken = sorted(set(replay.rows[probe.broken].tolist()))
+    """Rows of the trace by finding: wrong values, values that are not finite, implausible tokens, repetition."""
+    wrong = (best.wrong if best.apart is None else best.apart).nonzero()[:, 0].tolist()
+    broken = sorted(set(probe.replay.rows[probe.broken].tolist()))
     return {
-        "wrong": wrong if best.fits or len(wrong) <= 0.5 * len(everything) else [],
+        "wrong": wrong if best.fits or len(wrong) <= 0.5 * len(best.wrong) else [],
         "not finite": broken,
         "implausible": [row for row in _implausible(probe, best) if row not in wrong + broken],
         "repetitive": [row for row, r in enumerate(probe.trace.rollouts) if _repeats(r.token_ids)],
@@ -172,99 +203,50 @@ def _requests(probe: Probe, best: Explanation) -> dict[str, list[int]]:
 
 
 def _implausible(probe: Probe, best: Explanation) -> list[int]:
-    """Sequences whose tokens are too improbable to have been drawn from the distribution the trainer computes.
+    """Sequences whose tokens are too improbable to have been drawn from the trainer's distribution.
 
-    A perplexity test that needs no threshold of its own: the likelihood ratio of an alternative (half uniform noise;
-    the distribution sharpened or flattened) to the trainer's distribution has mean 1 if the tokens were drawn from the
-    latter, so that it exceeds B / alpha in any of B sequences with probability alpha at most (Ville's inequality).
+    The test statistic is the likelihood ratio of an alternative to the trainer's distribution. Alternatives: half
+    uniform noise; the distribution sharpened; the distribution flattened. The ratio has mean 1 if the tokens were drawn
+    from the trainer's distribution, so it exceeds B / alpha in any of B sequences with probability at most alpha
+    (Ville's inequality).
     """
-    if probe.trace.sampling.temperature == 0 or probe.bodies[best.body].hidden is None:
+    if probe.trace.sampling.temperature == 0 or best.forward.hidden is None:
         return []
-    replay, body = probe.replay, probe.bodies[best.body]
-    kind = best.reading.kind if best.reading.kind.startswith("fitted") else "processed"
-    ratios: dict[str, list[Tensor]] = {"noise": [], "sharper": [], "flatter": []}
-    with replay.holding(body.weights):
-        for chunk, logits in replay.logits(body.hidden, probe.heads[best.reading.head]):
-            logprobs = torch.log_softmax(replay.process(logits, probe.kinds[kind][0], chunk).double(), dim=-1)
-            sampled = logprobs.gather(-1, replay.targets[chunk, None])[:, 0]
+    replay, readout = probe.replay, best.readout
+    sampling, _ = probe.distributions[readout.distribution if readout.fitted else "processed"]
+    parts = []  # (3, n) each
+    with replay.using(best.forward.weights):
+        for chunk, logits in replay.logits(best.forward.hidden, probe.heads[readout.head]):
+            logprobs, sampled = replay.logprobs(logits, sampling, chunk, torch.float64)
             support = logprobs.isfinite().sum(dim=-1)
-            ratios["noise"].append(torch.log(0.5 + 0.5 / support * torch.exp(-sampled)))
-            ratios["sharper"].append(sampled - torch.logsumexp(2 * logprobs, dim=-1))
-            ratios["flatter"].append(-0.5 * sampled - torch.logsumexp(0.5 * logprobs, dim=-1))
+            noise = torch.log(0.5 + 0.5 / support * torch.exp(-sampled))
+            sharper = sampled - torch.logsumexp(2 * logprobs, dim=-1)
+            flatter = -0.5 * sampled - torch.logsumexp(0.5 * logprobs, dim=-1)
+            parts.append(torch.stack([noise, sharper, flatter]))
     limit, rows = math.log(3 * len(replay.lengths) / FALSE_ALARM), set()
-    for parts in ratios.values():
-        values = torch.cat(parts)
-        values = values.masked_fill(~values.isfinite(), 0.0)  # outside a mask: its edge, counted elsewhere
-        sums = torch.zeros(len(replay.lengths), dtype=values.dtype, device=values.device)
-        sums = sums.index_add(0, replay.rows, values)
-        rows |= set((sums > limit).nonzero()[:, 0].tolist())
-        if values.sum() > limit:  # all of them together
+    ratios = torch.cat(parts, dim=1)  # (3, N)
+    for values in ratios.masked_fill(~ratios.isfinite(), 0.0):  # outside a mask: counted in Probe.explain
+        rows |= set((replay.row_sums(values) > limit).nonzero()[:, 0].tolist())
+        if values.sum() > limit:  # all sequences together
             rows |= set(range(len(replay.lengths)))
     return sorted(rows)
 
 
 def _repeats(token_ids: list[int]) -> bool:
-    """Does the second half or more of at least 16 tokens repeat a pattern four times or more?"""
+    """Do the last 16 tokens or more, and at least half of all, repeat one pattern four times or more?"""
     for period in range(1, len(token_ids) // 4 + 1):
-        same = 0
-        while same + period < len(token_ids) and token_ids[-1 - same] == token_ids[-1 - same - period]:
-            same += 1
-        repeated = same + period
-        if repeated >= max(16, 4 * period, len(token_ids) // 2):
+        end = token_ids[-max(16, 4 * period, len(token_ids) // 2):]
+        if len(end) >= 16 and end[period:] == end[:-period]:
             return True
     return False
 
 
-# ------------------------------------------------------------------------------------------------ words
-def _sentence(
-    probe: Probe, status: str, causes: list[Cause], start: Explanation, best: Explanation, second: Explanation | None,
-    found: list[Explanation], requests: dict[str, list[int]],
-) -> str:
-    floor = _figures(start)
-    if status == "parity":
-        text = f"parity: {floor}"
-    elif status == "mismatch":
-        note = probe.bodies[best.body].note
-        blamed = "; and ".join(f"{cause.layer}: {cause.name}" for cause in causes)
-        text = f"{blamed}{f' ({note})' if note else ''}. Repair: {'; '.join(dict.fromkeys(c.repair for c in causes))}."
-        text += f" {floor}, left unexplained {best.noise.mean:.1e}"
-        if any(cause.layer == "objective" for cause in causes):
-            text += f"; the policies differ by {start.noise.k3:.1e} nats a token (k3)"
-        if second is not None:
-            names = " + ".join(cause.name for cause in second.causes) or "nothing wrong"
-            text += f". Next best: {names}, which leaves {second.noise.mean:.1e}"
-    else:
-        tried = dict.fromkeys(cause.name for each in found for cause in each.causes if len(each.causes) == 1)
-        text = f"unexplained: {floor}. Excluded: {', '.join(tried)}"
-        if not probe.earlier:
-            text += "; not tested, for want of earlier weights (--earlier): old weights, tensors and KV caches"
-    for finding, rows in requests.items():
-        if rows:
-            text += f". Requests {finding}: {', '.join(map(str, rows[:SHOWN]))}{' ...' if len(rows) > SHOWN else ''}"
-    return text
-
-
-def _figures(start: Explanation) -> str:
-    return f"mean |d| {start.noise.mean:.1e} nats, floor {start.floor.mean:.1e}"
-
-
-def _table(found: list[Explanation], best: Explanation) -> list[Explanation]:
-    """One row per hypothesis: the best, each single cause, and the closest combinations."""
-    rows: dict[tuple[Cause, ...], Explanation] = {best.causes: best}
-    for each in sorted(found, key=lambda e: e.noise.mean):
-        rows.setdefault(each.causes, each)
-    others = [each for each in rows.values() if each is not best]
-    combined = [each for each in others if len(each.causes) > 1]
-    return [best, *(each for each in others if len(each.causes) <= 1), *combined[:5]]
-
-
+# ------------------------------------------------------------------------------------------------ output
 def print_verdict(verdict: Verdict) -> None:
-    """The table and the sentence."""
-    print(f"\n{verdict.trace}: {verdict.start.noise.tokens} tokens, {verdict.forwards} forward passes")
-    print(f"{'hypothesis':<72} {'mean |d|':>8} {'RMS':>8} {'max':>8} {'k3':>8} {'floor':>8} {'explains':>8}")
-    rows = [("the trainer as it is", verdict.start)]
-    rows += [(" + ".join(c.name for c in each.causes) or "nothing wrong", each) for each in verdict.table]
-    for name, each in rows:
+    """Print the table and the sentence."""
+    print(f"\n{verdict.trace}: {verdict.start.noise.tokens} tokens, {verdict.replay.forwards} forward passes")
+    print(f"{'hypothesis':<72} {'mean':>8} {'RMS':>8} {'max':>8} {'k3':>8} {'floor':>8} {'explains':>8}")
+    for name, each in [("the trainer as it is", verdict.start), *((each.name, each) for each in verdict.table)]:
         short = name if len(name) <= 70 else name[:69] + "…"
         mark = "*" if each is verdict.best and each.fits else " "
         figures = (each.noise.mean, each.noise.rms, each.noise.max, each.noise.k3, each.floor.mean)
@@ -273,22 +255,25 @@ def print_verdict(verdict: Verdict) -> None:
 
 
 def plot_verdict(verdict: Verdict, path: str) -> None:
-    """Mismatch by position, its histogram on a log axis, and both log-probabilities against each other."""
+    """Plot the mismatch by position, its histogram, and both log-probabilities against each other."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = verdict.difference.abs().cpu()
+    size = (verdict.logprobs - verdict.replay.reported).abs()
     known = size.isfinite()
+    size, ours, reported, positions = (
+        values[known].cpu() for values in (size, verdict.logprobs, verdict.replay.reported, verdict.replay.positions))
+    size = size.clamp(min=1e-9)  # log axes
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    axes[0].plot(verdict.positions.cpu()[known], size[known].clamp(min=1e-9), ".", markersize=2)
-    axes[0].axhline(verdict.start.floor.mean, color="tab:green", label="floor, mean")
+    axes[0].plot(positions, size, ".", markersize=2)
+    axes[0].axhline(verdict.start.floor.mean, color="tab:green", label="noise floor, mean")
     axes[0].set(title="|trainer - reported| by position", xlabel="token of the response", ylabel="nats", yscale="log")
     axes[0].legend()
-    axes[1].hist(size[known].clamp(min=1e-9).log10(), bins=60)
+    axes[1].hist(size.log10(), bins=60)
     axes[1].set(title="histogram", xlabel="log10 |trainer - reported|, nats", ylabel="tokens", yscale="log")
-    axes[2].plot(verdict.reported.cpu()[known], verdict.trainer_logprobs.cpu()[known], ".", markersize=2)
+    axes[2].plot(reported, ours, ".", markersize=2)
     axes[2].axline((0, 0), slope=1, color="tab:green", linewidth=0.8)
     axes[2].set(title="log-probabilities, nats", xlabel="reported", ylabel="trainer")
     figure.suptitle(f"{verdict.trace}: {verdict.status} {'; '.join(c.name for c in verdict.causes)}"[:150])
@@ -296,10 +281,26 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
     pyplot.close(figure)
 
 
-# ---------------------------------------------------------------------------------------------- traces of a live engine
+# ------------------------------------------------------------------------------------------------ a live engine
 def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> Trace:
-    """One response per prompt along the decode path of a live engine, with its audit."""
+    """One response per prompt from a live engine, with the engine's audit."""
     rollouts = engine.generate(prompts, 1, sampling, seeds)
     meta = {"vllm": engine.version, "dtype": engine.settings["model_dtype"], "audit": engine.settings,
             "stop_token_ids": list(sampling.stop_token_ids)}
     return Trace("sampled", rollouts, sampling, meta)
+
+
+def probe_engine(
+    engine: Engine, policy: Policy, prompts: list[list[int]], sampling: Sampling, seeds: list[int], earlier: Weights,
+    path: Path,
+) -> Verdict:
+    """Sample the prompts with a live engine that holds the policy's weights, and diagnose the samples.
+
+    `earlier` are the policy's weights before its last update. Writes `path`.npz (the trace) and `path`.png (the plot).
+    """
+    trace = sample_trace(engine, prompts, sampling, seeds)
+    verdict = diagnose(policy, trace, [earlier], engine.weight_version, trainer="temperature")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_trace(f"{path}.npz", trace)
+    plot_verdict(verdict, f"{path}.png")
+    return verdict

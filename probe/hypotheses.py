@@ -1,8 +1,8 @@
-"""What an engine may have done to the log-probabilities it reported: hypotheses, recomputed token by token.
+"""Hypotheses of what the engine did to the log-probabilities it reported, each recomputed token by token.
 
-A hypothesis is a forward pass (which weights, which KV cache, which dtype) and a reading of it (which distribution,
-which token, which place). It explains a trace if it brings the mismatch down to the floor, and the floor is measured:
-the trainer against itself along another path of the same arithmetic.
+A hypothesis is a forward pass (which weights, which KV cache, which dtype) and a readout (which distribution, which
+token, which position). It explains a trace if its remaining mismatch is no larger than its noise floor. The floor is
+measured: the trainer computes the same values along a second numerical path.
 """
 
 import math
@@ -13,90 +13,31 @@ import torch
 from torch import Tensor
 
 from engine_adapter import Sampling
+from probe import causes
+from probe.causes import Cause
 from probe.noise import check_other_path
-from probe.traces import Replay, Trace, Weights
+from probe.traces import Replay, Trace, Weights, has_mask
 from rl import Policy
 
-# Parity: a mean mismatch up to FLOORS floors + STANDARD_ERRORS standard errors, rms / sqrt(tokens) of the floor. Clean
-# traces of 12 architectures in fp32 and bf16: 0.86 to 1.23 floors; the farthest of 640: 1.3 floors + 2.1 errors.
+# Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) / sqrt(tokens). Clean
+# traces of 12 architectures in fp32 and bf16 have 0.86 to 1.23 floors; the largest of 640 has 1.3 floors + 2.1 errors.
 FLOORS, STANDARD_ERRORS = 1.3, 3.0
-MEDIAN_FACTOR = 2.5  # the same for the median, which varies more between kernels
-TAIL_FACTOR = 6.0  # the same for the largest token and for the worst sequence, which vary more
+MEDIAN_FACTOR = 2.5  # limit of the median, in medians of the floor; it varies more between kernels than the mean
+TAIL_FACTOR = 6.0  # limit of the largest token and of the worst sequence, in those of the floor; they vary more
 TAIL_RMS = 4.0  # the largest of a few hundred tokens, in RMS
-TAIL_FP32 = 1e-4  # nats: kernels differ by as much at a rare token of a trained model, and no fault is as small
-FEW_STEPS = 8.0  # of rounding, which a log-probability may be off by
+TAIL_FP32 = 1e-4  # nats: fp32 kernels differ by this much at a rare token of a trained model; every fault is larger
+FEW_STEPS = 8.0  # rounding steps by which a log-probability may be off
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
-LOGPROB_STEP = 5e-7  # nats: one step of float32 from 4 to 8; the median of a floor can be 0 and another's one step
+LOGPROB_STEP = 5e-7  # nats: a float32 step between 4 and 8; one median may be 0 and another one step
 MASK_EDGE = 0.004  # share of the tokens that may lie at the edge of a top-k, top-p or min-p mask
-HEAD_EDGE = 0.02  # the same for the edges between the 16-bit values of V logits, where the body is in fp32
-SIGN_SIGMAS = 4.0  # of a coin thrown once a token, by which a 16-bit hypothesis must agree in sign
-
-
-# ------------------------------------------------------------------------------------------------ causes
-@dataclass(frozen=True)
-class Cause:
-    """One thing the engine (or the trainer) does differently, its layer, and the switch that repairs it."""
-
-    layer: Literal["semantics", "inference path", "numerics", "objective"]
-    name: str
-    repair: str
-
-
-PROCESSED = 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)'
-ALIGN = "align log-probabilities with their own tokens, as make_batch does"
-RUNTIME = "enable_prefix_caching=False, async_scheduling=False (--parity.explicit-runtime)"
-RAW = Cause("semantics", "raw log-probabilities", PROCESSED)
-NO_TEMPERATURE = Cause("semantics", "temperature not applied", PROCESSED)
-NO_MASK = Cause("semantics", "top-k/top-p/min-p mask not applied to the reported value", PROCESSED)
-NO_PENALTIES = Cause("semantics", "penalties not applied to the reported value", PROCESSED)
-IN_PLACE_OF_PROCESSED = (RAW, NO_TEMPERATURE, NO_MASK, NO_PENALTIES)
-TOP_1 = Cause("semantics", "log-probability of the likeliest token in place of the sampled one",
-              "look the sampled id up; index 0 of a list of log-probabilities need not be it")
-SHIFTED = {1: Cause("semantics", "shifted by one position (each token has its predecessor's value)", ALIGN),
-           -1: Cause("semantics", "shifted by one position (each token has its successor's value)", ALIGN)}
-NO_STOP = Cause("semantics", "stop token without a log-probability",
-                "keep the stop token's own log-probability and its place in the mask")
-HEAD = Cause("numerics", "head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype": "float32"} in vLLM'
-             " (--parity.fp32-head)")
-PREFIX = Cause("inference path", "prompt KV computed under earlier weights (stale prefix cache)",
-               "enable_prefix_caching=False, or reset_prefix_cache() at each load (--parity.explicit-runtime)")
-KEPT = Cause("inference path", "KV kept over an in-flight update",
-             "none in the backend: these values belong to no single set of weights, which is what TIS is for")
-RECOMPUTED = Cause("inference path", "in-flight update with KV recomputed under the new weights",
-                   "none in the backend, but score each token under the weights of its own version")
-MISLABELLED = Cause("inference path", "weight versions one token off at an update (async scheduling)", RUNTIME)
-ALONE = "replay those requests alone, see `requests`"
-WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones", ALONE)
-UNLIKE = Cause("semantics", "tokens that were not drawn from the reported distribution",
-               "check the sampler's own parameters: generation_config.json, logit processors, the seed's path")
-NOT_IN_FORCE = Cause("semantics", "sampling parameters of the trace not in force in the sampler, which drew from what"
-                     " it reported", "pass them with every request")
-NOT_FINITE = Cause("inference path", "log-probabilities that are not finite", ALONE)
-
-
-def stale(updates: int) -> Cause:
-    return Cause("inference path", f"weights {updates} update(s) old", "load the weights before sampling, every name")
-
-
-def moved_on(updates: int) -> Cause:
-    return Cause("objective", f"the trainer has moved on by {updates} update(s) since (staleness)",
-                 "none in the backend: bound the staleness, then correct it with the ratio")
-
-
-def old_tensors(names: list[str], updates: int) -> Cause:
-    return Cause("inference path", f"tensors {updates} update(s) old: {', '.join(names)}",
-                 "load every name; Engine.load checks the set")
-
-
-def hidden(what: str) -> Cause:
-    return Cause("semantics", f"{what} in the sampler and not in the trace",
-                 'name every sampling parameter in every request; generation_config="vllm" (--parity.explicit-runtime)')
+HEAD_EDGE = 0.02  # share of the tokens whose logits may lie between two 16-bit values, if the body is in fp32
+SIGN_SIGMAS = 4.0  # standard deviations of a fair coin by which the signs of a 16-bit hypothesis must agree
 
 
 # ------------------------------------------------------------------------------------------------ figures
 @dataclass(frozen=True)
 class Noise:
-    """How large a difference is, in nats; `infinite` counts tokens that one side gives no probability at all."""
+    """Size of a difference in nats; `infinite` counts tokens to which only one side gives probability 0."""
 
     mean: float
     median: float
@@ -106,7 +47,7 @@ class Noise:
     worst_row: float
     infinite: int
     tokens: int
-    step: float = 0.0  # of the arithmetic it is the floor of: relative rounding, as for numbers near 1
+    step: float = 0.0  # of a noise floor: the machine epsilon of its dtype
 
     @classmethod
     def of(cls, replay: Replay, difference: Tensor, step: float = 0.0) -> "Noise":
@@ -120,10 +61,10 @@ class Noise:
                    int(infinite.sum()), len(finite), step)
 
     def allows(self, other: "Noise", by_steps: bool = False) -> bool:
-        """Is the other difference no more than this floor, given how few tokens each is measured on?
+        """Is the other difference at most this noise floor, up to sampling error?
 
-        The median is tested too, because a heavy tail widens the mean's tolerance; but not where most tokens are off by
-        nothing and the rest by whole steps.
+        The median is tested too, because a heavy tail widens the mean's tolerance. `by_steps` skips the median, for
+        differences that are 0 at most tokens and whole rounding steps at the others.
         """
         tokens = max(1, other.tokens)
         few = 4 * self.median / tokens**0.5 + FEW_STEPS * self.step / tokens
@@ -132,7 +73,7 @@ class Noise:
                 and other.infinite == 0)
 
     def allowed_mean(self, tokens: int) -> float:
-        """More than clean traces of so many tokens reach; and steps, since the floor of few tokens can be 0 by luck."""
+        """Limit of the mean over so many tokens. It includes rounding steps: the floor of few tokens can be 0."""
         return FLOORS * self.mean + STANDARD_ERRORS * self.rms / tokens**0.5 + FEW_STEPS * self.step / tokens + ROUNDING
 
     @property
@@ -145,80 +86,98 @@ class Noise:
         return max(TAIL_FACTOR * largest + ROUNDING, self.tail)
 
     def wrong_rows(self, replay: Replay, difference: Tensor) -> Tensor:
-        """Sequences whose mean difference is beyond what the floor's worst sequence and the length allow: (B,) bool."""
+        """Sequences whose mean difference is above the limit for the floor and their length: (N,) -> (B,) bool."""
         few = 8 * self.rms / replay.lengths**0.5 + FEW_STEPS * self.step / replay.lengths
-        worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)  # one token in a response of four
+        worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)  # a quarter: one token in a response of four
         limit = torch.maximum(FLOORS * self.mean + few, torch.tensor(worst))
         return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING
 
 
+# ------------------------------------------------------------------------------------------------ hypotheses
 @dataclass(frozen=True)
-class Reading:
-    """How a forward pass becomes reported values: the distribution, the token, its place, its end, the head's dtype."""
+class Readout:
+    """How reported values follow from a forward pass; each value other than the default is one cause."""
 
-    kind: str = "processed"
-    token: str = "sampled"
-    shift: int = 0
-    stop: bool = False
-    head: str = "float32"
+    distribution: str = "processed"  # a key of Probe.distributions
+    token: str = "sampled"  # or "top-1"
+    shift: int = 0  # positions by which the values are reported too late
+    no_stop: bool = False  # the stop token's value is reported as 0
+    head: str = "float32"  # or "16 bits"
 
     @property
     def num_causes(self) -> int:
         return sum(getattr(self, each.name) != each.default for each in fields(self))
 
+    @property
+    def fitted(self) -> bool:
+        return self.distribution.startswith("fitted")
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """The trainer's forward pass under a hypothesis, with its log-probabilities by (head, distribution, token)."""
+
+    causes: tuple[Cause, ...]
+    hidden: Tensor | None  # (N, H); None for a pass merged from two others
+    weights: Weights | None  # those that are not the trainer's own
+    values: dict[tuple[str, str, str], Tensor]  # (N,) each
+    second: "ForwardPass | None" = None  # its second numerical path, if its dtype is not the trainer's
+    note: str = ""  # for the verdict's sentence
+    fitted: int = 0  # what was fitted to the trace: 1 a yes or no per sequence, 2 a position per sequence
+    num_tensors: int = 0  # tensors that the hypothesis names as old
+
+    def logprobs(self, readout: Readout) -> Tensor:
+        return self.values[readout.head, readout.distribution, readout.token]
+
 
 @dataclass
 class Explanation:
-    """A hypothesis of what the engine did: its causes, what it leaves unexplained per token, and its own floor."""
+    """A hypothesis, its remaining mismatch and its noise floor."""
 
     causes: tuple[Cause, ...]
-    body: str
-    reading: Reading
-    noise: Noise  # of predicted - reported: what is left unexplained
-    floor: Noise  # of the same hypothesis recomputed along another path
-    wrong: Tensor  # (B,) sequences it does not explain
-    coverage: float  # share of the tokens it says something about
-    supported: bool = True  # a hypothesis of 16-bit rounding must also agree token by token
-    apart: Tensor | None = None  # (B,) sequences set aside as wrong requests
-    fitted: int = 0  # read off the trace itself: 1 a number, or a yes or no per sequence; 2 a place per sequence
-    num_tensors: int = 0  # that it calls old
+    forward: ForwardPass
+    readout: Readout
+    noise: Noise  # remaining mismatch: predicted - reported
+    floor: Noise  # of the same hypothesis
+    wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
+    supported: bool  # False if it predicts too few tokens, or another test rejects it
+    apart: Tensor | None = None  # (B,) bool: sequences left out as wrong requests
 
     @property
     def fits(self) -> bool:
-        sound = self.supported and self.coverage >= 0.5 and not self.wrong.any()
-        return sound and self.floor.allows(self.noise, by_steps=self.reading.head != "float32")
+        sound = self.supported and not self.wrong.any()
+        return sound and self.floor.allows(self.noise, by_steps=self.readout.head != "float32")
+
+    @property
+    def fitted(self) -> int:
+        return self.readout.fitted + self.forward.fitted
+
+    @property
+    def by_rounding(self) -> bool:
+        return self.readout.head != "float32" or self.forward.second is not None
 
     @property
     def order(self) -> tuple:
-        """Fewest causes first, a wrong request each being one; what was fitted to the trace last; then the closest."""
+        """Sort key: fewest causes (each wrong request is one), least fitted to the trace, smallest mismatch."""
         apart = 0 if self.apart is None else int(self.apart.sum())
-        return len(self.causes) + max(0, apart - 1), self.fitted, apart, self.num_tensors, self.noise.mean
+        return len(self.causes) + max(0, apart - 1), self.fitted, apart, self.forward.num_tensors, self.noise.mean
+
+    @property
+    def name(self) -> str:
+        return " + ".join(cause.name for cause in self.causes) or "nothing wrong"
 
     def share(self, start: "Explanation") -> float:
-        """Share of the start's excess over its floor that this explains; each side is held against its own floor."""
+        """Explained share of the start's excess, where the excess is the mean mismatch above the own noise floor."""
         excess = start.noise.mean - start.floor.mean
         return min(1.0, max(0.0, 1 - (self.noise.mean - self.floor.mean) / excess)) if excess > 0 else 0.0
 
 
-# ------------------------------------------------------------------------------------------------ hypotheses
-@dataclass
-class Body:
-    """One forward pass under a hypothesis, and what each head and distribution makes of it."""
-
-    causes: tuple[Cause, ...]
-    hidden: Tensor | None  # (N, H); None where put together from others
-    weights: Weights | None
-    values: dict[tuple[str, str, str], Tensor]  # (head, kind, token) -> (N,)
-    note: str = ""
-    fitted: int = 0  # as in Explanation
-    num_tensors: int = 0  # that are said to be old one by one
-
-
 class Probe:
-    """All hypotheses about one trace. `earlier` are the trainer's older weights, newest first: 1, 2, ... updates back.
+    """Forward passes and readouts of one trace. `earlier` are the trainer's weights 1, 2, ... updates back.
 
-    `version` is the trainer's own (if not given: the newest the trace names); `trainer` says what distribution the
-    trainer scores: the full processed one, or the temperature alone, as train.py does.
+    `version` is the weight version of the trainer (if not given: the newest in the trace). `trainer` is the
+    distribution that the trainer scores: processed with all sampling parameters, or with the temperature alone as in
+    train.py.
     """
 
     def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights], version: int | None = None,
@@ -230,146 +189,117 @@ class Probe:
         labels = [v for r in trace.rollouts for v in r.versions]
         self.labels = torch.tensor(labels, device=policy.device) if labels else None  # (N,)
         self.version = version if version is not None else max(labels, default=0)
-        self.stops = self.replay.is_last
+        self.stops = self.replay.is_last  # (N,) bool
         if trace.sampling.stop_token_ids:
             ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
             self.stops = self.stops & torch.isin(self.replay.targets, ids)
-        self.reported, broken = self.replay.reported.clone(), ~self.replay.reported.isfinite()
-        if (broken & ~self.stops).any():  # broken output: named by request, kept out of the means
-            self.broken = broken
-        else:  # NaN at stop tokens alone says the same as a zero there: no value
-            self.broken = torch.zeros_like(broken)
-            self.reported[broken] = 0.0
-        self.kinds: dict[str, tuple[Sampling, Cause | None]] = {"processed": (trace.sampling, None)}
-        self.kinds |= _variants(trace.sampling)
+        not_finite = ~self.replay.reported.isfinite()
+        # NaN at stop tokens alone means the same as 0: no value. Other values that are not finite are left out.
+        self.broken = not_finite if (not_finite & ~self.stops).any() else torch.zeros_like(not_finite)  # (N,) bool
+        self.reported = self.replay.reported.masked_fill(not_finite & ~self.broken, 0.0)  # (N,)
+        self.distributions = _distributions(trace.sampling)
         alone = Sampling(trace.sampling.temperature, trace.sampling.max_new_tokens, trace.sampling.stop_token_ids)
-        self.trainer = Reading("processed", head="float32" if policy.fp32_head else "16 bits")
+        self.trainer = Readout(head="float32" if policy.fp32_head else "16 bits")
         if trainer == "temperature" and alone != trace.sampling:
-            self.kinds["temperature"] = alone, NO_MASK
-            self.trainer = replace(self.trainer, kind="temperature")
-        self.half = torch.bfloat16 if policy.model.dtype == torch.float32 else policy.model.dtype
-        self.heads = {"float32": torch.float32, "16 bits": self.half}
-        self.bodies: dict[str, Body] = {}
-        current = self.replay.body()
-        self.bodies["current"] = self._body((), current)
-        other = self.replay.other_arithmetic()
-        check_other_path(policy, current, other)
-        self.other = {"": self._body((), other)}  # the floor's second passes, by arithmetic
+            self.distributions["temperature"] = alone, causes.NO_MASK
+            self.trainer = replace(self.trainer, distribution="temperature")
+        half = torch.bfloat16 if policy.model.dtype == torch.float32 else policy.model.dtype
+        self.heads = {"float32": torch.float32, "16 bits": half}
+        self.current = self.forward_pass((), self.replay.all_hidden())
+        self.second = self.forward_pass((), self.replay.second_path())
+        check_other_path(policy, self.current.hidden, self.second.hidden)
 
-    # ---------------------------------------------------------------------------------------------- predictions
-    def _body(self, causes: tuple[Cause, ...], hidden: Tensor, weights: Weights | None = None) -> Body:
-        body = Body(causes, hidden, weights, {})
-        self._read(body, {name: sampling for name, (sampling, _) in self.kinds.items()})
-        return body
+    def forward_pass(self, named: tuple[Cause, ...], hidden: Tensor, weights: Weights | None = None) -> ForwardPass:
+        samplings = {name: sampling for name, (sampling, _) in self.distributions.items()}
+        return ForwardPass(named, hidden, weights, self.replay.read(hidden, samplings, self.heads, weights))
 
-    def _read(self, body: Body, samplings: dict[str, Sampling]) -> None:
-        for head, dtype in self.heads.items():
-            for key, values in self.replay.read(body.hidden, samplings, dtype, body.weights).items():
-                body.values[head, *key] = values
+    def predict(self, forward: ForwardPass, readout: Readout) -> Tensor:
+        """What the engine would have reported: (N,), NaN where the hypothesis predicts no value."""
+        values = forward.logprobs(readout)
+        if readout.shift:
+            values = self.replay.neighbours(values, readout.shift)
+        return values.masked_fill(self.stops, 0.0) if readout.no_stop else values
 
-    def add_kind(self, name: str, sampling: Sampling, cause: Cause) -> None:
-        """A distribution found by looking at the trace, read from every pass there is."""
-        self.kinds[name] = sampling, cause
-        for body in (*self.bodies.values(), *self.other.values()):
-            self._read(body, {name: sampling})
+    def residual(self, forward: ForwardPass, readout: Readout) -> Tensor:
+        """Remaining mismatch, predicted - reported: (N,), NaN where either is missing."""
+        return (self.predict(forward, readout) - self.reported).masked_fill(self.broken, math.nan)
 
-    def predict(self, body: str, reading: Reading) -> Tensor:
-        """What the engine would have reported: (N,), NaN where the hypothesis says nothing."""
-        values = self.bodies[body].values[reading.head, reading.kind, reading.token]
-        if reading.shift:
-            values = self.replay.neighbours(values, reading.shift)
-        return values.masked_fill(self.stops, 0.0) if reading.stop else values
+    def aligned(self, readout: Readout) -> Tensor:
+        """The reported values moved to the tokens they belong to, `readout.shift` undone: (N,), NaN if unknown."""
+        reported = self.reported.masked_fill(self.broken | (self.stops & readout.no_stop), math.nan)
+        return self.replay.neighbours(reported, -readout.shift) if readout.shift else reported
 
-    def aligned(self, reading: Reading) -> Tensor:
-        """The reported values at the tokens they are of, whatever place they were reported at: (N,), NaN if unknown."""
-        reported = self.reported.masked_fill(self.broken | (self.stops & reading.stop), math.nan)
-        return self.replay.neighbours(reported, -reading.shift) if reading.shift else reported
+    def error(self, forward: ForwardPass, readout: Readout) -> Tensor:
+        """|computed - reported| of each token, by `aligned`: (N,)."""
+        return (forward.logprobs(readout) - self.aligned(readout)).abs()
 
-    def miss(self, body: Body, reading: Reading) -> Tensor:
-        """|value - reported| of each token, as `aligned`: (N,)."""
-        return (body.values[reading.head, reading.kind, reading.token] - self.aligned(reading)).abs()
+    def floor(self, forward: ForwardPass, readout: Readout) -> Noise:
+        """The difference between both numerical paths: of this pass if it has two, else of the trainer's."""
+        first, second = (forward, forward.second) if forward.second else (self.current, self.second)
+        ours, theirs = first.logprobs(readout), second.logprobs(readout)
+        difference = (ours - theirs).masked_fill(ours.isinf() & theirs.isinf(), 0.0)  # both give probability 0
+        body_dtype = next(iter(first.weights.values())).dtype if first.weights else self.policy.model.dtype
+        step = max(torch.finfo(dtype).eps for dtype in (body_dtype, self.heads[readout.head]))
+        return Noise.of(self.replay, difference, step)
 
-    def residual(self, body: str, reading: Reading) -> Tensor:
-        return (self.predict(body, reading) - self.reported).masked_fill(self.broken, math.nan)
-
-    def floor(self, body: str, reading: Reading) -> Noise:
-        """The trainer against itself along another path of the same arithmetic."""
-        arithmetic = body if body in self.other else ""
-        key = reading.head, reading.kind, reading.token
-        base = self.bodies[arithmetic or "current"].values[key]
-        weights = self.bodies[arithmetic or "current"].weights
-        dtypes = next(iter(weights.values())).dtype if weights else self.policy.model.dtype, self.heads[reading.head]
-        step = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return Noise.of(self.replay, _difference(base, self.other[arithmetic].values[key]), step)
-
-    def explain(self, body: str, reading: Reading) -> Explanation:
-        causes = list(self.bodies[body].causes)
-        if (kind := self.kinds[reading.kind][1]) is not None:
-            causes.append(kind)
-        causes += [TOP_1] * (reading.token == "top-1") + [NO_STOP] * reading.stop
-        causes += [SHIFTED[reading.shift]] if reading.shift else []
-        supported = True
-        if reading.head != "float32":
-            causes.append(HEAD)
-            fine = replace(reading, head="float32")
-            supported = self._points_there(body, reading, body, fine)
-        floor = self.floor(body, reading)
-        residual = self._without_flips(body, reading, floor)
-        if body in self.other and body:
-            supported &= self._points_there(body, reading, "current", reading)
+    def explain(self, forward: ForwardPass, readout: Readout) -> Explanation:
+        named = (*forward.causes, self.distributions[readout.distribution][1],
+                 causes.TOP_1 if readout.token == "top-1" else None, causes.NO_STOP if readout.no_stop else None,
+                 causes.SHIFTED.get(readout.shift), causes.HEAD if readout.head != "float32" else None)
+        floor = self.floor(forward, readout)
+        residual = self._without_flips(forward, readout, floor)
         noise = Noise.of(self.replay, residual)
-        return Explanation(tuple(causes), body, reading, noise, floor, floor.wrong_rows(self.replay, residual),
-                           noise.tokens / len(residual), supported,
-                           fitted=reading.kind.startswith("fitted") + self.bodies[body].fitted,
-                           num_tensors=self.bodies[body].num_tensors)
+        supported = noise.tokens >= 0.5 * len(residual)
+        if readout.head != "float32":
+            supported = supported and self._signs_agree(forward, readout, forward, replace(readout, head="float32"))
+        if forward.second is not None:
+            supported = supported and self._signs_agree(forward, readout, self.current, readout)
+        wrong = floor.wrong_rows(self.replay, residual)
+        return Explanation(tuple(filter(None, named)), forward, readout, noise, floor, wrong, supported)
 
-    def _without_flips(self, body: str, reading: Reading, floor: Noise) -> Tensor:
-        """The residual without the few tokens that an error of rounding moves by a whole step: at a mask's edge, in for
-        one side and out for the other; or at the edge between two 16-bit values of logits computed in fp32."""
-        residual, sampling, edge = self.residual(body, reading), self.kinds[reading.kind][0], 0.0
+    def _without_flips(self, forward: ForwardPass, readout: Readout, floor: Noise) -> Tensor:
+        """The residual without the few tokens at which a rounding error causes a large step: (N,), NaN there.
+
+        Such a token lies at the edge of a mask, inside for one side and outside for the other; or its logits were
+        computed in fp32 and lie at the edge between two 16-bit values.
+        """
+        residual, edge = self.residual(forward, readout), 0.0
         beyond = residual.abs() > floor.allowed_max
-        if reading.head != "float32" and self.policy.model.dtype == torch.float32:
-            fine = self.bodies[body].values["float32", reading.kind, reading.token]
-            step = (self.bodies[body].values["16 bits", reading.kind, reading.token] - fine).abs().max()
-            edge, beyond = HEAD_EDGE, beyond & (residual.abs() <= 2 * step)
-        elif (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0):
+        if readout.head != "float32" and self.policy.model.dtype == torch.float32:
+            fine, half = (forward.logprobs(replace(readout, head=head)) for head in self.heads)
+            edge, beyond = HEAD_EDGE, beyond & (residual.abs() <= 2 * (half - fine).abs().max())
+        elif has_mask(self.distributions[readout.distribution][0]):
             edge = MASK_EDGE
-        expected = edge * len(residual)  # give or take two standard deviations of such a count
+        expected = edge * len(residual)  # the limit adds two standard deviations of such a count
         few = 0 < beyond.sum() <= expected + 2 * expected**0.5 + 3 * floor.infinite * (edge > 0)
         return residual.masked_fill(beyond, math.nan) if few else residual
 
-    def _points_there(self, body: str, reading: Reading, from_body: str, from_reading: Reading) -> bool:
-        """Is the mismatch as large as what this hypothesis changes, and mostly of its sign?
+    def _signs_agree(self, forward: ForwardPass, readout: Readout, base: ForwardPass, base_readout: Readout) -> bool:
+        """Does the change from `base` to this hypothesis have the size and mostly the sign of the mismatch of `base`?
 
-        Rounding in 16 bits is a hypothesis about noise: its size alone would excuse any fault that is no larger.
+        Rounding in 16 bits is a hypothesis about noise. Without this test it would excuse any fault that is no larger.
         """
-        change = self.predict(body, reading) - self.predict(from_body, from_reading)
-        miss = -self.residual(from_body, from_reading)
-        told = (change * miss).isfinite() & (change * miss != 0)
-        agreeing = (change * miss > 0)[told].double().mean().item() if told.any() else 0.0
-        large = bool(told.any()) and miss[told].abs().mean() > 0.5 * change[told].abs().mean()
-        return bool(large) and (agreeing - 0.5) * 2 * told.sum().item() ** 0.5 > SIGN_SIGMAS
+        change = self.predict(forward, readout) - self.predict(base, base_readout)
+        mismatch = -self.residual(base, base_readout)
+        signed = (change * mismatch).isfinite() & (change * mismatch != 0)
+        if not signed.any():
+            return False
+        agreeing = (change * mismatch > 0)[signed].double().mean().item()
+        large = bool(mismatch[signed].abs().mean() > 0.5 * change[signed].abs().mean())
+        return large and (agreeing - 0.5) * 2 * signed.sum().item() ** 0.5 > SIGN_SIGMAS
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> Tensor:
-    """ours - theirs, 0 where both give no probability at all."""
-    return (ours - theirs).masked_fill(ours.isinf() & theirs.isinf(), 0.0)
-
-
-def _variants(sampling: Sampling) -> dict[str, tuple[Sampling, Cause]]:
-    """The distributions an engine may report in place of the one it drew from."""
+def _distributions(sampling: Sampling) -> dict[str, tuple[Sampling, Cause | None]]:
+    """The distribution that the engine sampled from, and those it may report in place of it; without duplicates."""
     neutral = dict(top_k=0, top_p=1.0, min_p=0.0)
     no_penalties = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     unit = dict(temperature=0.0 if sampling.temperature == 0 else 1.0)
     variants = {
-        "raw": (replace(sampling, **unit, **neutral, **no_penalties), RAW),
-        "no temperature": (replace(sampling, **unit), NO_TEMPERATURE),
-        "no mask": (replace(sampling, **neutral), NO_MASK),
-        "no penalties": (replace(sampling, **no_penalties), NO_PENALTIES),
+        "processed": (sampling, None),
+        "raw": (replace(sampling, **unit, **neutral, **no_penalties), causes.RAW),
+        "no temperature": (replace(sampling, **unit), causes.NO_TEMPERATURE),
+        "no mask": (replace(sampling, **neutral), causes.NO_MASK),
+        "no penalties": (replace(sampling, **no_penalties), causes.NO_PENALTIES),
     }
-    seen, kept = {sampling}, {}
-    for name, (variant, cause) in variants.items():
-        if variant not in seen:
-            kept[name] = variant, cause
-            seen.add(variant)
-    return kept
+    first = {variant: name for name, (variant, _) in reversed(variants.items())}  # of equal ones the first name
+    return {name: variants[name] for name in variants if name in first.values()}

@@ -1,4 +1,4 @@
-"""The noise floor: how far the trainer is from itself along another path of the same arithmetic."""
+"""The noise floor: how far the trainer's own values differ when it computes them along a second numerical path."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,20 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from objectives import mismatch_metrics
-from rl import Batch, Policy, UpdateOptions, frozen_logprobs
+from objectives import Batch, UpdateOptions, mismatch_metrics
+from rl import Policy, frozen_logprobs
 
-KEY_BLOCK = 16  # keys summed at once by blockwise_attention; short sequences have several blocks too
+KEY_BLOCK = 16  # keys per block in blockwise_attention; small, so that short sequences have several blocks too
 
 
 def blockwise_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float,
     softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(cap(scaling q k^T) + mask) v, rounded neither as in sdpa nor as in eager: for measuring a noise floor.
+    """softmax(cap(scaling q k^T) + mask) v, with other rounding errors than transformers' sdpa and eager attention.
 
     The query is scaled before the product with the keys. Weights times values are summed in fp32 by blocks of keys.
     Soft-capping, cap(z) = softcap tanh(z / softcap), is computed with a sigmoid: its rounding error is relative to the
@@ -37,33 +35,33 @@ def blockwise_attention(
     return sum(some @ values for some, values in blocks).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("blockwise", blockwise_attention)
-AttentionMaskInterface.register("blockwise", eager_mask)
-
-
 @contextmanager
 def rounded_otherwise(policy: Policy) -> Iterator[None]:
-    """The body with `blockwise_attention` and, where layers are recurrent, scans in chunks of half the size."""
+    """The model with `blockwise_attention`; recurrent layers scan in chunks of half the size."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register("blockwise", blockwise_attention)
+    AttentionMaskInterface.register("blockwise", eager_mask)
     usual = policy.model.config._attn_implementation
-    scans = {each: each.chunk_size for each in policy.model.modules() if hasattr(each, "chunk_size")}
+    chunk_sizes = {layer: layer.chunk_size for layer in policy.model.modules() if hasattr(layer, "chunk_size")}
     policy.model.set_attn_implementation("blockwise")
-    for layer, size in scans.items():
+    for layer, size in chunk_sizes.items():
         layer.chunk_size = max(1, size // 2)
     try:
         yield
     finally:
         policy.model.set_attn_implementation(usual)
-        for layer, size in scans.items():
+        for layer, size in chunk_sizes.items():
             layer.chunk_size = size
 
 
 def self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> Tensor:
-    """old_logprobs less the same with `blockwise_attention` and smaller micro-batches: the noise floor of a mismatch,
-    (B, T)."""
+    """`old_logprobs` minus their recomputation with `rounded_otherwise` and smaller micro-batches: (B, T)."""
     smaller = replace(options, micro_batch_tokens=-(-options.micro_batch_tokens // 3))
     with rounded_otherwise(policy):
         other, _ = frozen_logprobs(policy, batch, smaller)
-    unsure = batch.old_logprobs < -0.01  # of a sure token both paths may round to the same value
+    unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to the same value
     check_other_path(policy, batch.old_logprobs[unsure], other[unsure])
     return batch.old_logprobs - other
 
@@ -71,11 +69,11 @@ def self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> Tensor:
 def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:
     """Raises: RuntimeError if both paths of a 16-bit model gave the same values at all of N >= 16 tokens: (N, ...)."""
     if policy.model.dtype != torch.float32 and len(ours) >= 16 and ours.any() and torch.equal(ours, other):
-        raise RuntimeError("the noise floor must be above 0 in 16 bits, its second path computes the same as the first")
+        raise RuntimeError("the noise floor must be above 0 in 16 bits, but both numerical paths gave the same values")
 
 
 def measure_self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> dict[str, float]:
-    """What the mismatch would be if the trainer itself had sampled, along another path of its arithmetic."""
+    """Mean and largest |self_noise|, nats: the mismatch that rounding alone would cause."""
     noise = self_noise(policy, batch, options)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"], "self_noise_max": metrics["mismatch_max"]}

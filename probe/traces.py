@@ -1,12 +1,13 @@
-"""The trainer's half of the probe: a trace of sampled tokens, and what the trainer would have reported for each.
+"""Traces of sampled tokens and their files, and `Replay`: the trainer's log-probabilities of a trace's tokens.
 
-A trace needs no engine to be read. All per-token values here are flat: N response tokens of B sequences, row after row.
-Log-probabilities in nats, float64.
+vLLM need not be installed to read a trace. All per-token values are flat: N response tokens of B sequences, row after
+row. Log-probabilities in nats, float64.
 """
 
 import json
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -17,21 +18,20 @@ from zipfile import BadZipFile
 import numpy
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from engine_adapter import Rollout, Sampling
 from probe.noise import rounded_otherwise
 from rl import Policy, make_batch
 
-MICRO_TOKENS = 16_384  # per forward: memory does not grow with the trace
-FLOOR_PADDING = 5  # columns of left padding in the pass that measures the floor
-Weights = dict[str, Tensor]  # by parameter name, of another version of the trainer
+MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
+FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
+Weights = dict[str, Tensor]  # another version of the trainer's weights, by parameter name
 
 
 # ------------------------------------------------------------------------------------------------ trace
 @dataclass(frozen=True)
 class Trace:
-    """Sequences sampled under one `sampling`, with the log-probabilities their engine reported; `meta` is free."""
+    """Sequences sampled with one `sampling`, with the log-probabilities that the engine reported; `meta` is free."""
 
     name: str
     rollouts: list[Rollout]
@@ -40,7 +40,7 @@ class Trace:
 
 
 def save_trace(path: str, trace: Trace) -> None:
-    """Write the npz layout of the README, one group."""
+    """Write the trace as an npz file with one group; the README describes the layout."""
     columns = {
         "prompt_ids": ([r.prompt_ids for r in trace.rollouts], -1, numpy.int32),
         f"{trace.name}/tokens": ([r.token_ids for r in trace.rollouts], -1, numpy.int32),
@@ -56,16 +56,16 @@ def save_trace(path: str, trace: Trace) -> None:
 
 
 def load_traces(path: str) -> list[Trace]:
-    """Every group of an npz or JSON trace (the layout is in the README).
+    """Read every group of an npz or JSON trace (the README describes the layout).
 
     Raises: ValueError naming the field that is missing or malformed.
     """
-    read = _read_json if path.endswith(".json") else _read_npz
     try:
-        meta, columns, samplings = read(path)
-        if not samplings:
+        record = json.loads(Path(path).read_text()) if path.endswith(".json") else _read_npz(path)
+        prompts, groups = _ids(record["prompt_ids"], "prompt_ids"), record["groups"]
+        if not groups:
             raise ValueError("groups must name at least one group")
-        return [_trace(name, sampling, meta, columns) for name, sampling in samplings.items()]
+        return [_trace(name, group, prompts, record["meta"]) for name, group in groups.items()]
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing (the README has the layout)") from error
     except (TypeError, AttributeError) as error:
@@ -74,31 +74,26 @@ def load_traces(path: str) -> list[Trace]:
         raise ValueError(f"{path}: {error} (the README has the layout)") from error
 
 
-def _read_npz(path: str) -> tuple[dict, dict[str, list], dict]:
+def _read_npz(path: str) -> dict[str, Any]:
+    """The archive's arrays in the layout of a JSON trace."""
     with numpy.load(path, allow_pickle=False) as archive:
-        columns = {name: archive[name] for name in archive.files}
-    meta = json.loads(str(columns.pop("meta")))
-    return meta, columns, meta["groups"]
+        arrays = {name: archive[name] for name in archive.files}
+    meta = json.loads(str(arrays["meta"]))
+    groups = {name: {"sampling": sampling} for name, sampling in meta["groups"].items()}
+    for name, group in groups.items():
+        group |= {path.removeprefix(f"{name}/"): array for path, array in arrays.items() if path.startswith(f"{name}/")}
+    return {"meta": meta, "prompt_ids": arrays["prompt_ids"], "groups": groups}
 
 
-def _read_json(path: str) -> tuple[dict, dict[str, list], dict]:
-    record = json.loads(Path(path).read_text())
-    columns = {"prompt_ids": record["prompt_ids"]}
-    for name, group in record["groups"].items():
-        columns |= {f"{name}/{key}": group[key] for key in ("tokens", "logprobs", "versions", "seeds") if key in group}
-    return record["meta"], columns, {name: group["sampling"] for name, group in record["groups"].items()}
-
-
-def _trace(name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Trace:
-    prompts = _ids(columns["prompt_ids"], "prompt_ids")
-    tokens = _ids(columns[f"{name}/tokens"], f"{name}/tokens")
+def _trace(name: str, group: dict[str, Any], prompts: list[list[int]], meta: dict[str, Any]) -> Trace:
+    tokens, sampling = _ids(group["tokens"], f"{name}/tokens"), group["sampling"]
     if len(prompts) != len(tokens) or not all(prompts) or not all(tokens):
         raise ValueError(f"{name}/tokens must have a non-empty row for each non-empty row of prompt_ids")
 
     def per_token(field_name: str, kind: type) -> list[list]:
-        """A value for each token; what stands at the padding of the tokens is cut off."""
-        table = columns[f"{name}/{field_name}"]
-        if list(map(len, table)) != list(map(len, columns[f"{name}/tokens"])):
+        """One value per token; values at padding positions are cut off."""
+        table = group[field_name]
+        if list(map(len, table)) != list(map(len, group["tokens"])):
             raise ValueError(f"{name}/{field_name} must have the shape of {name}/tokens")
         try:
             return [list(map(kind, row[: len(ids)])) for row, ids in zip(table, tokens, strict=True)]
@@ -106,8 +101,8 @@ def _trace(name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Tr
             raise ValueError(f"{name}/{field_name} must be numbers: {error}") from error
 
     logprobs = per_token("logprobs", float)
-    versions = per_token("versions", int) if f"{name}/versions" in columns else [[]] * len(tokens)
-    seeds = map(int, columns.get(f"{name}/seeds", range(len(tokens))))
+    versions = per_token("versions", int) if "versions" in group else [[]] * len(tokens)
+    seeds = map(int, group.get("seeds", range(len(tokens))))
     if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
         raise ValueError(f"groups.{name} has {', '.join(sorted(unknown))}, which the probe does not reproduce")
     settings = {"max_new_tokens": max(map(len, tokens)), "stop_token_ids": meta.get("stop_token_ids", ())} | sampling
@@ -120,7 +115,7 @@ def _trace(name: str, sampling: dict, meta: dict, columns: dict[str, Any]) -> Tr
 
 
 def _ids(table: Any, field_name: str) -> list[list[int]]:
-    """Rows of token ids, their padding of -1 cut off."""
+    """Rows of token ids without their padding of -1."""
     try:
         rows = [list(row) for row in table]
         whole = all(int(value) == value >= -1 for row in rows for value in row)
@@ -131,14 +126,22 @@ def _ids(table: Any, field_name: str) -> list[list[int]]:
     return [list(map(int, row[: row.index(-1)] if -1 in row else row)) for row in rows]
 
 
+def has_penalties(sampling: Sampling) -> bool:
+    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def has_mask(sampling: Sampling) -> bool:
+    return (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0)
+
+
 def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts: Tensor) -> Tensor:
     """The logits vLLM's sampler draws from, in its order: penalties, temperature, min-p, top-k, top-p.
 
     Shapes: logits (N, V); in_prompt (N, V) bool; counts (N, V), how often each token has been sampled so far -> (N, V),
-    -inf where cut off. The last two are not looked at without penalties.
+    -inf where cut off. `in_prompt` and `counts` are used only with penalties.
     Source: vLLM's v1/sample/sampler.py and ops/topk_topp_sampler.py; V0 applied min-p last.
     """
-    if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
+    if has_penalties(sampling):
         repetition, counts = sampling.repetition_penalty, counts.to(logits.dtype)
         sampled = (counts > 0).to(logits.dtype)
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -155,14 +158,14 @@ def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts
     if sampling.top_p < 1:
         ascending, order = logits.sort(dim=-1)
         cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        cut[:, -1] = False  # the likeliest token stays whatever top_p
+        cut[:, -1] = False  # the likeliest token always stays
         logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
     return logits
 
 
 # ------------------------------------------------------------------------------------------------ replay
 class Replay:
-    """The trace's tokens, and the trainer's forward passes over them under one hypothesis or another.
+    """Forward passes of the trainer over a trace's tokens, with any version of its weights.
 
     Raises: ValueError if a token id is outside the model's vocabulary.
     """
@@ -179,146 +182,145 @@ class Replay:
         self.prompt_lengths = torch.tensor([len(r.prompt_ids) for r in trace.rollouts], device=self.device)
         self.positions = columns - self.prompt_lengths[self.rows] + 1  # (N,) place in the response, from 0
         self.targets = batch.targets[self.response]  # (N,)
-        self.reported = torch.tensor([v for r in trace.rollouts for v in r.logprobs], dtype=torch.float64,
-                                     device=self.device)  # (N,), not from the batch: float32 there, NaN here allowed
+        # Not from the batch, whose log-probabilities are float32. NaN is allowed here.
+        reported = [value for rollout in trace.rollouts for value in rollout.logprobs]
+        self.reported = torch.tensor(reported, dtype=torch.float64, device=self.device)  # (N,)
         self.lengths = torch.bincount(self.rows, minlength=len(trace.rollouts))  # (B,)
         self.is_last = self.positions == self.lengths[self.rows] - 1  # (N,)
-        self.forwards = 0  # passes over the whole trace, for the record
+        self.forwards = 0  # forward passes over the whole trace so far
 
-    # ---------------------------------------------------------------------------------------------- weights
     @contextmanager
-    def holding(self, weights: Weights | None) -> Iterator[None]:
-        """The policy with other values in its parameters; the tensors themselves are swapped, nothing is copied."""
-        held = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
+    def using(self, weights: Weights | None) -> Iterator[None]:
+        """The policy with these weights in its parameters. Tensors are swapped, not copied, and swapped back."""
         parameters = dict(self.policy.model.named_parameters())
+        own = {name: parameters[name].data for name in weights or ()}
         try:
-            for name, tensor in (weights or {}).items():
-                parameters[name].data = tensor
+            for name in own:
+                parameters[name].data = weights[name]
             yield
         finally:
-            for name, tensor in held.items():
+            for name, tensor in own.items():
                 parameters[name].data = tensor
 
-    # ---------------------------------------------------------------------------------------------- bodies
-    def micros(self, size: int | None = None) -> Iterator[slice]:
-        """Rows of one forward each."""
-        size = size or max(1, MICRO_TOKENS // self.inputs.shape[1])
+    # ---------------------------------------------------------------------------------------------- hidden states
+    def micro_batches(self, size: int | None = None) -> Iterator[slice]:
+        """Rows of one forward pass each."""
+        size = size or max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
         return (slice(start, start + size) for start in range(0, len(self.inputs), size))
 
-    def body(self, weights: Weights | None = None) -> Tensor:
-        """Last hidden states at the response tokens: (N, H)."""
+    def hidden(self, rows: slice) -> Tensor:
+        """Last hidden states at the response tokens of some rows: (n, H)."""
+        states = self.policy.model.base_model(input_ids=self.inputs[rows], use_cache=False).last_hidden_state
+        return states[self.response[rows]]
+
+    def all_hidden(self, weights: Weights | None = None) -> Tensor:
+        """Last hidden states at all response tokens: (N, H)."""
         self.forwards += 1
-        with self.holding(weights):
-            return torch.cat([self._hidden(rows)[self.response[rows]] for rows in self.micros()])
+        with self.using(weights):
+            return torch.cat([self.hidden(rows) for rows in self.micro_batches()])
 
-    def _hidden(self, rows: slice) -> Tensor:
-        return self.policy.model.base_model(input_ids=self.inputs[rows], use_cache=False).last_hidden_state
+    def second_path(self) -> Tensor:
+        """`all_hidden` along a second numerical path; the difference is the noise floor: (N, H).
 
-    def other_arithmetic(self) -> Tensor:
-        """The same hidden states along another path of the same arithmetic: the difference is the floor.
-
-        Other attention kernel, other micro-batch size, other padding. Padding and size alone are not enough: on a CPU
-        they change nothing at all, while the kernels of two engines differ.
+        Attention, micro-batch size and padding are different. Size and padding alone are not enough: on a CPU they
+        change no value, while the kernels of two engines differ.
         """
         self.forwards += 1
         hidden = []
         with rounded_otherwise(self.policy):
-            for rows in self.micros(max(1, MICRO_TOKENS // self.inputs.shape[1] // 3)):
+            for rows in self.micro_batches(max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1] // 3)):
                 ids = torch.nn.functional.pad(self.inputs[rows], (FLOOR_PADDING, 0))
-                real = torch.ones_like(ids)
-                real[:, :FLOOR_PADDING] = 0
-                places = (real.cumsum(dim=1) - 1).clamp(min=0)
-                states = self.policy.model.base_model(input_ids=ids, attention_mask=real, position_ids=places,
+                mask = torch.ones_like(ids)
+                mask[:, :FLOOR_PADDING] = 0
+                position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
+                states = self.policy.model.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids,
                                                       use_cache=False).last_hidden_state
                 hidden.append(states[:, FLOOR_PADDING:][self.response[rows]])
         return torch.cat(hidden)
 
-    def body_over_kv(self, earlier: Weights, num_earlier: Tensor) -> Tensor:
-        """Hidden states where the first `num_earlier[b]` inputs of row b left their KV cache under earlier weights.
+    def hidden_over_old_kv(self, old: Weights, num_old: Tensor) -> Tensor:
+        """Hidden states where the KV cache of the first `num_old[b]` inputs of row b was computed with old weights.
 
-        Shapes: (B,) -> (N, H); tokens predicted from within that prefix have zeros: they are the earlier version's.
+        Shapes: (B,) -> (N, H). Tokens predicted from within these first inputs get zeros.
         """
+        from transformers import DynamicCache
+
         self.forwards += 2
         hidden = torch.zeros(*self.inputs.shape, self.policy.head.weight.shape[1], dtype=self.policy.model.dtype,
                              device=self.device)
-        for prefix in num_earlier.unique().tolist():
+        body = self.policy.model.base_model
+        for prefix in num_old.unique().tolist():
             if prefix >= self.inputs.shape[1]:
                 continue
-            group = (num_earlier == prefix).nonzero()[:, 0]
-            for rows in group.split(max(1, MICRO_TOKENS // self.inputs.shape[1])):
-                hidden[rows, prefix:] = self._over_cache(self.inputs[rows], prefix, earlier)
+            for rows in (num_old == prefix).nonzero()[:, 0].split(max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])):
+                ids, cache = self.inputs[rows], DynamicCache(config=self.policy.model.config)
+                if prefix:
+                    with self.using(old):
+                        body(input_ids=ids[:, :prefix], past_key_values=cache, use_cache=True)
+                states = body(input_ids=ids[:, prefix:], past_key_values=cache, use_cache=True).last_hidden_state
+                hidden[rows, prefix:] = states
         return hidden[self.response]
 
-    def _over_cache(self, ids: Tensor, prefix: int, earlier: Weights | None) -> Tensor:
-        """Hidden states from `prefix` on, over the prefix's KV cache under (earlier) weights."""
-        cache = DynamicCache(config=self.policy.model.config)
-        if prefix:
-            with self.holding(earlier):
-                self.policy.model.base_model(input_ids=ids[:, :prefix], past_key_values=cache, use_cache=True)
-        return self.policy.model.base_model(input_ids=ids[:, prefix:], past_key_values=cache,
-                                            use_cache=True).last_hidden_state
-
-    # ---------------------------------------------------------------------------------------------- heads
+    # ---------------------------------------------------------------------------------------------- log-probabilities
     def read(
-        self, hidden: Tensor, samplings: dict[str, Sampling], head_dtype: torch.dtype, weights: Weights | None = None
-    ) -> dict[tuple[str, str], Tensor]:
-        """What would have been reported, by (sampling, token): the sampled token's and the likeliest token's value.
+        self, hidden: Tensor, samplings: dict[str, Sampling], heads: dict[str, torch.dtype], weights: Weights | None
+    ) -> dict[tuple[str, str, str], Tensor]:
+        """The log-probabilities of the sampled and of the likeliest token, by (head, sampling, token).
 
-        Shapes: (N, H) -> {(name, "sampled" or "top-1"): (N,)}; N may also be a part of the trace from its start.
+        Shapes: (N, H) -> {(head, sampling, "sampled" or "top-1"): (N,)}.
         """
-        values: dict[tuple[str, str], list[Tensor]] = {(n, t): [] for n in samplings for t in ("sampled", "top-1")}
-        with self.holding(weights):
-            for chunk, logits in self.logits(hidden, head_dtype):
-                for name, sampling in samplings.items():
-                    logprobs = torch.log_softmax(self.process(logits, sampling, chunk), dim=-1)
-                    values[name, "sampled"].append(logprobs.gather(-1, self.targets[chunk, None])[:, 0])
-                    values[name, "top-1"].append(logprobs.amax(dim=-1))
-        return {name: torch.cat(parts).double() for name, parts in values.items()}
+        values = defaultdict(list)
+        with self.using(weights):
+            for head, dtype in heads.items():
+                for chunk, logits in self.logits(hidden, dtype):
+                    for name, sampling in samplings.items():
+                        logprobs, sampled = self.logprobs(logits, sampling, chunk)
+                        values[head, name, "sampled"].append(sampled)
+                        values[head, name, "top-1"].append(logprobs.amax(dim=-1))
+        return {key: torch.cat(parts).double() for key, parts in values.items()}
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """(N, H) -> chunks of (indices of tokens, logits (N_chunk, V) in fp32), the head's product in `head_dtype`."""
+        """(N, H) -> chunks of (indices of tokens (n,), logits (n, V) in fp32); the head computes in `head_dtype`."""
         rows = max(1, self.policy.chunk_elements // self.policy.head.weight.shape[0])
         for chunk in torch.arange(len(hidden), device=self.device).split(rows):
-            yield chunk, self.head(hidden[chunk], head_dtype)
+            yield chunk, self.policy.logits(hidden[chunk], head_dtype)
 
-    def head(self, hidden: Tensor, head_dtype: torch.dtype) -> Tensor:
-        weight, bias = self.policy.head.weight, getattr(self.policy.head, "bias", None)
-        return self.policy.logits(hidden, weight.to(head_dtype), None if bias is None else bias.to(head_dtype))
+    def logprobs(
+        self, logits: Tensor, sampling: Sampling, tokens: Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities after `process_logits`: logits (n, V), indices of their tokens (n,) -> (n, V), and (n,) of
+        the sampled ids."""
+        in_prompt, counts = self._seen(tokens, logits.shape[1]) if has_penalties(sampling) else (logits, logits)
+        processed = process_logits(logits, sampling, in_prompt, counts)
+        logprobs = torch.log_softmax(processed, dim=-1, dtype=dtype)
+        return logprobs, logprobs.gather(-1, self.targets[tokens, None])[:, 0]
 
-    def process(self, logits: Tensor, sampling: Sampling, chunk: Tensor) -> Tensor:
-        in_prompt = counts = logits
-        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0):
-            in_prompt, counts = self._seen(chunk, logits.shape[1])
-        return process_logits(logits, sampling, in_prompt, counts)
-
-    def _seen(self, chunk: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Tokens seen before each of the chunk's tokens: in the prompt (n, V) bool, and sampled so far (n, V)."""
+    def _seen(self, tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """Ids before each token: in the prompt (n, V) bool, and how often each was sampled so far (n, V)."""
         def counted(sequences: list[list[int]], known: Tensor) -> Tensor:
-            """How often each id is among the first `known[n]` of each chunk token's sequence."""
+            """How often each id is among the first `known[n]` ids of token n's sequence."""
             longest = max(map(len, sequences))
             table = torch.tensor([row + [vocabulary] * (longest - len(row)) for row in sequences], device=self.device)
             before = (torch.arange(longest, device=self.device) < known[:, None]).float()  # (n, longest)
-            zeros = torch.zeros(len(chunk), vocabulary + 1, device=self.device)
-            return zeros.scatter_add(1, table[self.rows[chunk]], before)[:, :vocabulary]
+            zeros = torch.zeros(len(tokens), vocabulary + 1, device=self.device)
+            return zeros.scatter_add(1, table[self.rows[tokens]], before)[:, :vocabulary]
 
-        in_prompt = counted([r.prompt_ids for r in self.trace.rollouts], self.prompt_lengths[self.rows[chunk]]) > 0
-        return in_prompt, counted([r.token_ids for r in self.trace.rollouts], self.positions[chunk])
+        in_prompt = counted([r.prompt_ids for r in self.trace.rollouts], self.prompt_lengths[self.rows[tokens]]) > 0
+        return in_prompt, counted([r.token_ids for r in self.trace.rollouts], self.positions[tokens])
 
     # ---------------------------------------------------------------------------------------------- per sequence
-    def row_means(self, values: Tensor) -> Tensor:
-        """Means of (N,) over the tokens of each row, NaN left out: (B,), NaN for a row without any."""
-        known = ~values.isnan()
+    def row_sums(self, values: Tensor) -> Tensor:
+        """Sums of (N,) over the tokens of each row: (B,)."""
         zeros = torch.zeros(len(self.lengths), dtype=values.dtype, device=self.device)
-        sums = zeros.index_add(0, self.rows[known], values[known])
-        return sums / zeros.index_add(0, self.rows[known], torch.ones_like(values[known]))
+        return zeros.index_add(0, self.rows, values)
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """Means of (N,) over the tokens of each row without NaN: (B,), NaN for a row of NaN."""
+        known = ~values.isnan()
+        return self.row_sums(values.masked_fill(~known, 0.0)) / self.row_sums(known.to(values.dtype))
 
     def neighbours(self, values: Tensor, shift: int) -> Tensor:
-        """Each token's value taken from `shift` tokens earlier in its own sequence, NaN where there is none."""
-        moved = torch.full_like(values, math.nan)
-        if shift > 0:
-            moved[shift:] = values[:-shift]
-            moved[self.positions < shift] = math.nan
-        else:
-            moved[:shift] = values[-shift:]
-            moved[self.positions >= self.lengths[self.rows] + shift] = math.nan
-        return moved
+        """Each token's value from `shift` tokens earlier in its sequence, NaN where there is none: (N,) -> (N,)."""
+        source = self.positions - shift
+        outside = (source < 0) | (source >= self.lengths[self.rows])
+        return values.roll(shift).masked_fill(outside, math.nan)

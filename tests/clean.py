@@ -3,8 +3,8 @@
     .venv/bin/python tests/clean.py                    # 350 traces: 37 models x fp32, bf16 (but recurrent ones) x 5
     .venv/bin/python tests/clean.py --seed 9 --only Gemma2 Llama
 
-The five traces of a model differ in weights, prompts, batch size and temperature. Each model has a process of its own,
-because vLLM patches the Python classes of some.
+The five traces of a model differ in weights, prompts, batch size and temperature. Each model runs in a process of its
+own, because vLLM patches the Python classes of some models.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small threads cost more than they save
 
 import torch
 
@@ -65,17 +65,17 @@ def verdicts(name: str, tied: bool, dtype: str, seed: int) -> Iterator[dict]:
                "beyond": (noise.mean - FLOORS * floor.mean) / floor.rms * noise.tokens**0.5}  # fmt: skip
 
 
-def alone(*arguments: str) -> list[dict]:
-    """`verdicts` in a process of its own."""
-    command = [sys.executable, __file__, "--json", *arguments]
+def alone(name: str, tied: str, seed: str, *dtypes: str) -> list[dict]:
+    """`verdicts` of each dtype, in a separate process."""
+    command = [sys.executable, __file__, "--json", name, tied, seed, *dtypes]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def clopper_pearson(hits: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a rate: the rates at which so few hits, or so many, have a chance of 2.5 %."""
+    """The 95 % interval of a rate: at its ends so few hits, or so many, have a probability of 2.5 %."""
     def rate(most: int, chance: float) -> float:
-        """Where P(at most `most` hits) = chance, by bisection."""
+        """The rate at which P(at most `most` hits) = chance, by bisection."""
         low, high = 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
@@ -113,17 +113,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--json", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--json", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.json:
-        name, tied, dtype, seed = arguments.json
-        print(json.dumps(list(verdicts(name, tied == "True", dtype, int(seed)))))
+        name, tied, seed, *dtypes = arguments.json
+        print(json.dumps([row for dtype in dtypes for row in verdicts(name, tied == "True", dtype, int(seed))]))
         return 0
     started_at, rows = time.perf_counter(), []
     for name, tied in CASES:
         if not arguments.only or name in arguments.only:
             for dtype in (str(each).removeprefix("torch.") for each in dtypes_of(name)):
-                rows += alone(name, str(tied), dtype, str(arguments.seed))
+                rows += alone(name, str(tied), str(arguments.seed), dtype)
                 print(f"{name} tied {tied} {dtype}", *(row["status"] for row in rows[-len(BATCHES) :]), flush=True)
     wrong = report(rows)
     print(f"{time.perf_counter() - started_at:.0f} s")

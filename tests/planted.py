@@ -3,8 +3,8 @@
     .venv/bin/python tests/planted.py            # all of it: singles, pairs, clean; fp32 and bf16; three seeds
     .venv/bin/python tests/planted.py --seeds 1 --only raw stale raw+stale
 
-Nothing is edited in a trace. Weights are dropped on their way into the engine, caches are kept, flags are off, the
-sampler's parameters and the KV cache are changed in the live engine, its outputs are read wrongly.
+The faults are in the live engine, not in the trace: weights are not loaded, caches are kept, flags are off, sampling
+parameters and KV blocks are changed, outputs are read wrongly.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small threads cost more than they save
 
 import torch
 
@@ -72,7 +72,7 @@ ONLY_BF16 = {"head in trainer", "head on both sides"}
 
 # ------------------------------------------------------------------------------------------------ the live engine
 class Bench:
-    """One engine at a time, kept while the next trial needs the same one."""
+    """One engine at a time, reused while the next trial needs the same one."""
 
     def __init__(self):
         self.folders = TemporaryDirectory()
@@ -95,11 +95,11 @@ class Bench:
     def close(self):
         if self.engine is not None:
             self.engine.close()
-        self.engine = None
+        self.engine, self.key = None, None
 
 
 def move(policy: Policy, seed: int, scale: float = 0.01) -> None:
-    """Stands for an update: every weight moves by a tenth of its own spread."""
+    """A random update of every weight; its size is a tenth of the initial weights' standard deviation."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -108,7 +108,7 @@ def move(policy: Policy, seed: int, scale: float = 0.01) -> None:
 
 
 def load(engine: Engine, policy: Policy, old: dict, names: list[str]) -> None:
-    """A load in which some tensors are the old ones; the canary is asked of the same mixture, so that it sings."""
+    """Load some tensors in their old version. The canary is scored with the same mixture, so that it passes."""
     parameters = dict(policy.model.named_parameters())
     held = {name: parameters[name].data for name in names}
     for name in names:
@@ -121,8 +121,11 @@ def load(engine: Engine, policy: Policy, old: dict, names: list[str]) -> None:
 
 
 class Meddler:
-    """Between the adapter and vLLM: sampling parameters the trace knows nothing of, and outputs read wrongly (another
-    table entry, a late one, none for the stop token). The canary's requests are left alone."""
+    """Changes requests and outputs between the adapter and vLLM, but not those of the canary.
+
+    Requests get sampling parameters that the trace does not have. Log-probabilities are taken from another table entry,
+    from the token before, or left out at the stop token.
+    """
 
     EXTRA = {"hidden temperature": ("temperature", 1.1), "hidden top-k": ("top_k", 5), "hidden top-p": ("top_p", 0.8),
              "hidden penalty": ("repetition_penalty", 1.2), "top-1": ("logprobs", 1), "cold": ("temperature", 1.0),
@@ -163,7 +166,7 @@ class Meddler:
 
 
 def spoil_kv(engine: Engine, place: int) -> int:
-    """Another tenant's values in the first KV block of one running request; returns the request's number."""
+    """Overwrite the first KV block of one running request; returns the request's number."""
     scheduler = engine._core.scheduler
     request = scheduler.running[place].request_id
     block = scheduler.kv_cache_manager.get_block_ids(request)[0][0]
@@ -174,7 +177,7 @@ def spoil_kv(engine: Engine, place: int) -> int:
 
 # ------------------------------------------------------------------------------------------------ a trial
 def shifted(tied: bool, seed: int, dtype: torch.dtype):
-    """The tests' model with an offset in all logits: softmax ignores it, the rounding of a 16-bit head does not."""
+    """The tests' model with an offset in all logits. It changes the rounding of a 16-bit head but not the softmax."""
     model = qwen2(tied=tied, seed=seed, dtype=dtype)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 4.0
@@ -184,7 +187,7 @@ def shifted(tied: bool, seed: int, dtype: torch.dtype):
 
 def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: int, batch: int = 24,
           temperature: float = 0.7, tokens: int = 40):
-    """A trace with the faults in it, and what `diagnose` is to be given: (trace, policy, earlier, version, trainer)."""
+    """Sample a trace with the faults; returns (trace, policy, earlier, version, trainer) for `diagnose`."""
     policy = Policy(shifted(tied, seed, dtype))
     parity = ParityFlags(processed_logprobs="raw" not in faults,
                          explicit_runtime=not faults & {"prefix", "async"},
@@ -210,12 +213,12 @@ def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: 
     chosen = {"tensor": ["model.layers.1.mlp.down_proj.weight"],
               "tensors": [n for n in names if "layers.0.self_attn" in n and n.endswith("weight")],
               "stale": names, "stale by 2": names}
-    half_head = "head" in faults and dtype == torch.float32  # behind the configuration's back, but not the canary's
+    half_head = "head" in faults and dtype == torch.float32  # set in the live engine after the canary
     moving = {"stale", "stale by 2", "tensor", "tensors", "prefix", "moved on"} | IN_FLIGHT
     rollouts = []
     with Meddler(engine, faults) as meddler:
         if "prefix" in faults:
-            engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are met again
+            engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are sent again
         if faults & IN_FLIGHT:
             for prompt, sample_seed in zip(prompts, seeds, strict=True):
                 rollouts += engine.submit(prompt, 1, sampling, sample_seed)
@@ -258,7 +261,7 @@ def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: 
 
 
 def right(faults: list[str], verdict) -> tuple[bool, bool]:
-    """Are the layers those of the faults, and are the causes?"""
+    """Does the verdict name the layers of the faults, and does it name their causes?"""
     layers = {EXPECTED[fault][0] for fault in faults}
     causes = [cause.name for cause in verdict.causes]
     wanted = [EXPECTED[fault][1] for fault in faults]
@@ -275,13 +278,13 @@ def trials(arguments) -> list[tuple[str, bool, torch.dtype, int]]:
         faults = set(name.split("+"))
         if not faults & (ONLY_BF16 if dtype == "float32" else ONLY_FP32):
             wanted.append((name, bool(seed % 2), getattr(torch, dtype), seed))
-    # neighbours share an engine
+    # trials with the same engine follow each other
     return sorted(wanted, key=lambda t: (str(t[2]), t[1], "raw" in t[0], "prefix" in t[0] or "async" in t[0],
                                          "head" in t[0], t[0], t[3]))
 
 
 def clean_trials():
-    """At least thirty without a fault: tied and untied, batches of 1 to 128, temperatures 0.5 to 1.5."""
+    """Trials without a fault: tied and untied, batches of 1 to 128, temperatures 0.5 to 1.5."""
     for dtype, tied in product((torch.float32, torch.bfloat16), (False, True)):
         for index, (batch, temperature) in enumerate(product((1, 2, 8, 33, 128), (0.5, 0.7, 1.0, 1.5))):
             yield dtype, tied, batch, temperature, index % 3

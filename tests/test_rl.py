@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from engine_adapter import Rollout, Sampling
 from objectives import Batch, UpdateOptions
-from probe.noise import self_noise
+from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
 from rl import Optimizer, Policy, Projection, TargetLogprobs, frozen_logprobs, make_batch, update
 
@@ -220,9 +220,9 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
 def test_self_noise_of_exactly_0_in_16_bits_is_an_error():
     policy = Policy(qwen2(tied=True, dtype=torch.bfloat16))
     batch = make_batch(rollouts([(3, 8)] * 4), torch.zeros(4))
-    policy.model.set_attn_implementation("blockwise")  # the second path itself
-    before, _ = frozen_logprobs(policy, batch, UpdateOptions())
-    with pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
+    with rounded_otherwise(policy):
+        before, _ = frozen_logprobs(policy, batch, UpdateOptions())
+    with rounded_otherwise(policy), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
         self_noise(policy, replace(batch, old_logprobs=before), UpdateOptions())
 
 

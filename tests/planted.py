@@ -135,7 +135,7 @@ class Meddler:
         self.engine, self.faults, self.active, self.marked, self.previous = engine, faults, True, set(), {}
 
     def __enter__(self):
-        self.llm, self.step, self.add = self.engine._llm, self.engine._llm.step, self.engine._llm.add_request
+        self.llm, self.step, self.add = self.engine.llm, self.engine.llm.step, self.engine.llm.add_request
         self.llm.step, self.llm.add_request = self.faulty_step, self.faulty_add
         return self
 
@@ -167,10 +167,10 @@ class Meddler:
 
 def spoil_kv(engine: Engine, place: int) -> int:
     """Overwrite the first KV block of one running request; returns the request's number."""
-    scheduler = engine._core.scheduler
+    scheduler = engine.core.scheduler
     request = scheduler.running[place].request_id
     block = scheduler.kv_cache_manager.get_block_ids(request)[0][0]
-    for cache in engine._runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
+    for cache in engine.runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
         cache[block].neg_()
     return int(request.split("-")[0])
 
@@ -229,7 +229,7 @@ def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: 
         if faults & moving:
             move(policy, 60 + seed)
         if "recomputed" in faults:
-            assert engine._llm.reset_prefix_cache(reset_running_requests=True)
+            assert engine.llm.reset_prefix_cache(reset_running_requests=True)
         meddler.active = False
         if "rounded weights" in faults:
             rounded = {name: tensor.bfloat16().float() for name, tensor in old.items()}

@@ -79,7 +79,7 @@ def test_audit_reads_each_flag_back_from_the_live_engine(folders, flag):
 def test_audit_raises_when_the_live_engine_does_something_else(folders):
     policy = Policy(qwen2(tied=False, dtype=torch.bfloat16))
     with started(folders[False], policy) as engine:
-        sampler, scheduler = engine._runner.sampler, engine._core.scheduler
+        sampler, scheduler = engine.runner.sampler, engine.core.scheduler
         sampler.logprobs_mode = "raw_logprobs"
         scheduler.kv_cache_manager.enable_caching = True
         with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):

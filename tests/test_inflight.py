@@ -176,7 +176,7 @@ def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
     with backend("vllm", folders) as (policy, engine):
         engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
         engine.step()
-        engine._llm.abort_request(list(engine._groups))  # behind the adapter's back
+        engine.llm.abort_request(list(engine._groups))  # behind the adapter's back
         with pytest.raises(EngineStateError, match="vLLM holds 0 requests, 2 rollouts are unfinished"):
             update(policy, engine)
 

@@ -191,6 +191,7 @@ def test_a_model_folder(good, tmp_path, kind, capsys):
 
 
 # ------------------------------------------------------------------------------------------------ the engine
+@pytest.mark.engine
 @pytest.mark.parametrize("options, complaint", [
     ("--block-size 7", "No common block size for 7"), ("--block-size 0", "Input should be greater than 0"),
     ("--kv-cache-gib 1e-6", "No available memory for the cache blocks"),

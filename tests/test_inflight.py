@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import command, qwen2
-from test_engine_adapter import move, started
+from conftest import command, move, qwen2, started
 
 from engine_adapter import EngineStateError, Flight, ParityFlags, Sampling
 from probe.diagnose import diagnose
@@ -20,19 +19,24 @@ from train import main
 KEEP, RECOMPUTE, ABORT = (
     ParityFlags(), ParityFlags(inflight_keep=False, inflight_otherwise="recompute"), ParityFlags(inflight_keep=False)
 )
+KINDS = [pytest.param("vllm", marks=pytest.mark.engine), "transformers"]
+GROUPED = dict(ids=lambda parity: parity.inflight_update, scope="module")  # module: equal flags follow one another and
+PARITIES = pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], **GROUPED)  # share an engine
 # Lengths differ as in practice: one token in eight of a flat distribution ends the response.
 LONG_TAIL = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=tuple(range(2, 12)))
 
 
 @contextmanager
-def backend(kind: str, folders, parity: ParityFlags = KEEP, **options):
-    """A live policy and an engine of either kind that holds its weights."""
+def backend(kind: str, folders, parity: ParityFlags = KEEP, room: int = 64, **options):
+    """A live policy and an engine of either kind that holds its weights and accepts groups for `room` rollouts."""
     policy = Policy(qwen2(tied=False))
     if kind == "vllm":
         with started(folders[False], policy, parity, **options) as engine:
+            usual, engine.max_num_seqs = engine.max_num_seqs, room
             yield policy, engine
+            engine.max_num_seqs = usual
     else:
-        engine = ReferenceEngine(policy, parity.inflight_update, options.get("max_num_seqs", 256))
+        engine = ReferenceEngine(policy, parity.inflight_update, room)
         engine.load(policy.weights(), policy.score)
         yield policy, engine
 
@@ -53,16 +57,16 @@ def submit(flight: Flight, count: int) -> None:
     flight.submit(problems, prompts, [1000 * number for number in numbers])
 
 
+@pytest.mark.parametrize("room", [64, 4])
+@PARITIES
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, parity, room):
+    check_every_group(folders, kind, parity, room)
 
 
-@pytest.mark.parametrize("kind, parity", [
-    *((kind, parity) for kind in ("vllm", "transformers") for parity in (KEEP, RECOMPUTE, ABORT)),
-    *(("vllm", replace(parity, explicit_runtime=False)) for parity in (KEEP, RECOMPUTE, ABORT)),  # async scheduling
-], ids=lambda value: value if isinstance(value, str) else f"{value.inflight_update}{value.explicit_runtime}")
-@pytest.mark.parametrize("max_num_seqs", [4, 64])
-def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, parity, max_num_seqs):
+def check_every_group(folders, kind: str, parity: ParityFlags, room: int) -> None:
     taken, spans = [], 0
-    with backend(kind, folders, parity, max_num_seqs=max_num_seqs) as (policy, engine):
+    with backend(kind, folders, parity, room) as (policy, engine):
         flight = Flight(engine, 3, LONG_TAIL, max_staleness=2)
         for step in range(12):
             submit(flight, 4 + 3 - len(flight.groups))
@@ -97,11 +101,11 @@ def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, pari
         assert counts["rollouts_restarted"] == 0
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
-@pytest.mark.parametrize("parity, word", [(KEEP, "KV kept"), (RECOMPUTE, "recomputed")], ids=["keep", "recompute"])
-def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity, word):
+@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE], **GROUPED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity):
     """Both backends do what the name says: the probe finds the same cause in either one's log-probabilities."""
-    sampling = Sampling(temperature=0.7, max_new_tokens=40)
+    word, sampling = {KEEP: "KV kept", RECOMPUTE: "recomputed"}[parity], Sampling(temperature=0.7, max_new_tokens=40)
     with backend(kind, folders, parity) as (policy, engine):
         flight = Flight(engine, 2, sampling, max_staleness=9)
         submit(flight, 8)
@@ -118,7 +122,32 @@ def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity, word
     assert word in verdict.sentence, verdict.sentence
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+@PARITIES
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(folders, kind, parity):
+    with backend(kind, folders, parity) as (policy, engine):
+        whole = engine.generate([[20, 21, 22]], 4, LONG_TAIL, [7])
+        group, version = engine.submit([20, 21, 22], 4, LONG_TAIL, 7), engine.weight_version
+        for _ in range(3):
+            engine.step()
+        engine.sleep()
+        engine.wake()
+        engine.load(policy.weights(), policy.score, changed=False)
+        while engine.num_unfinished:
+            engine.step()
+        assert engine.weight_version == version
+        assert [rollout.token_ids for rollout in group] == [rollout.token_ids for rollout in whole]
+        assert {rollout.finish_reason for rollout in group} <= {"stop", "length"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("room", [64, 4])
+@PARITIES
+def test_every_group_is_accounted_for_with_asynchronous_scheduling_too(folders, parity, room):
+    check_every_group(folders, "vllm", replace(parity, explicit_runtime=False), room)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_too_old_is_dropped_and_counted(folders, kind):
     endless = Sampling(temperature=1.0, max_new_tokens=100)
     with backend(kind, folders) as (policy, engine):
@@ -137,8 +166,60 @@ def test_what_is_too_old_is_dropped_and_counted(folders, kind):
         assert len(engine.generate([[5, 6]], 2, LONG_TAIL, [1])) == 2  # the engine is free again
 
 
+@pytest.mark.engine
+def test_groups_in_flight_spare_the_engine_the_long_tail(folders, monkeypatch):
+    """Counts engine steps, which cost about the same however few rollouts run: no clock can make this test fail."""
+    steps = {}
+    for groups_in_flight in (0, 8):
+        with backend("vllm", folders) as (policy, engine), monkeypatch.context() as change:
+            flight, count = Flight(engine, 4, LONG_TAIL, max_staleness=8), 0
+
+            def counted(step=engine.step):
+                nonlocal count
+                count += 1
+                step()
+
+            change.setattr(engine, "step", counted)
+            for seed in range(8):
+                submit(flight, 8 + groups_in_flight - len(flight.groups))
+                flight.take(8)
+                update(policy, engine, seed=seed)
+                flight.after_update()
+            steps[groups_in_flight] = count
+    assert steps[0] > 1.3 * steps[8]
+
+
+@pytest.mark.engine
+def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
+    with backend("vllm", folders) as (policy, engine):
+        engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
+        engine.step()
+        engine._llm.abort_request(list(engine._groups))  # behind the adapter's back
+        with pytest.raises(EngineStateError, match="vLLM holds 0 requests, 2 rollouts are unfinished"):
+            update(policy, engine)
+
+
+@pytest.mark.engine
+def test_a_kept_cache_that_is_lost_to_preemption_is_counted(folders):
+    """Room for about half of what runs: vLLM preempts, and computes the whole cache anew under the new weights."""
+    endless = Sampling(temperature=1.0, max_new_tokens=100)
+    for options, lost in ((dict(), False), (dict(block_size=32, kv_cache_gib=0.0006), True)):
+        with backend("vllm", folders, **options) as (policy, engine):
+            before = engine.kv_lost
+            rollouts = [engine.submit([5, 6, 7 + n], 2, endless, 10 * n) for n in range(8)]
+            for _ in range(20):
+                engine.step()
+            update(policy, engine)
+            while engine.num_unfinished:
+                engine.step()
+            update(policy, engine)
+            assert all(rollout.finish_reason == "length" for group in rollouts for rollout in group)
+            assert (engine.kv_lost > before) == lost
+
+
+@pytest.mark.engine
 def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(folders):
-    with backend("vllm", folders, max_num_seqs=8) as (policy, engine):
+    with backend("vllm", folders, room=8, max_num_seqs=8) as (policy, engine):
         flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
         submit(flight, 9)
         flight.take(3)
@@ -172,33 +253,6 @@ def test_books_that_do_not_balance_stop_the_run(folders):
             engine.abort([rollout for group in flight.groups for rollout in group.rollouts])
 
 
-def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
-    with backend("vllm", folders) as (policy, engine):
-        engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
-        engine.step()
-        engine._llm.abort_request(list(engine._groups))  # behind the adapter's back
-        with pytest.raises(EngineStateError, match="vLLM holds 0 requests, 2 rollouts are unfinished"):
-            update(policy, engine)
-
-
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
-@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], ids=lambda parity: parity.inflight_update)
-def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(folders, kind, parity):
-    with backend(kind, folders, parity) as (policy, engine):
-        whole = engine.generate([[20, 21, 22]], 4, LONG_TAIL, [7])
-        group, version = engine.submit([20, 21, 22], 4, LONG_TAIL, 7), engine.weight_version
-        for _ in range(3):
-            engine.step()
-        engine.sleep()
-        engine.wake()
-        engine.load(policy.weights(), policy.score, changed=False)
-        while engine.num_unfinished:
-            engine.step()
-        assert engine.weight_version == version
-        assert [rollout.token_ids for rollout in group] == [rollout.token_ids for rollout in whole]
-        assert {rollout.finish_reason for rollout in group} <= {"stop", "length"}
-
-
 def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tmp_path):
     """No answer of this model is right, so that no step has a signal; V1's abort would throw its work away."""
     main(command(good, f"--out {tmp_path}/run --engine transformers --steps 4 --inflight-groups 3 --max-num-seqs 8"
@@ -207,42 +261,3 @@ def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tm
     assert [(row["updates"], row["skipped_updates"]) for row in rows] == [(0, 2)] * 4
     assert all(row["groups_in_flight"] == 3 for row in rows)
     assert all(row["tokens_wasted"] == row["rollouts_restarted"] == row["staleness_max"] == 0 for row in rows)
-
-
-def test_a_kept_cache_that_is_lost_to_preemption_is_counted(folders):
-    """Room for about half of what runs: vLLM preempts, and computes the whole cache anew under the new weights."""
-    endless = Sampling(temperature=1.0, max_new_tokens=100)
-    for gib, lost in ((0.25, False), (0.0006, True)):
-        with backend("vllm", folders, block_size=32, kv_cache_gib=gib) as (policy, engine):
-            rollouts = [engine.submit([5, 6, 7 + n], 2, endless, 10 * n) for n in range(8)]
-            for _ in range(20):
-                engine.step()
-            update(policy, engine)
-            while engine.num_unfinished:
-                engine.step()
-            update(policy, engine)
-            assert all(rollout.finish_reason == "length" for group in rollouts for rollout in group)
-            assert (engine.kv_lost > 0) == lost
-
-
-def test_groups_in_flight_spare_the_engine_the_long_tail(folders):
-    """Counts engine steps, which cost about the same however few rollouts run: no clock can make this test fail."""
-    steps = {}
-    for groups_in_flight in (0, 8):
-        with backend("vllm", folders) as (policy, engine):
-            flight, count = Flight(engine, 4, LONG_TAIL, max_staleness=8), 0
-            step, engine.step = engine.step, lambda: None
-
-            def counted(step=step):
-                nonlocal count
-                count += 1
-                step()
-
-            engine.step = counted
-            for seed in range(8):
-                submit(flight, 8 + groups_in_flight - len(flight.groups))
-                flight.take(8)
-                update(policy, engine, seed=seed)
-                flight.after_update()
-            steps[groups_in_flight] = count
-    assert steps[0] > 1.3 * steps[8]

@@ -48,6 +48,7 @@ def timeless(out: Path) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------------ the default job
+@pytest.mark.engine
 def test_the_default_job_learns_at_parity(tmp_path):
     """The README's figure, one seed of it: thresholds are the project's promise, not this machine's result."""
     text = run(tmp_path / "run", "--eval-problems", "1000", "--eval-every", "50")  # all of them: 256 are right to 0.018
@@ -71,6 +72,7 @@ def test_the_default_job_learns_at_parity(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ resume
+@pytest.mark.engine
 def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(tmp_path):
     options = (*SMALL, "--steps", "4", "--checkpoint-every", "2", "--eval-every", "2")
     run(tmp_path / "whole", *options)
@@ -92,6 +94,7 @@ def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(tmp_path):
     assert sorted(p.name for p in checkpoint.glob("step_??????")) == ["step_000002", "step_000004"]
 
 
+@pytest.mark.engine
 def test_groups_in_flight_survive_kill_and_resume_and_the_books_balance(tmp_path):
     """Every group is trained on, dropped or in flight at each step, the killed process's unfinished ones included."""
     options = (*SMALL, "--steps", "6", "--checkpoint-every", "2", "--inflight-groups", "5", "--max-num-seqs", "24",
@@ -141,6 +144,7 @@ def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_pa
 
 
 # ------------------------------------------------------------------------------------------------ the live probe
+@pytest.mark.engine
 def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(tmp_path):
     options = (*SMALL, "--steps", "2", "--eval-every", "2")
     run(tmp_path / "plain", *options)
@@ -155,6 +159,7 @@ def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(tmp_path):
     assert (tmp_path / "probed" / "probe" / "step_000002.npz").exists()
 
 
+@pytest.mark.engine
 def test_an_alarm_asks_the_probe_which_names_the_switch(tmp_path):
     text = run(tmp_path, *SMALL, "--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
     assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean" in text
@@ -164,6 +169,7 @@ def test_an_alarm_asks_the_probe_which_names_the_switch(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ real models and data
+@pytest.mark.engine
 def test_a_model_folder_and_a_jsonl_file_go_through_the_same_door(tmp_path):
     """Two steps of everything the default job leaves off: GSPO, KL, TIS, untied bf16 model, numeric reward."""
     folder = tmp_path / "model"
@@ -196,6 +202,7 @@ def reward(problem, response):
 """
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_users_task_runs_with_every_switch_for_real_models_and_counts_what_goes_wrong(tmp_path, dtype):
     out = tmp_path / "run"
@@ -231,6 +238,7 @@ def test_a_users_task_runs_with_every_switch_for_real_models_and_counts_what_goe
     assert {bool(sample["error"]) for sample in samples} == {s["response"].startswith("4") for s in samples}
 
 
+@pytest.mark.engine
 def test_a_reward_that_fails_stops_the_run_and_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(MINE.replace("return float(len", "time.sleep(9)\n    return float(len"))
     process = start(tmp_path / "run", "--task", str(tmp_path / "mine.py"), *SMALL, "--reward-limit-s", "0.3")
@@ -256,6 +264,7 @@ json.dump(answers, open(sys.argv[3], "w"))
 """
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_exported_policy_says_in_transformers_and_in_a_fresh_vllm_what_the_live_engine_said(tmp_path, dtype):
     out, allowed = tmp_path / "run", {"float32": 1e-4, "bfloat16": 0.05}[dtype]

@@ -5,9 +5,11 @@ an engine, in this process or in a child process, has the marker `engine`; `make
 """
 
 import gc
+import importlib
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +62,11 @@ def engine_rule(request):
             pytest.fail("this test starts an engine: mark it @pytest.mark.engine")
         close_live_engine()
         gc.freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
-        usual(self, *arguments, **options)
+        try:
+            usual(self, *arguments, **options)
+        except ValueError:  # an engine that fails to start leaves vLLM's parallel groups behind
+            importlib.import_module("vllm.distributed").cleanup_dist_env_and_memory()
+            raise
         live["started by other code"] = self
 
     with pytest.MonkeyPatch.context() as rule:
@@ -158,11 +164,14 @@ def folders(tmp_path_factory) -> dict[bool, str]:
 # ------------------------------------------------------------------------------------------------ a small run
 TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
 PYTHON = '''
-import time
+import itertools, os, time
+calls = itertools.count(1)
 def sample(rng):
     number = rng.randint(1, 60)
     return f"{number}+1=", str(number + 1)
 def reward(problem, response):
+    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # a child process stops or kills itself
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
     return float(len(response) % 3)
 '''
 
@@ -180,11 +189,19 @@ def good(tmp_path_factory) -> Path:
     return root
 
 
-def command(root: Path, options: str) -> list[str]:
+def train_process(arguments: list[str], signal: int | None = None, call: int = 0, **how) -> subprocess.Popen:
+    """train.py in a child process, which sends the signal to itself in that call of the reward in task.py."""
+    if signal is not None:
+        how["env"] = os.environ | {"SIGNAL": str(int(signal)), "SIGNAL_IN_CALL": str(call)}
+    program = [sys.executable, str(Path(__file__).parents[1] / "train.py"), *arguments]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def command(root: Path, options: str, *more: str) -> list[str]:
     """The options in place of a good run's own of the same name."""
     usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
-             "--group-size": 2, "--reward-limit-s": 0.3}  # fmt: skip
-    given = options.format(root=root).split()
+             "--group-size": 2}  # fmt: skip
+    given = [*options.format(root=root).split(), *more]
     names = [word.partition("=")[0] for word in given]
     return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
 

@@ -1,9 +1,14 @@
-# make train: the default job. make test: linter and tests. make setup: the environment only. All work on a fresh clone.
+# make train: the default job. make test: linter and all tests, 10 minutes on two cores. make check: linter and the tests
+# that start no engine, 90 seconds. make setup: the environment only. All work on a fresh clone.
 PYTHON ?= python3
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
+# Test processes. On a GPU say WORKERS=0 (none beside the first): a test measures the device's free memory.
+WORKERS ?= 2
+# One thread for each process. worksteal: neighbouring tests share an engine, and an idle process takes over late tests.
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -n $(WORKERS) --dist worksteal
 
-.PHONY: setup train test bench
+.PHONY: setup train test check bench
 setup: .venv/.ready
 
 .venv/.ready: setup.sh requirements.txt requirements-cpu.txt
@@ -14,7 +19,11 @@ train: setup
 
 test: setup
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest tests $(ARGS)
+	$(PYTEST) $(ARGS)
+
+check: setup
+	.venv/bin/ruff check .
+	$(PYTEST) -m "not engine" $(ARGS)
 
 bench: setup
 	.venv/bin/python -m lab.bench $(ARGS)

@@ -1,11 +1,20 @@
-"""Small real models in real folders; one live vLLM engine at a time (its parallel groups are global to a process)."""
+"""Small real models in real folders, a small run, and the rule for tests that start a vLLM engine.
 
+A process holds one live engine at a time, because vLLM's parallel groups are global to a process. A test that starts
+an engine, in this process or in a child process, has the marker `engine`; `make check` leaves these tests out.
+"""
+
+import gc
+import importlib
 import json
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub: what asks for one fails at once
@@ -16,20 +25,117 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling
+from objectives import UpdateOptions, mismatch_metrics
+from rl import Policy, frozen_logprobs, make_batch
+
 logging.disable_progress_bar()
 
 
+# ------------------------------------------------------------------------------------------------ the marker `engine`
+STARTERS = {"started", "bench"}  # a test that names one of these, a function or a fixture, gets the marker `engine`
+NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
+live: dict[Any, Engine] = {}  # at most one engine, by the arguments of `started`
+
+
 def pytest_configure(config):
+    config.addinivalue_line("markers", "engine: starts a vLLM engine, in this process or in a child process")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items:
+        if STARTERS & {*item.fixturenames, *item.function.__code__.co_names}:
+            item.add_marker("engine")
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def engine_rule(request):
+    """Only a test with the marker `engine` starts an engine. The engine of an earlier test is closed first."""
+    usual, allowed = Engine.__init__, "engine" in request.keywords
+
+    def start(self, *arguments, **options):
+        if not allowed:
+            pytest.fail("this test starts an engine: mark it @pytest.mark.engine")
+        close_live_engine()
+        gc.freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
+        try:
+            usual(self, *arguments, **options)
+        except ValueError:  # an engine that fails to start leaves vLLM's parallel groups behind
+            importlib.import_module("vllm.distributed").cleanup_dist_env_and_memory()
+            raise
+        live["started by other code"] = self
+
+    with pytest.MonkeyPatch.context() as rule:
+        rule.setattr(Engine, "__init__", start)
+        if not allowed:
+            rule.setenv("PYTHONPATH", NO_ENGINE)  # for child processes
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ one live engine
+def close_live_engine() -> None:
+    for engine in live.values():
+        if hasattr(engine, "llm"):  # else it is closed already
+            engine.close()
+    live.clear()
+
+
+@contextmanager
+def started(
+    folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, **options
+) -> Iterator[Engine]:
+    """A live engine for the architecture in `folder`. It holds the policy's weights, or with `load=False` none at all.
+
+    The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then.
+    """
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64,
+                                                "dtype": policy.model.dtype} | options  # fmt: skip
+    key = repr((folder, contract, parity, options))
+    engine = live.get(key)
+    if engine is None or not load or engine.state not in ("ready", "empty"):
+        close_live_engine()
+        engine = Engine(folder, contract, parity, **options)
+        live.clear()
+        live[key] = engine
+    engine.abort([rollout for request in engine._requests.values() for rollout in request.rollouts])  # left unfinished
+    try:
+        if load:
+            engine.load(policy.weights(), policy.score)
+        yield engine
+    except BaseException:  # a failed test may leave anything behind
+        close_live_engine()
+        raise
+
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]
+SEEDS = [1000, 2000, 3000, 4000]
+WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
+
+
+def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
+    batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
+    old, _ = frozen_logprobs(policy, batch, UpdateOptions(temperature=temperature))
+    return mismatch_metrics(old, batch.behavior_logprobs, batch.mask)
+
+
+def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:
+    return mismatch_of(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
+
+
+def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
+    """Stands for an optimizer step."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+
+
+# ------------------------------------------------------------------------------------------------ small models
 def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed)
@@ -46,10 +152,12 @@ def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[bool, str]:
-    """Model folders by `tied`."""
+    """Model folders by `tied`. Their generation_config.json asks for another distribution in every way it can."""
     root = tmp_path_factory.mktemp("models")
+    traps = {"repetition_penalty": 1.8, "top_k": 3, "top_p": 0.5, "temperature": 0.2, "min_p": 0.3, "eos_token_id": 50}
     for tied in (False, True):
         qwen2(tied).save_pretrained(root / str(tied))
+        (root / str(tied) / "generation_config.json").write_text(json.dumps(traps))
     return {tied: str(root / str(tied)) for tied in (False, True)}
 
 
@@ -62,11 +170,14 @@ def prompt_ids(tokenizer, problem) -> list[int]:
 # ------------------------------------------------------------------------------------------------ a small run
 TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
 PYTHON = '''
-import time
+import itertools, os, time
+calls = itertools.count(1)
 def sample(rng):
     number = rng.randint(1, 60)
     return f"{number}+1=", str(number + 1)
 def reward(problem, response):
+    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # a child process stops or kills itself
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
     return float(len(response) % 3)
 '''
 
@@ -84,11 +195,19 @@ def good(tmp_path_factory) -> Path:
     return root
 
 
-def command(root: Path, options: str) -> list[str]:
+def train_process(arguments: list[str], signal: int | None = None, call: int = 0, **how) -> subprocess.Popen:
+    """train.py in a child process, which sends the signal to itself in that call of the reward in task.py."""
+    if signal is not None:
+        how["env"] = os.environ | {"SIGNAL": str(int(signal)), "SIGNAL_IN_CALL": str(call)}
+    program = [sys.executable, str(Path(__file__).parents[1] / "train.py"), *arguments]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def command(root: Path, options: str, *more: str) -> list[str]:
     """The options in place of a good run's own of the same name."""
     usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
-             "--group-size": 2, "--reward-limit-s": 0.3}  # fmt: skip
-    given = options.format(root=root).split()
+             "--group-size": 2}  # fmt: skip
+    given = [*options.format(root=root).split(), *more]
     names = [word.partition("=")[0] for word in given]
     return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
 

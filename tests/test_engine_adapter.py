@@ -1,123 +1,48 @@
-"""Against the real vLLM V1 in this process. Faults are planted in real weights, real folders and the live engine."""
+"""The adapter against the real vLLM V1 in this process. Faults are planted in weights, folders and the live engine.
 
-import json
-import shutil
+Tests that need equal engines follow one another, so that they share one (conftest.started).
+"""
+
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import qwen2
+from conftest import PROMPTS, SEEDS, WARM, mismatch, mismatch_of, move, qwen2, started
 from transformers import Qwen3ForCausalLM
 
 from engine_adapter import AuditError, Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError
 from examples.toys import toy_config
-from objectives import mismatch_metrics
-from rl import Policy, UpdateOptions, frozen_logprobs, make_batch
+from rl import Policy
 
 ROOT = Path(__file__).parents[1]
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]
-SEEDS = [1000, 2000, 3000, 4000]
-WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
-
-
-@contextmanager
-def started(folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, **options):
-    """A live engine in the given folder's architecture; holds the policy's weights if `load`."""
-    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    options = {"max_model_len": 128, "dtype": policy.model.dtype} | options
-    engine = Engine(folder, contract, parity or ParityFlags(), **options)
-    try:
-        if load:
-            engine.load(policy.weights(), policy.score)
-        yield engine
-    finally:
-        engine.close()
-
-
-def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:
-    rollouts = engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)])
-    batch = make_batch(rollouts, torch.zeros(len(rollouts)))
-    old, _ = frozen_logprobs(policy, batch, UpdateOptions(temperature=sampling.temperature))
-    return mismatch_metrics(old, batch.behavior_logprobs, batch.mask)
-
-
-def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
-    """Stands for an optimizer step."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.add_(scale * torch.randn_like(parameter))
 
 
 # ------------------------------------------------------------------------------------------------ audit
-DEFAULTS = {"logprobs_mode": "processed_logprobs", "prefix_caching": False, "async_scheduling": False,
+DEFAULTS = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
             "generation_config": "vllm", "inflight_update": "keep", "head_dtype": "float32"}  # fmt: skip
 WITHOUT = {
     "processed_logprobs": {"logprobs_mode": "raw_logprobs"},
-    "explicit_runtime": {"prefix_caching": True, "async_scheduling": True, "generation_config": "auto"},
+    "explicit_runtime": {"enable_prefix_caching": True, "async_scheduling": True, "generation_config": "auto"},
     "inflight_keep": {"inflight_update": "abort"},
     "fp32_head": {"head_dtype": "bfloat16"},
 }
 
 
-@pytest.mark.parametrize("flag", [None, *WITHOUT])
-def test_audit_reads_each_flag_back_from_the_live_engine(folders, flag):
-    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16), fp32_head=flag != "fp32_head")
-    with started(folders[False], policy, ParityFlags(**{flag: False} if flag else {})) as engine:
-        found = engine.audit()
-        expected = DEFAULTS | WITHOUT.get(flag, {})
-        assert {name: found[name] for name in expected} == expected
-        assert found["model_dtype"] == "bfloat16"
-        assert found["attention_backend"]
-        assert found["cascade_attention"] is False
-        assert engine.generate(PROMPTS, 2, WARM, SEEDS)
-
-
-def test_audit_raises_when_the_live_engine_does_something_else(folders):
+def test_audit_raises_when_the_live_engine_does_something_else(folders, monkeypatch):
     policy = Policy(qwen2(tied=False, dtype=torch.bfloat16))
     with started(folders[False], policy) as engine:
-        sampler, scheduler = engine.runner.sampler, engine.core.scheduler
-        sampler.logprobs_mode = "raw_logprobs"
-        scheduler.kv_cache_manager.enable_caching = True
-        with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):
-            engine.audit()
-        sampler.logprobs_mode, scheduler.kv_cache_manager.enable_caching = "processed_logprobs", False
-        engine._model.logits_processor.head_dtype = None  # the head's own switch, behind the configuration's back
-        with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
-            engine.audit()
-
-
-def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path):
-    """A later vLLM's metadata is put in front of the installed one, as an upgrade would."""
-    planted = tmp_path / "vllm-0.99.1.dist-info"
-    planted.mkdir()
-    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
-    program = "import sys, engine_adapter; print(engine_adapter.check_vllm_version(allow_untested=len(sys.argv) > 1))"
-    for arguments in ([], ["allow"]):
-        result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True,
-                                env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=False)  # fmt: skip
-        if arguments:
-            assert result.stdout == "0.99.1\n"
-        else:
-            assert "vLLM must be 0.26.0 to 0.32.0" in result.stderr
-            assert "got 0.99.1" in result.stderr
-
-
-# ------------------------------------------------------------------------------------------------ log-probabilities
-def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature_0_7(folders):
-    policy = Policy(qwen2(tied=False))
-    with started(folders[False], policy) as engine:
-        processed = mismatch(policy, engine)
-    with started(folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
-        raw = mismatch(policy, engine)
-        raw_at_one = mismatch(policy, engine, Sampling(1.0, 12, (2,)))
-    assert processed["mismatch_abs_mean"] < 1e-5
-    assert processed["mismatch_max"] < 1e-3
-    assert raw["mismatch_abs_mean"] > 0.05
-    assert raw_at_one["mismatch_abs_mean"] < 1e-5
+        with monkeypatch.context() as change:
+            change.setattr(engine.runner.sampler, "logprobs_mode", "raw_logprobs")
+            change.setattr(engine.core.scheduler.kv_cache_manager, "enable_caching", True)
+            with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):
+                engine.audit()
+        with monkeypatch.context() as change:  # the head's own switch; the configuration still says float32
+            change.setattr(engine._model.logits_processor, "head_dtype", None)
+            with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
+                engine.audit()
+        engine.audit()
 
 
 def test_fp32_head_on_both_sides_is_closer_than_on_one(folders):
@@ -131,23 +56,53 @@ def test_fp32_head_on_both_sides_is_closer_than_on_one(folders):
     assert both < 0.7 * one
 
 
-def test_generation_config_of_the_model_never_changes_the_distribution(folders, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(folders[False], folder)
-    traps = {"repetition_penalty": 1.8, "top_k": 3, "top_p": 0.5, "temperature": 0.2, "min_p": 0.3, "eos_token_id": 50}
-    (folder / "generation_config.json").write_text(json.dumps(traps))
+# fp32_head shows in 16 bits only.
+@pytest.mark.parametrize("flag, dtype", [
+    (None, torch.bfloat16), ("fp32_head", torch.bfloat16), ("inflight_keep", torch.float32),
+    ("explicit_runtime", torch.float32), ("processed_logprobs", torch.float32),
+])  # fmt: skip
+def test_audit_reads_each_flag_back_from_the_live_engine(folders, flag, dtype):
+    policy = Policy(qwen2(tied=False, dtype=dtype), fp32_head=flag != "fp32_head")
+    with started(folders[False], policy, ParityFlags(**{flag: False} if flag else {})) as engine:
+        found = engine.audit()
+        expected = DEFAULTS | WITHOUT.get(flag, {})
+        assert {name: found[name] for name in expected} == expected
+        assert found["model_dtype"] == str(dtype).removeprefix("torch.")
+        assert found["attention_backend"]
+        assert found["disable_cascade_attn"] is True
+        assert engine.generate(PROMPTS, 2, WARM, SEEDS)
+
+
+def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path):
+    """A later vLLM's metadata is put in front of the installed one, as an upgrade would."""
+    planted = tmp_path / "vllm-0.99.1.dist-info"
+    planted.mkdir()
+    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
+    program = "from engine_adapter import check_vllm_version as check; print(check(allow_untested=True)); check()"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False,
+                            env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})  # fmt: skip
+    assert result.stdout == "0.99.1\n"
+    assert "vLLM must be 0.26.0 to 0.32.0" in result.stderr
+    assert "got 0.99.1" in result.stderr
+
+
+# ------------------------------------------------------------------------------------------------ log-probabilities
+def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature_0_7(folders):
     policy = Policy(qwen2(tied=False))
-    for runtime in (True, False):
-        with started(str(folder), policy, ParityFlags(explicit_runtime=runtime)) as engine:
-            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
-            assert ("repetition_penalty" in engine.settings["sampling_defaults"]) == (not runtime)
-            rollouts = engine.generate(PROMPTS, 8, Sampling(1.0, 60, (2,)), SEEDS)
-            assert all(r.finish_reason == "length" or r.token_ids[-1] == 2 for r in rollouts)
+    with started(folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
+        raw = mismatch(policy, engine)
+        raw_at_one = mismatch(policy, engine, Sampling(1.0, 12, (2,)))
+    with started(folders[False], policy) as engine:
+        processed = mismatch(policy, engine)
+    assert processed["mismatch_abs_mean"] < 1e-5
+    assert processed["mismatch_max"] < 1e-3
+    assert raw["mismatch_abs_mean"] > 0.05
+    assert raw_at_one["mismatch_abs_mean"] < 1e-5
 
 
 def test_every_token_the_stop_token_included_has_a_logprob_and_a_version(folders):
-    policy = Policy(qwen2(tied=True))
-    with started(folders[True], policy) as engine:
+    policy = Policy(qwen2(tied=False))
+    with started(folders[False], policy) as engine:
         stops = Sampling(1.0, 30, tuple(range(2, 40)))
         rollouts = engine.generate(PROMPTS, 4, stops, SEEDS)
         assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(4)]  # group-major
@@ -157,7 +112,7 @@ def test_every_token_the_stop_token_included_has_a_logprob_and_a_version(folders
             ended = rollout.token_ids[-1] in stops.stop_token_ids
             assert ended == (rollout.finish_reason == "stop")
             assert not set(rollout.token_ids[:-1]) & set(stops.stop_token_ids)
-            assert set(rollout.versions) == {1}
+            assert set(rollout.versions) == {engine.weight_version}
 
 
 def test_seeds_decide_the_samples_whatever_the_batch(folders):
@@ -174,86 +129,32 @@ def test_seeds_decide_the_samples_whatever_the_batch(folders):
         assert len({tuple(t) for t in tokens(first)}) == 12  # no two samples of a group are alike
 
 
-# ------------------------------------------------------------------------------------------------ weight load
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_consecutive_loads_arrive_tied_or_not(folders, tied, dtype):
-    policy = Policy(qwen2(tied=tied, dtype=dtype))
-    floor = 1e-5 if dtype == torch.float32 else 0.1
-    with started(folders[tied], policy) as engine:
-        for version in (2, 3):
-            before = mismatch(policy, engine)["mismatch_abs_mean"]
-            move(policy, 0.05, seed=version)
-            stale = mismatch(policy, engine)["mismatch_abs_mean"]
-            engine.load(policy.weights(), policy.score)
-            after = mismatch(policy, engine)["mismatch_abs_mean"]
-            assert engine.weight_version == version
-            assert max(before, after) < floor
-            assert stale > 2 * max(floor, after)
-
-
-def read_back(engine: Engine) -> dict[str, torch.Tensor]:
-    """The engine's weights by checkpoint name, read through its own layers: vLLM's CPU build keeps linear layers
-    packed, but a layer applied to the identity gives its weight back exactly (one product by 1, the others by 0)."""
-    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    found, contract = {}, engine.contract
-    for name, module in engine._model.named_modules():
-        if not hasattr(module, "quant_method"):
-            found |= {f"{name}.{kind}": tensor for kind, tensor in module.named_parameters(recurse=False)}
-            continue
-        if "embed" in name:
-            ids = torch.arange(contract[f"{name}.weight"][0])
-            found[f"{name}.weight"] = module(ids)
-            continue
-        path, _, last = name.rpartition(".")
-        names = [f"{path}.{part}.weight" if path else f"{part}.weight" for part in parts.get(last, (last,))]
-        identity = torch.eye(contract[names[0]][1], dtype=engine.dtype)
-        weight = module.quant_method.apply(module, identity, None).T  # (all parts' outputs, inputs)
-        sizes = [contract[part][0] for part in names]
-        found |= dict(zip(names, weight[: sum(sizes)].split(sizes), strict=True))  # vLLM pads the vocabulary
-    return found
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_both_sides_hold_bit_identical_weights_after_every_load(tmp_path, tied, dtype):
-    torch.manual_seed(0)
-    config = toy_config("digits")
-    config.update({"tie_word_embeddings": tied})
-    policy = Policy(Qwen3ForCausalLM(config).to(dtype))
-    policy.model.save_pretrained(tmp_path)
-    with started(str(tmp_path), policy, max_model_len=64) as engine:
-        for load in range(3):
-            move(policy, 0.02, seed=load)
-            engine.load(policy.weights(), policy.score)
-            found, sent = read_back(engine), policy.weights()
-            assert found.keys() | {"lm_head.weight"} == sent.keys() | {"lm_head.weight"}
-            assert all(torch.equal(tensor, sent[name].detach()) for name, tensor in found.items())
-        policy.model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 2**-7  # one value of one tensor
-        differs = [name for name, tensor in read_back(engine).items() if not torch.equal(tensor, sent[name].detach())]
-        assert differs == ["model.layers.1.mlp.up_proj.weight"]
-
-
-def test_a_tied_head_that_is_not_sent_is_never_stale_in_silence(folders):
-    """vLLM 0.32's CPU build keeps a packed copy of a tied head, stale if each tensor is sent once; 0.26 has no copy."""
-    policy = Policy(qwen2(tied=True))
-    weights = lambda: {n: t for n, t in policy.weights().items() if n != "lm_head.weight"}  # noqa: E731
-    engine = Engine(folders[True], {n: t.shape for n, t in weights().items()}, ParityFlags(), max_model_len=128)
-    try:
-        if engine.version.startswith("0.26") or engine.on_gpu:
-            engine.load(weights(), policy.score)
-            move(policy)
-            engine.load(weights(), policy.score)
+def test_generation_config_of_the_model_never_changes_the_distribution(folders):
+    """The folders' generation_config.json asks for penalties, masks, another temperature and another stop token."""
+    policy = Policy(qwen2(tied=False))
+    for runtime in (True, False):
+        with started(folders[False], policy, ParityFlags(explicit_runtime=runtime)) as engine:
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
-        else:
-            with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
-                engine.load(weights(), policy.score)
-            with pytest.raises(EngineStateError, match="broken: build a new one"):
-                engine.generate(PROMPTS, 1, WARM, SEEDS)
-    finally:
-        engine.close()
+            assert ("repetition_penalty" in engine.settings["sampling_defaults"]) == (not runtime)
+            rollouts = engine.generate(PROMPTS, 8, Sampling(1.0, 60, (2,)), SEEDS)
+            assert all(r.finish_reason == "length" or r.token_ids[-1] == 2 for r in rollouts)
 
 
+def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_does_not(folders):
+    """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
+    generator = torch.Generator().manual_seed(0)
+    long_prompts = torch.randint(3, 96, (4, 140), generator=generator).tolist()
+    for runtime in (False, True):
+        policy = Policy(qwen2(tied=False))
+        with started(folders[False], policy, ParityFlags(explicit_runtime=runtime)) as engine:
+            assert mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"] < 1e-5
+            move(policy)
+            engine.load(policy.weights(), policy.score)
+            stale = mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"]
+            assert stale < 1e-5 if runtime else stale > 0.01
+
+
+# ------------------------------------------------------------------------------------------------ weight load
 def broken_weights(policy: Policy, fault: str) -> dict[str, torch.Tensor]:
     weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -280,7 +181,8 @@ def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(folders)
     }
     policy = Policy(qwen2(tied=False))
     with started(folders[False], policy) as engine:
-        for version, (fault, match) in enumerate(faults.items(), 1):
+        for fault, match in faults.items():
+            version = engine.weight_version
             with pytest.raises(WeightLoadError, match=match):
                 engine.load(broken_weights(policy, fault), policy.score)
             assert engine.weight_version == version
@@ -290,58 +192,140 @@ def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(folders)
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
-@pytest.mark.parametrize("name, change", [
-    ("model.layers.0.self_attn.o_proj.weight", lambda w: w.T.contiguous()),  # square: no shape gives it away
-    ("model.layers.1.mlp.down_proj.weight", lambda w: w + 1e-3 * torch.randn_like(w)),  # as if it missed one AdamW step
-    ("model.norm.weight", lambda w: w * 1.01),
-])  # fmt: skip
-def test_the_canary_sees_a_tensor_that_is_not_the_trainers(folders, name, change):
+def test_the_canary_sees_a_tensor_that_is_not_the_trainers(folders):
+    faults = {
+        "model.layers.0.self_attn.o_proj.weight": lambda w: w.T.contiguous(),  # square: no shape gives it away
+        "model.layers.1.mlp.down_proj.weight": lambda w: w + 1e-3 * torch.randn_like(w),  # as if one AdamW step missed
+        "model.norm.weight": lambda w: w * 1.01,
+    }
     policy = Policy(qwen2(tied=False))
     with started(folders[False], policy) as engine:
-        weights = dict(policy.weights())
-        weights[name] = change(weights[name])
-        with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
-            engine.load(weights, policy.score)
-
-
-def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_does_not(folders):
-    long_prompts = [torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
-    for runtime in (True, False):  # a prompt must be longer than a KV block, of which 32 is the CPU's smallest
-        policy = Policy(qwen2(tied=False))
-        with started(folders[False], policy, ParityFlags(explicit_runtime=runtime), block_size=32) as engine:
-            assert mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"] < 1e-5
-            move(policy)
+        for name, change in faults.items():
+            weights = dict(policy.weights())
+            weights[name] = change(weights[name])
+            with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
+                engine.load(weights, policy.score)
+            assert engine.state == "broken"
+            engine.state = "empty"  # all tensors had arrived: the test alone may go on with this engine
             engine.load(policy.weights(), policy.score)
-            stale = mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"]
-            assert stale < 1e-5 if runtime else stale > 0.01
+            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+
+
+def read_back(engine: Engine) -> dict[str, torch.Tensor]:
+    """The engine's weights by checkpoint name, read through its own layers: vLLM's CPU build keeps linear layers
+    packed, but a layer applied to the identity gives its weight back exactly (one product by 1, the others by 0)."""
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    found, contract = {}, engine.contract
+    for name, module in engine._model.named_modules():
+        if not hasattr(module, "quant_method"):
+            found |= {f"{name}.{kind}": tensor for kind, tensor in module.named_parameters(recurse=False)}
+            continue
+        if "embed" in name:
+            ids = torch.arange(contract[f"{name}.weight"][0])
+            found[f"{name}.weight"] = module(ids)
+            continue
+        path, _, last = name.rpartition(".")
+        names = [f"{path}.{part}" if path else part for part in parts.get(last, (last,))]
+        identity = torch.eye(contract[f"{names[0]}.weight"][1], dtype=engine.dtype)
+        held = {"weight": module.quant_method.apply(module, identity, None).T}  # (all parts' outputs, inputs)
+        if getattr(module, "bias", None) is not None:
+            held["bias"] = module.bias  # (all parts' outputs,)
+        sizes = [contract[f"{part}.weight"][0] for part in names]
+        for kind, tensor in held.items():  # vLLM pads the vocabulary
+            pieces = tensor[: sum(sizes)].split(sizes)
+            found |= {f"{part}.{kind}": piece for part, piece in zip(names, pieces, strict=True)}
+    return found
+
+
+def differing(engine: Engine, policy: Policy) -> list[str]:
+    """The tensors that are not bit-identical on both sides."""
+    found, sent = read_back(engine), policy.weights()
+    assert found.keys() | {"lm_head.weight"} == sent.keys() | {"lm_head.weight"}  # a tied head is the embedding
+    return [name for name, tensor in found.items() if not torch.equal(tensor, sent[name].detach())]
+
+
+@pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True),
+                                         (torch.bfloat16, False)])  # fmt: skip
+def test_consecutive_loads_arrive_bit_by_bit_tied_or_not(folders, tied, dtype):
+    policy = Policy(qwen2(tied=tied, dtype=dtype))
+    floor = 1e-5 if dtype == torch.float32 else 0.1
+    with started(folders[tied], policy) as engine:
+        first = engine.weight_version
+        for load in range(1, 4):
+            before = mismatch(policy, engine)["mismatch_abs_mean"]
+            move(policy, 0.05, seed=load)
+            stale = mismatch(policy, engine)["mismatch_abs_mean"]
+            engine.load(policy.weights(), policy.score)
+            after = mismatch(policy, engine)["mismatch_abs_mean"]
+            assert engine.weight_version == first + load
+            assert max(before, after) < floor
+            assert stale > 2 * max(floor, after)
+            assert not differing(engine, policy)
+        policy.model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 2**-7  # one value of one tensor
+        assert differing(engine, policy) == ["model.layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_consecutive_loads_of_the_toys_architecture_arrive_bit_by_bit_in_float16(tmp_path, tied):
+    torch.manual_seed(0)
+    config = toy_config("digits")
+    config.update({"tie_word_embeddings": tied})
+    policy = Policy(Qwen3ForCausalLM(config).to(torch.float16))
+    policy.model.save_pretrained(tmp_path)
+    with started(str(tmp_path), policy, max_model_len=64) as engine:
+        for load in range(3):
+            move(policy, 0.02, seed=load)
+            engine.load(policy.weights(), policy.score)
+            assert not differing(engine, policy)
+
+
+@pytest.mark.engine
+def test_a_tied_head_that_is_not_sent_is_never_stale_in_silence(folders):
+    """vLLM 0.32's CPU build keeps a packed copy of a tied head, stale if each tensor is sent once; 0.26 has no copy."""
+    policy = Policy(qwen2(tied=True))
+    weights = lambda: {n: t for n, t in policy.weights().items() if n != "lm_head.weight"}  # noqa: E731
+    engine = Engine(folders[True], {n: t.shape for n, t in weights().items()}, ParityFlags(), max_model_len=128)
+    try:
+        if engine.version.startswith("0.26") or engine.on_gpu:
+            engine.load(weights(), policy.score)
+            move(policy)
+            engine.load(weights(), policy.score)
+            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+        else:
+            with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
+                engine.load(weights(), policy.score)
+            with pytest.raises(EngineStateError, match="broken: build a new one"):
+                engine.generate(PROMPTS, 1, WARM, SEEDS)
+    finally:
+        engine.close()
 
 
 # ------------------------------------------------------------------------------------------------ states
 def test_sleep_wake_load_generate_is_the_only_order(folders):
     policy = Policy(qwen2(tied=False))
     with started(folders[False], policy, load=False) as engine:
-        with pytest.raises(EngineStateError, match="empty: call load"):
+        with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
             engine.generate(PROMPTS, 1, WARM, SEEDS)
         with pytest.raises(EngineStateError, match="wake needs an engine that is asleep"):
             engine.wake()
         engine.load(policy.weights(), policy.score)
         engine.sleep()
-        with pytest.raises(EngineStateError, match="asleep: call wake"):
+        with pytest.raises(EngineStateError, match=r"asleep: wake\(\) it first"):
             engine.generate(PROMPTS, 1, WARM, SEEDS)
-        with pytest.raises(EngineStateError, match="call wake"):
+        with pytest.raises(EngineStateError, match=r"wake\(\) it first"):
             engine.load(policy.weights(), policy.score)
         with pytest.raises(EngineStateError, match="sleep needs an engine that is ready"):
             engine.sleep()
-        with pytest.raises(EngineStateError, match="audit needs an engine that is awake"):
+        with pytest.raises(EngineStateError, match="audit needs an engine that is empty or ready"):
             engine.audit()
         engine.wake()
-        with pytest.raises(EngineStateError, match="empty: call load"):
+        with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
             engine.generate(PROMPTS, 1, WARM, SEEDS)
         engine.load(policy.weights(), policy.score)
         assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", [False, True])
 def test_a_load_in_flight_keeps_or_aborts_unfinished_requests_as_the_flag_says(folders, keep):
     policy = Policy(qwen2(tied=False))
     sampling = Sampling(0.7, 40, ())
@@ -350,9 +334,9 @@ def test_a_load_in_flight_keeps_or_aborts_unfinished_requests_as_the_flag_says(f
         rollouts = [rollout for group in groups for rollout in group]
         for _ in range(16):
             engine.step()
-        old = frozen_logprobs(policy, batch_of(rollouts), UpdateOptions(temperature=0.7))[0]
-        assert mismatch_of(old, rollouts) < 1e-5
+        assert mismatch_of(policy, rollouts, 0.7)["mismatch_abs_mean"] < 1e-5
         move(policy)
+        version = engine.weight_version
         engine.load(policy.weights(), policy.score)
         while engine.num_unfinished:
             engine.step()
@@ -360,19 +344,9 @@ def test_a_load_in_flight_keeps_or_aborts_unfinished_requests_as_the_flag_says(f
         tokens = [len(rollout.token_ids) for rollout in rollouts]
         assert all(n == 40 for n in tokens) if keep else all(n == 16 for n in tokens)
         if keep:
-            assert all(r.versions == [1] * 16 + [2] * 24 for r in rollouts)
+            assert all(r.versions == [version] * 16 + [version + 1] * 24 for r in rollouts)
         again = engine.generate(PROMPTS, 1, sampling, SEEDS)  # a clean engine either way
-        new = frozen_logprobs(policy, batch_of(again), UpdateOptions(temperature=0.7))[0]
-        assert mismatch_of(new, again) < 1e-5
-
-
-def batch_of(rollouts):
-    return make_batch(rollouts, torch.zeros(len(rollouts)))
-
-
-def mismatch_of(logprobs, rollouts) -> float:
-    batch = batch_of(rollouts)
-    return mismatch_metrics(logprobs, batch.behavior_logprobs, batch.mask)["mismatch_abs_mean"]
+        assert mismatch_of(policy, again, 0.7)["mismatch_abs_mean"] < 1e-5
 
 
 def test_sampling_refuses_what_cannot_be_scored():
@@ -398,7 +372,4 @@ def test_sleep_releases_memory_and_a_load_brings_the_policy_back(folders):
         assert torch.cuda.mem_get_info()[0] - free_awake > 1.5 * 2**30
         engine.wake()
         engine.load(policy.weights(), policy.score)
-        rollouts = engine.generate(PROMPTS, 4, WARM, SEEDS)
-        batch = make_batch(rollouts, torch.zeros(len(rollouts)), "cuda")
-        old, _ = frozen_logprobs(policy, batch, UpdateOptions(temperature=0.7))
-        assert mismatch_metrics(old, batch.behavior_logprobs, batch.mask)["mismatch_abs_mean"] < 0.1
+        assert mismatch(policy, engine)["mismatch_abs_mean"] < 0.1

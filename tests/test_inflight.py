@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import command, qwen2
-from test_engine_adapter import move, started
+from conftest import command, move, qwen2, started
 
 from engine_adapter import EngineStateError, Flight, ParityFlags, Sampling
 from probe.diagnose import diagnose
@@ -20,19 +19,27 @@ from train import main
 KEEP, RECOMPUTE, ABORT = (
     ParityFlags(), ParityFlags(inflight_keep=False, inflight_otherwise="recompute"), ParityFlags(inflight_keep=False)
 )
+KINDS = [pytest.param("vllm", marks=pytest.mark.engine), "transformers"]
+CASES = [("transformers", KEEP), *(pytest.param("vllm", parity, marks=pytest.mark.engine)
+                                   for parity in (KEEP, RECOMPUTE, ABORT))]  # fmt: skip
+NAMED = dict(ids=lambda value: value if isinstance(value, str) else value.inflight_update, scope="module")
+PARITIES = pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], **NAMED)  # module: equal flags share an engine
 # Lengths differ as in practice: one token in eight of a flat distribution ends the response.
 LONG_TAIL = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=tuple(range(2, 12)))
 
 
 @contextmanager
-def backend(kind: str, folders, parity: ParityFlags = KEEP, **options):
-    """A live policy and an engine of either kind that holds its weights."""
+def backend(kind: str, folders, parity: ParityFlags = KEEP, room: int = 64, **options):
+    """A live policy and an engine of either kind that holds its weights and accepts groups for `room` rollouts."""
     policy = Policy(qwen2(tied=False))
     if kind == "vllm":
         with started(folders[False], policy, parity, **options) as engine:
+            engine.books = dict.fromkeys(engine.books, 0)  # of an earlier test
+            usual, engine.max_num_seqs = engine.max_num_seqs, room
             yield policy, engine
+            engine.max_num_seqs = usual
     else:
-        engine = ReferenceEngine(policy, parity.inflight_update, options.get("max_num_seqs", 256))
+        engine = ReferenceEngine(policy, room)
         engine.load(policy.weights(), policy.score)
         yield policy, engine
 
@@ -45,49 +52,56 @@ def update(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
     engine.load(policy.weights(), policy.score)
 
 
+def steps_of(flight: Flight, count: int) -> None:
+    for _ in range(count):
+        flight._advance()
+        flight.engine.step()
+
+
 def submit(flight: Flight, count: int) -> None:
-    numbers = range(flight.submitted, flight.submitted + count)
-    problems = [Problem(f"question {number}", "0", "test") for number in numbers]
+    """Groups with consecutive numbers; a group's seed is 1000 times its number."""
+    first = flight.counts()["groups_submitted"]
+    numbers = range(first, first + count)
     prompts = [torch.randint(12, 96, (3 + number % 7,), generator=torch.Generator().manual_seed(number)).tolist()
                for number in numbers]  # fmt: skip
-    flight.submit(problems, prompts, [1000 * number for number in numbers])
+    problems = [Problem(f"question {number}", "0", "test", ids) for number, ids in zip(numbers, prompts, strict=True)]
+    flight.submit(problems, [1000 * number for number in numbers])
 
 
+@pytest.mark.parametrize("room", [64, 4])
+@pytest.mark.parametrize("kind, parity", CASES, **NAMED)
+def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, parity, room):
+    check_every_group(folders, kind, parity, room)
 
 
-@pytest.mark.parametrize("kind, parity", [
-    *((kind, parity) for kind in ("vllm", "transformers") for parity in (KEEP, RECOMPUTE, ABORT)),
-    *(("vllm", replace(parity, explicit_runtime=False)) for parity in (KEEP, RECOMPUTE, ABORT)),  # async scheduling
-], ids=lambda value: value if isinstance(value, str) else f"{value.inflight_update}{value.explicit_runtime}")
-@pytest.mark.parametrize("max_num_seqs", [4, 64])
-def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, parity, max_num_seqs):
+def check_every_group(folders, kind: str, parity: ParityFlags, room: int) -> None:
     taken, spans = [], 0
-    with backend(kind, folders, parity, max_num_seqs=max_num_seqs) as (policy, engine):
+    with backend(kind, folders, parity, room) as (policy, engine):
         flight = Flight(engine, 3, LONG_TAIL, max_staleness=2)
         for step in range(12):
             submit(flight, 4 + 3 - len(flight.groups))
             groups = flight.take(4)
-            assert [group.number for group in groups] == sorted(group.number for group in groups)
+            assert [group.seed for group in groups] == sorted(group.seed for group in groups)
             taken += groups
             spans += sum(len(set(r.versions)) > 1 for group in groups for r in group.rollouts)
             if step == 5:  # an evaluation in between lets what is in flight advance, and no more
-                numbers = [group.number for group in flight.groups]
+                seeds = [group.seed for group in flight.groups]
                 assert len(engine.generate([[20, 21]], 2, Sampling(1.0, 1), [7])) == 2
-                assert [group.number for group in flight.groups] == numbers
-                assert engine.num_unfinished > 0 or not flight._running
+                assert [group.seed for group in flight.groups] == seeds
+                assert engine.num_unfinished > 0 or all(group.complete for group in flight.groups)
             update(policy, engine, seed=step)
             flight.after_update()
             counts = flight.counts()
-            in_flight = [group.number for group in flight.groups]
+            in_flight = [group.seed for group in flight.groups]
             assert counts["groups_submitted"] == len(taken) + counts["groups_dropped"] + len(in_flight)
-            assert not set(in_flight) & {group.number for group in taken}
+            assert not set(in_flight) & {group.seed for group in taken}
             assert all(engine.weight_version - v <= 2 for g in flight.groups for r in g.rollouts for v in r.versions)
-    assert len({group.number for group in taken}) == len(taken) == counts["groups_trained"] == 48
+    assert len({group.seed for group in taken}) == len(taken) == counts["groups_trained"] == 48
     rollouts = [rollout for group in taken for rollout in group.rollouts]
     assert {rollout.finish_reason for rollout in rollouts} <= {"stop", "length"}
     assert all(len(r.token_ids) == len(r.logprobs) == len(r.versions) > 0 for r in rollouts)
     assert all(r.versions == sorted(r.versions) for r in rollouts)
-    assert all(r.prompt_ids == group.prompt_ids for group in taken for r in group.rollouts)
+    assert all(r.prompt_ids == group.problem.prompt_ids for group in taken for r in group.rollouts)
     assert [r.seed - group.seed for group in taken for r in group.rollouts] == [0, 1, 2] * 48
     if parity.inflight_update == "abort":
         assert spans == 0
@@ -97,17 +111,14 @@ def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, pari
         assert counts["rollouts_restarted"] == 0
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
-@pytest.mark.parametrize("parity, word", [(KEEP, "KV kept"), (RECOMPUTE, "recomputed")], ids=["keep", "recompute"])
-def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity, word):
+@pytest.mark.parametrize("kind, parity", CASES[:3], **NAMED)
+def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity):
     """Both backends do what the name says: the probe finds the same cause in either one's log-probabilities."""
-    sampling = Sampling(temperature=0.7, max_new_tokens=40)
+    word, sampling = {KEEP: "KV kept", RECOMPUTE: "recomputed"}[parity], Sampling(temperature=0.7, max_new_tokens=40)
     with backend(kind, folders, parity) as (policy, engine):
         flight = Flight(engine, 2, sampling, max_staleness=9)
         submit(flight, 8)
-        for _ in range(20):
-            flight.feed()
-            engine.step()
+        steps_of(flight, 20)
         earlier = policy.copied_weights()
         update(policy, engine, scale=0.05)
         flight.after_update()
@@ -118,71 +129,7 @@ def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity, word
     assert word in verdict.sentence, verdict.sentence
 
 
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
-def test_what_is_too_old_is_dropped_and_counted(folders, kind):
-    endless = Sampling(temperature=1.0, max_new_tokens=100)
-    with backend(kind, folders) as (policy, engine):
-        flight = Flight(engine, 2, endless, max_staleness=1)
-        submit(flight, 3)
-        flight.feed()
-        engine.step()
-        for seed, left in ((0, 3), (1, 0)):  # one update old: allowed; two: not
-            update(policy, engine, seed=seed)
-            flight.after_update()
-            assert len(flight.groups) == left
-        counts = flight.counts()
-        assert (counts["groups_dropped"], counts["groups_submitted"]) == (3, 3)
-        assert counts["tokens_wasted"] >= 6
-        assert engine.num_unfinished == 0
-        assert len(engine.generate([[5, 6]], 2, LONG_TAIL, [1])) == 2  # the engine is free again
-
-
-def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(folders):
-    with backend("vllm", folders, max_num_seqs=8) as (policy, engine):
-        flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
-        submit(flight, 9)
-        flight.take(3)
-        update(policy, engine)
-        flight.after_update()
-        state, before = flight.state_dict(), flight.groups
-        tokens = sum(group.num_tokens for group in before)
-        engine.abort([rollout for group in before for rollout in group.rollouts])  # as if the process had died
-        restored = Flight(engine, 2, LONG_TAIL, max_staleness=8)
-        restored.load_state_dict(state)
-        same = lambda groups: [(g.number, g.problem, g.prompt_ids, g.seed) for g in groups]  # noqa: E731
-        assert same(restored.groups) == same(before)
-        assert restored.wasted == tokens > 0
-        assert same(restored.take(6)) == same(before)
-        restored.after_update()
-        assert restored.counts()["groups_trained"] == 9
-
-
-def test_books_that_do_not_balance_stop_the_run(folders):
-    with backend("transformers", folders) as (_, engine):
-        for fault, complaint in ((lambda f: f._waiting.pop(), "trained on, dropped or in flight"),
-                                 (lambda f: f._running.append(f._running[0]), "the engine runs")):
-            flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
-            submit(flight, 4)
-            flight.feed()
-            submit(flight, 1)
-            fault(flight)
-            flight.feed = lambda: None
-            with pytest.raises(RuntimeError, match=complaint):
-                flight.after_update()
-            engine.abort([rollout for group in flight.groups for rollout in group.rollouts])
-
-
-def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
-    with backend("vllm", folders) as (policy, engine):
-        engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
-        engine.step()
-        engine.llm.abort_request(list(engine._groups))  # behind the adapter's back
-        with pytest.raises(EngineStateError, match="vLLM holds 0 requests, 2 rollouts are unfinished"):
-            update(policy, engine)
-
-
-@pytest.mark.parametrize("kind", ["vllm", "transformers"])
-@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], ids=lambda parity: parity.inflight_update)
+@pytest.mark.parametrize("kind, parity", CASES, **NAMED)
 def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(folders, kind, parity):
     with backend(kind, folders, parity) as (policy, engine):
         whole = engine.generate([[20, 21, 22]], 4, LONG_TAIL, [7])
@@ -199,21 +146,71 @@ def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(folde
         assert {rollout.finish_reason for rollout in group} <= {"stop", "length"}
 
 
-def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tmp_path):
-    """No answer of this model is right, so that no step has a signal; V1's abort would throw its work away."""
-    main(command(good, f"--out {tmp_path}/run --engine transformers --steps 4 --inflight-groups 3 --max-num-seqs 8"
-                       " --eval-problems 4 --parity.no-inflight-keep"))  # fmt: skip
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
-    assert [(row["updates"], row["skipped_updates"]) for row in rows] == [(0, 2)] * 4
-    assert all(row["groups_in_flight"] == 3 for row in rows)
-    assert all(row["tokens_wasted"] == row["rollouts_restarted"] == row["staleness_max"] == 0 for row in rows)
+@pytest.mark.engine
+@pytest.mark.parametrize("room", [64, 4])
+@PARITIES
+def test_every_group_is_accounted_for_with_asynchronous_scheduling_too(folders, parity, room):
+    check_every_group(folders, "vllm", replace(parity, explicit_runtime=False), room)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_too_old_is_dropped_and_counted(folders, kind):
+    endless = Sampling(temperature=1.0, max_new_tokens=100)
+    with backend(kind, folders) as (policy, engine):
+        flight = Flight(engine, 2, endless, max_staleness=1)
+        submit(flight, 3)
+        steps_of(flight, 1)
+        for seed, left in ((0, 3), (1, 0)):  # one update old: allowed; two: not
+            update(policy, engine, seed=seed)
+            flight.after_update()
+            assert len(flight.groups) == left
+        counts = flight.counts()
+        assert (counts["groups_dropped"], counts["groups_submitted"]) == (3, 3)
+        assert counts["tokens_wasted"] >= 6
+        assert engine.num_unfinished == 0
+        assert len(engine.generate([[5, 6]], 2, LONG_TAIL, [1])) == 2  # the engine is free again
+
+
+@pytest.mark.engine
+def test_groups_in_flight_spare_the_engine_the_long_tail(folders, monkeypatch):
+    """Counts engine steps, which cost about the same however few rollouts run: no clock can make this test fail."""
+    steps = {}
+    for groups_in_flight in (0, 8):
+        with backend("vllm", folders) as (policy, engine), monkeypatch.context() as change:
+            flight, count = Flight(engine, 4, LONG_TAIL, max_staleness=8), 0
+
+            def counted(step=engine.step):
+                nonlocal count
+                count += 1
+                step()
+
+            change.setattr(engine, "step", counted)
+            for seed in range(8):
+                submit(flight, 8 + groups_in_flight - len(flight.groups))
+                flight.take(8)
+                update(policy, engine, seed=seed)
+                flight.after_update()
+            steps[groups_in_flight] = count
+    assert steps[0] > 1.3 * steps[8]
+
+
+@pytest.mark.engine
+def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
+    with backend("vllm", folders) as (policy, engine):
+        engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
+        engine.step()
+        engine.llm.abort_request(list(engine._requests))  # behind the adapter's back
+        with pytest.raises(EngineStateError, match="vLLM holds 0 requests, 2 rollouts are unfinished"):
+            update(policy, engine)
+
+
+@pytest.mark.engine
 def test_a_kept_cache_that_is_lost_to_preemption_is_counted(folders):
     """Room for about half of what runs: vLLM preempts, and computes the whole cache anew under the new weights."""
     endless = Sampling(temperature=1.0, max_new_tokens=100)
-    for gib, lost in ((0.25, False), (0.0006, True)):
-        with backend("vllm", folders, block_size=32, kv_cache_gib=gib) as (policy, engine):
+    for options, lost in ((dict(), False), (dict(block_size=32, kv_cache_gib=0.0006), True)):
+        with backend("vllm", folders, **options) as (policy, engine):
+            before = engine.books["kv_lost"]
             rollouts = [engine.submit([5, 6, 7 + n], 2, endless, 10 * n) for n in range(8)]
             for _ in range(20):
                 engine.step()
@@ -222,27 +219,47 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted(folders):
                 engine.step()
             update(policy, engine)
             assert all(rollout.finish_reason == "length" for group in rollouts for rollout in group)
-            assert (engine.kv_lost > 0) == lost
+            assert (engine.books["kv_lost"] > before) == lost
 
 
-def test_groups_in_flight_spare_the_engine_the_long_tail(folders):
-    """Counts engine steps, which cost about the same however few rollouts run: no clock can make this test fail."""
-    steps = {}
-    for groups_in_flight in (0, 8):
-        with backend("vllm", folders) as (policy, engine):
-            flight, count = Flight(engine, 4, LONG_TAIL, max_staleness=8), 0
-            step, engine.step = engine.step, lambda: None
+@pytest.mark.engine
+def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(folders):
+    with backend("vllm", folders, room=8, max_num_seqs=8) as (policy, engine):
+        flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+        submit(flight, 9)
+        flight.take(3)
+        update(policy, engine)
+        flight.after_update()
+        state, before = flight.state_dict(), flight.groups
+        tokens = sum(len(rollout.token_ids) for group in before for rollout in group.rollouts)
+        engine.abort([rollout for group in before for rollout in group.rollouts])  # as if the process had died
+        restored = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+        engine.books = dict.fromkeys(engine.books, 0)
+        restored.load_state_dict(state, Problem)
+        same = lambda groups: [(g.problem, g.seed) for g in groups]  # noqa: E731
+        assert same(restored.groups) == same(before)
+        assert engine.books["tokens_wasted"] == tokens > 0
+        assert same(restored.take(6)) == same(before)
+        restored.after_update()
+        assert restored.counts()["groups_trained"] == 9
 
-            def counted(step=step):
-                nonlocal count
-                count += 1
-                step()
 
-            engine.step = counted
-            for seed in range(8):
-                submit(flight, 8 + groups_in_flight - len(flight.groups))
-                flight.take(8)
-                update(policy, engine, seed=seed)
-                flight.after_update()
-            steps[groups_in_flight] = count
-    assert steps[0] > 1.3 * steps[8]
+def test_rollouts_that_belong_to_no_group_stop_the_run(folders):
+    with backend("transformers", folders) as (_, engine):
+        flight = Flight(engine, 2, Sampling(1.0, 100), max_staleness=8)
+        submit(flight, 4)
+        steps_of(flight, 1)
+        engine.submit([5, 6], 2, LONG_TAIL, 1)
+        with pytest.raises(RuntimeError, match="8 rollouts are in flight, the engine runs 10"):
+            flight.after_update()
+
+
+@pytest.mark.engine
+def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tmp_path):
+    """No answer of this model is right, so that no step has a signal; V1's abort would throw its work away."""
+    main(command(good, f"--out {tmp_path}/run --steps 4 --inflight-groups 3 --max-num-seqs 8"
+                       " --eval-problems 4 --parity.no-inflight-keep"))  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [(row["updates"], row["skipped_updates"]) for row in rows] == [(0, 2)] * 4
+    assert all(row["groups_in_flight"] == 3 for row in rows)
+    assert all(row["tokens_wasted"] == row["rollouts_restarted"] == row["staleness_max"] == 0 for row in rows)

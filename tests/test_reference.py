@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import qwen2
-from test_engine_adapter import PROMPTS, SEEDS, WARM, mismatch, move
+from conftest import PROMPTS, SEEDS, WARM, mismatch, move, qwen2
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig
 
 from engine_adapter import EngineStateError, Sampling, WeightLoadError
@@ -80,7 +79,7 @@ def test_seeds_decide_the_samples_whatever_runs_beside_them():
 def test_states_foreign_tensors_and_penalties_are_refused():
     policy = Policy(qwen2(tied=False))
     engine = ReferenceEngine(policy)
-    with pytest.raises(EngineStateError, match="empty: call load"):
+    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
         engine.generate(PROMPTS, 1, WARM, SEEDS)
     copies = {name: tensor.clone() for name, tensor in policy.weights().items()}
     with pytest.raises(WeightLoadError, match="its policy's own tensors"):

@@ -6,18 +6,15 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import command, refusal
+from conftest import command, refusal, train_process
 
 from records import locked
 from train import main
 
-ROOT = Path(__file__).parents[1]
 # The reference engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
          " --num-minibatches 1 --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 3")  # fmt: skip
@@ -142,25 +139,18 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(g
     assert {path: path.read_bytes() for path in copy.glob("*.jsonl")} == before
 
 
-def start(arguments: list[str], **how) -> subprocess.Popen:
-    program = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
-
-
+# ------------------------------------------------------------------------------------------------ other processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_folder_has_one_process_which_a_signal_stops_with_a_sentence(good, whole, tmp_path, number, capsys):
     out = tmp_path / "run"
-    process = start(options(good, out))
-    for line in process.stdout:
-        if line.startswith("step   1/"):
-            break
-    process.send_signal(signal.SIGSTOP)  # so that it has not finished before the signal comes
+    process = train_process(options(good, out), signal.SIGSTOP, call=60)  # in step 2: 8 rewards of step 0, 32 a step
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     for again in ([], ["--resume"]):
         complaint = refusal([*options(good, out), *again], capsys)
         assert f"{out} is held by process {process.pid} on {os.uname().nodename}" in complaint
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 130
     assert said.endswith("stopped by a signal; a run goes on from its newest checkpoint with --resume\n")
     assert "Traceback" not in said
@@ -179,8 +169,8 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, 
     out, limit = tmp_path / "run", (400_000, 400_000)
     assert (whole / "policy" / "model.safetensors").stat().st_size < limit[0]
     assert checkpoint(whole, 4).stat().st_size > limit[0]
-    process = start(options(good, out), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
-    _, said = process.communicate(timeout=60)
+    process = train_process(options(good, out), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 1
     assert re.search(r"^error: writing a checkpoint in .* failed: RuntimeError: .*fail", said, re.M)
     assert "Traceback" not in said

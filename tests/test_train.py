@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -14,29 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from conftest import qwen2, refusal
+from conftest import close_live_engine, command, mismatch_of, qwen2, refusal, train_process
 
 from examples.toys import toy_tokenizer
 from probe.traces import load_traces
-from rl import Policy, make_batch
-from train import Config, sample_seed
+from rl import Policy
+from train import Config, main, sample_seed
 
-ROOT = Path(__file__).parents[1]
-SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "16")
+SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
+SMALL_STEP, SMALL_EVAL = 32, 12  # rewards
 MEASURED = re.compile(r"_s$|_gib$")  # seconds and memory
-
-
-def start(out: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "train.py"), "--out", str(out), *arguments]
-    usual = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=usual)
-
-
-def run(out: Path, *arguments: str) -> str:
-    process = start(out, *arguments)
-    text, _ = process.communicate(timeout=1500)
-    assert process.returncode == 0, text[-3000:]
-    return text
 
 
 def rows(out: Path) -> list[dict]:
@@ -48,9 +33,13 @@ def timeless(out: Path) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------------ the default job
+@pytest.mark.engine
 def test_the_default_job_learns_at_parity(tmp_path):
     """The README's figure, one seed of it: thresholds are the project's promise, not this machine's result."""
-    text = run(tmp_path / "run", "--eval-problems", "1000", "--eval-every", "50")  # all of them: 256 are right to 0.018
+    options = ["--eval-problems", "1000", "--eval-every", "50"]  # all problems: 256 of them are right to 0.018
+    process = train_process(["--out", str(tmp_path / "run"), *options])
+    text, errors = process.communicate(timeout=1500)
+    assert process.returncode == 0, errors[-3000:]
     table = rows(tmp_path / "run")
     steps = table[1:]
     assert [row["step"] for row in table] == list(range(len(table)))
@@ -71,38 +60,50 @@ def test_the_default_job_learns_at_parity(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ resume
-def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(tmp_path):
-    options = (*SMALL, "--steps", "4", "--checkpoint-every", "2", "--eval-every", "2")
-    run(tmp_path / "whole", *options)
-    process = start(tmp_path / "killed", *options)
-    for line in process.stdout:
-        if line.startswith("step   3/"):
-            process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert [row["step"] for row in rows(tmp_path / "killed")] == [0, 1, 2, 3]
-    checkpoint = tmp_path / "killed" / "checkpoints"
+WHOLE = (*SMALL, "--steps", "4", "--checkpoint-every", "2", "--eval-every", "2", "--lr", "3e-3", "--temperature", "2",
+         "--num-minibatches", "1")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(good, tmp_path_factory) -> Path:
+    """A run of four steps that nothing disturbs."""
+    out = tmp_path_factory.mktemp("whole")
+    main(command(good, "--task {root}/task.py", *WHOLE, "--out", str(out)))
+    assert all(row["updates"] == 1 for row in rows(out)[1:])
+    return out
+
+
+def kill_in(call: int, arguments: list[str]) -> None:
+    process = train_process(arguments, signal.SIGKILL, call)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGKILL, errors[-3000:]
+
+
+@pytest.mark.engine
+def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(good, whole, tmp_path, capsys):
+    arguments = command(good, "--task {root}/task.py", *WHOLE, "--out", str(tmp_path))
+    kill_in(3 * SMALL_STEP + 2 * SMALL_EVAL + 9, arguments)  # in step 4
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+    checkpoint = tmp_path / "checkpoints"
     (checkpoint / "unfinished").write_text("")  # as if it had been killed while writing the next one
-    with open(tmp_path / "killed" / "samples.jsonl", "a") as file:
+    with open(tmp_path / "samples.jsonl", "a") as file:
         file.write('{"step": 3, "mode": "greedy"}\n{"step": 3, "mo')  # as if killed in an evaluation after step 3
-    text = run(tmp_path / "killed", *options, "--resume")
-    assert "resumed at step 3" in text
-    assert timeless(tmp_path / "killed") == timeless(tmp_path / "whole")
-    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("killed", "whole")]
-    assert samples[0] == samples[1]
+    main([*arguments, "--resume"])
+    assert "resumed at step 3" in capsys.readouterr().out
+    assert timeless(tmp_path) == timeless(whole)
+    assert (tmp_path / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     assert sorted(path.name[:11] for path in checkpoint.glob("*.pt")) == ["step_000002", "step_000004"]
 
 
-def test_groups_in_flight_survive_kill_and_resume_and_the_books_balance(tmp_path):
+@pytest.mark.engine
+def test_groups_in_flight_survive_kill_and_resume_and_the_books_balance(good, tmp_path, capsys):
     """Every group is trained on, dropped or in flight at each step, the killed process's unfinished ones included."""
-    options = (*SMALL, "--steps", "6", "--checkpoint-every", "2", "--inflight-groups", "5", "--max-num-seqs", "24",
-               "--lr", "1e-2", "--probe-on-alarm")  # fmt: skip
-    process = start(tmp_path, *options)
-    for line in process.stdout:
-        if line.startswith("step   5/"):
-            process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    text = run(tmp_path, *options, "--resume")
-    assert "resumed at step 5" in text
+    arguments = command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), "--steps", "6",
+                        "--checkpoint-every", "2", "--max-new-tokens", "12", "--inflight-groups", "5",
+                        "--max-num-seqs", "24", "--lr", "1e-2", "--probe-on-alarm")  # fmt: skip
+    kill_in(5 * SMALL_STEP + SMALL_EVAL + 9, arguments)  # in step 6
+    main([*arguments, "--resume"])
+    assert "resumed at step 5" in capsys.readouterr().out
     steps = rows(tmp_path)[1:]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     for row in steps:
@@ -116,13 +117,12 @@ def test_groups_in_flight_survive_kill_and_resume_and_the_books_balance(tmp_path
     assert not any("probe" in row for row in steps)
 
 
-def test_the_reference_backend_runs_the_same_loop_without_vllm(tmp_path):
+def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, monkeypatch):
     """vllm is made impossible to import: the known-good curve owes it nothing."""
-    program = f"import sys; sys.modules['vllm'] = None; sys.path.insert(0, {str(ROOT)!r}); import train; train.main()"
-    options = (*SMALL, "--steps", "3", "--inflight-groups", "3", "--engine", "transformers", "--probe-every", "3")
-    command = [sys.executable, "-c", program, "--out", str(tmp_path), *options]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert result.returncode == 0, result.stderr[-2000:]
+    for name in ["vllm", *(name for name in sys.modules if name.startswith("vllm."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    main(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), "--steps", "3",
+                 "--inflight-groups", "3", "--engine", "transformers", "--probe-every", "3"))  # fmt: skip
     steps = rows(tmp_path)[1:]
     assert steps[0]["mismatch_abs_mean"] < 1e-5
     assert max(row["fresh_mismatch_abs_mean"] or 0 for row in steps) < 1e-5
@@ -141,29 +141,32 @@ def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_pa
 
 
 # ------------------------------------------------------------------------------------------------ the live probe
-def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(tmp_path):
-    options = (*SMALL, "--steps", "2", "--eval-every", "2")
-    run(tmp_path / "plain", *options)
-    text = run(tmp_path / "probed", *options, "--probe-every", "1", "--probe-on-alarm")
-    assert text.count("(as planned): parity.") == 2
-    probed = timeless(tmp_path / "probed")
-    assert [row.pop("probe", None) for row in probed] == [None, "parity", "parity"]
-    assert probed == timeless(tmp_path / "plain")  # no random number, no weight is touched
-    record = json.loads((tmp_path / "probed" / "probe" / "step_000002.json").read_text())
+@pytest.mark.engine
+def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, whole, tmp_path, capsys):
+    out, probes = tmp_path / "probed", ("--probe-every", "3", "--probe-on-alarm")
+    main(command(good, "--task {root}/task.py", *WHOLE, "--out", str(out), *probes))
+    assert capsys.readouterr().out.count("(as planned): parity.") == 2
+    probed = timeless(out)
+    assert [row.pop("probe", None) for row in probed] == [None, "parity", None, None, "parity"]
+    assert probed == timeless(whole)  # no random number, no weight is touched
+    record = json.loads((out / "probe" / "step_000004.json").read_text())
     assert record["status"] == "parity"
     assert record["mismatch"]["mean"] < 1.5 * record["floor"]["mean"] + 1e-6
-    assert (tmp_path / "probed" / "probe" / "step_000002.npz").exists()
+    assert (out / "probe" / "step_000004.npz").exists()
 
 
-def test_an_alarm_asks_the_probe_which_names_the_switch(tmp_path):
-    text = run(tmp_path, *SMALL, "--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
-    assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean" in text
+@pytest.mark.engine
+def test_an_alarm_asks_the_probe_which_names_the_switch(good, tmp_path, capsys):
+    options = ("--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
+    main(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), *options))
+    assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean" in capsys.readouterr().out
     record = json.loads((tmp_path / "probe" / "step_000001.json").read_text())
     assert record["layers"] == ["semantics"]
     assert "--parity.processed-logprobs" in record["sentence"]
 
 
 # ------------------------------------------------------------------------------------------------ real models and data
+@pytest.mark.engine
 def test_a_model_folder_and_a_jsonl_file_go_through_the_same_door(tmp_path):
     """Two steps of everything the default job leaves off: GSPO, KL, TIS, untied bf16 model, numeric reward."""
     folder = tmp_path / "model"
@@ -172,8 +175,9 @@ def test_a_model_folder_and_a_jsonl_file_go_through_the_same_door(tmp_path):
     problems = [{"question": f"{i}+1=", "answer": f"{i} + 1 = #### {i + 1}"} for i in range(40)]
     (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, problems)))
     out = tmp_path / "run"
-    options = ("--model", str(folder), "--task", str(tmp_path / "task.jsonl"), "--dtype", "bfloat16", "--steps", "2")
-    run(out, *options, *SMALL, "--objective", "gspo", "--kl-coef", "0.05", "--tis", "sequence", "--lr", "1e-4")
+    options = ("--out", str(out), "--model", str(folder), "--task", str(tmp_path / "task.jsonl"), "--dtype", "bfloat16")
+    main([*options, *SMALL, "--steps", "2", "--objective", "gspo", "--kl-coef", "0.05", "--tis", "sequence",
+          "--lr", "1e-4"])  # fmt: skip
     steps = rows(out)[1:]
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)  # bf16 arithmetic, fp32 heads
     assert all(math.isfinite(row["kl_ref"]) for row in steps)
@@ -196,14 +200,16 @@ def reward(problem, response):
 """
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_users_task_runs_with_every_switch_for_real_models_and_counts_what_goes_wrong(tmp_path, dtype):
+def test_a_users_task_runs_with_every_switch_for_real_models_and_counts_what_goes_wrong(tmp_path, dtype, capsys):
     out = tmp_path / "run"
     (tmp_path / "mine.py").write_text(MINE)
-    text = run(out, *SMALL, "--task", str(tmp_path / "mine.py"), "--steps", "3", "--max-new-tokens", "3",
-               "--dtype", dtype, "--gradient-checkpointing", "--micro-batch-tokens", "64", "--mask-truncated",
-               "--max-prompt-tokens", "10", "--overlong-prompts", "drop", "--reward-errors", "count",
-               "--eval-samples", "2", "--eval-every", "3")  # fmt: skip
+    main(["--out", str(out), "--task", str(tmp_path / "mine.py"), "--num-prompts", "8", "--group-size", "4",
+          "--steps", "3", "--max-new-tokens", "3", "--dtype", dtype, "--gradient-checkpointing",
+          "--micro-batch-tokens", "64", "--mask-truncated", "--max-prompt-tokens", "10", "--overlong-prompts", "drop",
+          "--reward-errors", "count", "--eval-problems", "16", "--eval-samples", "2", "--eval-every", "3"])  # fmt: skip
+    text = capsys.readouterr().out
     steps = rows(out)[1:]
     allowed = {"bfloat16": 0.1, "float16": 0.02}[dtype]
     assert all(0 < row["mismatch_abs_mean"] < allowed for row in steps)
@@ -231,46 +237,45 @@ def test_a_users_task_runs_with_every_switch_for_real_models_and_counts_what_goe
     assert {bool(sample["error"]) for sample in samples} == {s["response"].startswith("4") for s in samples}
 
 
-def test_a_reward_that_fails_stops_the_run_and_is_named(tmp_path):
+def test_a_reward_that_fails_stops_the_run_and_is_named(good, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(MINE.replace("return float(len", "time.sleep(9)\n    return float(len"))
-    process = start(tmp_path / "run", "--task", str(tmp_path / "mine.py"), *SMALL, "--reward-limit-s", "0.3")
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert re.search(r"RewardError: the reward fails \(.*(0.3 s|nan).*\) on .*mine.py, problem \d+, question '", text)
+    with pytest.raises(SystemExit) as stop:
+        main(command(good, "--engine transformers --reward-limit-s 0.3", *SMALL, "--out", str(tmp_path / "run"),
+                     "--task", str(tmp_path / "mine.py")))  # fmt: skip
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert re.search(r"RewardError: the reward fails \(.*(0.3 s|nan).*\) on .*mine.py, problem \d+, question '", said)
 
 
-FRESH_VLLM = """
-import json, os, sys
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1"}
-from vllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=64,
-          logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28, dtype=sys.argv[4])
-defaults = llm.get_default_sampling_params()
-requests = json.load(open(sys.argv[2]))
-params = [SamplingParams(temperature=defaults.temperature, max_tokens=defaults.max_tokens, seed=seed, logprobs=0,
-                         detokenize=False, stop_token_ids=[2], ignore_eos=True) for _, seed in requests]
-outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], params, use_tqdm=False)
-answers = [[list(o.outputs[0].token_ids), [d[t].logprob for t, d in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]]
-           for o in outputs]
-json.dump(answers, open(sys.argv[3], "w"))
-"""
+def fresh_vllm(folder: str, dtype: str, requests: list[tuple[list[int], int]]) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of (prompt, seed) from vLLM's own `LLM`, which reads the folder from the disk."""
+    from vllm import LLM, SamplingParams
+
+    close_live_engine()
+    llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype=dtype,
+              logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
+    defaults = llm.get_default_sampling_params()
+    params = [SamplingParams(temperature=defaults.temperature, max_tokens=defaults.max_tokens, seed=seed, logprobs=0,
+                             detokenize=False, stop_token_ids=[2], ignore_eos=True) for _, seed in requests]
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+    answers = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    llm.llm_engine.engine_core.shutdown()
+    found = [zip(each.token_ids, each.logprobs, strict=True) for each in answers]
+    return [(list(each.token_ids), [table[token].logprob for token, table in pairs])
+            for each, pairs in zip(answers, found, strict=True)]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_exported_policy_says_in_transformers_and_in_a_fresh_vllm_what_the_live_engine_said(tmp_path, dtype):
+def test_the_exported_policy_says_in_transformers_and_in_a_fresh_vllm_what_the_live_engine_said(good, tmp_path, dtype):
     out, allowed = tmp_path / "run", {"float32": 1e-4, "bfloat16": 0.05}[dtype]
-    run(out, *SMALL, "--steps", "1", "--probe-every", "1", "--lr", "1e-2", "--dtype", dtype)
+    main(command(good, "--task {root}/task.py", *SMALL, "--out", str(out), "--steps", "1", "--probe-every", "1",
+                 "--lr", "1e-2", "--dtype", dtype, "--max-new-tokens", "18"))  # fmt: skip
     (trace,) = load_traces(str(out / "probe" / "step_000001.npz"))  # by the live engine, with the final weights
     policy = Policy.load(str(out / "policy"), getattr(torch, dtype), "cpu")
-    batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)))
-    ours = policy.logprobs(batch, 0.7)[0]
-    assert ((ours - batch.behavior_logprobs) * batch.mask).abs().sum() / batch.mask.sum() < allowed
+    assert mismatch_of(policy, trace.rollouts, 0.7)["mismatch_abs_mean"] < allowed
 
-    asked, answered = tmp_path / "requests.json", tmp_path / "answers.json"
-    asked.write_text(json.dumps([(rollout.prompt_ids, rollout.seed) for rollout in trace.rollouts]))
-    command = [sys.executable, "-c", FRESH_VLLM, str(out / "policy"), str(asked), str(answered), dtype]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
-    answers = json.loads(answered.read_text())
+    answers = fresh_vllm(str(out / "policy"), dtype, [(rollout.prompt_ids, rollout.seed) for rollout in trace.rollouts])
     pairs = zip(answers, trace.rollouts, strict=True)
     same = [(said, rollout) for said, rollout in pairs if said[0] == rollout.token_ids]
     assert len(same) > (0.99 if dtype == "float32" else 0.8) * len(answers)  # the seeds are the same; bf16 has ties

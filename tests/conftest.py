@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -152,12 +153,10 @@ def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[bool, str]:
-    """Model folders by `tied`. Their generation_config.json asks for another distribution in every way it can."""
+    """Model folders by `tied`."""
     root = tmp_path_factory.mktemp("models")
-    traps = {"repetition_penalty": 1.8, "top_k": 3, "top_p": 0.5, "temperature": 0.2, "min_p": 0.3, "eos_token_id": 50}
     for tied in (False, True):
         qwen2(tied).save_pretrained(root / str(tied))
-        (root / str(tied) / "generation_config.json").write_text(json.dumps(traps))
     return {tied: str(root / str(tied)) for tied in (False, True)}
 
 
@@ -165,6 +164,17 @@ def prompt_ids(tokenizer, problem) -> list[int]:
     from tasks import Task, encode, exact_match
 
     return encode(tokenizer, Task([problem], [], exact_match)).train[0].prompt_ids
+
+
+@pytest.fixture(scope="session")
+def engine_folders(folders, tmp_path_factory) -> dict[bool, str]:
+    """The same models with a generation_config.json that asks for another distribution in every way it can."""
+    traps = {"repetition_penalty": 1.8, "top_k": 3, "top_p": 0.5, "temperature": 0.2, "min_p": 0.3, "eos_token_id": 50}
+    root = tmp_path_factory.mktemp("engine")
+    for tied, folder in folders.items():
+        shutil.copytree(folder, root / str(tied))
+        (root / str(tied) / "generation_config.json").write_text(json.dumps(traps))
+    return {tied: str(root / str(tied)) for tied in folders}
 
 
 # ------------------------------------------------------------------------------------------------ a small run

@@ -1,4 +1,4 @@
-"""The adapter against the real vLLM V1 in this process. Faults are planted in weights, folders and the live engine.
+"""The adapter against the real vLLM V1 in this process. Faults are planted in weights, engine_folders and the live engine.
 
 Tests that need equal engines follow one another, so that they share one (conftest.started).
 """
@@ -30,9 +30,9 @@ WITHOUT = {
 }
 
 
-def test_audit_raises_when_the_live_engine_does_something_else(folders, monkeypatch):
+def test_audit_raises_when_the_live_engine_does_something_else(engine_folders, monkeypatch):
     policy = Policy(qwen2(tied=False, dtype=torch.bfloat16))
-    with started(folders[False], policy) as engine:
+    with started(engine_folders[False], policy) as engine:
         with monkeypatch.context() as change:
             change.setattr(engine.runner.sampler, "logprobs_mode", "raw_logprobs")
             change.setattr(engine.core.scheduler.kv_cache_manager, "enable_caching", True)
@@ -45,13 +45,13 @@ def test_audit_raises_when_the_live_engine_does_something_else(folders, monkeypa
         engine.audit()
 
 
-def test_fp32_head_on_both_sides_is_closer_than_on_one(folders):
+def test_fp32_head_on_both_sides_is_closer_than_on_one(engine_folders):
     model = qwen2(tied=False, dtype=torch.bfloat16)
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
         model.model.embed_tokens.weight[:, 0] = 4.0
         model.lm_head.weight[:, 0] = 4.0
     fine, coarse = Policy(model, fp32_head=True), Policy(model, fp32_head=False)
-    with started(folders[False], fine) as engine:
+    with started(engine_folders[False], fine) as engine:
         both, one = mismatch(fine, engine)["mismatch_abs_mean"], mismatch(coarse, engine)["mismatch_abs_mean"]
     assert both < 0.7 * one
 
@@ -61,9 +61,9 @@ def test_fp32_head_on_both_sides_is_closer_than_on_one(folders):
     (None, torch.bfloat16), ("fp32_head", torch.bfloat16), ("inflight_keep", torch.float32),
     ("explicit_runtime", torch.float32), ("processed_logprobs", torch.float32),
 ])  # fmt: skip
-def test_audit_reads_each_flag_back_from_the_live_engine(folders, flag, dtype):
+def test_audit_reads_each_flag_back_from_the_live_engine(engine_folders, flag, dtype):
     policy = Policy(qwen2(tied=False, dtype=dtype), fp32_head=flag != "fp32_head")
-    with started(folders[False], policy, ParityFlags(**{flag: False} if flag else {})) as engine:
+    with started(engine_folders[False], policy, ParityFlags(**{flag: False} if flag else {})) as engine:
         found = engine.audit()
         expected = DEFAULTS | WITHOUT.get(flag, {})
         assert {name: found[name] for name in expected} == expected
@@ -87,12 +87,12 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
-def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature_0_7(folders):
+def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature_0_7(engine_folders):
     policy = Policy(qwen2(tied=False))
-    with started(folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
+    with started(engine_folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
         raw = mismatch(policy, engine)
         raw_at_one = mismatch(policy, engine, Sampling(1.0, 12, (2,)))
-    with started(folders[False], policy) as engine:
+    with started(engine_folders[False], policy) as engine:
         processed = mismatch(policy, engine)
     assert processed["mismatch_abs_mean"] < 1e-5
     assert processed["mismatch_max"] < 1e-3
@@ -100,9 +100,9 @@ def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature
     assert raw_at_one["mismatch_abs_mean"] < 1e-5
 
 
-def test_every_token_the_stop_token_included_has_a_logprob_and_a_version(folders):
+def test_every_token_the_stop_token_included_has_a_logprob_and_a_version(engine_folders):
     policy = Policy(qwen2(tied=False))
-    with started(folders[False], policy) as engine:
+    with started(engine_folders[False], policy) as engine:
         stops = Sampling(1.0, 30, tuple(range(2, 40)))
         rollouts = engine.generate(PROMPTS, 4, stops, SEEDS)
         assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(4)]  # group-major
@@ -115,9 +115,9 @@ def test_every_token_the_stop_token_included_has_a_logprob_and_a_version(folders
             assert set(rollout.versions) == {engine.weight_version}
 
 
-def test_seeds_decide_the_samples_whatever_the_batch(folders):
+def test_seeds_decide_the_samples_whatever_the_batch(engine_folders):
     policy = Policy(qwen2(tied=False))
-    with started(folders[False], policy) as engine:
+    with started(engine_folders[False], policy) as engine:
         first = engine.generate(PROMPTS, 3, WARM, SEEDS)
         again = engine.generate(PROMPTS[::-1], 3, WARM, SEEDS[::-1])
         alone = engine.generate(PROMPTS[1:2], 1, WARM, [SEEDS[1] + 2])
@@ -129,24 +129,24 @@ def test_seeds_decide_the_samples_whatever_the_batch(folders):
         assert len({tuple(t) for t in tokens(first)}) == 12  # no two samples of a group are alike
 
 
-def test_generation_config_of_the_model_never_changes_the_distribution(folders):
-    """The folders' generation_config.json asks for penalties, masks, another temperature and another stop token."""
+def test_generation_config_of_the_model_never_changes_the_distribution(engine_folders):
+    """The engine_folders' generation_config.json asks for penalties, masks, another temperature and another stop token."""
     policy = Policy(qwen2(tied=False))
     for runtime in (True, False):
-        with started(folders[False], policy, ParityFlags(explicit_runtime=runtime)) as engine:
+        with started(engine_folders[False], policy, ParityFlags(explicit_runtime=runtime)) as engine:
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
             assert ("repetition_penalty" in engine.settings["sampling_defaults"]) == (not runtime)
             rollouts = engine.generate(PROMPTS, 8, Sampling(1.0, 60, (2,)), SEEDS)
             assert all(r.finish_reason == "length" or r.token_ids[-1] == 2 for r in rollouts)
 
 
-def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_does_not(folders):
+def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_does_not(engine_folders):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     generator = torch.Generator().manual_seed(0)
     long_prompts = torch.randint(3, 96, (4, 140), generator=generator).tolist()
     for runtime in (False, True):
         policy = Policy(qwen2(tied=False))
-        with started(folders[False], policy, ParityFlags(explicit_runtime=runtime)) as engine:
+        with started(engine_folders[False], policy, ParityFlags(explicit_runtime=runtime)) as engine:
             assert mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"] < 1e-5
             move(policy)
             engine.load(policy.weights(), policy.score)
@@ -171,7 +171,7 @@ def broken_weights(policy: Policy, fault: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(folders):
+def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(engine_folders):
     faults = {
         "missing": r"missing \['model.layers.1.self_attn.k_proj.weight'\]",
         "unexpected": r"unexpected \['model.layers.7.mlp.up_proj.weight'\]",
@@ -180,7 +180,7 @@ def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(folders)
         "infinite": "not finite",
     }
     policy = Policy(qwen2(tied=False))
-    with started(folders[False], policy) as engine:
+    with started(engine_folders[False], policy) as engine:
         for fault, match in faults.items():
             version = engine.weight_version
             with pytest.raises(WeightLoadError, match=match):
@@ -192,14 +192,14 @@ def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(folders)
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
-def test_the_canary_sees_a_tensor_that_is_not_the_trainers(folders):
+def test_the_canary_sees_a_tensor_that_is_not_the_trainers(engine_folders):
     faults = {
         "model.layers.0.self_attn.o_proj.weight": lambda w: w.T.contiguous(),  # square: no shape gives it away
         "model.layers.1.mlp.down_proj.weight": lambda w: w + 1e-3 * torch.randn_like(w),  # as if one AdamW step missed
         "model.norm.weight": lambda w: w * 1.01,
     }
     policy = Policy(qwen2(tied=False))
-    with started(folders[False], policy) as engine:
+    with started(engine_folders[False], policy) as engine:
         for name, change in faults.items():
             weights = dict(policy.weights())
             weights[name] = change(weights[name])
@@ -246,10 +246,10 @@ def differing(engine: Engine, policy: Policy) -> list[str]:
 
 @pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True),
                                          (torch.bfloat16, False)])  # fmt: skip
-def test_consecutive_loads_arrive_bit_by_bit_tied_or_not(folders, tied, dtype):
+def test_consecutive_loads_arrive_bit_by_bit_tied_or_not(engine_folders, tied, dtype):
     policy = Policy(qwen2(tied=tied, dtype=dtype))
     floor = 1e-5 if dtype == torch.float32 else 0.1
-    with started(folders[tied], policy) as engine:
+    with started(engine_folders[tied], policy) as engine:
         first = engine.weight_version
         for load in range(1, 4):
             before = mismatch(policy, engine)["mismatch_abs_mean"]
@@ -280,11 +280,11 @@ def test_consecutive_loads_of_the_toys_architecture_arrive_bit_by_bit_in_float16
 
 
 @pytest.mark.engine
-def test_a_tied_head_that_is_not_sent_is_never_stale_in_silence(folders):
+def test_a_tied_head_that_is_not_sent_is_never_stale_in_silence(engine_folders):
     """vLLM 0.32's CPU build keeps a packed copy of a tied head, stale if each tensor is sent once; 0.26 has no copy."""
     policy = Policy(qwen2(tied=True))
     weights = lambda: {n: t for n, t in policy.weights().items() if n != "lm_head.weight"}  # noqa: E731
-    engine = Engine(folders[True], {n: t.shape for n, t in weights().items()}, ParityFlags(), max_model_len=128)
+    engine = Engine(engine_folders[True], {n: t.shape for n, t in weights().items()}, ParityFlags(), max_model_len=128)
     try:
         if engine.version.startswith("0.26") or engine.on_gpu:
             engine.load(weights(), policy.score)
@@ -301,9 +301,9 @@ def test_a_tied_head_that_is_not_sent_is_never_stale_in_silence(folders):
 
 
 # ------------------------------------------------------------------------------------------------ states
-def test_sleep_wake_load_generate_is_the_only_order(folders):
+def test_sleep_wake_load_generate_is_the_only_order(engine_folders):
     policy = Policy(qwen2(tied=False))
-    with started(folders[False], policy, load=False) as engine:
+    with started(engine_folders[False], policy, load=False) as engine:
         with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
             engine.generate(PROMPTS, 1, WARM, SEEDS)
         with pytest.raises(EngineStateError, match="wake needs an engine that is asleep"):
@@ -326,10 +326,10 @@ def test_sleep_wake_load_generate_is_the_only_order(folders):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_load_in_flight_keeps_or_aborts_unfinished_requests_as_the_flag_says(folders, keep):
+def test_a_load_in_flight_keeps_or_aborts_unfinished_requests_as_the_flag_says(engine_folders, keep):
     policy = Policy(qwen2(tied=False))
     sampling = Sampling(0.7, 40, ())
-    with started(folders[False], policy, ParityFlags(inflight_keep=keep)) as engine:
+    with started(engine_folders[False], policy, ParityFlags(inflight_keep=keep)) as engine:
         groups = [engine.submit(prompt, 2, sampling, seed) for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
         rollouts = [rollout for group in groups for rollout in group]
         for _ in range(16):
@@ -363,10 +363,10 @@ def test_sampling_refuses_what_cannot_be_scored():
 
 # ------------------------------------------------------------------------------------------------ on a GPU
 @pytest.mark.gpu
-def test_sleep_releases_memory_and_a_load_brings_the_policy_back(folders):
+def test_sleep_releases_memory_and_a_load_brings_the_policy_back(engine_folders):
     model = qwen2(tied=False, dtype=torch.bfloat16).cuda()
     policy = Policy(model)
-    with started(folders[False], policy, kv_cache_gib=2.0) as engine:
+    with started(engine_folders[False], policy, kv_cache_gib=2.0) as engine:
         free_awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
         assert torch.cuda.mem_get_info()[0] - free_awake > 1.5 * 2**30

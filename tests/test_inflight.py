@@ -29,11 +29,11 @@ LONG_TAIL = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=tuple(ra
 
 
 @contextmanager
-def backend(kind: str, folders, parity: ParityFlags = KEEP, room: int = 64, **options):
+def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 64, **options):
     """A live policy and an engine of either kind that holds its weights and accepts groups for `room` rollouts."""
     policy = Policy(qwen2(tied=False))
     if kind == "vllm":
-        with started(folders[False], policy, parity, **options) as engine:
+        with started(engine_folders[False], policy, parity, **options) as engine:
             engine.books = dict.fromkeys(engine.books, 0)  # of an earlier test
             usual, engine.max_num_seqs = engine.max_num_seqs, room
             yield policy, engine
@@ -70,13 +70,13 @@ def submit(flight: Flight, count: int) -> None:
 
 @pytest.mark.parametrize("room", [64, 4])
 @pytest.mark.parametrize("kind, parity", CASES, **NAMED)
-def test_every_group_is_trained_on_once_dropped_or_in_flight(folders, kind, parity, room):
-    check_every_group(folders, kind, parity, room)
+def test_every_group_is_trained_on_once_dropped_or_in_flight(engine_folders, kind, parity, room):
+    check_every_group(engine_folders, kind, parity, room)
 
 
-def check_every_group(folders, kind: str, parity: ParityFlags, room: int) -> None:
+def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int) -> None:
     taken, spans = [], 0
-    with backend(kind, folders, parity, room) as (policy, engine):
+    with backend(kind, engine_folders, parity, room) as (policy, engine):
         flight = Flight(engine, 3, LONG_TAIL, max_staleness=2)
         for step in range(12):
             submit(flight, 4 + 3 - len(flight.groups))
@@ -112,10 +112,10 @@ def check_every_group(folders, kind: str, parity: ParityFlags, room: int) -> Non
 
 
 @pytest.mark.parametrize("kind, parity", CASES[:3], **NAMED)
-def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity):
+def test_the_probe_tells_kept_from_recomputed_caches(engine_folders, kind, parity):
     """Both backends do what the name says: the probe finds the same cause in either one's log-probabilities."""
     word, sampling = {KEEP: "KV kept", RECOMPUTE: "recomputed"}[parity], Sampling(temperature=0.7, max_new_tokens=40)
-    with backend(kind, folders, parity) as (policy, engine):
+    with backend(kind, engine_folders, parity) as (policy, engine):
         flight = Flight(engine, 2, sampling, max_staleness=9)
         submit(flight, 8)
         steps_of(flight, 20)
@@ -130,8 +130,8 @@ def test_the_probe_tells_kept_from_recomputed_caches(folders, kind, parity):
 
 
 @pytest.mark.parametrize("kind, parity", CASES, **NAMED)
-def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(folders, kind, parity):
-    with backend(kind, folders, parity) as (policy, engine):
+def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(engine_folders, kind, parity):
+    with backend(kind, engine_folders, parity) as (policy, engine):
         whole = engine.generate([[20, 21, 22]], 4, LONG_TAIL, [7])
         group, version = engine.submit([20, 21, 22], 4, LONG_TAIL, 7), engine.weight_version
         for _ in range(3):
@@ -149,14 +149,14 @@ def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(folde
 @pytest.mark.engine
 @pytest.mark.parametrize("room", [64, 4])
 @PARITIES
-def test_every_group_is_accounted_for_with_asynchronous_scheduling_too(folders, parity, room):
-    check_every_group(folders, "vllm", replace(parity, explicit_runtime=False), room)
+def test_every_group_is_accounted_for_with_asynchronous_scheduling_too(engine_folders, parity, room):
+    check_every_group(engine_folders, "vllm", replace(parity, explicit_runtime=False), room)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_too_old_is_dropped_and_counted(folders, kind):
+def test_what_is_too_old_is_dropped_and_counted(engine_folders, kind):
     endless = Sampling(temperature=1.0, max_new_tokens=100)
-    with backend(kind, folders) as (policy, engine):
+    with backend(kind, engine_folders) as (policy, engine):
         flight = Flight(engine, 2, endless, max_staleness=1)
         submit(flight, 3)
         steps_of(flight, 1)
@@ -172,11 +172,11 @@ def test_what_is_too_old_is_dropped_and_counted(folders, kind):
 
 
 @pytest.mark.engine
-def test_groups_in_flight_spare_the_engine_the_long_tail(folders, monkeypatch):
+def test_groups_in_flight_spare_the_engine_the_long_tail(engine_folders, monkeypatch):
     """Counts engine steps, which cost about the same however few rollouts run: no clock can make this test fail."""
     steps = {}
     for groups_in_flight in (0, 8):
-        with backend("vllm", folders) as (policy, engine), monkeypatch.context() as change:
+        with backend("vllm", engine_folders) as (policy, engine), monkeypatch.context() as change:
             flight, count = Flight(engine, 4, LONG_TAIL, max_staleness=8), 0
 
             def counted(step=engine.step):
@@ -195,8 +195,8 @@ def test_groups_in_flight_spare_the_engine_the_long_tail(folders, monkeypatch):
 
 
 @pytest.mark.engine
-def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
-    with backend("vllm", folders) as (policy, engine):
+def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(engine_folders):
+    with backend("vllm", engine_folders) as (policy, engine):
         engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
         engine.step()
         engine.llm.abort_request(list(engine._requests))  # behind the adapter's back
@@ -205,11 +205,11 @@ def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(folders):
 
 
 @pytest.mark.engine
-def test_a_kept_cache_that_is_lost_to_preemption_is_counted(folders):
+def test_a_kept_cache_that_is_lost_to_preemption_is_counted(engine_folders):
     """Room for about half of what runs: vLLM preempts, and computes the whole cache anew under the new weights."""
     endless = Sampling(temperature=1.0, max_new_tokens=100)
     for options, lost in ((dict(), False), (dict(block_size=32, kv_cache_gib=0.0006), True)):
-        with backend("vllm", folders, **options) as (policy, engine):
+        with backend("vllm", engine_folders, **options) as (policy, engine):
             before = engine.books["kv_lost"]
             rollouts = [engine.submit([5, 6, 7 + n], 2, endless, 10 * n) for n in range(8)]
             for _ in range(20):
@@ -223,8 +223,8 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted(folders):
 
 
 @pytest.mark.engine
-def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(folders):
-    with backend("vllm", folders, room=8, max_num_seqs=8) as (policy, engine):
+def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folders):
+    with backend("vllm", engine_folders, room=8, max_num_seqs=8) as (policy, engine):
         flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
         submit(flight, 9)
         flight.take(3)
@@ -244,8 +244,8 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(folders):
         assert restored.counts()["groups_trained"] == 9
 
 
-def test_rollouts_that_belong_to_no_group_stop_the_run(folders):
-    with backend("transformers", folders) as (_, engine):
+def test_rollouts_that_belong_to_no_group_stop_the_run(engine_folders):
+    with backend("transformers", engine_folders) as (_, engine):
         flight = Flight(engine, 2, Sampling(1.0, 100), max_staleness=8)
         submit(flight, 4)
         steps_of(flight, 1)

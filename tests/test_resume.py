@@ -140,19 +140,37 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(g
 
 
 # ------------------------------------------------------------------------------------------------ other processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_folder_has_one_process_which_a_signal_stops_with_a_sentence(good, whole, tmp_path, number, capsys):
+STOPPED = "stopped by a signal; a run goes on from its newest checkpoint with --resume\n"
+IN_STEP_2 = 60  # a call of the reward: step 0 makes 8 of them, each step 32
+
+
+def test_a_folder_has_one_process_which_sigterm_stops_with_a_sentence(good, whole, tmp_path, capsys):
     out = tmp_path / "run"
-    process = train_process(options(good, out), signal.SIGSTOP, call=60)  # in step 2: 8 rewards of step 0, 32 a step
+    process = train_process(options(good, out), signal.SIGSTOP, IN_STEP_2)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     for again in ([], ["--resume"]):
         complaint = refusal([*options(good, out), *again], capsys)
         assert f"{out} is held by process {process.pid} on {os.uname().nodename}" in complaint
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
     _, said = process.communicate(timeout=600)
     assert process.returncode == 130
-    assert said.endswith("stopped by a signal; a run goes on from its newest checkpoint with --resume\n")
+    assert said.endswith(STOPPED)
+    assert "Traceback" not in said
+    main([*options(good, out), "--resume"])
+    assert timeless(out) == timeless(whole)
+
+
+def test_sigint_stops_a_run_with_a_sentence(good, whole, tmp_path, capsys, monkeypatch):
+    out, handler = tmp_path / "run", signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as environment, pytest.raises(SystemExit) as stop:
+        environment.setenv("SIGNAL", str(int(signal.SIGINT)))
+        environment.setenv("SIGNAL_IN_CALL", str(IN_STEP_2))
+        main(options(good, out))
+    signal.signal(signal.SIGINT, handler)  # main ignores a second one
+    assert stop.value.code == 130
+    said = capsys.readouterr().err
+    assert said.endswith(STOPPED)
     assert "Traceback" not in said
     main([*options(good, out), "--resume"])
     assert timeless(out) == timeless(whole)
@@ -164,14 +182,19 @@ def test_a_lock_left_by_a_dead_process_holds_nobody_up(tmp_path):
         assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
 
 
-def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path):
+def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path, capsys):
     """Files of at most 400 kB stand for the disk: the weights fit, the optimizer's state does not."""
-    out, limit = tmp_path / "run", (400_000, 400_000)
-    assert (whole / "policy" / "model.safetensors").stat().st_size < limit[0]
-    assert checkpoint(whole, 4).stat().st_size > limit[0]
-    process = train_process(options(good, out), preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 1
+    out, limit, (usual, hard) = tmp_path / "run", 400_000, resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert (whole / "policy" / "model.safetensors").stat().st_size < limit
+    assert checkpoint(whole, 4).stat().st_size > limit
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        with pytest.raises(SystemExit) as stop:
+            main(options(good, out))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
     assert re.search(r"^error: writing a checkpoint in .* failed: RuntimeError: .*fail", said, re.M)
     assert "Traceback" not in said
     main([*options(good, out), "--resume"])

@@ -188,7 +188,8 @@ def probe(
     problems = (problems * -(-PROBE_REQUESTS // len(problems)))[:PROBE_REQUESTS]
     seeds = [sample_seed(run.config.seed, "probe", step, p) for p in range(len(problems))]
     path = run.out / "probe" / f"step_{step:06d}"
-    verdict = probe_engine(live.engine, live.policy, run.encode(problems), run.sampling, seeds, earlier, path)
+    prompts = [problem.prompt_ids for problem in problems]
+    verdict = probe_engine(live.engine, live.policy, prompts, run.sampling, seeds, earlier, path)
     path.with_suffix(".json").write_text(json.dumps({"step": step, "why": why} | verdict.record(), indent=1))
     print(f"probe after step {step} ({why}): {verdict.headline}", flush=True)
     return {"probe": verdict.status}

@@ -218,7 +218,7 @@ def test_a_users_task_runs_with_every_switch_for_real_models_and_counts_what_goe
     assert sum(row["reward_errors"] for row in steps) > 0
     assert "rewards FAILED, counted as 0" in text
     assert re.search(r"REWARD FAILED, one of \d+: the reward fails \(TypeError: it returned nan.*response '4", text)
-    assert "1 of 55 prompts DROPPED: longer than 10 tokens (--max-prompt-tokens)" in text
+    assert "1 of 55 prompts are longer than 10 tokens (--max-prompt-tokens): DROPPED" in text
     record = json.loads((out / "config.json").read_text())
     assert record["trainer"].pop("model_path")
     assert record["trainer"] == {"attention": "sdpa", "model_dtype": dtype, "head_dtype": "float32",

@@ -73,7 +73,7 @@ def engine_rule(request):
     with pytest.MonkeyPatch.context() as rule:
         rule.setattr(Engine, "__init__", start)
         if not allowed:
-            rule.setenv("PYTHONPATH", NO_ENGINE)  # for child processes
+            rule.setenv("PYTHONPATH", NO_ENGINE, prepend=os.pathsep)  # for child processes
         yield
 
 

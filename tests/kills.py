@@ -1,9 +1,9 @@
-"""Runs killed at random moments (import, teaching, engine start, steps, checkpoint) and resumed: bit for bit?
+"""Kills runs at random moments (import, teaching, engine start, steps, checkpoint), resumes them and compares.
 
     .venv/bin/python tests/kills.py --kills 20        # about half an hour on two cores
 
-Each run has a cache of its own, so that the built-in model is taught again. Compared with a run that was not killed:
-metrics without seconds and memory, every evaluated answer, the final weights. Prints a line for each kill.
+Each run has its own cache, so that the built-in model is taught again. A resumed run must equal a run that was not
+killed: metrics without seconds and memory, every evaluated answer, the final weights. Prints a line for each kill.
 """
 
 import argparse

@@ -164,7 +164,7 @@ CPU_ONLY = ("Jamba", "Qwen3_5Text")  # a GPU build has the operator and comes wi
 
 
 @pytest.mark.parametrize("name", [name for name in REFUSED if name not in CPU_ONLY or not torch.cuda.is_available()])
-def test_what_vllm_cannot_run_or_runs_otherwise_is_refused_by_name(name, tmp_path):
+def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name(name, tmp_path):
     changes, kind, sentence = REFUSED[name]
     small_model(name, False, **changes).save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path), torch.float32, "cpu")
@@ -203,7 +203,7 @@ def test_fp16_is_refused_by_name_where_a_model_overflows_in_it(tmp_path):
         pass
 
 
-def test_a_window_soft_capping_and_rope_scaling_really_shape_these_models():
+def test_a_window_soft_capping_and_rope_scaling_change_the_logits_of_these_models():
     """Else the matrix would prove nothing about them."""
     ids, plain = torch.arange(5, 61)[None], {"rope_parameters": dict(rope_type="default", rope_theta=1e4)}
     for name, change in (("Mistral", {"sliding_window": 500}), ("Gemma2", {"attn_logit_softcapping": 0.1}),

@@ -86,6 +86,13 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path):
     assert "got 0.99.1" in result.stderr
 
 
+def test_an_engine_without_the_marker_fails_the_test():
+    with pytest.raises(pytest.fail.Exception, match="starts an engine: mark it"):
+        Engine("", {}, ParityFlags(), max_model_len=8)
+    child = subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, text=True, check=False)
+    assert "starts an engine: mark it" in child.stderr
+
+
 # ------------------------------------------------------------------------------------------------ log-probabilities
 def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature_0_7(engine_folders):
     policy = Policy(qwen2(tied=False))
@@ -192,7 +199,7 @@ def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(engine_f
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
-def test_the_canary_sees_a_tensor_that_is_not_the_trainers(engine_folders):
+def test_the_canary_finds_a_tensor_that_differs_from_the_trainers(engine_folders):
     faults = {
         "model.layers.0.self_attn.o_proj.weight": lambda w: w.T.contiguous(),  # square: no shape gives it away
         "model.layers.1.mlp.down_proj.weight": lambda w: w + 1e-3 * torch.randn_like(w),  # as if one AdamW step missed
@@ -280,7 +287,7 @@ def test_consecutive_loads_of_the_toys_architecture_arrive_bit_by_bit_in_float16
 
 
 @pytest.mark.engine
-def test_a_tied_head_that_is_not_sent_is_never_stale_in_silence(engine_folders):
+def test_a_tied_head_that_is_not_sent_is_loaded_or_refused(engine_folders):
     """vLLM 0.32's CPU build keeps a packed copy of a tied head, stale if each tensor is sent once; 0.26 has no copy."""
     policy = Policy(qwen2(tied=True))
     weights = lambda: {n: t for n, t in policy.weights().items() if n != "lm_head.weight"}  # noqa: E731

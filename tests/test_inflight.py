@@ -1,4 +1,4 @@
-"""Groups in flight over weight updates, on the real vLLM and on the reference backend: nothing lost, nothing twice."""
+"""Groups in flight over weight updates, on the real vLLM and on the reference backend: none is lost or used twice."""
 
 import json
 from contextlib import contextmanager
@@ -113,7 +113,7 @@ def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int)
 
 @pytest.mark.parametrize("kind, parity", CASES[:3], **NAMED)
 def test_the_probe_tells_kept_from_recomputed_caches(engine_folders, kind, parity):
-    """Both backends do what the name says: the probe finds the same cause in either one's log-probabilities."""
+    """The probe finds the same cause in the log-probabilities of both backends."""
     word, sampling = {KEEP: "KV kept", RECOMPUTE: "recomputed"}[parity], Sampling(temperature=0.7, max_new_tokens=40)
     with backend(kind, engine_folders, parity) as (policy, engine):
         flight = Flight(engine, 2, sampling, max_staleness=9)
@@ -172,8 +172,8 @@ def test_what_is_too_old_is_dropped_and_counted(engine_folders, kind):
 
 
 @pytest.mark.engine
-def test_groups_in_flight_spare_the_engine_the_long_tail(engine_folders, monkeypatch):
-    """Counts engine steps, which cost about the same however few rollouts run: no clock can make this test fail."""
+def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail(engine_folders, monkeypatch):
+    """Counts engine steps, not seconds: a step costs about the same however few rollouts run."""
     steps = {}
     for groups_in_flight in (0, 8):
         with backend("vllm", engine_folders) as (policy, engine), monkeypatch.context() as change:
@@ -195,7 +195,7 @@ def test_groups_in_flight_spare_the_engine_the_long_tail(engine_folders, monkeyp
 
 
 @pytest.mark.engine
-def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(engine_folders):
+def test_a_request_that_vllm_has_lost_is_an_error_at_the_next_update(engine_folders):
     with backend("vllm", engine_folders) as (policy, engine):
         engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
         engine.step()
@@ -206,7 +206,7 @@ def test_a_request_that_vllm_has_lost_is_noticed_at_the_next_update(engine_folde
 
 @pytest.mark.engine
 def test_a_kept_cache_that_is_lost_to_preemption_is_counted(engine_folders):
-    """Room for about half of what runs: vLLM preempts, and computes the whole cache anew under the new weights."""
+    """The small cache holds about half of the running rollouts, so vLLM preempts some and recomputes their cache."""
     endless = Sampling(temperature=1.0, max_new_tokens=100)
     for options, lost in ((dict(), False), (dict(block_size=32, kv_cache_gib=0.0006), True)):
         with backend("vllm", engine_folders, **options) as (policy, engine):

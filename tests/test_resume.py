@@ -144,7 +144,7 @@ STOPPED = "stopped by a signal; a run goes on from its newest checkpoint with --
 IN_STEP_2 = 60  # a call of the reward: step 0 makes 8 of them, each step 32
 
 
-def test_a_folder_has_one_process_which_sigterm_stops_with_a_sentence(good, whole, tmp_path, capsys):
+def test_one_process_holds_a_run_and_sigterm_ends_it_with_a_sentence(good, whole, tmp_path, capsys):
     out = tmp_path / "run"
     process = train_process(options(good, out), signal.SIGSTOP, IN_STEP_2)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -161,7 +161,7 @@ def test_a_folder_has_one_process_which_sigterm_stops_with_a_sentence(good, whol
     assert timeless(out) == timeless(whole)
 
 
-def test_sigint_stops_a_run_with_a_sentence(good, whole, tmp_path, capsys, monkeypatch):
+def test_sigint_ends_a_run_with_a_sentence(good, whole, tmp_path, capsys, monkeypatch):
     out, handler = tmp_path / "run", signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as environment, pytest.raises(SystemExit) as stop:
         environment.setenv("SIGNAL", str(int(signal.SIGINT)))
@@ -176,7 +176,7 @@ def test_sigint_stops_a_run_with_a_sentence(good, whole, tmp_path, capsys, monke
     assert timeless(out) == timeless(whole)
 
 
-def test_a_lock_left_by_a_dead_process_holds_nobody_up(tmp_path):
+def test_the_lock_file_of_a_dead_process_is_ignored(tmp_path):
     (tmp_path / "lock").write_text("process 1 on a machine long gone\n")
     with locked(str(tmp_path)):
         assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"

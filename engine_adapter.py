@@ -565,7 +565,7 @@ def _sampling_params(sampling: Sampling, group_size: int, seed: int):
         top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty, presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        # Whatever else would change the distribution behind the trainer's back, at its neutral value.
+        # Everything else that could change the distribution, at its neutral value.
         min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None,
         logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA,  # the sampled token's log-probability only
     )

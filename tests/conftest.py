@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker("engine")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    # The longest test goes first, beside all others: at the end it would run alone.
+    items.sort(key=lambda item: item.name != "test_the_default_job_learns_at_parity")
 
 
 @pytest.fixture(autouse=True)

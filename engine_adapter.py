@@ -22,8 +22,8 @@ from torch import Tensor
 
 TESTED_VLLM = ("0.26.0", "0.32.0")  # these two ran the tests; those between are let through untried
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
-# Mean |trainer - engine| of the canary, in nats, that still counts as "the same weights". In fp32 the two agree to 1e-5
-# and one tensor that missed one AdamW step shows at 1e-3 and up; in 16 bits the arithmetic alone is worth a few 1e-2.
+# Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two agree to 1e-5, and
+# one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding alone gives a few 1e-2.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 # (sequences of equal length, prompt length) -> log-probabilities of the tokens after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
@@ -68,6 +68,13 @@ class Setting(NamedTuple):
     off: Any
     read: Callable[["Engine"], Any]
 
+    @property
+    def name(self) -> str:
+        return self.argument.rpartition(".")[2]
+
+    def wanted(self, parity: ParityFlags) -> Any:
+        return self.on if getattr(parity, self.flag) else self.off
+
 
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
@@ -89,9 +96,8 @@ def parity_arguments(parity: ParityFlags) -> dict[str, Any]:
     """The arguments of vLLM's EngineArgs that SETTINGS asks for."""
     arguments: dict[str, Any] = {}
     for setting in SETTINGS:
-        value = setting.on if getattr(parity, setting.flag) else setting.off
         name, _, key = setting.argument.partition(".")
-        if value is not None:
+        if (value := setting.wanted(parity)) is not None:
             arguments[name] = arguments.get(name, {}) | {key: value} if key else value
     return arguments
 
@@ -163,7 +169,7 @@ class WeightLoadError(RuntimeError):
 
 
 class AuditError(RuntimeError):
-    """A setting that was asked for is not in force in the live engine."""
+    """A requested setting is not in force in the live engine."""
 
 
 def check_vllm_version(allow_untested: bool = False) -> str:
@@ -186,12 +192,12 @@ def check_vllm_version(allow_untested: bool = False) -> str:
 
 
 def _prepare_environment() -> None:
-    """Read once, at import: the core in this process, no usage report, quiet; no compiler on the CPU."""
+    """Variables that vLLM reads at import: core in this process, no usage report, errors only, no compiler on a CPU."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")  # 0.32 has no cascade attention at all
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # fp32 attention on a GPU is Triton's: TF32 unless told
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # fp32 attention on a GPU is Triton's, with TF32 as its default
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first log-probability compiles a kernel for 17 s
 
@@ -222,7 +228,7 @@ class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds exactly the weights the trainer gave it.
 
     States: "empty" (at start and after `wake`: weights there, but not the trainer's), "ready" (after `load`), "asleep",
-    "broken" (after a failed load). `contract` names every tensor a load must bring, with its shape. One engine a
+    "broken" (after a failed load, or `close`). `contract` names every tensor of a load, with its shape. One engine a
     process: vLLM's parallel groups are global.
 
     Raises: ValueError if vLLM cannot run the model; AuditError if a parity flag is not in force in the live engine.
@@ -259,7 +265,7 @@ class Engine:
         self._num_submitted = 0
         self.num_unfinished, self.max_num_seqs = 0, max_num_seqs  # rollouts queued or running; most running at once
         self._memory_released = False  # by vLLM's sleep
-        self._kept: list[tuple[Any, int]] = []  # vLLM's requests that kept their KV at the last load; their preemptions
+        self._kept: list[tuple[Any, int]] = []  # requests that kept their KV at the last load; preemptions then
         self.books = dict.fromkeys(BOOKS, 0)
         self.weight_version = 0
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
@@ -310,14 +316,13 @@ class Engine:
             while not self.has_room:
                 self.step()
             groups.append(self.submit(prompt, group_size, sampling, seed))
-        while not all(rollout.finish_reason for group in reversed(groups) for rollout in group):
+        while not all(rollout.finish_reason for group in groups for rollout in group):
             self.step()
         return [rollout for group in groups for rollout in group]
 
     @property
     def has_room(self) -> bool:
-        """Whether a group submitted now would run soon, its last rollouts a little later; vLLM's own queue takes 50 kB
-        a request."""
+        """Whether there is a free place for a new group. More groups would wait in vLLM's queue, at 50 kB a request."""
         return self.num_unfinished < self.max_num_seqs
 
     def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
@@ -384,7 +389,7 @@ class Engine:
     def load(
         self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs, changed: bool = True
     ) -> dict[str, float]:
-        """Put the trainer's tensors into the live engine and prove that they are there; count one weight version up.
+        """Put the trainer's tensors into the live engine and check that they are there; count one weight version up.
 
         The load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished rollouts are kept,
         recomputed, or aborted and submitted again (`parity.inflight_update`). The later log-probabilities of a kept one
@@ -441,7 +446,8 @@ class Engine:
         if in_vllm != self.num_unfinished:
             raise EngineStateError(f"vLLM holds {in_vllm} requests, {self.num_unfinished} rollouts are unfinished")
         if self.parity.inflight_update == "keep":
-            # vLLM computes a request again if it is preempted later, under other weights; its output does not show it.
+            # Nothing to do: vLLM keeps them. If it preempts one later, it computes the cache again under other weights,
+            # and its output does not show that. So preemptions are counted.
             self.books["kv_lost"] += sum(request.num_preemptions > before for request, before in self._kept)
             self._kept = [(request, request.num_preemptions) for request in self.core.scheduler.running]
         elif self.parity.inflight_update == "recompute":
@@ -495,14 +501,14 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- audit
     def audit(self) -> dict[str, Any]:
-        """What is in force, read from the live engine's objects and arithmetic; `inflight_update` is our own doing.
+        """What is in force, read from the live engine's objects and arithmetic; this adapter does `inflight_update`.
 
-        Raises: AuditError naming each flag and setting asked for but not in force; EngineStateError while asleep.
+        Raises: AuditError that names each requested setting that is not in force; EngineStateError while asleep.
         """
         self._require("audit", "empty", "ready")
         config = self.llm.vllm_config
-        model, names = config.model_config, [setting.argument.rpartition(".")[2] for setting in SETTINGS]
-        found = {name: setting.read(self) for name, setting in zip(names, SETTINGS, strict=True)} | {
+        model = config.model_config
+        found = {setting.name: setting.read(self) for setting in SETTINGS} | {
             "vllm": self.version,
             "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
             "sampling_defaults": model.get_diff_sampling_param(),  # of the model's file; each request overrides them
@@ -514,13 +520,12 @@ class Engine:
             "inflight_update": self.parity.inflight_update,
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
-        wanted = {name: setting.on if getattr(self.parity, setting.flag) else setting.off
-                  for name, setting in zip(names, SETTINGS, strict=True)} | {"model_dtype": "model"}
+        wanted = {setting.name: setting.wanted(self.parity) for setting in SETTINGS} | {"model_dtype": "model"}
         wanted = {name: _name(self.dtype) if value == "model" else value for name, value in wanted.items()}
         wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items()
                  if value is not None and found[name] != value]
         if wrong:
-            raise AuditError(f"asked for but not in force in vLLM {self.version}: {'; '.join(wrong)} ({self.parity})")
+            raise AuditError(f"requested but not in force in vLLM {self.version}: {'; '.join(wrong)} ({self.parity})")
         return found
 
     def observed_head_dtype(self) -> str:
@@ -579,7 +584,7 @@ BOOKS = (  # since the run's first step; `kv_lost` counts kept KV caches that vL
 
 @dataclass(eq=False)
 class Group:
-    """G rollouts of one problem, of which only `prompt_ids` is used. `rollouts` is empty until the engine has room."""
+    """G rollouts of one problem, of which the engine reads `prompt_ids`. `rollouts` is empty until there is room."""
 
     problem: Any
     seed: int
@@ -608,14 +613,14 @@ class Flight:
         self.engine.books["groups_submitted"] += len(problems)
 
     def take(self, num_groups: int) -> list[Group]:
-        """Run the engine until `num_groups` are complete; the first of them, in the order of submission.
+        """Run the engine until `num_groups` are complete. Returns the first to complete, in the order of submission.
 
         The first groups to be complete favour short answers; groups with long answers come later and are staler.
         """
         self._advance()
         while len(self._complete) < num_groups:
             if not self.engine.num_unfinished:
-                raise RuntimeError(f"{num_groups} groups are wanted, {len(self._complete)} are in flight")
+                raise RuntimeError(f"{num_groups} groups are wanted, {len(self._complete)} are complete, none runs")
             self.engine.step()
             self._advance()
         self.engine.books["groups_trained"] += num_groups

@@ -1,9 +1,9 @@
 """What one update computes: options and log-probabilities in, loss and diagnostics out. Pure functions, no state.
 
 Three policies, always by these names. `behavior_logprobs`: what the engine reported for the token it sampled.
-`old_logprobs`: the trainer's own value at the rollout's weights. `logprobs`: the trainer now, with gradient.
+`old_logprobs`: the trainer's own value before the update. `logprobs`: the trainer now, with gradient.
 `mismatch = old_logprobs - behavior_logprobs` is the backend's fault. `log_ratio = logprobs - old_logprobs` is
-staleness. The two are never mixed in one number.
+staleness. In the three-policy form no number mixes the two.
 
 P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is (B, T), aligned with
 the targets. `mask` is 1.0 on response tokens, the end-of-sequence token included, else 0.0. Log-probabilities in nats.
@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from einops import rearrange, reduce
@@ -68,7 +67,7 @@ class Batch:
         """The batch with some rows (B,) masked out. They have no loss but count in the B of `loss_weights`."""
         kept = ~rows.to(self.mask.device)[:, None]
         named = {name: getattr(self, name) for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs")}
-        # The log-probabilities too: a new one is 0 there, and exp(0 - old) may be infinite.
+        # The log-probabilities are set to 0 too: new ones are 0 outside the mask, and exp(0 - old) can overflow.
         return replace(self, **{name: value if value is None else value * kept for name, value in named.items()})
 
 
@@ -81,7 +80,7 @@ def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = Tru
     TRL adds 1e-4 too, verl 1e-6.
     """
     groups = rearrange(rewards, "(p g) -> p g", g=group_size)
-    groups = groups - groups[:, :1]  # else the rounded mean of equal rewards of 0.1 differs from them by an ulp
+    groups = groups - groups[:, :1]  # the rounded mean of equal rewards can differ from them by one ulp
     centred = groups - reduce(groups, "p g -> p 1", "mean")
     if divide_by_std:
         centred = centred / (groups.std(dim=1, keepdim=True) + 1e-4)
@@ -195,6 +194,9 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ mismatch and TIS
+Tis = Literal["off", "token", "sequence", "masked"]
+
+
 class TisWeights(NamedTuple):
     """`weights` (B, T), without gradient, multiply the token losses; `cut` (B, T) bool, where cap or floor cut them."""
 
@@ -203,9 +205,9 @@ class TisWeights(NamedTuple):
 
 
 def tis_weights(
-    kind: str, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float, floor: float
+    kind: Tis, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float, floor: float
 ) -> TisWeights:
-    """sg(w) per token for what is left of the backend mismatch, rho = exp(old_logprobs - behavior_logprobs).
+    """sg(w) per token for the remaining mismatch of the backend, rho = exp(old_logprobs - behavior_logprobs).
 
     "token": min(rho, cap). "sequence": min(exp sum_t log rho, cap). "masked": rho inside [floor, cap], else 0, without
     renormalising. "off": 1.
@@ -228,7 +230,7 @@ def tis_weights(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """ESS = (sum w)^2 / (n sum w^2) over the masked tokens; 1 is perfect, 1/n is one token carrying everything.
+    """ESS = (sum w)^2 / (n sum w^2) over n response tokens. 1: all weights equal; 1/n: one token has all the weight.
 
     Shapes: (B, T), (B, T) -> ().
     Source: Kish 1965.
@@ -238,7 +240,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the engine's log-probabilities are from the trainer's on the same tokens and (meant) the same weights.
+    """How far the engine's log-probabilities are from the trainer's, on the same tokens and with the same weights.
 
     mismatch = old - behavior; `mismatch_kl` is its k3 = expm1(d) - d, the estimate of KL(behavior || old); `ess` is the
     effective sample size of the untruncated weights exp(mismatch).
@@ -278,9 +280,8 @@ NonNegative = Annotated[float, Rule("non-negative and finite", lambda value: 0 <
 def check_rules(options: Any) -> None:
     """Raises: ValueError that names the first option whose value breaks a rule of its type. None is not checked."""
     for name, hint in get_type_hints(type(options), include_extras=True).items():
-        kinds = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
         value = getattr(options, name)
-        for rule in (rule for kind in kinds for rule in getattr(kind, "__metadata__", ())):
+        for rule in (rule for kind in (hint, *get_args(hint)) for rule in getattr(kind, "__metadata__", ())):
             if isinstance(rule, Rule) and value is not None and not rule.holds(value):
                 raise ValueError(f"{name} must be {rule.words}, got {value}")
 
@@ -293,8 +294,8 @@ class GrpoOptions:
     num_prompts: Count = 128  # Problems per step (P).
     # Samples per problem (G).
     group_size: Annotated[int, Rule("at least 2 (the group's mean is the baseline)", lambda value: value >= 2)] = 8
-    max_new_tokens: Count = 8  # Response limit; the toy's longest answer has 4 tokens, end of sequence included.
-    temperature: Positive = 0.7  # Of the sampler and of the trained distribution; at 1 raw log-probabilities hide.
+    max_new_tokens: Count = 8  # Longest response in tokens; the toy's longest answer has 4, end of sequence included.
+    temperature: Positive = 0.7  # Of sampler and trainer; at 1, raw and processed log-probabilities are equal.
     lr: Positive = 1e-3  # AdamW's peak learning rate, for the toy; a pretrained model needs a thousandth of it.
 
 
@@ -302,14 +303,14 @@ class GrpoOptions:
 class FurtherGrpoOptions:
     """Clipping, corrections and the optimizer."""
 
-    # recompute: three policies, the ratio is to the trainer's old value; rollout: two, it is to the engine's.
+    # Denominator of the ratio. recompute: the trainer before the update (three policies); rollout: the engine (two).
     old_policy: Literal["recompute", "rollout"] = "recompute"
     # Lower clip distance of the ratio; if not given, the value usual for the objective.
     clip_low: Annotated[float | None, Rule("in [0, 1)", lambda value: 0 <= value < 1)] = None
     clip_high: Positive | None = None  # Upper clip distance (cispo: the absolute cap); if not given, the usual one.
-    kl_coef: NonNegative = 0.0  # Weight of the KL to the frozen initial policy; above 0 it stays in memory.
-    # Truncated importance sampling for the mismatch that the parity fixes leave; refused before parity.
-    tis: Literal["off", "token", "sequence", "masked"] = "off"
+    kl_coef: NonNegative = 0.0  # Weight of the KL to the initial policy; above 0 a frozen copy of it stays in memory.
+    # Truncated importance sampling for the remaining mismatch; refused while a parity fix is off.
+    tis: Tis = "off"
     tis_cap: Positive = 2.0  # Largest importance weight (token, sequence: truncated to it; masked: dropped above it).
     tis_floor: NonNegative = 0.5  # Smallest importance weight that masked keeps (IcePop's value).
     mask_truncated: bool = False  # No loss for responses cut off at max_new_tokens; they stay in the baseline (DAPO).

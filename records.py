@@ -34,7 +34,7 @@ def reset_peak() -> None:
 
 
 def peak_gib() -> float:
-    """The largest memory use since `reset_peak`. GPU: use now, since torch keeps its blocks until the engine wakes."""
+    """The largest memory use since `reset_peak`. GPU: the present use; torch keeps its blocks until `Engine.wake`."""
     if torch.cuda.is_available():
         return memory_gib(torch.device("cuda"))
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
@@ -219,7 +219,7 @@ def newest_checkpoint(out: Path, checkpoint_every: int) -> dict[str, Any] | None
         if path.stem.endswith(_digest(path)):
             return torch.load(path, weights_only=True, map_location="cpu")
         print(f"checkpoint DAMAGED, trying the one before it: {path}", flush=True)
-    table = out / "metrics.jsonl"  # the first checkpoint comes after the row of its step
+    table = out / "metrics.jsonl"  # without a checkpoint: step 0 and at most checkpoint_every steps
     if paths or (table.exists() and table.read_bytes().count(b"\n") > checkpoint_every + 1):
         raise ValueError(f"a resumed run must have a readable checkpoint, {out} has none; try another --out")
     return None

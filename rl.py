@@ -23,28 +23,28 @@ HEAD_CHUNK_ELEMENTS = 2**25  # logits held at once by the head, N_chunk * V: 128
 def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
     """Shift once, pad once: position t of every (B, T) tensor belongs to the prediction of token t + 1.
 
-    Shapes: B rollouts, advantages (B,) -> Batch with T = longest prompt + response - 1.
+    Shapes: B rollouts, advantages (B,) -> Batch with T = longest (prompt + response) - 1.
     """
     longest = max(len(r.prompt_ids) + len(r.token_ids) for r in rollouts)
     ids, mask, behavior_logprobs = [], [], []  # B rows of T + 1
     for rollout in rollouts:
         prompt, response = len(rollout.prompt_ids), len(rollout.token_ids)
         assert len(rollout.logprobs) == response, f"{len(rollout.logprobs)=} {response=}"
-        padding = [0] * (longest - prompt - response)  # any id pads: causal attention never looks right
+        padding = [0] * (longest - prompt - response)  # of any id: no token attends to positions on its right
         ids.append(rollout.prompt_ids + rollout.token_ids + padding)
         mask.append([0.0] * prompt + [1.0] * response + padding)
         behavior_logprobs.append([0.0] * prompt + rollout.logprobs + padding)
     ids, mask, behavior_logprobs = (torch.tensor(rows, device=device) for rows in (ids, mask, behavior_logprobs))
-    lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) - 1 for r in rollouts])  # a plan of the host
+    lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) - 1 for r in rollouts])  # on the CPU, for Batch.cut
     return Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:], advantages.to(device), lengths)
 
 
 # ------------------------------------------------------------------------------------------------ head
 @dataclass(frozen=True)
 class Projection:
-    """What becomes of a product: scale * cap(hidden W^T + bias), cap(z) = softcap * tanh(z / softcap) if there is one.
+    """The head: logits = scale * cap(hidden W^T + bias), cap(z) = softcap * tanh(z / softcap) if there is a softcap.
 
-    `scale` holds the model's logit scale and 1 / temperature; `dtype` is the product's; what follows is in fp32.
+    The product is computed in `dtype`, the rest in fp32. `scale` is the model's logit scale divided by the temperature.
     """
 
     dtype: torch.dtype
@@ -186,7 +186,7 @@ class Policy:
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
-        for layer in self.checkpointed:  # transformers checkpoints layers in training mode, without a KV cache then
+        for layer in self.checkpointed:  # transformers checkpoints a layer only in training mode, without a KV cache
             layer.training = torch.is_grad_enabled()
         hidden = self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
         for layer in self.checkpointed:
@@ -197,7 +197,7 @@ class Policy:
         """(N, H) hidden states, (N,) targets -> log-probabilities (N,) and entropies (N,) after temperature."""
         weight, bias = self.head.weight, getattr(self.head, "bias", None)
         rows = max(1, self.chunk_elements // weight.shape[0])
-        # The only line that applies the temperature.
+        # The only line of the trainer that applies the temperature.
         projection = Projection(self._head_dtype, rows, self.scale / temperature, self.softcap)
         return TargetLogprobs.apply(hidden, weight, bias, targets, projection)
 
@@ -258,7 +258,7 @@ def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     model.gradient_checkpointing_enable({"use_reentrant": False})  # raises ValueError where the model has no support
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers that do it")
+        raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers that support it")
     return layers
 
 
@@ -301,7 +301,7 @@ class Optimizer:
             raise FloatingPointError(f"the gradient's norm is {norm}")
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.scaler.step(self.adamw)  # none where a scaled gradient has overflowed
+        self.scaler.step(self.adamw)  # the scaler skips the step after an overflow
         self.scaler.update()
         self.adamw.zero_grad(set_to_none=True)
         for parameter, master in self.rounded:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 CALL_LIMIT_S = 10.0  # of one call of a user's code
 HELD_OUT_SHARE = 0.1  # of the problems, never trained on
-TASKS = "toy, digits, countdown, a .py file, a JSONL file or a reachable hub dataset (OWNER/NAME:CONFIG)"
+TASKS = "toy, digits, countdown, a .py file, a JSONL file, or a dataset (its folder, or a reachable hub name)"
 # A minus sign counts where it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -150,7 +150,7 @@ def from_hub(name: str, seed: int, eval_path: str | None = None) -> Task:
         raise ValueError(f"task must have a split train, {name} has {', '.join(splits)}")
     problems = {split: [_problem(record, f"{name}, {split} {number}") for number, record in enumerate(splits[split], 1)]
                 for split in ("train", "test", "validation") if split in splits}
-    held_out = problems.get("test") or problems.get("validation") if eval_path is None else _read_jsonl(eval_path)
+    held_out = (problems.get("test") or problems.get("validation")) if eval_path is None else _read_jsonl(eval_path)
     return _task(problems["train"], held_out, numeric_match, seed, name)
 
 

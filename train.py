@@ -10,6 +10,7 @@ import random
 import signal
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Annotated, Any, Literal
@@ -91,7 +92,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
         from probe.noise import measure_self_noise
 
         sampled |= measure_self_noise(policy, batch, config)
-    entropy = (entropy.sum() / batch.mask.sum()).item()
+    sampled["entropy"] = (entropy.sum() / batch.mask.sum()).item()
     if config.mask_truncated:
         batch = batch.without(torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]))
     with clock("update"):
@@ -103,7 +104,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
         flight.after_update()
 
     metrics |= sampled | flight.counts() | clock.figures() | loaded | {
-        "step": step, "entropy": entropy, "lr": config.lr_at(step), "memory_gib": records.memory_gib(policy.device),
+        "step": step, "lr": config.lr_at(step), "memory_gib": records.memory_gib(policy.device),
         "reward_errors": sum(each["error"] is not None for each in scored),
     }
     return metrics, batch, problems
@@ -131,7 +132,7 @@ def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: 
 
 
 def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dict[str, float | None]:
-    """`mismatch_metrics` of the batch and, as fresh_..., of the rollouts that the present weights alone have sampled.
+    """`mismatch_metrics` of the batch and, as fresh_..., of the rollouts sampled with the current weights alone.
 
     Older rollouts are stale as well, and staleness is not the backend's fault. fresh_... is None if all are older.
     """
@@ -143,7 +144,7 @@ def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dic
 
 
 def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
-    """Mean reward on held-out problems, greedily and sampled, through the engine; and sampled by the trainer alone.
+    """Mean reward on held-out problems: greedy and sampled through the engine, sampled by the trainer alone.
 
     A policy can adapt to a broken backend: `eval_gap` is how much better the engine looks than the trainer alone.
     Every answer goes to samples.jsonl.
@@ -176,7 +177,7 @@ PROBE_REQUESTS = 128  # over the problems of the step: repeated prompts show a s
 def probe(
     run: Run, live: Live, step: int, metrics: dict[str, Any], problems: list[Problem], earlier: dict[str, torch.Tensor]
 ) -> dict[str, str]:
-    """Probe the engine if the step asks for it; `earlier` are the weights before its update. Returns the status."""
+    """Probe the engine if this step is planned or alarmed; `earlier`: the weights before its update. The status."""
     from probe.diagnose import alarms, probe_engine
 
     backend = {name: metrics[f"fresh_{name}"] for name in ("mismatch_kl", "mismatch_abs_mean", "ess")}
@@ -185,7 +186,7 @@ def probe(
     if not (alarm or planned):
         return {}
     why = f"alarm of {', '.join(alarm)}" if alarm else "as planned"
-    problems = (problems * -(-PROBE_REQUESTS // len(problems)))[:PROBE_REQUESTS]
+    problems = list(islice(cycle(problems), PROBE_REQUESTS))
     seeds = [sample_seed(run.config.seed, "probe", step, p) for p in range(len(problems))]
     path = run.out / "probe" / f"step_{step:06d}"
     prompts = [problem.prompt_ids for problem in problems]
@@ -213,9 +214,9 @@ class TaskOptions:
 
     model: Name = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
     # `toy` (addition), `digits` (for the ladder), `countdown`; a JSONL file of {"question", "answer"} with numbers as
-    # answers; a Python file with `sample` and `reward`; or a hub's dataset with such columns, NAME or NAME:CONFIG.
+    # answers; a Python file with `sample` and `reward`; a folder or hub name of a dataset with such columns.
     task: Name = "toy"
-    # Of the model on both sides; 16 bits keep fp32 masters in the optimizer, float16 scales its loss as well.
+    # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters; float16 uses dynamic loss scaling too.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
@@ -225,7 +226,7 @@ class EngineOptions:
 
     # vllm, or the trainer's own modules (reference.py): slow, without mismatch, the known-good curve.
     engine: Literal["vllm", "transformers"] = "vllm"
-    kv_cache_gib: Positive = 0.25  # The engine's KV cache: given, not guessed from memory that the trainer will need.
+    kv_cache_gib: Positive = 0.25  # Size of the engine's KV cache; fixed: the trainer needs the free memory later.
 
 
 @dataclass(frozen=True)
@@ -240,9 +241,9 @@ class FurtherOptions:
     """Everything else."""
 
     eval_task: str | None = None  # JSONL file of held-out problems; if not given, a tenth of `task` is held out.
-    # Longest prompt in tokens; if not given, what the model's context leaves beside max_new_tokens.
+    # Longest prompt in tokens; if not given, the model's context minus max_new_tokens.
     max_prompt_tokens: Count | None = None
-    overlong_prompts: Literal["refuse", "drop"] = "refuse"  # Problems with longer prompts; dropped ones are counted.
+    overlong_prompts: Literal["refuse", "drop"] = "refuse"  # Longer prompts: refuse the run, or drop and count them.
     reward_limit_s: Positive = CALL_LIMIT_S  # Limit for a task file's import, and for a call of its sample or reward.
     # If a reward raises, hangs or is not a finite number: stop the run, or count it and go on with reward 0.
     reward_errors: Literal["stop", "count"] = "stop"
@@ -250,7 +251,7 @@ class FurtherOptions:
     gradient_checkpointing: bool = False  # Compute each layer again in backward: less memory, more time.
     offload_optimizer: bool = False  # Keep master weights and moments in pinned host memory except during the update.
     inflight_groups: Whole = 0  # Groups in flight (N) beyond the P of a step, unfinished while the weights change.
-    max_staleness: Whole = 8  # Updates after which a group in flight is dropped, counted from its oldest token.
+    max_staleness: Whole = 8  # Largest staleness of a token in updates; groups with an older token are dropped.
     # Allow `tis` although a parity flag is off: only to study how a correction hides a broken backend.
     tis_over_a_broken_backend: bool = False
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait, so memory does not grow.
@@ -258,7 +259,7 @@ class FurtherOptions:
     enforce_eager: bool = True  # No CUDA graphs: starts in seconds instead of minutes; switch off for long GPU runs.
     allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.
     eval_problems: Count = 256  # Held-out problems per evaluation (or all there are).
-    eval_samples: Count = 1  # Samples of each; the greedy answer is one.
+    eval_samples: Count = 1  # Sampled answers per problem; the greedy evaluation has one.
     eval_with_trainer: bool = True  # Evaluate without the engine as well (eval_gap); slow if the model is large.
     checkpoint_every: Count = 20  # Steps between checkpoints, and after the last; the newest two are kept.
     self_noise_every: Whole = 0  # Steps between measurements of the mismatch's noise floor (probe/noise.py); 0: none.
@@ -288,13 +289,13 @@ class Config(FurtherOptions, RecordOptions, EngineOptions, UpdateOptions, TaskOp
              f" {self.parity.inflight_otherwise}; try --parity.no-inflight-keep"),
             (self.engine == "vllm" or not set(self.parity.off()) - {"fp32_head"},
              f"engine must be vllm to leave out a fix of vLLM's (the reference has no such faults), got transformers"
-             f" without {', '.join(self.parity.off())}"),
-            # Fix the backend first, then correct what is left.
+             f" without {', '.join(set(self.parity.off()) - {'fp32_head'})}"),
+            # Fix the backend first, then correct the remaining mismatch.
             (self.tis == "off" or self.old_policy == "recompute",
              f"tis must be off with old_policy rollout (its ratio holds the mismatch already: a weight would count it"
              f" twice), got {self.tis}; try --old-policy recompute"),
             (self.tis == "off" or not self.parity.off() or self.tis_over_a_broken_backend,
-             f"tis must be off before parity (a correction hides the broken backend), got {self.tis} without"
+             f"tis must be off while a fix is off (a correction hides the broken backend), got {self.tis} without"
              f" {', '.join(self.parity.off())}; to study that, --tis-over-a-broken-backend"),
             (self.tis != "masked" or self.tis_floor < self.tis_cap,
              f"tis_floor must be below tis_cap = {self.tis_cap}, got {self.tis_floor}"),
@@ -324,13 +325,12 @@ class CommandLine:
     further: Annotated[FurtherOptions, Flat] = field(default_factory=FurtherOptions)
 
     def config(self) -> Config:
-        values = {name: value for group in vars(self).values() for name, value in vars(group).items()}
-        flags = vars(self.parity)
-        return Config(parity=self.parity, **{name: value for name, value in values.items() if name not in flags})
+        groups = [group for name, group in vars(self).items() if name != "parity"]
+        return Config(parity=self.parity, **{name: value for group in groups for name, value in vars(group).items()})
 
 
 # ------------------------------------------------------------------------------------------------ set-up
-BUILT_IN = ("toy", "digits", "countdown")
+BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ class Live:
 
 
 def prepare(config: Config) -> Run:
-    """Find what can be wrong before a model is loaded (or taught). Raises: ValueError with the rule and the way out."""
+    """Check all that can be checked before a model is loaded or taught. Raises: ValueError."""
     if config.engine == "vllm":
         check_vllm_version(config.allow_untested_vllm)
     record, out = _earlier_record(config), Path(config.out).absolute()  # a task may change the working directory
@@ -457,7 +457,7 @@ def _earlier_record(config: Config) -> dict[str, Any] | None:
                          " --out")
     with records.stage(f"reading {path}"):
         record = json.loads(path.read_text())
-        theirs, _ = dict(record["config"]), record["problems"]["sha256"]
+        theirs, _ = dict(record["config"]), record["problems"]["sha256"]  # KeyError if one is missing
     ours, free = asdict(config), {"resume", "out", "cache_dir"}
     if changed := [name for name in ours.keys() - free if ours[name] != theirs.get(name)]:
         raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")

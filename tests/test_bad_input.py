@@ -53,7 +53,7 @@ OPTIONS = {
     "--eval-task {root}/absent.jsonl": "No such file or directory",
     "--eval-task {root}/task.jsonl": "must have training problems that are not held out",
     "--model {root}/absent": "Repo id must be in the form", "--model {root}/task.py": "not a valid JSON file",
-    "--model owner/absent": "reachable hub name", "--task tyo": "hub dataset (OWNER/NAME:CONFIG), got tyo",
+    "--model owner/absent": "reachable hub name", "--task tyo": "or a reachable hub name), got tyo",
     "--task {root}/absent.py": "FileNotFoundError", "--task owner/absent": "cannot be loaded",
     "--out {root}/task.py/run": "out must be a writable folder",
     "--cache-dir {root}/task.py --model toy --task digits": "cache_dir must be",

@@ -43,6 +43,7 @@ def small(tmp_path) -> tuple[str, ...]:
     return f"--train-args=--model {folder} --task {task} {size}", "--steps", "2", "--seeds", "1"
 
 
+@pytest.mark.engine
 def test_a_crashed_run_is_reported_and_a_second_call_repeats_only_that_run(tmp_path, small, capsys):
     out = tmp_path / "ablation"
     (out / "runs").mkdir(parents=True)

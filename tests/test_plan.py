@@ -178,6 +178,7 @@ def test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine(tmp_path, caps
     assert "a model folder or a reachable hub name" in refusal(["--model", str(tmp_path / "absent")], capsys, plan_main)
 
 
+@pytest.mark.engine
 # ------------------------------------------------------------------------------------------------ the GPU benchmark
 def test_each_case_of_the_gpu_benchmark_runs_at_a_small_size(tmp_path, capsys):
     """In one process: `speed` first, because its engine stays open and the others close theirs."""

@@ -102,6 +102,7 @@ def test_a_floor_of_exactly_0_in_16_bits_is_an_error(reference):
         traces.FLOOR_PADDING = usual
 
 
+@pytest.mark.engine
 def test_clean_traces_of_a_model_with_soft_capping_are_parity():
     """Gemma 2: the trainer uses eager attention."""
     rows = clean.alone("Gemma2", "True", "7", "float32", "bfloat16")
@@ -346,6 +347,7 @@ def test_exit_status_is_2_for_bad_input_with_one_line_that_names_it(tmp_path, ca
     assert printed.count("\n") == 1
 
 
+@pytest.mark.engine
 def test_a_recorded_workload_is_parity_with_every_sampling_parameter_set(bench, tmp_path):
     """The masks and penalties of vLLM's sampler against process_logits, over 64 x 64 tokens."""
     bench.close()  # one live engine in a process

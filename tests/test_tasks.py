@@ -204,7 +204,7 @@ def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
 
 
 def test_a_dataset_that_cannot_be_had_or_has_other_columns_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"hub dataset .*, got no_such_owner/no_such_data:main, which cannot"):
+    with pytest.raises(ValueError, match=r"reachable hub name\), got no_such_owner/no_such_data:main, which cannot"):
         from_hub("no_such_owner/no_such_data:main", 0)
     with pytest.raises(ValueError, match=r"task must be toy, digits, countdown, .*, got tyo$"):
         load_task("tyo", 0)

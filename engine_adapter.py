@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -228,20 +228,25 @@ class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds exactly the weights the trainer gave it.
 
     States: "empty" (at start and after `wake`: weights there, but not the trainer's), "ready" (after `load`), "asleep",
-    "broken" (after a failed load, or `close`). `contract` names every tensor of a load, with its shape. One engine a
-    process: vLLM's parallel groups are global.
+    "broken" (after a failed load, or `close`). `contract` names every tensor of a load, with its shape.
 
-    Raises: ValueError if vLLM cannot run the model; AuditError if a parity flag is not in force in the live engine.
+    Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the model; AuditError if
+    a parity flag is not in force in the live engine.
     """
+
+    live: ClassVar["Engine | None"] = None  # one in a process, because vLLM's parallel groups are global
 
     def __init__(
         self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *, max_model_len: int,
         dtype: torch.dtype = torch.float32, max_num_seqs: int = 256, kv_cache_gib: float = 0.25,
         block_size: int | None = None, enforce_eager: bool = True, seed: int = 0, allow_untested_vllm: bool = False,
     ):
+        if Engine.live is not None:
+            raise EngineStateError("a process holds one engine, close() the other one first")
         self.version = check_vllm_version(allow_untested_vllm)
         _prepare_environment()
         from transformers import AutoConfig
+        from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.platforms import current_platform
 
         self.contract, self.parity, self.dtype = dict(contract), parity, dtype
@@ -272,10 +277,12 @@ class Engine:
         try:
             self._start(arguments | parity_arguments(parity))
         except Exception as error:  # vLLM's are of many kinds: a model it cannot run fails anywhere in here
+            cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
             reason = "; ".join(each["msg"] for each in error.errors()) if hasattr(error, "errors") else str(error)
             failed = f"vLLM {self.version} ({current_platform.device_name}) cannot start {self._config.model_type}"
             sizes = f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"
             raise ValueError(f"{failed} ({sizes}): {' '.join(reason.split())[:300] or repr(error)}") from error
+        Engine.live = self
         self.settings = self.audit()
 
     def _start(self, arguments: dict[str, Any]) -> None:
@@ -552,7 +559,7 @@ class Engine:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
         self.llm.engine_core.shutdown()
         del self.llm, self.core, self.runner, self._model
-        self.state = "broken"
+        self.state, Engine.live = "broken", None
         gc.collect()
 
 
@@ -589,7 +596,6 @@ class Group:
     problem: Any
     seed: int
     rollouts: list[Rollout] = field(default_factory=list)
-    complete: bool = False
 
 
 class Flight:
@@ -606,7 +612,7 @@ class Flight:
         self.engine, self.group_size, self.sampling = engine, group_size, sampling
         self.max_staleness = max_staleness
         self.groups: list[Group] = []  # in the order of submission
-        self._complete: list[Group] = []  # those of them that are complete, in the order of completion
+        self._complete: dict[Group, None] = {}  # those of them that are complete, in the order of completion
 
     def submit(self, problems: list[Any], seeds: list[int]) -> None:
         self.groups += map(Group, problems, seeds)
@@ -624,7 +630,7 @@ class Flight:
             self.engine.step()
             self._advance()
         self.engine.books["groups_trained"] += num_groups
-        return self._remove(self._complete[:num_groups])
+        return self._remove(list(self._complete)[:num_groups])
 
     def _advance(self) -> None:
         """Submit what the engine has room for; note what is complete."""
@@ -632,15 +638,14 @@ class Flight:
             if not group.rollouts and self.engine.has_room:
                 prompt_ids = group.problem.prompt_ids
                 group.rollouts = self.engine.submit(prompt_ids, self.group_size, self.sampling, group.seed)
-            elif group.rollouts and not group.complete and all(each.finish_reason for each in group.rollouts):
-                group.complete = True
-                self._complete.append(group)
+            elif group.rollouts and group not in self._complete and all(each.finish_reason for each in group.rollouts):
+                self._complete[group] = None
 
     def _remove(self, groups: list[Group]) -> list[Group]:
         """The groups, no longer in flight, in the order of submission."""
         removed, everything = set(groups), self.groups
         self.groups = [group for group in everything if group not in removed]
-        self._complete = [group for group in self._complete if group not in removed]
+        self._complete = {group: None for group in self._complete if group not in removed}
         return [group for group in everything if group in removed]
 
     def after_update(self) -> None:

@@ -229,14 +229,13 @@ def tis_weights(
     return TisWeights(weights.clamp(max=cap), weights > cap)
 
 
-def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """ESS = (sum w)^2 / (n sum w^2) over n response tokens. 1: all weights equal; 1/n: one token has all the weight.
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """ESS = (sum w)^2 / (n sum w^2) over n tokens. 1: all weights are equal; 1/n: one token has all the weight.
 
-    Shapes: (B, T), (B, T) -> ().
-    Source: Kish 1965.
+    Shapes: (n,) -> (). Source: Kish 1965.
     """
-    weights = weights.double() * mask
-    return weights.sum() ** 2 / (mask.sum() * (weights**2).sum()).clamp(min=torch.finfo(torch.float64).tiny)
+    weights = weights.double()
+    return weights.sum() ** 2 / (len(weights) * (weights**2).sum()).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
@@ -258,7 +257,7 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
         "mismatch_abs_mean": mismatch.abs().mean().item(),
         "mismatch_max": mismatch.abs().max().item(),
         "mismatch_kl": (torch.expm1(mismatch) - mismatch).mean().item(),
-        "ess": effective_sample_size(weights, torch.ones_like(weights)).item(),
+        "ess": effective_sample_size(weights).item(),
     }
 
 

@@ -212,7 +212,7 @@ class Policy:
         return torch.float32 if self.fp32_head else self.head.weight.dtype
 
     @torch.no_grad()
-    def score(self, sequences: list[list[int]], prompt_length: int) -> list[list[float]]:
+    def response_logprobs(self, sequences: list[list[int]], prompt_length: int) -> list[list[float]]:
         """Log-probabilities at temperature 1 of all tokens after the prompt; sequences and prompts of one length."""
         ids = torch.tensor(sequences, device=self.device)  # (N, prompt_length + R)
         mask = torch.zeros(ids.shape, device=self.device)

@@ -100,7 +100,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
 
     with clock("sync"):
         engine.wake()
-        loaded = engine.load(policy.weights(), policy.score, changed=metrics["updates"] > 0)
+        loaded = engine.load(policy.weights(), policy.response_logprobs, changed=metrics["updates"] > 0)
         flight.after_update()
 
     metrics |= sampled | flight.counts() | clock.figures() | loaded | {
@@ -165,7 +165,7 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
     alone = sampled = mean_reward(live.engine, "sampled", config.eval_samples, run.sampling)
     if config.eval_with_trainer and config.engine == "vllm":  # the reference engine is the trainer alone
         trainer = reference_engine(run, live.policy)
-        trainer.load(live.policy.weights(), live.policy.score)
+        trainer.load(live.policy.weights(), live.policy.response_logprobs)
         alone = mean_reward(trainer, "trainer", config.eval_samples, run.sampling)
     metrics = {"eval_reward": sampled, "eval_reward_greedy": greedy, "eval_reward_errors": errors}
     return metrics | ({"eval_reward_trainer": alone, "eval_gap": sampled - alone} if config.eval_with_trainer else {})
@@ -439,8 +439,8 @@ def find_task(config: Config) -> Task:
     if config.task in BUILT_IN:
         from examples import toys
 
-        if config.task in toys.BUILT_IN:
-            return toys.BUILT_IN[config.task](config.seed)
+        if config.task in toys.TASKS:
+            return toys.TASKS[config.task](config.seed)
     name = str(Path(__file__).parent / "examples" / "countdown.py") if config.task == "countdown" else config.task
     return load_task(name, config.seed, config.eval_task, config.reward_limit_s)
 
@@ -504,7 +504,7 @@ def build(run: Run) -> tuple[Live, int]:
     if state:
         live.load_state_dict(state)
     first_step = state["step"] + 1 if state else 1
-    engine.load(policy.weights(), policy.score)
+    engine.load(policy.weights(), policy.response_logprobs)
     records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         print(f"{side}: " + ", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)

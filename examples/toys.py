@@ -45,7 +45,7 @@ def share_of_digits(problem: Problem, response: str) -> float:
     return right / max(len(response), len(problem.answer))
 
 
-BUILT_IN = {"toy": addition, "digits": digits}
+TASKS = {"toy": addition, "digits": digits}
 
 # ------------------------------------------------------------------------------------------------ models
 CHARACTERS = "0123456789+="

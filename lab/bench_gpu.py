@@ -128,7 +128,7 @@ def step_case(options: Options) -> None:
     show("sleep, s", seconds(engine.sleep))
     show("freed by sleep, GiB", awake - memory_gib(DEVICE))
     show("wake, s", seconds(engine.wake))
-    loaded = engine.load(weights, live.policy.score)
+    loaded = engine.load(weights, live.policy.response_logprobs)
     show("load, s", loaded["load_s"])
     show("load, GB/s", loaded["load_gb_s"])
     sources = [tensor.detach() for tensor in weights.values()]
@@ -148,7 +148,7 @@ def parity_case(options: Options) -> None:
     engine = Engine(options.model, {name: tensor.shape for name, tensor in weights.items()},
                     ParityFlags(fp32_head=options.fp32_head), dtype=policy.model.dtype, max_num_seqs=64,
                     kv_cache_gib=min(2, options.kv_cache_gib), max_model_len=prompt_tokens + new_tokens)
-    engine.load(weights, policy.score)
+    engine.load(weights, policy.response_logprobs)
     prompts = torch.randint(3, 13, (64, prompt_tokens), generator=torch.Generator().manual_seed(1)).tolist()
     sampling = Sampling(0.7, new_tokens)
     scoring = UpdateOptions(temperature=0.7, num_minibatches=1, micro_batch_tokens=16_384)

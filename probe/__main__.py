@@ -63,7 +63,7 @@ class Workload:
         engine = Engine(model, contract, self.parity, dtype=policy.model.dtype, seed=self.seed,
                         max_model_len=high + self.sampling.max_new_tokens, block_size=self.block_size,
                         kv_cache_gib=self.kv_cache_gib)
-        engine.load(policy.weights(), policy.score)
+        engine.load(policy.weights(), policy.response_logprobs)
         generator, vocabulary = torch.Generator().manual_seed(self.seed), policy.head.weight.shape[0]
         lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
         prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]

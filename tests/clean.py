@@ -46,7 +46,7 @@ def record(name: str, tied: bool, dtype: str, seed: int) -> Iterator[tuple[Polic
         with started(folder, policy) as engine:
             for index, batch in enumerate(BATCHES):
                 move(policy, 0.02, 100 * seed + index)
-                engine.load(policy.weights(), policy.score)
+                engine.load(policy.weights(), policy.response_logprobs)
                 generator = torch.Generator().manual_seed(100 * seed + index)
                 lengths = torch.randint(3, 41, (batch,), generator=generator).tolist()
                 prompts = [torch.randint(6, 96, (length,), generator=generator).tolist() for length in lengths]

@@ -5,7 +5,6 @@ an engine, in this process or in a child process, has the marker `engine`; `make
 """
 
 import gc
-import importlib
 import json
 import os
 import re
@@ -15,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub: what asks for one fails at once
@@ -36,7 +34,7 @@ logging.disable_progress_bar()
 # ------------------------------------------------------------------------------------------------ the marker `engine`
 STARTERS = {"started", "bench"}  # a test that names one of these, a function or a fixture, gets the marker `engine`
 NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
-live: dict[Any, Engine] = {}  # at most one engine, by the arguments of `started`
+shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
 
 
 def pytest_configure(config):
@@ -57,34 +55,35 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def engine_rule(request):
-    """Only a test with the marker `engine` starts an engine. The engine of an earlier test is closed first."""
-    usual, allowed = Engine.__init__, "engine" in request.keywords
-
-    def start(self, *arguments, **options):
-        if not allowed:
-            pytest.fail("this test starts an engine: mark it @pytest.mark.engine")
-        close_live_engine()
-        gc.freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
-        try:
-            usual(self, *arguments, **options)
-        except ValueError:  # an engine that fails to start leaves vLLM's parallel groups behind
-            importlib.import_module("vllm.distributed").cleanup_dist_env_and_memory()
-            raise
-        live["started by other code"] = self
-
-    with pytest.MonkeyPatch.context() as rule:
-        rule.setattr(Engine, "__init__", start)
-        if not allowed:
-            rule.setenv("PYTHONPATH", NO_ENGINE, prepend=os.pathsep)  # for child processes
-        yield
+    """Only a test with the marker `engine` imports vllm, in this process or in a child process."""
+    allowed, before = "engine" in request.keywords, sys.modules.get("vllm")
+    path = os.environ.get("PYTHONPATH")
+    if not allowed:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [NO_ENGINE, path]))
+    yield
+    if path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = path
+    if not allowed and before is None and sys.modules.get("vllm") is not None:
+        pytest.fail("this test starts an engine: mark it @pytest.mark.engine")
 
 
 # ------------------------------------------------------------------------------------------------ one live engine
 def close_live_engine() -> None:
-    for engine in live.values():
-        if hasattr(engine, "llm"):  # else it is closed already
-            engine.close()
-    live.clear()
+    """Before anything but `started` starts an engine: a process holds one."""
+    if Engine.live is not None:
+        Engine.live.close()
+    shared.clear()
+    gc.freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
+
+
+def train_here(arguments: list[str]) -> None:
+    """train.py in this process."""
+    from train import main
+
+    close_live_engine()
+    main(arguments)
 
 
 @contextmanager
@@ -99,16 +98,14 @@ def started(
     parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64,
                                                 "dtype": policy.model.dtype} | options  # fmt: skip
     key = repr((folder, contract, parity, options))
-    engine = live.get(key)
-    if engine is None or not load or engine.state not in ("ready", "empty"):
+    if shared.get(Engine.live) != key or not load or Engine.live.state not in ("ready", "empty"):
         close_live_engine()
-        engine = Engine(folder, contract, parity, **options)
-        live.clear()
-        live[key] = engine
+        shared[Engine(folder, contract, parity, **options)] = key
+    engine = Engine.live
     engine.abort([rollout for request in engine._requests.values() for rollout in request.rollouts])  # left unfinished
     try:
         if load:
-            engine.load(policy.weights(), policy.score)
+            engine.load(policy.weights(), policy.response_logprobs)
         yield engine
     except BaseException:  # a failed test may leave anything behind
         close_live_engine()

@@ -81,7 +81,7 @@ class Bench:
     def get(self, policy: Policy, parity: ParityFlags) -> Engine:
         config = policy.model.config
         key = (str(config), policy.model.dtype, parity)
-        if key != self.key:
+        if key != self.key or Engine.live is not self.engine:
             self.close()
             folder = Path(self.folders.name) / str(abs(hash(key)))
             policy.model.save_pretrained(folder)
@@ -89,12 +89,12 @@ class Bench:
             self.engine = Engine(str(folder), contract, parity, max_model_len=192, dtype=policy.model.dtype,
                                  block_size=BLOCK, max_num_seqs=128)
             self.key = key
-        self.engine.load(policy.weights(), policy.score)
+        self.engine.load(policy.weights(), policy.response_logprobs)
         return self.engine
 
     def close(self):
-        if self.engine is not None:
-            self.engine.close()
+        if Engine.live is not None:  # this one, or another test's
+            Engine.live.close()
         self.engine, self.key = None, None
 
 
@@ -114,7 +114,7 @@ def load(engine: Engine, policy: Policy, old: dict, names: list[str]) -> None:
     for name in names:
         parameters[name].data = old[name]
     try:
-        engine.load({n: t.clone() for n, t in policy.weights().items()}, policy.score)
+        engine.load({n: t.clone() for n, t in policy.weights().items()}, policy.response_logprobs)
     finally:
         for name, tensor in held.items():
             parameters[name].data = tensor

@@ -97,7 +97,7 @@ def measure_folder(folder: str) -> dict[str, Any]:
         before, after = mismatch(policy, engine, SAMPLING, PROMPTS)["mismatch_abs_mean"], []
         for seed in range(3):
             move(policy, 0.02, seed)
-            engine.load(policy.weights(), policy.score)
+            engine.load(policy.weights(), policy.response_logprobs)
             after.append(mismatch(policy, engine, SAMPLING, PROMPTS)["mismatch_abs_mean"])
         return {"attention": policy.model.config._attn_implementation, "vllm": type(engine._model).__name__,
                 "before": before, "after": after}
@@ -124,7 +124,7 @@ def test_the_chunked_head_is_the_models_own_forward(name, tied):
     model = small_model(name, tied)
     policy = Policy(model, chunk_elements=96 * 5)
     prompts = torch.tensor(PROMPTS)  # (4, 24)
-    ours = torch.tensor(policy.score(prompts.tolist(), 1))  # (4, 23)
+    ours = torch.tensor(policy.response_logprobs(prompts.tolist(), 1))  # (4, 23)
     with torch.no_grad():
         theirs = torch.log_softmax(model(input_ids=prompts).logits.double(), dim=-1)  # (4, 24, V)
     expected = torch.stack([theirs[:, t].gather(1, prompts[:, t + 1, None])[:, 0] for t in range(23)], dim=1)
@@ -141,7 +141,7 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     options = UpdateOptions(temperature=1.0, num_minibatches=1, micro_batch_tokens=120)
     together, _ = frozen_logprobs(policy, batch, options)  # (6, 39)
     for index, ids in enumerate(rows):
-        alone = torch.tensor(policy.score([ids], 4)[0])
+        alone = torch.tensor(policy.response_logprobs([ids], 4)[0])
         torch.testing.assert_close(together[index][batch.mask[index] > 0], alone, atol=1e-5, rtol=0)
 
 

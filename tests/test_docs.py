@@ -3,7 +3,6 @@
 `python tests/test_docs.py` writes the present files and line numbers of all functions into the links.
 """
 
-import importlib
 import json
 import re
 import shlex
@@ -17,9 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import engine_adapter
 import objectives
+from lab import ablate, bench, bench_gpu, plan
 from lab.ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
+from probe.__main__ import Diagnose, Record
 from tasks import load_task
-from train import Config
+from train import CommandLine, Config
 
 ROOT = Path(__file__).parents[1]
 README, LOG = ROOT / "README.md", ROOT / "docs" / "log.md"
@@ -112,29 +113,22 @@ def test_each_entry_of_the_table_stands_for_a_command(pattern):
     assert any(re.match(pattern, command) for command in COMMANDS_FOUND)
 
 
-class Parsed(BaseException):
-    """Raised in place of the work of a command. Not an Exception, which the command would turn into a sentence."""
+OPTIONS = {"train": CommandLine, "lab.plan": plan.Options, "lab.ablate": ablate.Options, "lab.bench": bench.Options,
+           "lab.bench_gpu": bench_gpu.Options}  # fmt: skip
 
 
-def parse(module: str, words: list[str], monkeypatch) -> None:
-    """The command's own `main`, up to the end of its parser. Raises: Parsed; SystemExit if it refuses the options."""
-
-    def parser(function):
-        def parse_only(*arguments, **settings):
-            options = function(*arguments, **settings)
-            getattr(options, "config", lambda: None)()  # train.py checks them there
-            raise Parsed
-
-        return parse_only
-
-    monkeypatch.setattr(tyro, "cli", parser(tyro.cli))
-    monkeypatch.setattr(tyro.extras, "subcommand_cli_from_dict", parser(tyro.extras.subcommand_cli_from_dict))
-    monkeypatch.setattr(sys, "argv", [module, *words])
-    importlib.import_module(module).main()
+def parse(module: str, words: list[str]) -> None:
+    """The options of a command, read by its own parser and checked. Raises: SystemExit or ValueError if refused."""
+    if module == "probe":
+        tyro.extras.subcommand_cli_from_dict({"record": Record, "diagnose": Diagnose}, args=words)
+    elif module == "train":
+        tyro.cli(CommandLine, args=words).config()
+    else:
+        tyro.cli(OPTIONS[module], args=words)
 
 
 @pytest.mark.parametrize("command", COMMANDS_FOUND)
-def test_each_command_has_options_that_exist(command, monkeypatch):
+def test_each_command_has_options_that_exist(command):
     words = shlex.split(re.sub(r"\bS\b", "0", command))
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
@@ -142,29 +136,26 @@ def test_each_command_has_options_that_exist(command, monkeypatch):
     if words[:1] == ["-m"]:
         module, words = words[1], words[2:]
         for value in (word for word in words if word.startswith("--train-args=")):
-            with pytest.raises(Parsed):
-                parse("train", shlex.split(value.removeprefix("--train-args=")), monkeypatch)
+            parse("train", shlex.split(value.removeprefix("--train-args=")))
         if command != "-m probe":
-            with pytest.raises(Parsed):
-                parse({"probe": "probe.__main__"}.get(module, module), words, monkeypatch)
-    elif words[:1] == ["train.py"]:
-        with pytest.raises(SystemExit if words[1:] == ["--help"] else Parsed):
-            parse("train", words[1:], monkeypatch)
-    elif words:
+            parse(module, words)
+    elif words[:1] == ["train.py"] and words != ["train.py", "--help"]:
+        parse("train", words[1:])
+    elif words and words[0] != "train.py":
         source = (ROOT / words[0]).read_text()
         assert all(f'"{word}"' in source for word in words if word.startswith("--"))
 
 
-def test_a_command_with_an_unknown_option_is_refused(monkeypatch, capsys):
-    for module in ("train", "lab.plan", "lab.ablate", "lab.bench", "lab.bench_gpu"):
+def test_a_command_with_an_unknown_option_is_refused(capsys):
+    for module in OPTIONS:
         with pytest.raises(SystemExit):
-            parse(module, ["--unknown", "1"], monkeypatch)
+            parse(module, ["--unknown", "1"])
     assert "unknown" in capsys.readouterr().err
 
 
-def test_help_has_every_option_with_its_reason(monkeypatch, capsys):
+def test_help_has_every_option_with_its_reason(capsys):
     with pytest.raises(SystemExit) as stop:
-        parse("train", ["--help"], monkeypatch)
+        parse("train", ["--help"])
     assert stop.value.code == 0
     said = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in said for name in Config.__dataclass_fields__ if name != "parity")

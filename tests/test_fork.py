@@ -1,11 +1,14 @@
 """What a fork adds: an objective is a surrogate, an advantage and one row; a backend fix is one row of SETTINGS."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import command, qwen2
+import tyro
+from conftest import close_live_engine, command, qwen2
 
 from engine_adapter import SETTINGS, AuditError, Engine, ParityFlags, Setting
 from objectives import OBJECTIVES, Batch, Objective, TokenLoss, UpdateOptions
@@ -31,16 +34,16 @@ def leave_one_out(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 @pytest.mark.parametrize("row", [
     Objective(masked_sequences), Objective(OBJECTIVES["grpo"].surrogate, "sequence", leave_one_out),
 ], ids=["a surrogate of the behaviour policy", "an advantage of its own"])  # fmt: skip
-def test_a_new_objective_trains_with_one_row(row, good, tmp_path, monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "mine", row)
+def test_a_new_objective_trains_with_one_row(row, good, tmp_path):
+    OBJECTIVES["mine"] = row
     words = command(good, f"--out {tmp_path}/run --engine transformers --task {good}/task.py --lr 1e-2 --temperature 3")
-    import tyro
-
-    config = tyro.cli(CommandLine, args=words).config()
-    run = prepare(type(config)(**vars(config) | {"objective": "mine"}))
-    live, step = build(run)
-    before = live.policy.copied_weights()
-    metrics, batch, _ = train_step(run, live, step)
+    try:
+        run = prepare(replace(tyro.cli(CommandLine, args=words).config(), objective="mine"))
+        live, step = build(run)
+        before = live.policy.copied_weights()
+        metrics, batch, _ = train_step(run, live, step)
+    finally:
+        del OBJECTIVES["mine"]
     assert metrics["updates"] > 0
     assert any(not torch.equal(before[name], tensor) for name, tensor in live.policy.copied_weights().items())
     rewards = torch.tensor([float(a) for a in batch.advantages.view(-1, 2).sum(dim=1)])  # groups of two
@@ -56,14 +59,24 @@ ROW = Setting("fcfs", "scheduling_policy", "fcfs", "priority",
               lambda engine: engine.llm.vllm_config.scheduler_config.policy)  # fmt: skip
 
 
+@contextmanager
+def setting(row: Setting) -> Iterator[None]:
+    close_live_engine()
+    SETTINGS.append(row)
+    try:
+        yield
+    finally:
+        SETTINGS.remove(row)
+        close_live_engine()
+
+
 @pytest.mark.engine
-def test_a_new_backend_fix_is_one_row_and_is_read_back(folders, monkeypatch):
-    monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, ROW])
+def test_a_new_backend_fix_is_one_row_and_is_read_back(folders):
     contract = {name: tensor.shape for name, tensor in Policy(qwen2(tied=False)).weights().items()}
     for on, value in ((True, "fcfs"), (False, "priority")):
-        engine = Engine(folders[False], contract, Flags(fcfs=on), max_model_len=64)
-        assert engine.settings["scheduling_policy"] == value
-        engine.close()
-    monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, ROW._replace(read=lambda _: "what vLLM made of it")])
-    with pytest.raises(AuditError, match="scheduling_policy is 'what vLLM made of it', not 'fcfs'"):
+        with setting(ROW):
+            engine = Engine(folders[False], contract, Flags(fcfs=on), max_model_len=64)
+            assert engine.settings["scheduling_policy"] == value
+    not_in_force = ROW._replace(on="priority", read=lambda _: "fcfs")  # as if vLLM had ignored the argument
+    with setting(not_in_force), pytest.raises(AuditError, match="scheduling_policy is 'fcfs', not 'priority'"):
         Engine(folders[False], contract, Flags(), max_model_len=64)

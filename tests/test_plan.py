@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import qwen2, refusal
+from conftest import close_live_engine, qwen2, refusal
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
 from lab.bench_gpu import main as bench_gpu_main
@@ -178,10 +178,12 @@ def test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine(tmp_path, caps
     assert "a model folder or a reachable hub name" in refusal(["--model", str(tmp_path / "absent")], capsys, plan_main)
 
 
-@pytest.mark.engine
 # ------------------------------------------------------------------------------------------------ the GPU benchmark
+@pytest.mark.engine
 def test_each_case_of_the_gpu_benchmark_runs_at_a_small_size(tmp_path, capsys):
     """In one process: `speed` first, because its engine stays open and the others close theirs."""
+
+    close_live_engine()
 
     def rows(case: str, *options: str) -> list[list[str]]:
         bench_gpu_main([case, "--out", str(tmp_path), "--rollouts", "16", *options])

@@ -15,7 +15,7 @@ from rl import Policy
 
 def ready(policy: Policy, **options) -> ReferenceEngine:
     engine = ReferenceEngine(policy, **options)
-    engine.load(policy.weights(), policy.score)
+    engine.load(policy.weights(), policy.response_logprobs)
     return engine
 
 
@@ -29,9 +29,9 @@ def test_it_has_no_mismatch_before_and_after_updates(tied, max_num_seqs):
         engine.sleep()
         move(policy, 0.05, seed)
         engine.wake()
-        engine.load(policy.weights(), policy.score)
+        engine.load(policy.weights(), policy.response_logprobs)
     greedy = engine.generate(PROMPTS, 1, Sampling(0.0, 5), SEEDS)
-    assert max(abs(r.logprobs[0] - policy.score([r.prompt_ids + r.token_ids], len(r.prompt_ids))[0][0])
+    assert max(abs(r.logprobs[0] - policy.response_logprobs([r.prompt_ids + r.token_ids], len(r.prompt_ids))[0][0])
                for r in greedy) < 1e-4  # fmt: skip
 
 
@@ -83,12 +83,12 @@ def test_states_foreign_tensors_and_penalties_are_refused():
         engine.generate(PROMPTS, 1, WARM, SEEDS)
     copies = {name: tensor.clone() for name, tensor in policy.weights().items()}
     with pytest.raises(WeightLoadError, match="its policy's own tensors"):
-        engine.load(copies, policy.score)
-    engine.load(policy.weights(), policy.score)
+        engine.load(copies, policy.response_logprobs)
+    engine.load(policy.weights(), policy.response_logprobs)
     with pytest.raises(ValueError, match="temperature alone"):
         engine.generate(PROMPTS, 1, Sampling(1.0, 4, presence_penalty=0.5), SEEDS)
     engine.sleep()
-    for call in (engine.sleep, lambda: engine.load(policy.weights(), policy.score)):
+    for call in (engine.sleep, lambda: engine.load(policy.weights(), policy.response_logprobs)):
         with pytest.raises(EngineStateError):
             call()
     engine.wake()

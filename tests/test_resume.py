@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import command, refusal, train_process
+from conftest import command, refusal, train_here, train_process
 
 from records import locked
-from train import main
 
 # The reference engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
@@ -33,7 +32,7 @@ def options(root: Path, out: Path) -> list[str]:
 def whole(good, tmp_path_factory) -> Path:
     """A finished run; its checkpoints are those of steps 3 and 4."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    main(options(good, out))
+    train_here(options(good, out))
     assert all(row["updates"] == 1 for row in timeless(out)[1:])
     return out
 
@@ -67,7 +66,7 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(good, whole, copy, kind, capsys):
     DAMAGE[kind](checkpoint(copy, 4))
-    main([*options(good, copy), "--resume"])
+    train_here([*options(good, copy), "--resume"])
     printed = capsys.readouterr().out
     assert re.search(r"checkpoint DAMAGED, trying the one before it: .*step_000004-\w+\.pt\n", printed)
     assert "resumed at step 4" in printed
@@ -117,7 +116,7 @@ TABLES = {
 def test_damaged_tables_are_written_again_from_the_checkpoint(good, whole, copy, kind):
     TABLES[kind](copy)
     checkpoint(copy, 4).unlink()
-    main([*options(good, copy), "--resume"])
+    train_here([*options(good, copy), "--resume"])
     assert timeless(copy) == timeless(whole)
     assert (copy / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
@@ -157,7 +156,7 @@ def test_one_process_holds_a_run_and_sigterm_ends_it_with_a_sentence(good, whole
     assert process.returncode == 130
     assert said.endswith(STOPPED)
     assert "Traceback" not in said
-    main([*options(good, out), "--resume"])
+    train_here([*options(good, out), "--resume"])
     assert timeless(out) == timeless(whole)
 
 
@@ -166,13 +165,13 @@ def test_sigint_ends_a_run_with_a_sentence(good, whole, tmp_path, capsys, monkey
     with monkeypatch.context() as environment, pytest.raises(SystemExit) as stop:
         environment.setenv("SIGNAL", str(int(signal.SIGINT)))
         environment.setenv("SIGNAL_IN_CALL", str(IN_STEP_2))
-        main(options(good, out))
+        train_here(options(good, out))
     signal.signal(signal.SIGINT, handler)  # main ignores a second one
     assert stop.value.code == 130
     said = capsys.readouterr().err
     assert said.endswith(STOPPED)
     assert "Traceback" not in said
-    main([*options(good, out), "--resume"])
+    train_here([*options(good, out), "--resume"])
     assert timeless(out) == timeless(whole)
 
 
@@ -190,12 +189,12 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, 
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         with pytest.raises(SystemExit) as stop:
-            main(options(good, out))
+            train_here(options(good, out))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
     assert stop.value.code == 1
     said = capsys.readouterr().err
     assert re.search(r"^error: writing a checkpoint in .* failed: RuntimeError: .*fail", said, re.M)
     assert "Traceback" not in said
-    main([*options(good, out), "--resume"])
+    train_here([*options(good, out), "--resume"])
     assert timeless(out) == timeless(whole)

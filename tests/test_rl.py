@@ -139,7 +139,7 @@ def test_fp32_head_differs_from_the_model_dtype_head_as_rounding_does():
 def test_score_agrees_with_plain_logprobs():
     model = qwen2(tied=True)
     rows = rollouts(((3, 4), (3, 4)))
-    scored = Policy(model).score([r.prompt_ids + r.token_ids for r in rows], 3)
+    scored = Policy(model).response_logprobs([r.prompt_ids + r.token_ids for r in rows], 3)
     for values, rollout in zip(scored, rows, strict=True):
         assert values == pytest.approx(plain_logprobs(model, rollout, 1.0).tolist(), abs=2e-5)
 

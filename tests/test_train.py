@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from conftest import close_live_engine, command, mismatch_of, qwen2, refusal, train_process
+from conftest import close_live_engine, command, mismatch_of, qwen2, refusal, train_here, train_process
 
 from examples.toys import toy_tokenizer
 from probe.traces import load_traces
 from rl import Policy
-from train import Config, main, sample_seed
+from train import Config, sample_seed
 
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
 SMALL_STEP, SMALL_EVAL = 32, 12  # rewards
@@ -68,8 +68,7 @@ WHOLE = (*SMALL, "--steps", "4", "--checkpoint-every", "2", "--eval-every", "2",
 def whole(good, tmp_path_factory) -> Path:
     """A run of four steps that nothing disturbs."""
     out = tmp_path_factory.mktemp("whole")
-    close_live_engine()  # a module's fixture starts before the rule of its first test
-    main(command(good, "--task {root}/task.py", *WHOLE, "--out", str(out)))
+    train_here(command(good, "--task {root}/task.py", *WHOLE, "--out", str(out)))
     assert all(row["updates"] == 1 for row in rows(out)[1:])
     return out
 
@@ -89,7 +88,7 @@ def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(good, whol
     (checkpoint / "unfinished").write_text("")  # as if it had been killed while writing the next one
     with open(tmp_path / "samples.jsonl", "a") as file:
         file.write('{"step": 3, "mode": "greedy"}\n{"step": 3, "mo')  # as if killed in an evaluation after step 3
-    main([*arguments, "--resume"])
+    train_here([*arguments, "--resume"])
     assert "resumed at step 3" in capsys.readouterr().out
     assert timeless(tmp_path) == timeless(whole)
     assert (tmp_path / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
@@ -103,7 +102,7 @@ def test_groups_in_flight_survive_kill_and_resume_and_their_counts_add_up(good, 
                         "--checkpoint-every", "2", "--max-new-tokens", "12", "--inflight-groups", "5",
                         "--max-num-seqs", "24", "--lr", "1e-2", "--probe-on-alarm")  # fmt: skip
     kill_in(5 * SMALL_STEP + SMALL_EVAL + 9, arguments)  # in step 6
-    main([*arguments, "--resume"])
+    train_here([*arguments, "--resume"])
     assert "resumed at step 5" in capsys.readouterr().out
     steps = rows(tmp_path)[1:]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
@@ -122,7 +121,7 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, m
     """vllm and all its modules are made impossible to import."""
     for name in ["vllm", *(name for name in sys.modules if name.startswith("vllm."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    main(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), "--steps", "3",
+    train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), "--steps", "3",
                  "--inflight-groups", "3", "--engine", "transformers", "--probe-every", "3"))  # fmt: skip
     steps = rows(tmp_path)[1:]
     assert steps[0]["mismatch_abs_mean"] < 1e-5
@@ -145,7 +144,7 @@ def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_pa
 @pytest.mark.engine
 def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, whole, tmp_path, capsys):
     out, probes = tmp_path / "probed", ("--probe-every", "3", "--probe-on-alarm")
-    main(command(good, "--task {root}/task.py", *WHOLE, "--out", str(out), *probes))
+    train_here(command(good, "--task {root}/task.py", *WHOLE, "--out", str(out), *probes))
     assert capsys.readouterr().out.count("(as planned): parity.") == 2
     probed = timeless(out)
     assert [row.pop("probe", None) for row in probed] == [None, "parity", None, None, "parity"]
@@ -159,7 +158,7 @@ def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, whole
 @pytest.mark.engine
 def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     options = ("--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
-    main(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), *options))
+    train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), *options))
     assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean" in capsys.readouterr().out
     record = json.loads((tmp_path / "probe" / "step_000001.json").read_text())
     assert record["layers"] == ["semantics"]
@@ -177,7 +176,7 @@ def test_a_model_folder_and_a_jsonl_file_are_trained_on_with_gspo_kl_and_tis(tmp
     (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, problems)))
     out = tmp_path / "run"
     options = ("--out", str(out), "--model", str(folder), "--task", str(tmp_path / "task.jsonl"), "--dtype", "bfloat16")
-    main([*options, *SMALL, "--steps", "2", "--objective", "gspo", "--kl-coef", "0.05", "--tis", "sequence",
+    train_here([*options, *SMALL, "--steps", "2", "--objective", "gspo", "--kl-coef", "0.05", "--tis", "sequence",
           "--lr", "1e-4"])  # fmt: skip
     steps = rows(out)[1:]
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)  # bf16 arithmetic, fp32 heads
@@ -206,7 +205,7 @@ def reward(problem, response):
 def test_a_users_task_is_trained_on_in_16_bits_and_failures_are_counted(tmp_path, dtype, capsys):
     out = tmp_path / "run"
     (tmp_path / "mine.py").write_text(MINE)
-    main(["--out", str(out), "--task", str(tmp_path / "mine.py"), "--num-prompts", "8", "--group-size", "4",
+    train_here(["--out", str(out), "--task", str(tmp_path / "mine.py"), "--num-prompts", "8", "--group-size", "4",
           "--steps", "3", "--max-new-tokens", "3", "--dtype", dtype, "--gradient-checkpointing",
           "--micro-batch-tokens", "64", "--mask-truncated", "--max-prompt-tokens", "10", "--overlong-prompts", "drop",
           "--reward-errors", "count", "--eval-problems", "16", "--eval-samples", "2", "--eval-every", "3"])  # fmt: skip
@@ -241,7 +240,7 @@ def test_a_users_task_is_trained_on_in_16_bits_and_failures_are_counted(tmp_path
 def test_a_reward_that_fails_stops_the_run_and_is_named(good, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(MINE.replace("return float(len", "time.sleep(9)\n    return float(len"))
     with pytest.raises(SystemExit) as stop:
-        main(command(good, "--engine transformers --reward-limit-s 0.3", *SMALL, "--out", str(tmp_path / "run"),
+        train_here(command(good, "--engine transformers --reward-limit-s 0.3", *SMALL, "--out", str(tmp_path / "run"),
                      "--task", str(tmp_path / "mine.py")))  # fmt: skip
     assert stop.value.code == 1
     said = capsys.readouterr().err
@@ -270,7 +269,7 @@ def fresh_vllm(folder: str, dtype: str, requests: list[tuple[list[int], int]]) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_exported_policy_has_the_live_engines_logprobs_in_transformers_and_in_a_new_vllm(good, tmp_path, dtype):
     out, allowed = tmp_path / "run", {"float32": 1e-4, "bfloat16": 0.05}[dtype]
-    main(command(good, "--task {root}/task.py", *SMALL, "--out", str(out), "--steps", "1", "--probe-every", "1",
+    train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(out), "--steps", "1", "--probe-every", "1",
                  "--lr", "1e-2", "--dtype", dtype, "--max-new-tokens", "18"))  # fmt: skip
     (trace,) = load_traces(str(out / "probe" / "step_000001.npz"))  # by the live engine, with the final weights
     policy = Policy.load(str(out / "policy"), getattr(torch, dtype), "cpu")

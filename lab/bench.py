@@ -18,14 +18,14 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 import tyro
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from engine_adapter import plain_vllm
 from examples.toys import toy_config, toy_tokenizer
 from lab import seconds, table
 from objectives import Batch
 from records import memory_gib, peak_gib, reset_peak
-from rl import HEAD_CHUNK_ELEMENTS, Projection, TargetLogprobs
+from rl import Policy
 from train import Config, Live, Run, build, prepare, train_step
 
 Case = Literal["inflight", "growth", "phases", "head"]
@@ -163,15 +163,15 @@ def head_once(tokens: int, in_chunks: bool) -> list[str]:
     """Seconds of one forward and backward of the head, and the GiB that they add to the process at their peak."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, HEAD_HIDDEN, requires_grad=True)
-    weight = (torch.randn(HEAD_VOCABULARY, HEAD_HIDDEN) / HEAD_HIDDEN**0.5).requires_grad_()
+    config = Qwen2Config(vocab_size=HEAD_VOCABULARY, hidden_size=HEAD_HIDDEN, num_hidden_layers=0)
+    policy = Policy(Qwen2ForCausalLM(config))
     targets = torch.randint(HEAD_VOCABULARY, (tokens,))
 
     def forward_and_backward() -> None:
         if in_chunks:
-            projection = Projection(torch.float32, HEAD_CHUNK_ELEMENTS // HEAD_VOCABULARY, 1 / 0.7)
-            logprobs, entropy = TargetLogprobs.apply(hidden, weight, None, targets, projection)
+            logprobs, entropy = policy.target_logprobs(hidden, targets, temperature=0.7)
         else:
-            all_logprobs = torch.log_softmax(F.linear(hidden, weight) / 0.7, dim=-1)  # (N, V)
+            all_logprobs = torch.log_softmax(policy.head(hidden) / 0.7, dim=-1)  # (N, V)
             with torch.no_grad():
                 entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
             logprobs = all_logprobs.gather(-1, targets[:, None])[:, 0]

@@ -13,7 +13,7 @@ from engine_adapter import Rollout, Sampling
 from objectives import Batch, UpdateOptions
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
-from rl import Optimizer, Policy, Projection, TargetLogprobs, frozen_logprobs, make_batch, update
+from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -62,19 +62,21 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
     assert entropy[0, 2].item() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("softcap, scale", [(None, 1.0), (None, 1 / 0.7), (3.0, 0.6)])
+@pytest.mark.parametrize("softcap, scale", [(None, 1.0), (None, 1.4), (3.0, 0.6)])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows):
     torch.manual_seed(0)
-    tensors = torch.randn(64, 48), torch.randn(500, 48) / 3, torch.randn(500)
-    targets, loss_weights = torch.randint(500, (64,)), torch.randn(64)
-    ours = [each.clone().requires_grad_() for each in tensors]
-    logprobs, entropy = TargetLogprobs.apply(*ours, targets, Projection(torch.float32, rows, scale, softcap))
+    hidden, targets, loss_weights = torch.randn(64, 48), torch.randint(500, (64,)), torch.randn(64)
+    policy = Policy(qwen2(tied=False), chunk_elements=500 * rows)
+    policy.head, policy.softcap, policy.scale = torch.nn.Linear(48, 500), softcap, scale
+    policy.head.weight.data.copy_(torch.randn(500, 48) / 3)
+    ours = [hidden.clone().requires_grad_(), policy.head.weight, policy.head.bias]
+    exact = [each.detach().double().requires_grad_() for each in ours]
+    logprobs, entropy = policy.target_logprobs(ours[0], targets, temperature=0.7)
     loss = (logprobs * loss_weights).sum()
     loss.backward()
-    exact = [each.double().requires_grad_() for each in tensors]
     logits = exact[0] @ exact[1].T + exact[2]
-    logits = scale * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
+    logits = scale / 0.7 * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
     expected = torch.log_softmax(logits, dim=-1)
     exact_loss = (expected[torch.arange(64), targets] * loss_weights.double()).sum()
     exact_loss.backward()

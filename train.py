@@ -36,7 +36,7 @@ from objectives import (
 )
 from reference import ReferenceEngine, kv_bytes_per_token
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
-from tasks import CALL_LIMIT_S, Problem, RewardError, Task, describe_model, encode, load_task, score
+from tasks import CALL_LIMIT_S, Problem, Task, describe_model, encode, load_task, score
 
 
 # ------------------------------------------------------------------------------------------------ the loop
@@ -353,7 +353,7 @@ class Run:
         for problem, rollout, text in zip(problems, rollouts, texts, strict=True):
             reward, error = score(self.task.reward, problem, text, self.config.reward_limit_s)
             if error and self.config.reward_errors == "stop":
-                raise RewardError(f"{error}; to go on with reward 0, --reward-errors count")
+                raise ValueError(f"{error}; to go on with reward 0, --reward-errors count")
             rows.append({"reward": reward, "response": text, "question": problem.question, "answer": problem.answer,
                          "source": problem.source, "finish_reason": rollout.finish_reason,
                          "tokens": len(rollout.token_ids), "error": error})

@@ -11,14 +11,13 @@ import random
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from records import stage
+from records import one_line, stage
 
 CALL_LIMIT_S = 10.0  # of one call of a user's code
 # A minus sign counts where it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
@@ -316,8 +315,6 @@ def call_within(limit_s: float, name: str, function: Callable, *arguments: Any) 
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (Exception, SystemExit, OutOfTime) as error:
         signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come just before the line above
-        why = " ".join("".join(traceback.format_exception_only(error)).split())  # also if the error's __str__ fails
-        why = why.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be printed
-        raise ValueError(f"{name} fails ({why:.300})") from error
+        raise ValueError(f"{name} fails ({one_line(error):.300})") from error
     finally:
         signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)  # None: a handler that Python has not set

@@ -104,7 +104,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
         flight.after_update()
 
     metrics |= sampled | flight.counts() | clock.figures() | loaded | {
-        "step": step, "lr": config.lr_at(step), "memory_gib": records.memory_gib(policy.device),
+        "step": step, "lr": config.lr_at(step), "memory_gib": records.memory_gib(),
         "reward_errors": sum(each["error"] is not None for each in scored),
     }
     return metrics, batch, problems

@@ -70,14 +70,14 @@ LINE = json.dumps(TASK[0])
 JSONL = {
     "empty": (b"", "has none"), "blank": (b"\n\n", "has none"),
     "one problem": (LINE.encode(), "has 1 without repeats and 1 held out"),
-    "cut off": (LINE.encode() + b'\n{"question": "1', "line 2 as JSON failed: Unterminated string"),
+    "cut off": (LINE.encode() + b'\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
     "a list": (b"[1, 2]", "line 1 must be an object"), "no question": (b'{"answer": 1}', "line 1"),
     "blank question": (b'{"question": " ", "answer": 1}', "line 1"), "no answer": (b'{"question": "1"}', "a number"),
     "words": (b'{"question": "1", "answer": "two"}', "a number"),
     "nested": (b'{"question": ' + b"[" * 100_000, "line 1 as JSON failed: RecursionError"),
-    "many digits": (b'{"question": "1", "answer": %s}' % MANY_DIGITS.encode(), "line 1 as JSON failed: Exceeds"),
-    "latin-1": ('{"question": "\xe4", "answer": 1}'.encode("latin-1"), "as UTF-8 failed: 'utf-8' codec can't decode"),
-    "bytes": (bytes(range(256)), "as UTF-8 failed: 'utf-8' codec can't decode"),
+    "many digits": (b'{"question": "1", "answer": %s}' % MANY_DIGITS.encode(), "line 1 as JSON failed: ValueError"),
+    "latin-1": ('{"question": "\xe4", "answer": 1}'.encode("latin-1"), "as UTF-8 failed: UnicodeDecodeError"),
+    "bytes": (bytes(range(256)), "as UTF-8 failed: UnicodeDecodeError"),
     "unknown character": (
         b'{"question": "x", "answer": 1}\n' + LINE.encode(), "line 1 failed: Exception: WordLevel error"
     ),

@@ -93,6 +93,9 @@ def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_pa
     assert (len(split.train), len(split.held_out)) == (18, 2)
     given = load_task(str(path), 0, str(held_out))
     assert (len(given.train), given.held_out[0].answer) == (20, "#### 7")
+    held_out.write_text("")
+    with pytest.raises(ValueError, match=r"eval.jsonl has none"):
+        load_task(str(path), 0, str(held_out))
     with pytest.raises(ValueError, match=r"as UTF-8 failed: .*No such file"):
         load_task(str(tmp_path / "absent.jsonl"), 0)
 

@@ -19,25 +19,22 @@ from typing import Any
 import torch
 
 
-def memory_gib(device: torch.device) -> float:
-    """Memory in use now. GPU: of the whole device, by all processes. CPU: resident memory of this process."""
-    if device.type == "cuda":
+def memory_gib(*, peak: bool = False) -> float:
+    """Memory in use, in GiB. CPU: resident memory of this process, or its peak since `reset_peak`.
+
+    GPU: of the device, by all processes. That is the peak of a phase too: torch keeps its blocks until `Engine.wake`.
+    """
+    if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**30
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
+    name = "VmHWM" if peak else "VmRSS"
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
 
 
 def reset_peak() -> None:
-    """Start a new measurement of the peak. On a GPU there is nothing to do, see `peak_gib`."""
+    """Start a new measurement of the CPU's peak."""
     if not torch.cuda.is_available():
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_gib() -> float:
-    """The largest memory use since `reset_peak`. GPU: the present use; torch keeps its blocks until `Engine.wake`."""
-    if torch.cuda.is_available():
-        return memory_gib(torch.device("cuda"))
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
 
 
 class Clock:
@@ -53,7 +50,7 @@ class Clock:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.phases |= {f"{phase}_s": time.perf_counter() - started, f"{phase}_gib": peak_gib()}
+        self.phases |= {f"{phase}_s": time.perf_counter() - started, f"{phase}_gib": memory_gib(peak=True)}
 
     def figures(self) -> dict[str, float]:
         return self.phases | {"step_s": time.perf_counter() - self.started}
@@ -61,9 +58,9 @@ class Clock:
 
 # ------------------------------------------------------------------------------------------------ errors
 def one_line(error: BaseException) -> str:
-    """An exception's text in one line, after its type unless it is a ValueError, whose text is a sentence."""
-    text = " ".join(str(error).split())[:1000]
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    """An exception's type and text in one line that can be printed."""
+    text = "".join(traceback.format_exception_only(error))  # also if the error's own __str__ fails
+    return " ".join(text.split())[:1000].encode(errors="backslashreplace").decode()
 
 
 @contextmanager
@@ -93,7 +90,8 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
             with suppress(OSError):  # the disk may be full
                 (Path(out) / "error.txt").write_text(traceback.format_exc(), errors="backslashreplace")
                 where = f" (traceback: {out}/error.txt)"
-        print(f"error: {one_line(error)}{where}", file=sys.stderr)
+        sentence = one_line(error).removeprefix("ValueError: ")  # the type of this project's own errors says nothing
+        print(f"error: {sentence}{where}", file=sys.stderr)
         sys.exit(status)
 
 
@@ -104,13 +102,12 @@ def locked(out: str) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+")  # noqa: SIM115, closed below
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends; forked children do not hold it
+    except BlockingIOError:
+        raise ValueError(f"out must not be in use, {out} is held by {path.read_text().strip()}") from None
     except OSError as error:
         raise ValueError(f"out must be a writable folder, got {out}: {error}") from None
     with file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends; forked children do not hold it
-        except BlockingIOError:
-            raise ValueError(f"out must not be in use, {out} is held by {path.read_text().strip()}") from None
         file.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", file=file, flush=True)
         yield
@@ -125,47 +122,42 @@ COLUMNS = (
     " | gnorm {grad_norm:.2f} | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s"
 )
 
-NAMED = {  # shown at the end of the line if not 0; the first three count from the run's start
-    "tokens_wasted": "{} tokens thrown away",
-    "groups_dropped": "{} groups DROPPED: older than --max-staleness",
-    "kv_lost": "{} kept KV caches LOST to preemption: raise --kv-cache-gib",
-    "skipped_updates": "NO SIGNAL in {} minibatch(es): all groups flat, no optimizer step",
-    "overflowed_updates": "fp16 OVERFLOW in {} minibatch(es): no optimizer step, scale halved",
-    "reward_errors": "{} rewards FAILED, counted as 0",
+NAMED = {  # shown after the columns if not 0; tokens_wasted, groups_dropped and kv_lost count from the run's start
+    "groups_in_flight": " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}",
+    "tokens_wasted": " | {tokens_wasted} tokens thrown away",
+    "groups_dropped": " | {groups_dropped} groups DROPPED: older than --max-staleness",
+    "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
+    "skipped_updates": " | NO SIGNAL in {skipped_updates} minibatch(es): all groups flat, no optimizer step",
+    "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): no optimizer step, scale halved",
+    "reward_errors": " | {reward_errors} rewards FAILED, counted as 0",
+}
+EVALUATED = {  # shown at the end if there
+    "eval_reward": " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f}",
+    "eval_reward_trainer": " (trainer alone {eval_reward_trainer:.3f})",
 }
 
 
 def log_line(metrics: dict[str, Any], steps: int) -> str:
     """One line per step in fixed columns; an evaluation and a degenerate batch are named at its end."""
-    evaluated = ""
-    if "eval_reward" in metrics:
-        evaluated = f" | eval {metrics['eval_reward']:.3f} greedy {metrics['eval_reward_greedy']:.3f}"
-    if "eval_reward_trainer" in metrics:
-        evaluated += f" (trainer alone {metrics['eval_reward_trainer']:.3f})"
-    if metrics["step"] == 0:
-        return f"step   0/{steps}{evaluated}"
-    line = COLUMNS.format(**{name: 0.0 if value is None else value for name, value in metrics.items()}, steps=steps)
-    if metrics["groups_in_flight"]:
-        line += " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}".format(**metrics)
-    line += evaluated
-    line += "".join(f" | {words.format(metrics[name])}" for name, words in NAMED.items() if metrics[name])
-    return line + (" | ALL TRUNCATED: raise --max-new-tokens" if metrics["trunc_frac"] == 1.0 else "")
+    texts = [COLUMNS if metrics["step"] else "step {step:>3}/{steps}"]  # before the first step: the evaluation alone
+    texts += [text for name, text in NAMED.items() if metrics.get(name)]
+    if metrics.get("trunc_frac") == 1.0:
+        texts.append(" | ALL TRUNCATED: raise --max-new-tokens")
+    texts += [text for name, text in EVALUATED.items() if name in metrics]
+    shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
+    return "".join(texts).format(**shown, steps=steps)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions, commit and device of this process."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        result = subprocess.run(command, check=False, capture_output=True, text=True)
-        return result.stdout.strip() if result.returncode == 0 else None
-
+    """Versions, commit (and whether its files were changed; None outside a repository) and device of this process."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]  # COMMIT or COMMIT-dirty
+    git = subprocess.run(command, cwd=Path(__file__).parent, check=False, capture_output=True, text=True)
+    commit, _, dirty = git.stdout.strip().partition("-")
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
-    status = git("status", "--porcelain")
     return {
         "versions": versions | {"python": sys.version.split()[0]},
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": None if status is None else bool(status),
+        "commit": commit or None,
+        "dirty": bool(dirty) if commit else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
     }
 
@@ -177,12 +169,9 @@ def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
         record = previous | {"resumed": [*previous.get("resumed", []), resumed]}
         if previous["versions"] != resumed["versions"]:
             print(f"NOTE: resumed with {resumed['versions']}, before it was {previous['versions']}", flush=True)
-    write_atomically(path, json.dumps(record, indent=2))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    path.with_name(path.name + ".new").write_text(text)
-    path.with_name(path.name + ".new").replace(path)
+    unfinished = path.with_name("config.json.new")
+    unfinished.write_text(json.dumps(record, indent=2))
+    unfinished.replace(path)  # a kill leaves the old record or the new one, never a part
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -234,7 +223,7 @@ def restore(out: Path, state: dict[str, Any] | None) -> None:
     """The tables as they were at the checkpoint, and torch's random states; empty tables without a checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
-        write_atomically(out / name, state["tables"][name] if state else "")
+        (out / name).write_text(state["tables"][name] if state else "")
     if state:
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state_all(state["cuda"])

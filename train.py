@@ -36,7 +36,7 @@ from objectives import (
 )
 from reference import ReferenceEngine, kv_bytes_per_token
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
-from tasks import CALL_LIMIT_S, Problem, RewardError, Task, describe_model, encode, load_task, score
+from tasks import CALL_LIMIT_S, Problem, Task, describe_model, encode, load_task, score
 
 
 # ------------------------------------------------------------------------------------------------ the loop
@@ -104,7 +104,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
         flight.after_update()
 
     metrics |= sampled | flight.counts() | clock.figures() | loaded | {
-        "step": step, "lr": config.lr_at(step), "memory_gib": records.memory_gib(policy.device),
+        "step": step, "lr": config.lr_at(step), "memory_gib": records.memory_gib(),
         "reward_errors": sum(each["error"] is not None for each in scored),
     }
     return metrics, batch, problems
@@ -353,7 +353,7 @@ class Run:
         for problem, rollout, text in zip(problems, rollouts, texts, strict=True):
             reward, error = score(self.task.reward, problem, text, self.config.reward_limit_s)
             if error and self.config.reward_errors == "stop":
-                raise RewardError(f"{error}; to go on with reward 0, --reward-errors count")
+                raise ValueError(f"{error}; to go on with reward 0, --reward-errors count")
             rows.append({"reward": reward, "response": text, "question": problem.question, "answer": problem.answer,
                          "source": problem.source, "finish_reason": rollout.finish_reason,
                          "tokens": len(rollout.token_ids), "error": error})

@@ -22,7 +22,7 @@ DIGITS = 16  # of each number of the task `digits`
 def addition(seed: int, largest: int = 99) -> Task:
     """All sums a+b= with 0 <= a, b <= largest; a tenth of them, chosen by the seed, is held out."""
     problems = [Problem(f"{a}+{b}=", str(a + b), f"{a}+{b}") for a in range(largest + 1) for b in range(largest + 1)]
-    return split(problems, exact_match, seed)
+    return split("toy", exact_match, seed, problems)
 
 
 def digits(seed: int) -> Task:

@@ -24,7 +24,7 @@ from engine_adapter import plain_vllm
 from examples.toys import toy_config, toy_tokenizer
 from lab import seconds, table
 from objectives import Batch
-from records import memory_gib, peak_gib, reset_peak
+from records import memory_gib, reset_peak
 from rl import Policy
 from train import Config, Live, Run, build, prepare, train_step
 
@@ -179,8 +179,8 @@ def head_once(tokens: int, in_chunks: bool) -> list[str]:
         assert entropy.isfinite().all()
 
     reset_peak()
-    before = memory_gib(hidden.device)
-    return [f"{seconds(forward_and_backward):.2f}", f"{peak_gib() - before:.2f}"]
+    before = memory_gib()
+    return [f"{seconds(forward_and_backward):.2f}", f"{memory_gib(peak=True) - before:.2f}"]
 
 
 def head(options: Options) -> None:

@@ -124,9 +124,9 @@ def step_case(options: Options) -> None:
     for phase in ("generate", "old_logprobs", "update", "sync"):
         show(f"{phase}, s", metrics[f"{phase}_s"])
         show(f"{phase}, peak GiB", metrics[f"{phase}_gib"])
-    engine, weights, awake = live.engine, live.policy.weights(), memory_gib(DEVICE)
+    engine, weights, awake = live.engine, live.policy.weights(), memory_gib()
     show("sleep, s", seconds(engine.sleep))
-    show("freed by sleep, GiB", awake - memory_gib(DEVICE))
+    show("freed by sleep, GiB", awake - memory_gib())
     show("wake, s", seconds(engine.wake))
     loaded = engine.load(weights, live.policy.response_logprobs)
     show("load, s", loaded["load_s"])

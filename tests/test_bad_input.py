@@ -51,10 +51,10 @@ OPTIONS = {
     "--parity.inflight-otherwise recompute": "would do nothing",
     "--engine transformers --parity.no-processed-logprobs": "engine must be vllm",
     "--eval-task {root}/absent.jsonl": "No such file or directory",
-    "--eval-task {root}/task.jsonl": "must have training problems that are not held out",
+    "--eval-task {root}/task.jsonl": "has 40 without repeats and 40 held out",
     "--model {root}/absent": "Repo id must be in the form", "--model {root}/task.py": "not a valid JSON file",
     "--model owner/absent": "reachable hub name", "--task tyo": "or a reachable hub name), got tyo",
-    "--task {root}/absent.py": "FileNotFoundError", "--task owner/absent": "cannot be loaded",
+    "--task {root}/absent.py": "FileNotFoundError", "--task owner/absent": "loading the dataset owner/absent failed",
     "--out {root}/task.py/run": "out must be a writable folder",
     "--cache-dir {root}/task.py --model toy --task digits": "cache_dir must be",
 }  # fmt: skip
@@ -68,29 +68,30 @@ def test_an_option_that_cannot_work(good, options, capsys):
 # ------------------------------------------------------------------------------------------------ tasks
 LINE = json.dumps(TASK[0])
 JSONL = {
-    "empty": (b"", "has none"), "blank": (b"\n\n", "has none"), "one problem": (LINE.encode(), "at least 2 different"),
-    "cut off": (LINE.encode() + b'\n{"question": "1', "line 2 must be a JSON object"),
+    "empty": (b"", "has none"), "blank": (b"\n\n", "has none"),
+    "one problem": (LINE.encode(), "has 1 without repeats and 1 held out"),
+    "cut off": (LINE.encode() + b'\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
     "a list": (b"[1, 2]", "line 1 must be an object"), "no question": (b'{"answer": 1}', "line 1"),
     "blank question": (b'{"question": " ", "answer": 1}', "line 1"), "no answer": (b'{"question": "1"}', "a number"),
     "words": (b'{"question": "1", "answer": "two"}', "a number"),
-    "nested": (b'{"question": ' + b"[" * 100_000, "line 1 must be a JSON object"),
-    "many digits": (b'{"question": "1", "answer": %s}' % MANY_DIGITS.encode(), "line 1 must be a JSON object"),
-    "latin-1": ('{"question": "\xe4", "answer": 1}'.encode("latin-1"), "not readable as UTF-8"),
-    "bytes": (bytes(range(256)), "not readable as UTF-8"),
+    "nested": (b'{"question": ' + b"[" * 100_000, "line 1 as JSON failed: RecursionError"),
+    "many digits": (b'{"question": "1", "answer": %s}' % MANY_DIGITS.encode(), "line 1 as JSON failed: ValueError"),
+    "latin-1": ('{"question": "\xe4", "answer": 1}'.encode("latin-1"), "as UTF-8 failed: UnicodeDecodeError"),
+    "bytes": (bytes(range(256)), "as UTF-8 failed: UnicodeDecodeError"),
     "unknown character": (
-        b'{"question": "x", "answer": 1}\n' + LINE.encode(), "line 1: WordLevel error"
+        b'{"question": "x", "answer": 1}\n' + LINE.encode(), "line 1 failed: Exception: WordLevel error"
     ),
     "two answers": (
         LINE.encode() + b'\n{"question": "1+1=", "answer": 2}\n{"question": "0+1= ", "answer": 5}', "line 1 has '1' and"
     ),
-    "repeated": ((LINE.encode() + b"\n") * 40, "at least 2 different"),
+    "repeated": ((LINE.encode() + b"\n") * 40, "has 1 without repeats and 1 held out"),
 }  # fmt: skip
 SAMPLE, REWARD = PYTHON.split("def reward")
 TASKS = {
     "raises": ("1 / 0", "ZeroDivisionError"), "exits": ("raise SystemExit(0)", "SystemExit"),
     "syntax": ("def", "SyntaxError"), "endless import": ("while True: pass", "no answer within 0.3 s"),
     "no reward": (SAMPLE, "has no reward"), "no sample": ("def reward" + REWARD, "has no sample"),
-    "one question": (PYTHON.replace("(1, 60)", "(1, 1)"), "at least 2 different"),
+    "one question": (PYTHON.replace("(1, 60)", "(1, 1)"), "has 1 without repeats and 1 held out"),
     "endless sample": (PYTHON.replace("number =", "while True: pass\n    number ="), "no answer within 0.3 s"),
     "waiting sample": (PYTHON.replace("number =", "time.sleep(99)\n    number ="), "no answer within 0.3 s"),
     "sample raises": (PYTHON.replace("number =", "1 / 0\n    number ="), "ZeroDivisionError"),
@@ -144,7 +145,7 @@ def stop_token(folder: Path, value) -> None:
 
 NORM = "model.norm.weight"
 MODELS = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "folder with weights"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
     "cut off": (lambda f: cut(f / "model.safetensors", 0.9), "file not fully covered"),
     "cut in the header": (lambda f: cut(f / "model.safetensors", 0.001), "invalid header length"),
     "empty weights": (lambda f: cut(f / "model.safetensors", 0), "header too small"),
@@ -153,8 +154,8 @@ MODELS = {
     "a tensor missing": (lambda f: tensors(f, lambda t: t.pop(NORM)), f"missing ['{NORM}']"),
     "another shape": (lambda f: tensors(f, lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
     "nan": (lambda f: tensors(f, lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
-    "int8": (lambda f: tensors(f, lambda t: t.update({n: t[n].char() for n in t})), "its weights are of type I8"),
-    "quantised": (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), "its weights are quantised"),
+    "int8": (lambda f: tensors(f, lambda t: t.update({n: t[n].char() for n in t})), "must have floating-point weights"),
+    "quantised": (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
     "small vocabulary": (lambda f: rewrite(f, vocab_size=8), "outside the vocabulary of 8"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "Should have a `model_type` key"),
     "empty configuration": (lambda f: (f / "config.json").write_text(""), "not a valid JSON file"),
@@ -162,7 +163,7 @@ MODELS = {
         lambda f: (f / "config.json").write_text('{"a": ' + "[" * 100_000), "maximum recursion depth"
     ),
     "no language": (lambda f: (f / "config.json").write_text('{"model_type": "vit"}'), "no attribute 'vocab_size'"),
-    "broken generation": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json that can"),
+    "broken generation": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json' is not a"),
     "a word for a stop token": (lambda f: stop_token(f, "x"), "name an end-of-sequence token"),
     "a negative stop token": (lambda f: stop_token(f, -1), "name an end-of-sequence token"),
     "a stop token too large": (lambda f: stop_token(f, 96), "its token 96 is outside the vocabulary of 96"),

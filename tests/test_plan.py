@@ -45,7 +45,7 @@ sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 from test_plan import JOB, MODEL, PROMPT
 from engine_adapter import Rollout
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
-from records import memory_gib, peak_gib, reset_peak
+from records import memory_gib, reset_peak
 
 job = replace(JOB, dtype=sys.argv[2], gradient_checkpointing=sys.argv[3] == "True")
 torch.manual_seed(0)
@@ -59,10 +59,10 @@ batch = make_batch(rollouts, torch.randn(32))
 def taken(function):
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before = memory_gib(torch.device("cpu"))
+    before = memory_gib()
     reset_peak()
     result = function()
-    return peak_gib() - before, result
+    return memory_gib(peak=True) - before, result
 
 update(policy, optimizer, replace(batch, old_logprobs=batch.behavior_logprobs), job, 1e-5)  # creates the moments
 forward, (old, _) = taken(lambda: frozen_logprobs(policy, batch, job))

@@ -65,6 +65,10 @@ def mute(*_):
     raise Mute
 
 
+def unprintable(*_):
+    raise ValueError("\ud800")  # half of a character: no encoding has it
+
+
 def leaves(*_):
     raise SystemExit(0)
 
@@ -73,7 +77,7 @@ FAILURES = {
     "raises": (raises, "KeyError: 'no such thing'"), "loops": (loops, "no answer within 0.2 s"),
     "sleeps": (sleeps, "no answer within 0.2 s"), "backtracks": (backtracks, "no answer within 0.2 s"),
     "swallows": (swallows, "no answer within 0.2 s"), "catches all": (catches_all, "no answer within 0.2 s"),
-    "mute": (mute, "Mute"), "leaves": (leaves, "SystemExit"),
+    "mute": (mute, "Mute"), "unprintable": (unprintable, r"ValueError: \ud800"), "leaves": (leaves, "SystemExit"),
     "nan": (lambda *_: math.nan, "it returned nan"), "infinite": (lambda *_: math.inf, "it returned inf"),
     "none": (lambda *_: None, "it returned None"), "text": (lambda *_: "1.0", "it returned '1.0'"),
     "several": (lambda *_: torch.ones(2), "Error"), "huge": (lambda *_: 1e300, "it returned 1e+300"),

@@ -7,16 +7,7 @@ import pytest
 from conftest import prompt_ids
 
 from examples.toys import addition, digits, share_of_digits, toy_tokenizer
-from tasks import (
-    Problem,
-    exact_match,
-    from_hub,
-    from_jsonl,
-    from_python,
-    last_number,
-    load_task,
-    numeric_match,
-)
+from tasks import Problem, exact_match, last_number, load_task, numeric_match
 
 
 def test_addition_is_right_split_without_overlap_and_decided_by_the_seed():
@@ -78,32 +69,35 @@ def test_numeric_match_compares_last_numbers(answer, response, reward):
 @pytest.mark.parametrize("text, complaint", [
     ("", "has none"),
     ("\n\n", "has none"),
-    ('{"question": "1+1", "answer": 2}\n{"question": "2+2", "ans', "line 2 must be a JSON object"),
+    ('{"question": "1+1", "answer": 2}\n{"question": "2+2", "ans', "line 2 as JSON failed: .* Unterminated string"),
     ('\n[1, 2]', "line 2 must be an object"),
     ('{"answer": "2"}', 'line 1 must be an object with a non-empty string "question"'),
     ('{"question": " ", "answer": "2"}', "line 1"),
-    ('{"question": "1+1"}', 'line 1 must have an "answer"'),
-    ('{"question": "1+1", "answer": "two"}', 'line 1 must have an "answer" with a number'),
-    ('{"question": "1+1", "answer": true}', 'line 1 must have an "answer" with a number'),
-    ('{"question": "1+1", "answer": "2"}', "at least 2 different problems"),
+    ('{"question": "1+1"}', 'line 1 must .* an "answer"'),
+    ('{"question": "1+1", "answer": "two"}', 'line 1 must .* an "answer" with a number'),
+    ('{"question": "1+1", "answer": true}', 'line 1 must .* an "answer" with a number'),
+    ('{"question": "1+1", "answer": "2"}', "has 1 without repeats and 1 held out"),
 ])  # fmt: skip
 def test_malformed_jsonl_is_refused_with_its_line(tmp_path, text, complaint):
     path = tmp_path / "task.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=complaint):
-        from_jsonl(str(path), seed=0)
+        load_task(str(path), seed=0)
 
 
 def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_path):
     path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
     path.write_text("\n".join(json.dumps({"question": f"{i}+1=\u2028", "answer": i + 1}) for i in range(20)))
     held_out.write_text(json.dumps({"question": "q", "answer": "#### 7"}))
-    split = from_jsonl(str(path), seed=0)
+    split = load_task(str(path), seed=0)
     assert (len(split.train), len(split.held_out)) == (18, 2)
-    given = from_jsonl(str(path), 0, str(held_out))
+    given = load_task(str(path), 0, str(held_out))
     assert (len(given.train), given.held_out[0].answer) == (20, "#### 7")
-    with pytest.raises(ValueError, match=r"not readable as UTF-8: .*No such file"):
-        from_jsonl(str(tmp_path / "absent.jsonl"), 0)
+    held_out.write_text("")
+    with pytest.raises(ValueError, match=r"eval.jsonl has none"):
+        load_task(str(path), 0, str(held_out))
+    with pytest.raises(ValueError, match=r"as UTF-8 failed: .*No such file"):
+        load_task(str(tmp_path / "absent.jsonl"), 0)
 
 
 def test_a_question_is_in_one_split_only_whatever_the_file_repeats(tmp_path):
@@ -112,15 +106,15 @@ def test_a_question_is_in_one_split_only_whatever_the_file_repeats(tmp_path):
     again = [{"question": f"{i}+1= ", "answer": f"so #### {i + 1}.0"} for i in range(40)]
     path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
     path.write_text("\ufeff" + "\n".join(map(json.dumps, rows + again)), encoding="utf-8")  # with a byte-order mark
-    task = from_jsonl(str(path), seed=0)
+    task = load_task(str(path), seed=0)
     assert (len(task.train), len(task.held_out), task.num_repeated) == (36, 4, 40)
     assert not {p.question.strip() for p in task.train} & {p.question.strip() for p in task.held_out}
     held_out.write_text("\n".join(map(json.dumps, again[:5] + again[:5])))
-    task = from_jsonl(str(path), 0, str(held_out))
+    task = load_task(str(path), 0, str(held_out))
     assert (len(task.train), [p.question for p in task.held_out]) == (35, [f"{i}+1= " for i in range(5)])
     path.write_text("\n".join(map(json.dumps, [*rows, {"question": "7+1=", "answer": 9}])))
     with pytest.raises(ValueError, match=r"line 8 has '8' and .*task.jsonl, line 41 has '9' to the same question"):
-        from_jsonl(str(path), seed=0)
+        load_task(str(path), seed=0)
 
 
 def test_a_number_too_large_for_decimal_is_no_number():
@@ -152,21 +146,21 @@ def test_a_users_file_gives_different_problems_decided_by_the_seed_and_its_own_r
     assert (len(task.train), len(task.held_out)) == (27, 3)  # all there are, each once
     assert len({problem.question for problem in task.train + task.held_out}) == 30
     assert task.reward(Problem("3^2=", "9", ""), " 9") == 1.0
-    assert task.train == from_python(str(path), 0).train != from_python(str(path), 1).train
+    assert task.train == load_task(str(path), 0).train != load_task(str(path), 1).train
     assert task.train[0].source.startswith(f"{path}, problem ")
 
 
 @pytest.mark.parametrize("text, complaint", [
-    (None, "can be loaded, .* FileNotFoundError"),
-    ("import nothing_of_that_name", "can be loaded, .* ModuleNotFoundError"),
-    ("raise SystemExit(3)", "can be loaded, .* SystemExit"),
+    (None, "the import of .* fails .FileNotFoundError"),
+    ("import nothing_of_that_name", "the import of .* fails .ModuleNotFoundError"),
+    ("raise SystemExit(3)", "the import of .* fails .SystemExit"),
     ("def sample(rng): return 'q', 'a'", "has no reward"),
     ("sample = 3\ndef reward(problem, response): return 0.0", "has no sample"),
-    (SQUARES.replace('(1, 30)', '(1, 1)'), "at least 2 different problems"),
+    (SQUARES.replace('(1, 30)', '(1, 1)'), "has 1 without repeats and 1 held out"),
     (SQUARES.replace('"{row.n}^2="', '"1^2="'), "one answer, .*problem 1 has '.*' and .*problem 2 has '"),
     (SQUARES.replace("str(row.n**2)", "row.n**2"), "two strings, .* returns"),
     (SQUARES.replace('f"{row.n}^2="', '""'), "two strings, .* returns"),
-    (SQUARES.replace("rng.randint(1, 30)", "1 // 0"), "sample must return .* ZeroDivisionError"),
+    (SQUARES.replace("rng.randint(1, 30)", "1 // 0"), "sample of .* fails .ZeroDivisionError"),
 ])  # fmt: skip
 def test_a_users_file_that_is_broken_gets_a_sentence_with_its_name(tmp_path, text, complaint):
     path = tmp_path / "mine.py"
@@ -204,8 +198,8 @@ def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
 
 
 def test_a_dataset_that_cannot_be_had_or_has_other_columns_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"reachable hub name\), got no_such_owner/no_such_data:main, which cannot"):
-        from_hub("no_such_owner/no_such_data:main", 0)
+    with pytest.raises(ValueError, match=r"loading the dataset no_such_owner/no_such_data:main failed: Connection"):
+        load_task("no_such_owner/no_such_data:main", 0)
     with pytest.raises(ValueError, match=r"task must be toy, digits, countdown, .*, got tyo$"):
         load_task("tyo", 0)
     dataset(tmp_path / "other", "train", [{"prompt": "1+1", "answer": "2"}] * 3)

@@ -244,7 +244,7 @@ def test_a_reward_that_fails_stops_the_run_and_is_named(good, tmp_path, capsys):
                      "--task", str(tmp_path / "mine.py")))  # fmt: skip
     assert stop.value.code == 1
     said = capsys.readouterr().err
-    assert re.search(r"RewardError: the reward fails \(.*(0.3 s|nan).*\) on .*mine.py, problem \d+, question '", said)
+    assert re.search(r"error: the reward fails \(.*(0.3 s|nan).*\) on .*mine.py, problem \d+, question '", said)
 
 
 def fresh_vllm(folder: str, dtype: str, requests: list[tuple[list[int], int]]) -> list[tuple[list[int], list[float]]]:

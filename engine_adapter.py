@@ -202,28 +202,6 @@ def _prepare_environment() -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first log-probability compiles a kernel for 17 s
 
 
-def plain_vllm(
-    model: str, *, max_model_len: int, max_num_seqs: int, kv_cache_gib: float, dtype: str = "float32"
-) -> Callable[..., None]:
-    """vLLM's own `LLM.generate` in this process, as its users call it: the bare side of the benchmarks.
-
-    Returns `generate(prompts, group_size, sampling, logprobs=None)`, without seeds, with V1's defaults.
-    """
-    _prepare_environment()
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=max_model_len,
-              max_num_seqs=max_num_seqs, kv_cache_memory_bytes=int(kv_cache_gib * 2**30), gpu_memory_utilization=0.1)
-
-    def generate(prompts: list[list[int]], group_size: int, sampling: Sampling, logprobs: int | None = None) -> None:
-        params = SamplingParams(n=group_size, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
-                                stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, logprobs=logprobs,
-                                detokenize=False)
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-
-    return generate
-
-
 class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds exactly the weights the trainer gave it.
 

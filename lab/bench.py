@@ -114,7 +114,7 @@ def growth(options: Options) -> None:
 def bare_generate(
     engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling, logprobs: int | None = None
 ) -> None:
-    """Sample as `vllm.LLM.generate` does: vLLM's engine alone, without seeds, whole responses at the end."""
+    """Sample as `vllm.LLM.generate` does: no seeds, no adapter, whole responses at the end; the engine's settings."""
     params = _sampling_params(sampling, group_size, seed=None)
     params.logprobs, params.output_kind = logprobs, type(params.output_kind).FINAL_ONLY
     for request, prompt in enumerate(prompts):

@@ -149,46 +149,40 @@ def execute_all(commands: dict[Path, list[str]], jobs: int) -> dict[Path, str]:
 
 # ------------------------------------------------------------------------------------------------ measuring
 class Metric(NamedTuple):
-    """A column of the tables. `measure` reduces the steps of one run to a number."""
+    """A column of the tables: a field of metrics.jsonl, reduced over the steps of one run."""
 
     title: str
     form: str
-    measure: Callable[[list[dict[str, Any]]], float | None]
+    field: str
+    reduce: Callable = mean
+    window: slice = slice(None)
 
-
-def over_steps(name: str, reduce: Callable = mean, window: slice = slice(None)) -> Callable[..., float | None]:
-    def measure(steps: list[dict[str, Any]]) -> float | None:
-        values = [step[name] for step in steps if step.get(name) is not None][window]
-        return reduce(values) if values else None
-
-    return measure
-
-
-def tokens_per_second(steps: list[dict[str, Any]]) -> float:
-    return sum(step["tokens"] for step in steps) / sum(step["step_s"] for step in steps)
+    def measure(self, steps: list[dict[str, Any]]) -> float | None:
+        values = [step[self.field] for step in steps if step.get(self.field) is not None][self.window]
+        return self.reduce(values) if values else None
 
 
 LEARNING = {
-    "reward": Metric("reward, last 5 steps", ".2f", over_steps("reward", window=FINAL)),
-    "eval_reward": Metric("held-out reward, engine", ".2f", over_steps("eval_reward", window=LAST)),
-    "eval_true": Metric("held-out reward, trainer", ".2f", over_steps("eval_reward_trainer", window=LAST)),
-    "eval_gap": Metric("engine minus trainer", ".2f", over_steps("eval_gap", window=LAST)),
-    "entropy": Metric("entropy, last 5 steps", ".2f", over_steps("entropy", window=FINAL)),
-    "clip_rate": Metric("clip rate", ".1%", over_steps("clip_rate")),
-    "clip_early": Metric("clip rate, first 10 steps", ".1%", over_steps("clip_rate", window=EARLY)),
-    "kl_new_old": Metric("KL new/old", ".1e", over_steps("kl_new_old")),
-    "ratio_mean": Metric("mean ratio", ".3f", over_steps("ratio_mean")),
+    "reward": Metric("reward, last 5 steps", ".2f", "reward", window=FINAL),
+    "eval_reward": Metric("held-out reward, engine", ".2f", "eval_reward", window=LAST),
+    "eval_true": Metric("held-out reward, trainer", ".2f", "eval_reward_trainer", window=LAST),
+    "eval_gap": Metric("engine minus trainer", ".2f", "eval_gap", window=LAST),
+    "entropy": Metric("entropy, last 5 steps", ".2f", "entropy", window=FINAL),
+    "clip_rate": Metric("clip rate", ".1%", "clip_rate"),
+    "clip_early": Metric("clip rate, first 10 steps", ".1%", "clip_rate", window=EARLY),
+    "kl_new_old": Metric("KL new/old", ".1e", "kl_new_old"),
+    "ratio_mean": Metric("mean ratio", ".3f", "ratio_mean"),
 }
 BACKEND = {
-    "mismatch": Metric("mean mismatch", ".1e", over_steps("mismatch_abs_mean")),
-    "mismatch_fresh": Metric("mean mismatch, fresh rollouts", ".1e", over_steps("fresh_mismatch_abs_mean")),
-    "mismatch_max": Metric("largest mismatch", ".1e", over_steps("mismatch_max", max)),
-    "mismatch_kl": Metric("mismatch, KL (k3)", ".1e", over_steps("mismatch_kl")),
-    "ess": Metric("ESS", ".2f", over_steps("ess")),
-    "staleness": Metric("mean staleness", ".2f", over_steps("staleness_mean")),
-    "staleness_max": Metric("largest staleness", ".0f", over_steps("staleness_max", max)),
-    "wasted": Metric("wasted tokens", ".0f", over_steps("tokens_wasted", window=LAST)),
-    "tokens_s": Metric("tokens/s", ".0f", tokens_per_second),
+    "mismatch": Metric("mean mismatch", ".1e", "mismatch_abs_mean"),
+    "mismatch_fresh": Metric("mean mismatch, fresh rollouts", ".1e", "fresh_mismatch_abs_mean"),
+    "mismatch_max": Metric("largest mismatch", ".1e", "mismatch_max", max),
+    "mismatch_kl": Metric("mismatch, KL (k3)", ".1e", "mismatch_kl"),
+    "ess": Metric("ESS", ".2f", "ess"),
+    "staleness": Metric("mean staleness", ".2f", "staleness_mean"),
+    "staleness_max": Metric("largest staleness", ".0f", "staleness_max", max),
+    "wasted": Metric("wasted tokens", ".0f", "tokens_wasted", window=LAST),
+    "tokens_s": Metric("tokens/s", ".0f", "tokens_s", window=LAST),
 }
 METRICS = LEARNING | BACKEND
 PANELS = {  # of ablation.png: the four curves of the original report, the mismatch, and the trainer alone
@@ -201,6 +195,7 @@ CURVES = ("clip_rate", "clip_early", "kl_new_old", "entropy", "reward", "mismatc
 def measure(folder: Path) -> dict[str, Any]:
     """METRICS of one run, and the probe's diagnosis after the first step."""
     steps = steps_of(folder)[1:]  # without the evaluation before the first step
+    steps[-1]["tokens_s"] = sum(step["tokens"] for step in steps) / sum(step["step_s"] for step in steps)  # of the run
     verdict = json.loads(max(folder.glob("probe/*.json")).read_text())
     causes = [f"{cause['layer']}: {cause['name']}" for cause in verdict["causes"]]
     return {name: metric.measure(steps) for name, metric in METRICS.items()} | {

@@ -15,6 +15,7 @@ from lab.ablate import (
     LEFT_OUT,
     MARKERS,
     METRICS,
+    Metric,
     Options,
     cell,
     commands_of,
@@ -24,7 +25,6 @@ from lab.ablate import (
     execute_all,
     folders_of,
     main,
-    over_steps,
     spreads,
     write_page,
 )
@@ -110,8 +110,8 @@ def test_differences_need_a_distance_above_the_seed_range_and_no_overlap():
 
 
 def test_metrics_skip_steps_without_a_value():
-    assert over_steps("kl", max)([{"kl": 1.0}, {}, {"kl": None}, {"kl": 3.0}]) == 3.0
-    assert over_steps("kl")([{}]) is None
+    assert Metric("", "", "kl", max).measure([{"kl": 1.0}, {}, {"kl": None}, {"kl": 3.0}]) == 3.0
+    assert Metric("", "", "kl").measure([{}]) is None
     assert METRICS["reward"].measure([{"reward": float(step)} for step in range(10)]) == 7.0  # of steps 5 to 9
     assert METRICS["clip_early"].measure([{"clip_rate": float(step)} for step in range(20)]) == 4.5  # of steps 0 to 9
     assert METRICS["eval_true"].measure([{"eval_reward": 0.9, "eval_reward_trainer": 0.0}]) == 0.0

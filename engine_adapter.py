@@ -104,7 +104,7 @@ def parity_arguments(parity: ParityFlags) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """All that shapes the sampled distribution; `_sampling_params` sets everything else to its neutral value.
+    """All that shapes the sampled distribution; `sampling_params` sets everything else to its neutral value.
 
     Training uses the temperature alone. The rest is for the probe: `probe.traces.process_logits` reproduces it.
     """
@@ -198,28 +198,6 @@ def _prepare_environment() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first log-probability compiles a kernel for 17 s
     warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")  # 0.32 has no cascade attention at all
-
-
-def plain_vllm(
-    model: str, *, max_model_len: int, max_num_seqs: int, kv_cache_gib: float, dtype: str = "float32"
-) -> Callable[..., None]:
-    """vLLM's own `LLM.generate` in this process, as its users call it: the bare side of the benchmarks.
-
-    Returns `generate(prompts, group_size, sampling, logprobs=None)`, without seeds, with V1's defaults.
-    """
-    _prepare_environment()
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=max_model_len,
-              max_num_seqs=max_num_seqs, kv_cache_memory_bytes=int(kv_cache_gib * 2**30), gpu_memory_utilization=0.1)
-
-    def generate(prompts: list[list[int]], group_size: int, sampling: Sampling, logprobs: int | None = None) -> None:
-        params = SamplingParams(n=group_size, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
-                                stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, logprobs=logprobs,
-                                detokenize=False)
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-
-    return generate
 
 
 class Engine:
@@ -344,7 +322,7 @@ class Engine:
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         """One request to vLLM: rollouts of one prompt with consecutive seeds."""
         request_id, first = next(self._request_ids), rollouts[0]
-        params = _sampling_params(first.sampling, len(rollouts), first.seed)
+        params = sampling_params(first.sampling, len(rollouts), first.seed)
         self.llm.add_request(request_id, {"prompt_token_ids": first.prompt_ids}, params)
         self._requests[request_id] = rollouts
         return rollouts
@@ -553,7 +531,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sampling_params(sampling: Sampling, group_size: int, seed: int):
+def sampling_params(sampling: Sampling, group_size: int, seed: int):
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(

@@ -1,18 +1,20 @@
 """Measurements: `python -m lab.ablate`, `lab.bench`, `lab.bench_gpu`, `lab.plan`; all print Markdown tables."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 
-def row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def table_lines(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """A Markdown table line by line, so that each row can be printed as soon as it is measured."""
+    return (f"| {' | '.join(cells)} |" for cells in chain((titles, ["---"] * len(titles)), rows))
 
 
 def table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    return "\n".join(row(*cells) for cells in (titles, ["---"] * len(titles), *rows))
+    return "\n".join(table_lines(titles, rows))
 
 
 def origin(command: str, record: dict[str, Any]) -> str:

@@ -11,16 +11,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from statistics import fmean as mean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
 from lab import origin, table
+from lab.curves import plot, steps_of
+from objectives import Count, check_rules
 from records import one_sentence
 
 ROOT = Path(__file__).parents[1]
@@ -76,27 +79,19 @@ EARLY = slice(10)  # later, a failing run has collapsed to a nearly uniform poli
 class Options:
     """Arms, seeds and steps."""
 
-    out: str = "runs/ablation"
-    """Folder for ablation.md, ablation.json, ablation.png and one folder per run."""
-    arms: tuple[Literal[tuple(ARMS)], ...] = tuple(ARMS)
-    """Arms to run; ARMS in lab/ablate.py lists the options of each."""
-    seeds: int = 3
-    """Number of seeds per arm: 0, 1, ... The tables show the range over the seeds."""
-    steps: int = 40
-    """Steps per run."""
-    jobs: int = 2
-    """Runs at the same time; they share the CPU threads. Use 1 on a GPU."""
+    out: str = "runs/ablation"  # Folder for ablation.md, ablation.json, ablation.png and one folder per run.
+    arms: tuple[Literal[tuple(ARMS)], ...] = tuple(ARMS)  # ARMS in lab/ablate.py lists the options of each arm.
+    seeds: Count = 3  # Number of seeds per arm: 0, 1, ... The tables show the range over the seeds.
+    steps: Count = 40  # Steps per run.
+    jobs: Count = 2  # Runs at the same time; they share the CPU threads. Use 1 on a GPU.
+    # More options for train.py. They override the workload: --train-args="--model PATH --max-new-tokens 256".
     train_args: str = ""
-    """More options for train.py. They override the workload: --train-args="--model PATH --max-new-tokens 256"."""
-    page: str | None = None
-    """A file whose text between the two marker lines is replaced by ablation.md."""
+    page: str | None = None  # A file whose text between the two marker lines is replaced by ablation.md.
+    # Write ablation.md again from ablation.json in `out`; run nothing. Give the seeds and steps of that run.
     render: bool = False
-    """Write ablation.md again from ablation.json in `out`; run nothing. Give the seeds and steps of that run."""
 
     def __post_init__(self):
-        for name in ("seeds", "steps", "jobs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_rules(self)
         own = {"--out", "--seed", "--steps", "--probe-every", "--resume"}
         if taken := sorted(own & {word.partition("=")[0].replace("_", "-") for word in shlex.split(self.train_args)}):
             raise ValueError(f"train_args must not contain {', '.join(taken)} (lab.ablate sets them), got"
@@ -104,118 +99,103 @@ class Options:
 
 
 # ------------------------------------------------------------------------------------------------ running
-@dataclass(frozen=True)
-class Run:
-    """One command of train.py. Arms with equal options share one run per seed."""
-
-    name: str
-    folder: Path
-    command: list[str]
-    threads: int
+def folders_of(arm: str, options: Options) -> list[Path]:
+    """A folder for each seed. Arms with equal options share their runs: the first of them gives the name."""
+    name = next(each for each in ARMS if ARMS[each] == ARMS[arm])
+    return [Path(options.out).resolve() / "runs" / f"{name}-seed{seed}" for seed in range(options.seeds)]
 
 
-def runs_of(options: Options) -> dict[tuple[str, int], Run]:
-    """The run of each arm and seed. Seeds vary fastest, so that two parallel runs train two different toy models."""
+def commands_of(options: Options) -> dict[Path, list[str]]:
+    """The command of each run. Seeds vary fastest, so that two parallel runs train two different toy models."""
     workload = [word for name, (value, _) in WORKLOAD.items() for word in (name, value)]
     workload += ["--steps", str(options.steps), "--probe-every", str(options.steps), *shlex.split(options.train_args)]
-    threads = max(1, len(os.sched_getaffinity(0)) // options.jobs)
-    first = {ARMS[arm]: arm for arm in reversed(ARMS)}  # the first arm with these options names the folder
-    runs = {}
-    for arm in options.arms:
-        for seed in range(options.seeds):
-            folder = Path(options.out).resolve() / "runs" / f"{first[ARMS[arm]]}-seed{seed}"
-            command = [sys.executable, str(ROOT / "train.py"), "--out", str(folder), "--seed", str(seed)]
-            runs[arm, seed] = Run(f"{arm}, seed {seed}", folder, [*command, *workload, *ARMS[arm]], threads)
-    return runs
+    train = [sys.executable, str(ROOT / "train.py")]
+    return {folder: [*train, "--out", str(folder), "--seed", str(seed), *workload, *ARMS[arm]]
+            for arm in options.arms for seed, folder in enumerate(folders_of(arm, options))}
 
 
-def execute(run: Run) -> str | None:
+def execute(folder: Path, command: list[str], threads: int = 1) -> str | None:
     """Run the command, unless the same command has already finished. Returns the error of a failed run."""
-    record = run.folder.with_suffix(".json")  # the options of a finished run
-    if record.exists() and json.loads(record.read_text()) == run.command[2:]:
+    finished, log = folder.with_suffix(".json"), folder.with_suffix(".log")  # `finished`: options of a finished run
+    if finished.exists() and json.loads(finished.read_text()) == command[2:]:
         return None
-    record.unlink(missing_ok=True)
-    shutil.rmtree(run.folder, ignore_errors=True)
-    environment, log = os.environ | {"OMP_NUM_THREADS": str(run.threads)}, run.folder.with_suffix(".log")
+    finished.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with open(log, "w") as output:
-        status = subprocess.run(run.command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
-    if status.returncode:
-        last_line = (log.read_text().strip().splitlines() or [""])[-1]
-        return f"exit status {status.returncode}: {last_line[:200]}"
-    record.write_text(json.dumps(run.command[2:]))
+        result = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
+    if result.returncode:
+        last_line = log.read_text().strip().rpartition("\n")[2]
+        return f"exit status {result.returncode}: {last_line[:200]}"
+    finished.write_text(json.dumps(command[2:]))
     return None
 
 
-def execute_all(runs: Iterable[Run], jobs: int) -> dict[Path, str]:
-    """Execute each distinct run, `jobs` at a time, with one line of output for each. Returns the errors by folder."""
-    distinct = list({run.folder: run for run in runs}.values())
+def execute_all(commands: dict[Path, list[str]], jobs: int) -> dict[Path, str]:
+    """Execute the commands, `jobs` at a time, with one line of output for each. Returns the errors by folder."""
     crashed, started = {}, time.monotonic()
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     with ThreadPoolExecutor(jobs) as pool:
-        for done, (run, error) in enumerate(zip(distinct, pool.map(execute, distinct), strict=True), 1):
+        errors = pool.map(execute, commands, commands.values(), repeat(threads))
+        for done, (folder, error) in enumerate(zip(commands, errors, strict=True), 1):
             if error:
-                crashed[run.folder], outcome = error, f"CRASHED, {error}"
+                crashed[folder], outcome = error, f"CRASHED, {error}"
             else:
-                outcome = "reward {reward:.2f}, mismatch {mismatch:.1e}, {probe:.60}".format(**measure(run.folder))
+                outcome = "reward {reward:.2f}, mismatch {mismatch:.1e}, {probe:.60}".format(**measure(folder))
             minutes = (time.monotonic() - started) / 60
-            print(f"[{done}/{len(distinct)}] {run.name}: {outcome} | {minutes:.1f} min", flush=True)
+            print(f"[{done}/{len(commands)}] {folder.name}: {outcome} | {minutes:.1f} min", flush=True)
     return crashed
 
 
 # ------------------------------------------------------------------------------------------------ measuring
-@dataclass(frozen=True)
-class Metric:
-    """A column of the tables. `measure` reduces the steps of one run to a number."""
+class Metric(NamedTuple):
+    """A column of the tables: a field of metrics.jsonl, reduced over the steps of one run."""
 
     title: str
     form: str
-    measure: Callable[[list[dict[str, Any]]], float | None]
+    field: str
+    reduce: Callable = mean
+    window: slice = slice(None)
+
+    def measure(self, steps: list[dict[str, Any]]) -> float | None:
+        values = [step[self.field] for step in steps if step.get(self.field) is not None][self.window]
+        return self.reduce(values) if values else None
 
 
-def over_steps(name: str, reduce: Callable = mean, window: slice = slice(None)) -> Callable[..., float | None]:
-    def measure(steps: list[dict[str, Any]]) -> float | None:
-        values = [step[name] for step in steps if step.get(name) is not None][window]
-        return reduce(values) if values else None
-
-    return measure
-
-
-def tokens_per_second(steps: list[dict[str, Any]]) -> float:
-    return sum(step["tokens"] for step in steps) / sum(step["step_s"] for step in steps)
-
-
-METRICS = {
-    "reward": Metric("reward, last 5 steps", ".2f", over_steps("reward", window=FINAL)),
-    "eval_reward": Metric("held-out reward, engine", ".2f", over_steps("eval_reward", window=LAST)),
-    "eval_true": Metric("held-out reward, trainer", ".2f", over_steps("eval_reward_trainer", window=LAST)),
-    "eval_gap": Metric("engine minus trainer", ".2f", over_steps("eval_gap", window=LAST)),
-    "entropy": Metric("entropy, last 5 steps", ".2f", over_steps("entropy", window=FINAL)),
-    "clip_rate": Metric("clip rate", ".1%", over_steps("clip_rate")),
-    "clip_early": Metric("clip rate, first 10 steps", ".1%", over_steps("clip_rate", window=EARLY)),
-    "kl_new_old": Metric("KL new/old", ".1e", over_steps("kl_new_old")),
-    "ratio_mean": Metric("mean ratio", ".3f", over_steps("ratio_mean")),
-    "mismatch": Metric("mean mismatch", ".1e", over_steps("mismatch_abs_mean")),
-    "mismatch_fresh": Metric("mean mismatch, fresh rollouts", ".1e", over_steps("fresh_mismatch_abs_mean")),
-    "mismatch_max": Metric("largest mismatch", ".1e", over_steps("mismatch_max", max)),
-    "mismatch_kl": Metric("mismatch, KL (k3)", ".1e", over_steps("mismatch_kl")),
-    "ess": Metric("ESS", ".2f", over_steps("ess")),
-    "staleness": Metric("mean staleness", ".2f", over_steps("staleness_mean")),
-    "staleness_max": Metric("largest staleness", ".0f", over_steps("staleness_max", max)),
-    "wasted": Metric("wasted tokens", ".0f", over_steps("tokens_wasted", window=LAST)),
-    "tokens_s": Metric("tokens/s", ".0f", tokens_per_second),
+LEARNING = {
+    "reward": Metric("reward, last 5 steps", ".2f", "reward", window=FINAL),
+    "eval_reward": Metric("held-out reward, engine", ".2f", "eval_reward", window=LAST),
+    "eval_true": Metric("held-out reward, trainer", ".2f", "eval_reward_trainer", window=LAST),
+    "eval_gap": Metric("engine minus trainer", ".2f", "eval_gap", window=LAST),
+    "entropy": Metric("entropy, last 5 steps", ".2f", "entropy", window=FINAL),
+    "clip_rate": Metric("clip rate", ".1%", "clip_rate"),
+    "clip_early": Metric("clip rate, first 10 steps", ".1%", "clip_rate", window=EARLY),
+    "kl_new_old": Metric("KL new/old", ".1e", "kl_new_old"),
+    "ratio_mean": Metric("mean ratio", ".3f", "ratio_mean"),
 }
-LEARNING = ("reward", "eval_reward", "eval_true", "eval_gap", "entropy", "clip_rate", "clip_early", "kl_new_old",
-            "ratio_mean")
-BACKEND = tuple(name for name in METRICS if name not in LEARNING)
+BACKEND = {
+    "mismatch": Metric("mean mismatch", ".1e", "mismatch_abs_mean"),
+    "mismatch_fresh": Metric("mean mismatch, fresh rollouts", ".1e", "fresh_mismatch_abs_mean"),
+    "mismatch_max": Metric("largest mismatch", ".1e", "mismatch_max", max),
+    "mismatch_kl": Metric("mismatch, KL (k3)", ".1e", "mismatch_kl"),
+    "ess": Metric("ESS", ".2f", "ess"),
+    "staleness": Metric("mean staleness", ".2f", "staleness_mean"),
+    "staleness_max": Metric("largest staleness", ".0f", "staleness_max", max),
+    "wasted": Metric("wasted tokens", ".0f", "tokens_wasted", window=LAST),
+    "tokens_s": Metric("tokens/s", ".0f", "tokens_s", window=LAST),
+}
+METRICS = LEARNING | BACKEND
+PANELS = {  # of ablation.png: the four curves of the original report, the mismatch, and the trainer alone
+    "clip rate": "clip_rate", "KL new/old, nats (log)": "kl_new_old", "entropy, nats": "entropy", "reward": "reward",
+    "mismatch, nats (log)": "mismatch_abs_mean", "held-out reward, trainer alone": "eval_reward_trainer",
+}
 CURVES = ("clip_rate", "clip_early", "kl_new_old", "entropy", "reward", "mismatch")  # the original report, and mismatch
-
-
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def measure(folder: Path) -> dict[str, Any]:
     """METRICS of one run, and the probe's diagnosis after the first step."""
     steps = steps_of(folder)[1:]  # without the evaluation before the first step
+    steps[-1]["tokens_s"] = sum(step["tokens"] for step in steps) / sum(step["step_s"] for step in steps)  # of the run
     verdict = json.loads(max(folder.glob("probe/*.json")).read_text())
     causes = [f"{cause['layer']}: {cause['name']}" for cause in verdict["causes"]]
     return {name: metric.measure(steps) for name, metric in METRICS.items()} | {
@@ -238,9 +218,8 @@ def seed_range(values: tuple[float, ...]) -> float:
 
 def distances(arm: Arm, base: Arm) -> dict[str, float]:
     """|difference of the means| / larger seed range, for each metric that both arms measured with several seeds."""
-    both = ((name, arm[name], base[name]) for name in METRICS if name in arm and name in base)
-    return {name: abs(mean(ours) - mean(theirs)) / max(seed_range(ours), seed_range(theirs), 1e-12)
-            for name, ours, theirs in both if len(ours) > 1 and len(theirs) > 1}
+    return {name: abs(mean(arm[name]) - mean(base[name])) / max(seed_range(arm[name]), seed_range(base[name]), 1e-12)
+            for name in METRICS if min(len(arm.get(name, ())), len(base.get(name, ()))) > 1}
 
 
 # ------------------------------------------------------------------------------------------------ reporting
@@ -260,10 +239,11 @@ def differences(arm: Arm, base: Arm) -> str:
     it depends on the other runs of the machine.
     """
     texts, apart = [], distances(arm, base)
-    for name in sorted(apart.keys() - {"tokens_s"}, key=apart.get, reverse=True):
-        ours, theirs, form = arm[name], base[name], METRICS[name].form
-        if apart[name] > 1 and (max(ours) < min(theirs) or max(theirs) < min(ours)):
-            texts.append(f"{METRICS[name].title}: {mean(ours):{form}} ({mean(theirs):{form}})")
+    for name in sorted(apart, key=apart.get, reverse=True):
+        ours, theirs, metric = arm[name], base[name], METRICS[name]
+        overlap = max(ours) >= min(theirs) and max(theirs) >= min(ours)
+        if apart[name] > 1 and not overlap and name != "tokens_s":
+            texts.append(f"{metric.title}: {mean(ours):{metric.form}} ({mean(theirs):{metric.form}})")
     return "; ".join(texts) or "nothing"
 
 
@@ -303,33 +283,6 @@ def report(options: Options, record: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def plot(runs: dict[str, list[Path]], path: Path) -> None:
-    """ablation.png: the four curves of the original report, the mismatch, and the held-out reward of the trainer alone.
-
-    Lines are means over the seeds, bands the seed range.
-    """
-    from matplotlib.figure import Figure
-
-    panels = {
-        "clip rate": "clip_rate", "KL new/old, nats": "kl_new_old", "entropy, nats": "entropy", "reward": "reward",
-        "mismatch, nats": "mismatch_abs_mean", "held-out reward, trainer alone": "eval_reward_trainer",
-    }
-    colors = {"reference": "tab:blue", "v1-defaults": "tab:red", "parity": "tab:green"}
-    steps = {arm: [steps_of(folder) for folder in runs.get(arm, [])] for arm in colors}
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    for axis, (title, name) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
-        for arm, color in colors.items():
-            curves = ({step["step"]: step[name] for step in run if step.get(name) is not None} for run in steps[arm])
-            if curves := [curve for curve in curves if curve]:
-                shared = sorted(set.intersection(*map(set, curves)))
-                values = [[curve[step] for curve in curves] for step in shared]
-                axis.plot(shared, [*map(mean, values)], color=color, label=arm)
-                axis.fill_between(shared, [*map(min, values)], [*map(max, values)], color=color, alpha=0.2, lw=0)
-        axis.set(title=title, xlabel="step", yscale="log" if title.startswith(("mismatch", "KL")) else "linear")
-    figure.axes[0].legend()
-    figure.savefig(path, dpi=110)
-
-
 MARKERS = "<!-- ablation.md -->", "<!-- end of ablation.md -->"
 
 
@@ -349,22 +302,22 @@ def write_page(path: Path, text: str | None = None) -> None:
 # ------------------------------------------------------------------------------------------------ the command
 def run_arms(options: Options, command: str) -> None:
     """Execute the runs; write ablation.json and ablation.png."""
-    out, runs = Path(options.out), runs_of(options)
+    out = Path(options.out)
     (out / "runs").mkdir(parents=True, exist_ok=True)
-    errors = execute_all(runs.values(), options.jobs)
-    crashed = {run.name: errors[run.folder] for run in runs.values() if run.folder in errors}
-    finished: dict[str, list[Path]] = {}
-    for (arm, _), run in runs.items():
-        if run.folder not in errors:
-            finished.setdefault(arm, []).append(run.folder)
+    crashed = execute_all(commands_of(options), options.jobs)
+    finished = {arm: [folder for folder in folders_of(arm, options) if folder not in crashed] for arm in options.arms}
+    finished = {arm: folders for arm, folders in finished.items() if folders}
     if not finished:
         sys.exit(f"error: no run finished; the logs are in {out / 'runs'}")
     configs = [json.loads((folders[0] / "config.json").read_text()) for folders in finished.values()]
-    config = next((each for each in configs if each["versions"]["vllm"]), configs[0])  # the reference has no vLLM
-    arms = {arm: {"options": ARMS[arm], "runs": [*map(measure, folders)]} for arm, folders in finished.items()}
-    record = {"command": command} | {name: config[name] for name in ("device", "versions", "commit", "dirty")}
-    (out / "ablation.json").write_text(json.dumps(record | {"arms": arms, "crashed": crashed}, indent=1))
-    plot(finished, out / "ablation.png")
+    config = max(configs, key=lambda each: bool(each["versions"]["vllm"]))  # the reference has no vLLM
+    record = {"command": command} | {name: config[name] for name in ("device", "versions", "commit", "dirty")} | {
+        "arms": {arm: {"options": ARMS[arm], "runs": [*map(measure, finished[arm])]} for arm in finished},
+        "crashed": {folder.name: error for folder, error in crashed.items()},
+    }
+    (out / "ablation.json").write_text(json.dumps(record, indent=1))
+    shown = [arm for arm in ("reference", "v1-defaults", "parity") if arm in finished]
+    plot({title: {arm: (finished[arm], name) for arm in shown} for title, name in PANELS.items()}, out / "ablation.png")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,32 +1,42 @@
-"""curves.png: a run's metrics over its steps."""
+"""Pictures of metrics over the steps: curves.png of one run; lab.ablate draws ablation.png of many."""
 
 import json
 from pathlib import Path
+from statistics import fmean as mean
+from typing import Any
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> None:
+    """Six panels by title, each with lines by label: folders of runs and a metric, drawn as mean and range."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axis, (title, lines) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
+        for label, (folders, name) in lines.items():
+            curves = [{row["step"]: row[name] for row in steps_of(folder) if row.get(name) is not None}
+                      for folder in folders]
+            steps = sorted(set.intersection(*map(set, curves)))
+            values = [[curve[step] for curve in curves] for step in steps]
+            if steps:
+                axis.plot(steps, [*map(mean, values)], label=label)
+                axis.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2)
+                axis.legend(fontsize=8)
+        axis.set(title=title, xlabel="step", yscale="log" if title.endswith("(log)") else "linear")
+    figure.savefig(path, dpi=110)
 
 
 def plot_curves(out: Path) -> None:
-    """curves.png from metrics.jsonl."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """curves.png of the run in a folder."""
     panels = {
         "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"],
         "KL new/old, nats": ["kl_new_old"], "entropy, nats": ["entropy"],
-        "mismatch, nats": ["mismatch_abs_mean", "mismatch_max"],
+        "mismatch, nats (log)": ["mismatch_abs_mean", "mismatch_max"],
         "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
     }
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
-        for name in names:
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=name, marker="o" if name.startswith("eval") else None)
-                axis.legend(fontsize=8)
-        axis.set(title=title, xlabel="step", yscale="log" if title.startswith("mismatch") else "linear")
-    figure.savefig(out / "curves.png", dpi=110)
-    pyplot.close(figure)
-
-
+    lines = {title: {name: ([out], name) for name in names} for title, names in panels.items()}
+    plot(lines, out / "curves.png")

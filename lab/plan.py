@@ -6,7 +6,7 @@ are counted. The engine's memory beside its weights and KV cache is an estimate.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,27 +38,22 @@ class Memory(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
-        self._seen: dict[int, weakref.ref] = {}
+        self._counted: set[int] = set()  # storages, by address
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                self._count(each.untyped_storage())
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._counted:
+                self._counted.add(storage._cdata)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-
-        def forget(_):
-            del self._seen[key]
-            self.live -= num_bytes
-
-        self._seen[key] = weakref.ref(storage, forget)
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._counted.remove(address)
+        self.live -= num_bytes
 
     def added_by(self, function: Callable[[], Any]) -> int:
         """The most bytes alive during a call, less those alive before it."""
@@ -93,7 +88,7 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, each.name) for each in fields(self))
+        return sum(vars(self).values())
 
 
 def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> tuple[Parts, int]:
@@ -106,7 +101,7 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
     minibatch = config.num_prompts * config.group_size // config.num_minibatches
     rows = min(max(1, config.micro_batch_tokens // width), minibatch)
     dtype, memory = getattr(torch, config.dtype), Memory()
-    attention = {"sdpa": "planned_sdpa"}.get(kind := attention_for(model_config), kind)
+    attention = attention_for(model_config).replace("sdpa", "planned_sdpa")
     with FakeTensorMode(), memory:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
         policy = Policy(model, config.parity.fp32_head, gradient_checkpointing=config.gradient_checkpointing,
@@ -143,15 +138,15 @@ def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: in
     update, forward = measure_trainer(config, model_config, max_prompt_tokens)
     copies = bool(config.kl_coef) + bool(config.probe_every or config.probe_on_alarm)  # first weights; the step before
     update = replace(update, copies=copies * update.weights)
-    between = replace(update, gradients=0, activations=0)
+    idle = replace(update, gradients=0, activations=0)
     if config.offload_optimizer:
-        between = replace(between, masters=0, moments=0)
+        idle = replace(idle, masters=0, moments=0)
     vllm, cache = config.engine == "vllm", config.kv_cache_gib * GIB
     engine = dict(engine=update.weights if vllm else 0, kv_cache=cache)
-    awake = replace(between, **engine, sampling=sampling_bytes(config, model_config))
     stays_awake = vllm and config.inflight_groups and config.parity.inflight_keep  # sleep would drop the kept KV cache
     asleep = engine if stays_awake else {}
-    by_phase = {"generate": awake, "old_logprobs": replace(between, activations=forward, **asleep),
+    awake = replace(idle, **engine, sampling=sampling_bytes(config, model_config))
+    by_phase = {"generate": awake, "old_logprobs": replace(idle, activations=forward, **asleep),
                 "update": replace(update, **asleep), "sync": awake}
     if vllm and config.eval_with_trainer:  # the trainer's own KV cache has the same size
         by_phase["evaluate"] = replace(awake, kv_cache=2 * cache)
@@ -172,11 +167,10 @@ def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens
     update = by_phase["update"]
     print(f"{model_config.model_type}, {update.weights / dtype.itemsize / 1e6:,.1f} million parameters, {config.dtype};"
           f" prompts of {max_prompt_tokens} and responses of {config.max_new_tokens} tokens; GiB on one GPU:\n")
-    columns = [each.name for each in fields(Parts) if any(getattr(parts, each.name) for parts in by_phase.values())]
+    columns = [name for name in vars(update) if any(getattr(parts, name) for parts in by_phase.values())] + ["total"]
     print(table(
-        ["phase", *(name.replace("_", " ") for name in columns), "total"],
-        [[phase, *(f"{getattr(parts, name) / GIB:.2f}" for name in [*columns, "total"])]
-         for phase, parts in by_phase.items()],
+        ["phase", *(name.replace("_", " ") for name in columns)],
+        [[phase, *(f"{getattr(parts, name) / GIB:.2f}" for name in columns)] for phase, parts in by_phase.items()],
     ))
     length = max_prompt_tokens + config.max_new_tokens
     held = int(config.kv_cache_gib * GIB / (length * kv_bytes_per_token(model_config, dtype)))
@@ -195,8 +189,7 @@ def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens
 class Options(Config):
     """The options of train.py, and the memory of the GPU."""
 
-    gib: float = 80.0
-    """Memory of the GPU in GiB; the command says whether the run fits."""
+    gib: float = 80.0  # Memory of the GPU in GiB; the command says whether the run fits.
 
 
 def main(arguments: list[str] | None = None) -> None:

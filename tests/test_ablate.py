@@ -15,16 +15,16 @@ from lab.ablate import (
     LEFT_OUT,
     MARKERS,
     METRICS,
+    Metric,
     Options,
-    Run,
     cell,
+    commands_of,
     differences,
     distances,
     execute,
     execute_all,
+    folders_of,
     main,
-    over_steps,
-    runs_of,
     spreads,
     write_page,
 )
@@ -51,7 +51,7 @@ def test_a_crashed_run_is_reported_and_a_second_call_repeats_only_that_run(tmp_p
     command = ["--out", str(out), "--arms", "v1-defaults", "reference", *small]
     assert main(command) == 1
     printed = capsys.readouterr().out
-    assert "[2/2] reference, seed 0: CRASHED, exit status 2: error: out must be a writable folder" in printed
+    assert "[2/2] reference-seed0: CRASHED, exit status 2: error: out must be a writable folder" in printed
     assert set(json.loads((out / "ablation.json").read_text())["arms"]) == {"v1-defaults"}
     assert "**Crashed**" in (out / "ablation.md").read_text()
 
@@ -110,8 +110,8 @@ def test_differences_need_a_distance_above_the_seed_range_and_no_overlap():
 
 
 def test_metrics_skip_steps_without_a_value():
-    assert over_steps("kl", max)([{"kl": 1.0}, {}, {"kl": None}, {"kl": 3.0}]) == 3.0
-    assert over_steps("kl")([{}]) is None
+    assert Metric("", "", "kl", max).measure([{"kl": 1.0}, {}, {"kl": None}, {"kl": 3.0}]) == 3.0
+    assert Metric("", "", "kl").measure([{}]) is None
     assert METRICS["reward"].measure([{"reward": float(step)} for step in range(10)]) == 7.0  # of steps 5 to 9
     assert METRICS["clip_early"].measure([{"clip_rate": float(step)} for step in range(20)]) == 4.5  # of steps 0 to 9
     assert METRICS["eval_true"].measure([{"eval_reward": 0.9, "eval_reward_trainer": 0.0}]) == 0.0
@@ -121,26 +121,26 @@ def test_metrics_skip_steps_without_a_value():
 
 
 def test_arms_with_equal_options_share_a_run(tmp_path):
-    runs = runs_of(Options(out=str(tmp_path), arms=("+inflight", "parity-minus-fp32-head"), seeds=1))
-    shared, same = runs.values()
-    assert (shared.folder, shared.command) == (same.folder, same.command)
+    options = Options(out=str(tmp_path), arms=("+inflight", "parity-minus-fp32-head"), seeds=1)
+    (shared,), (same,) = (folders_of(arm, options) for arm in options.arms)
+    assert shared == same
+    assert [*commands_of(options)] == [shared]
     tmp_path.joinpath("runs").mkdir()
-    failing = [Run(run.name, run.folder, ["sh", "-c", "echo once; exit 3"], 1) for run in runs.values()]
-    assert execute_all(failing, 2) == {shared.folder: "exit status 3: once"}
+    assert execute_all({shared: ["sh", "-c", "echo once; exit 3"]}, 2) == {shared: "exit status 3: once"}
 
 
 def test_an_interrupted_run_never_counts_as_finished(tmp_path):
     folder = tmp_path / "arm-seed0"
-    finished = Run("arm", folder, [sys.executable, "-c", f"import os; os.makedirs({str(folder)!r})"], 1)
-    assert execute(finished) is None
+    finishes = [sys.executable, "-c", f"import os; os.makedirs({str(folder)!r})"]
+    dies = [sys.executable, "-c", "import sys; sys.exit('died')"]
+    assert execute(folder, finishes) is None
     marker = folder / "marker"
     marker.touch()
-    assert execute(finished) is None
+    assert execute(folder, finishes) is None
     assert marker.exists()  # not run again
-    died = Run("arm", folder, [sys.executable, "-c", "import sys; sys.exit('died')"], 1)
-    assert execute(died) == "exit status 1: died"
+    assert execute(folder, dies) == "exit status 1: died"
     assert not marker.exists()
-    assert execute(finished) is None
+    assert execute(folder, finishes) is None
     assert folder.exists()  # run again, although the same options had finished earlier
 
 

@@ -88,7 +88,9 @@ def test_hostile_text_takes_no_time(text):
 def test_deep_expressions_are_evaluated_up_to_the_longest_length():
     assert evaluate("(" * 99 + "7" + ")" * 99) == (7, [7])
     assert evaluate("-" * 199 + "7") == (-7, [7])
-    for text in ("-" * 200 + "7", "1)+(2", "(1)(2)", "1_000", "1e3", "True", "1 if 1 else 2", "3j", "1.5"):
+    with pytest.raises(SyntaxError):
+        evaluate("1)+(2")
+    for text in ("-" * 200 + "7", "(1)(2)", "1_000", "1e3", "True", "1 if 1 else 2", "3j", "1.5"):
         with pytest.raises(ValueError, match=r"not an expression|not allowed"):
             evaluate(text)
 

@@ -189,7 +189,7 @@ class Probe:
         labels = [v for r in trace.rollouts for v in r.versions]
         self.labels = torch.tensor(labels, device=policy.device) if labels else None  # (N,)
         self.version = version if version is not None else max(labels, default=0)
-        self.stops = self.replay.is_last  # (N,) bool
+        self.stops = self.replay.positions == self.replay.lengths[self.replay.rows] - 1  # (N,) bool
         if trace.sampling.stop_token_ids:
             ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
             self.stops = self.stops & torch.isin(self.replay.targets, ids)

@@ -348,9 +348,9 @@ class Search:
         """Groups of sequences: reported - computed with its graph (n,), and random signs (k, n); PROJECTIONS in all."""
         replay, sampling = self.replay, self.probe.distributions[readout.distribution][0]
         reported, generator = self.probe.aligned(readout), torch.Generator().manual_seed(0)
-        groups = list(replay.micro_batches(-(-len(replay.inputs) // 16)))
+        groups = replay.split_rows(-(-len(replay.inputs) // 16))
         for rows in groups:
-            tokens = ((replay.rows >= rows.start) & (replay.rows < rows.stop)).nonzero()[:, 0]
+            tokens = torch.isin(replay.rows, rows).nonzero()[:, 0]
             logits = self.probe.policy.logits(replay.hidden(rows), torch.float32)
             logprobs, sampled = replay.logprobs(logits, sampling, tokens)
             mismatch = reported[tokens] - (sampled if readout.token == "sampled" else logprobs.amax(dim=-1))

@@ -282,7 +282,7 @@ def json_trace(**changes) -> dict:
 
 @pytest.mark.parametrize("record, complaint", [
     ({}, "'prompt_ids' is missing"),
-    ([], "meta, prompt_ids and groups must be as in the README"),
+    ([], "meta, prompt_ids and groups must be as in docs/probe.md"),
     ({"prompt_ids": [[1]], "meta": {}}, "'groups' is missing"),
     (json_trace() | {"groups": {}}, "groups must name at least one group"),
     (json_trace(tokens=[]), "g/tokens must have a non-empty row for each non-empty row of prompt_ids"),

@@ -334,9 +334,9 @@ def test_exit_status_is_1_for_a_mismatch_and_the_json_has_its_figures(tmp_path, 
 
 @pytest.mark.parametrize("arguments, complaint", [
     (("--model", MODEL, "{root}/trace.npz"), "'groups' is missing"),
-    (("--model", "{root}/none", DEFAULT), "model must be a loadable causal language model"),
-    (("--model", MODEL, DEFAULT, "--earlier", str(ROOT / "tests")), "model must be a loadable causal language model"),
-    (("--model", MODEL, "--json", "{root}/no/x.json", DEFAULT), "the output must be a writable file"),
+    (("--model", "{root}/none", DEFAULT), "loading the model in"),
+    (("--model", MODEL, DEFAULT, "--earlier", str(ROOT / "tests")), "loading the model in"),
+    (("--model", MODEL, "--json", "{root}/no/x.json", DEFAULT), "/no/x.json for writing failed"),
 ])  # fmt: skip
 def test_exit_status_is_2_for_bad_input_with_one_line_that_names_it(tmp_path, capsys, arguments, complaint):
     numpy.savez(tmp_path / "trace.npz", meta=numpy.array("{}"))

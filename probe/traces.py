@@ -300,9 +300,9 @@ class Replay:
 
     # ---------------------------------------------------------------------------------------------- per sequence
     def row_sums(self, values: Tensor) -> Tensor:
-        """Sums of (N,) over the tokens of each row: (B,)."""
-        zeros = torch.zeros(len(self.lengths), dtype=values.dtype, device=self.device)
-        return zeros.index_add(0, self.rows, values)
+        """Sums over the tokens of each row: (..., N) -> (..., B)."""
+        zeros = torch.zeros(*values.shape[:-1], len(self.lengths), dtype=values.dtype, device=self.device)
+        return zeros.index_add(-1, self.rows, values)
 
     def row_means(self, values: Tensor) -> Tensor:
         """Means of (N,) over the tokens of each row without NaN: (B,), NaN for a row of NaN."""

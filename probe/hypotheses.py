@@ -6,7 +6,7 @@ measured: the trainer computes the same values along a second numerical path.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -56,9 +56,10 @@ class Noise:
         if not len(finite):
             return cls(*[math.inf] * 6, int(infinite.sum()), 0, step)
         size, rows = finite.abs(), replay.row_means(difference.abs().masked_fill(infinite, math.nan))
-        return cls(size.mean().item(), size.median().item(), size.pow(2).mean().sqrt().item(), size.max().item(),
-                   (torch.expm1(finite.clamp(max=20)) - finite).mean().item(), rows[~rows.isnan()].max().item(),
-                   int(infinite.sum()), len(finite), step)
+        k3 = torch.expm1(finite.clamp(max=20)) - finite
+        rms, worst_row = size.pow(2).mean().sqrt(), rows.nan_to_num(0.0).max()
+        figures = (size.mean(), size.median(), rms, size.max(), k3.mean(), worst_row)
+        return cls(*(figure.item() for figure in figures), int(infinite.sum()), len(finite), step)
 
     def allows(self, other: "Noise", by_steps: bool = False) -> bool:
         """Is the other difference at most this noise floor, up to sampling error?
@@ -103,10 +104,6 @@ class Readout:
     shift: int = 0  # positions by which the values are reported too late
     no_stop: bool = False  # the stop token's value is reported as 0
     head: str = "float32"  # or "16 bits"
-
-    @property
-    def num_causes(self) -> int:
-        return sum(getattr(self, each.name) != each.default for each in fields(self))
 
     @property
     def fitted(self) -> bool:
@@ -186,9 +183,9 @@ class Probe:
         now = dict(policy.model.named_parameters())
         self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
                         if any(not torch.equal(now[name], tensor) for name, tensor in weights.items())}
-        labels = [v for r in trace.rollouts for v in r.versions]
-        self.labels = torch.tensor(labels, device=policy.device) if labels else None  # (N,)
+        labels = [each for rollout in trace.rollouts for each in rollout.versions]
         self.version = version if version is not None else max(labels, default=0)
+        self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows), device=policy.device)  # (N,)
         self.stops = self.replay.positions == self.replay.lengths[self.replay.rows] - 1  # (N,) bool
         if trace.sampling.stop_token_ids:
             ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
@@ -205,13 +202,22 @@ class Probe:
             self.trainer = replace(self.trainer, distribution="temperature")
         half = torch.bfloat16 if policy.model.dtype == torch.float32 else policy.model.dtype
         self.heads = {"float32": torch.float32, "16 bits": half}
-        self.current = self.forward_pass((), self.replay.all_hidden())
-        self.second = self.forward_pass((), self.replay.second_path())
+        self.current = self.forward_pass()
+        self.second = self.forward_pass(hidden=self.replay.second_path())
         check_other_path(policy, self.current.hidden, self.second.hidden)
 
-    def forward_pass(self, named: tuple[Cause, ...], hidden: Tensor, weights: Weights | None = None) -> ForwardPass:
+    def forward_pass(self, *named: Cause, weights: Weights | None = None, hidden: Tensor | None = None) -> ForwardPass:
+        """The pass with these weights in place of the trainer's own, from other hidden states (N, H) if given."""
+        hidden = self.replay.all_hidden(weights) if hidden is None else hidden
         samplings = {name: sampling for name, (sampling, _) in self.distributions.items()}
         return ForwardPass(named, hidden, weights, self.replay.read(hidden, samplings, self.heads, weights))
+
+    def causes_of(self, readout: Readout) -> tuple[Cause, ...]:
+        """One cause for each value of the readout that is not the default."""
+        named = (self.distributions[readout.distribution][1], causes.TOP_1 if readout.token == "top-1" else None,
+                 causes.NO_STOP if readout.no_stop else None, causes.SHIFTED.get(readout.shift),
+                 causes.HEAD if readout.head != "float32" else None)
+        return tuple(filter(None, named))
 
     def predict(self, forward: ForwardPass, readout: Readout) -> Tensor:
         """What the engine would have reported: (N,), NaN where the hypothesis predicts no value."""
@@ -243,9 +249,6 @@ class Probe:
         return Noise.of(self.replay, difference, step)
 
     def explain(self, forward: ForwardPass, readout: Readout) -> Explanation:
-        named = (*forward.causes, self.distributions[readout.distribution][1],
-                 causes.TOP_1 if readout.token == "top-1" else None, causes.NO_STOP if readout.no_stop else None,
-                 causes.SHIFTED.get(readout.shift), causes.HEAD if readout.head != "float32" else None)
         floor = self.floor(forward, readout)
         residual = self._without_flips(forward, readout, floor)
         noise = Noise.of(self.replay, residual)
@@ -255,7 +258,8 @@ class Probe:
         if forward.second is not None:
             supported = supported and self._signs_agree(forward, readout, self.current, readout)
         wrong = floor.wrong_rows(self.replay, residual)
-        return Explanation(tuple(filter(None, named)), forward, readout, noise, floor, wrong, supported)
+        named = (*forward.causes, *self.causes_of(readout))
+        return Explanation(named, forward, readout, noise, floor, wrong, supported)
 
     def _without_flips(self, forward: ForwardPass, readout: Readout, floor: Noise) -> Tensor:
         """The residual without the few tokens at which a rounding error causes a large step: (N,), NaN there.

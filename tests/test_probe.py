@@ -141,7 +141,7 @@ def test_an_old_tensor_of_small_effect_is_named_beside_one_of_large_effect():
         old[name] = (tensor.float() + (0.0005 if name == small else 0.02) * noise).bfloat16()
     report(policy, trace, {name: old[name] for name in (large, small)})
     with torch.no_grad():
-        alone = Search(Probe(policy, trace, [old]))._with_old(frozenset({large}), 1, old, Readout())
+        alone = Search(Probe(policy, trace, [old]))._with_old(frozenset({large}), 1, Readout())
     verdict = diagnose(policy, trace, [old])
     assert alone.fits
     assert alone.noise.mean > 1.2 * verdict.best.noise.mean

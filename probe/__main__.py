@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -91,13 +92,10 @@ class Diagnose:
                   for trace in load_traces(path) if self.group in (None, trace.name)]
         if not traces:
             raise ValueError(f"traces must be given and one must have the group, got {self.traces} and {self.group}")
-        trainers: dict[str, tuple[Policy, list[Weights]]] = {}  # by dtype
-        records = []
+        trainer, records = cache(self._trainer), []
         for trace in traces:
-            dtype = self.dtype or trace.meta.get("dtype", "float32")
-            if dtype not in trainers:
-                trainers[dtype] = self._trainer(dtype)
-            verdict = diagnose(trainers[dtype][0], trace, trainers[dtype][1], self.version, self.trainer)
+            policy, earlier = trainer(self.dtype or trace.meta.get("dtype", "float32"))
+            verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
             records.append(verdict.record())
             if self.brief:
                 print(f"{verdict.trace}: {verdict.headline}", flush=True)

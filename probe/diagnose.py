@@ -154,9 +154,9 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
         named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {side}"))
     if probe.trainer.distribution == "temperature" and not start.floor.allows(start.noise):
         named.append(causes.NOT_IN_TRAINER.of("mask" if has_mask(probe.trace.sampling) else "penalties"))
-    for updates in probe.earlier:
-        if (probe.labels == probe.version - updates).double().mean() > 0.5:
-            named = [causes.MOVED_ON.of(updates) if cause == causes.STALE.of(updates) else cause for cause in named]
+    known = [updates for updates in probe.earlier if (probe.labels == probe.version - updates).double().mean() > 0.5]
+    moved_on = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in known}
+    named = [moved_on.get(cause, cause) for cause in named]
     if _drawn_as_reported(probe, best):
         named = [causes.NOT_IN_FORCE if cause in causes.IN_PLACE_OF_PROCESSED else cause for cause in named]
     elif requests["implausible"]:

@@ -6,6 +6,7 @@ measured: the trainer computes the same values along a second numerical path.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ from engine_adapter import Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.noise import check_other_path
-from probe.traces import Replay, Trace, Weights, has_mask
+from probe.traces import NO_MASK, NO_PENALTIES, Replay, Trace, Weights, has_mask
 from rl import Policy
 
 # Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) / sqrt(tokens). Clean
@@ -150,10 +151,6 @@ class Explanation:
         return self.readout.fitted + self.forward.fitted
 
     @property
-    def by_rounding(self) -> bool:
-        return self.readout.head != "float32" or self.forward.second is not None
-
-    @property
     def order(self) -> tuple:
         """Sort key: fewest causes (each wrong request is one), least fitted to the trace, smallest mismatch."""
         apart = 0 if self.apart is None else int(self.apart.sum())
@@ -195,7 +192,7 @@ class Probe:
         self.broken = not_finite if (not_finite & ~self.stops).any() else torch.zeros_like(not_finite)  # (N,) bool
         self.reported = self.replay.reported.masked_fill(not_finite & ~self.broken, 0.0)  # (N,)
         self.distributions = _distributions(trace.sampling)
-        alone = Sampling(trace.sampling.temperature, trace.sampling.max_new_tokens, trace.sampling.stop_token_ids)
+        alone = replace(trace.sampling, **NO_MASK, **NO_PENALTIES)
         self.trainer = Readout(head="float32" if policy.fp32_head else "16 bits")
         if trainer == "temperature" and alone != trace.sampling:
             self.distributions["temperature"] = alone, causes.NO_MASK
@@ -209,8 +206,19 @@ class Probe:
     def forward_pass(self, *named: Cause, weights: Weights | None = None, hidden: Tensor | None = None) -> ForwardPass:
         """The pass with these weights in place of the trainer's own, from other hidden states (N, H) if given."""
         hidden = self.replay.all_hidden(weights) if hidden is None else hidden
-        samplings = {name: sampling for name, (sampling, _) in self.distributions.items()}
-        return ForwardPass(named, hidden, weights, self.replay.read(hidden, samplings, self.heads, weights))
+        return ForwardPass(named, hidden, weights, self.read(hidden, weights, *self.distributions))
+
+    def read(self, hidden: Tensor, weights: Weights | None, *names: str) -> dict[tuple[str, str, str], Tensor]:
+        """Log-probabilities (N,) of the sampled and the likeliest token in some distributions, as in a ForwardPass."""
+        values, replay = defaultdict(list), self.replay
+        with replay.using(weights):
+            for head, dtype in self.heads.items():
+                for chunk, logits in replay.logits(hidden, dtype):
+                    for name in names:
+                        logprobs, sampled = replay.logprobs(logits, self.distributions[name][0], chunk)
+                        values[head, name, "sampled"].append(sampled)
+                        values[head, name, "top-1"].append(logprobs.amax(dim=-1))
+        return {key: torch.cat(parts).double() for key, parts in values.items()}
 
     def causes_of(self, readout: Readout) -> tuple[Cause, ...]:
         """One cause for each value of the readout that is not the default."""
@@ -295,15 +303,15 @@ class Probe:
 
 def _distributions(sampling: Sampling) -> dict[str, tuple[Sampling, Cause | None]]:
     """The distribution that the engine sampled from, and those it may report in place of it; without duplicates."""
-    neutral = dict(top_k=0, top_p=1.0, min_p=0.0)
-    no_penalties = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     unit = dict(temperature=0.0 if sampling.temperature == 0 else 1.0)
-    variants = {
-        "processed": (sampling, None),
-        "raw": (replace(sampling, **unit, **neutral, **no_penalties), causes.RAW),
-        "no temperature": (replace(sampling, **unit), causes.NO_TEMPERATURE),
-        "no mask": (replace(sampling, **neutral), causes.NO_MASK),
-        "no penalties": (replace(sampling, **no_penalties), causes.NO_PENALTIES),
-    }
-    first = {variant: name for name, (variant, _) in reversed(variants.items())}  # of equal ones the first name
-    return {name: variants[name] for name in variants if name in first.values()}
+    found = {"processed": (sampling, None)}
+    for name, changes, cause in (
+        ("raw", unit | NO_MASK | NO_PENALTIES, causes.RAW),
+        ("no temperature", unit, causes.NO_TEMPERATURE),
+        ("no mask", NO_MASK, causes.NO_MASK),
+        ("no penalties", NO_PENALTIES, causes.NO_PENALTIES),
+    ):
+        variant = replace(sampling, **changes)
+        if variant not in [other for other, _ in found.values()]:
+            found[name] = variant, cause
+    return found

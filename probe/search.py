@@ -62,7 +62,7 @@ class Search:
         Rounding hypotheses skip this test; `Probe._signs_agree` tests them instead. A number fitted on top of rounding
         must at least halve the remaining mismatch.
         """
-        if not explanation.by_rounding:
+        if explanation.readout.head == "float32" and explanation.forward.second is None:
             start = self.found[self.probe.current, Readout()]
             return not explanation.causes or explanation.share(start) >= LEAST_SHARE
         if not explanation.readout.fitted:
@@ -134,12 +134,11 @@ class Search:
             _, sampled = replay.logprobs(logits, replace(declared, **changes), chunk)
             return (sampled - probe.reported[chunk]).abs().nan_to_num(1.0).clamp(max=1.0).mean().item()
 
-        fits = [*self._fitted_scales(error), *self._fitted_masks(error, logits, chunk)]
-        for name, value, shown in fits:
-            sampling = replace(declared, **{name: value})
-            probe.distributions[f"fitted {name}"] = sampling, causes.HIDDEN.of(name, shown)
+        for name, value, shown in [*self._fitted_scales(error), *self._fitted_masks(error, logits, chunk)]:
+            hidden = replace(declared, **{name: value}), causes.HIDDEN.of(name, shown)
+            probe.distributions[f"fitted {name}"] = hidden
             for each in passes:
-                each.values |= replay.read(each.hidden, {f"fitted {name}": sampling}, probe.heads, each.weights)
+                each.values |= probe.read(each.hidden, each.weights, f"fitted {name}")
 
     def _fitted_scales(self, error: Callable[[dict], float]) -> Iterator[tuple[str, float, str]]:
         """Temperature and repetition penalty with the smallest error: (name, value, value as text)."""
@@ -169,16 +168,15 @@ class Search:
         descending = logprobs.exp().sort(dim=-1, descending=True).values
         mass = descending.cumsum(dim=-1)
         last = (mass - kept[:, None]).abs().argmin(dim=-1, keepdim=True)  # (n, 1) last place inside the mask
-        candidates = {"top_k": [int(last[cut].mode(dim=0).values) + 1]}
+        top_k = int(last[cut].mode(dim=0).values) + 1
+        yield "top_k", top_k, str(top_k)
         quantiles = torch.tensor([0.0, 0.002, 0.01, 0.02, 0.05, 0.1, 0.2], dtype=mass.dtype, device=mass.device)
         limits = {"top_p": mass.gather(-1, last), "min_p": descending.gather(-1, last) / descending[:, :1]}
         for name, limit in limits.items():
             least = limit[cut].quantile(quantiles).tolist()  # without noise the parameter is the smallest limit
-            values = [value * (1 - 1e-6) for value in least] + [round(value, 2) for value in least]
-            candidates[name] = [value for value in values if 0 < value < 1]
-        for name, values in candidates.items():
-            if values:
-                best = min(values, key=lambda value: error({name: value}))
+            candidates = [value * (1 - 1e-6) for value in least] + [round(value, 2) for value in least]
+            if allowed := [value for value in candidates if 0 < value < 1]:
+                best = min(allowed, key=lambda value: error({name: value}))
                 yield name, best, f"{best:.4g}"
 
     # ---------------------------------------------------------------------------------------------- KV caches
@@ -194,7 +192,7 @@ class Search:
         for readout in readouts:
             for forward in (*passes, old):
                 self._some_rows(forward, readout)
-            place = self._change_point(old, probe.current, readout)  # (B,)
+            place = self._change_point(old, probe.error(probe.current, readout), readout)  # (B,)
             if self._inside(place).any():
                 before, note = replay.positions < place[replay.rows], self._described(place)
                 self._explain([_merged(before, old, probe.current, causes.RECOMPUTED, note=note, fitted=2)])
@@ -214,8 +212,8 @@ class Search:
         versions change (or one token later: async scheduling). For sequences still unexplained: up to MAX_EARLIER
         tokens before, since old and new values may agree for a while.
         """
-        probe, replay = self.probe, self.replay
-        end = self._change_point(old, None, readout)  # (B,)
+        probe, replay, floor = self.probe, self.replay, self.probe.floor(self.probe.current, readout)
+        end = self._change_point(old, max(3 * floor.rms, 10 * ROUNDING), readout)  # (B,)
         inside = end[self._inside(end)]
         if not len(inside):
             return
@@ -233,7 +231,6 @@ class Search:
         labelled = replay.row_sums((probe.labels < newest[replay.rows]).long())  # (B,) tokens before the newest weights
         for candidate in (inside.mode().values, labelled, labelled + 1):
             try_place(candidate.minimum(replay.lengths), everywhere)
-        floor = probe.floor(probe.current, readout)
         for earlier in range(1, MAX_EARLIER + 1):
             wrong = floor.wrong_rows(replay, probe.error(best, readout)) & (end > earlier)
             if wrong.any():
@@ -254,17 +251,12 @@ class Search:
         errors = [self.replay.row_means(self.probe.error(each, readout)).nan_to_num(0.0) for each in passes]
         return torch.stack(errors).argmin(dim=0)
 
-    def _change_point(self, old: ForwardPass, new: ForwardPass | None, readout: Readout) -> Tensor:
+    def _change_point(self, old: ForwardPass, other_error: Tensor | float, readout: Readout) -> Tensor:
         """How many first tokens of each row have the old weights' values: (B,).
 
-        With `new`, the other tokens have its values; without, any values that differ by more than the noise floor.
+        `other_error` is the |computed - reported| from which on the old weights do not explain a token: (N,) or one.
         """
-        probe, replay = self.probe, self.replay
-        if new is None:
-            other_error = max(3 * probe.floor(probe.current, readout).rms, 10 * ROUNDING)
-        else:
-            other_error = probe.error(new, readout)
-        gain = other_error - probe.error(old, readout)  # (N,) positive if the old weights are the better explanation
+        replay, gain = self.replay, other_error - self.probe.error(old, readout)  # (N,) positive for the old weights
         table = torch.zeros(len(replay.lengths), int(replay.lengths.max()), dtype=gain.dtype, device=gain.device)
         table[replay.rows, replay.positions] = gain.nan_to_num(0.0).clamp(-1.0, 1.0)
         return pad(table.cumsum(dim=1), (1, 0)).argmax(dim=1)  # of (B, T + 1): the gain of the first k tokens

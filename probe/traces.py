@@ -7,10 +7,9 @@ row. Log-probabilities in nats, float64.
 import json
 import math
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -27,6 +26,8 @@ from rl import Policy, make_batch
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
+NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
+NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 Weights = dict[str, Tensor]  # another version of the trainer's weights, by parameter name
 
 
@@ -129,11 +130,11 @@ def _ids(table: Any, field_name: str) -> list[list[int]]:
 
 
 def has_penalties(sampling: Sampling) -> bool:
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+    return replace(sampling, **NO_PENALTIES) != sampling
 
 
 def has_mask(sampling: Sampling) -> bool:
-    return (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0)
+    return replace(sampling, **NO_MASK) != sampling
 
 
 def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts: Tensor) -> Tensor:
@@ -256,23 +257,6 @@ class Replay:
         return hidden[self.response]
 
     # ---------------------------------------------------------------------------------------------- log-probabilities
-    def read(
-        self, hidden: Tensor, samplings: dict[str, Sampling], heads: dict[str, torch.dtype], weights: Weights | None
-    ) -> dict[tuple[str, str, str], Tensor]:
-        """The log-probabilities of the sampled and of the likeliest token, by (head, sampling, token).
-
-        Shapes: (N, H) -> {(head, sampling, "sampled" or "top-1"): (N,)}.
-        """
-        values = defaultdict(list)
-        with self.using(weights):
-            for head, dtype in heads.items():
-                for chunk, logits in self.logits(hidden, dtype):
-                    for name, sampling in samplings.items():
-                        logprobs, sampled = self.logprobs(logits, sampling, chunk)
-                        values[head, name, "sampled"].append(sampled)
-                        values[head, name, "top-1"].append(logprobs.amax(dim=-1))
-        return {key: torch.cat(parts).double() for key, parts in values.items()}
-
     def logits(self, hidden: Tensor, head_dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         """(N, H) -> chunks of (indices of tokens (n,), logits (n, V) in fp32); the head computes in `head_dtype`."""
         rows = max(1, self.policy.chunk_elements // self.policy.head.weight.shape[0])

@@ -229,10 +229,8 @@ class Probe:
 
     def predict(self, forward: ForwardPass, readout: Readout) -> Tensor:
         """What the engine would have reported: (N,), NaN where the hypothesis predicts no value."""
-        values = forward.logprobs(readout)
-        if readout.shift:
-            values = self.replay.neighbours(values, readout.shift)
-        return values.masked_fill(self.stops, 0.0) if readout.no_stop else values
+        values = self.replay.neighbours(forward.logprobs(readout), readout.shift)
+        return values.masked_fill(self.stops & readout.no_stop, 0.0)
 
     def residual(self, forward: ForwardPass, readout: Readout) -> Tensor:
         """Remaining mismatch, predicted - reported: (N,), NaN where either is missing."""
@@ -241,7 +239,7 @@ class Probe:
     def aligned(self, readout: Readout) -> Tensor:
         """The reported values moved to the tokens they belong to, `readout.shift` undone: (N,), NaN if unknown."""
         reported = self.reported.masked_fill(self.broken | (self.stops & readout.no_stop), math.nan)
-        return self.replay.neighbours(reported, -readout.shift) if readout.shift else reported
+        return self.replay.neighbours(reported, -readout.shift)
 
     def error(self, forward: ForwardPass, readout: Readout) -> Tensor:
         """|computed - reported| of each token, by `aligned`: (N,)."""
@@ -265,8 +263,7 @@ class Probe:
             supported = supported and self._signs_agree(forward, readout, forward, replace(readout, head="float32"))
         if forward.second is not None:
             supported = supported and self._signs_agree(forward, readout, self.current, readout)
-        wrong = floor.wrong_rows(self.replay, residual)
-        named = (*forward.causes, *self.causes_of(readout))
+        named, wrong = (*forward.causes, *self.causes_of(readout)), floor.wrong_rows(self.replay, residual)
         return Explanation(named, forward, readout, noise, floor, wrong, supported)
 
     def _without_flips(self, forward: ForwardPass, readout: Readout, floor: Noise) -> Tensor:
@@ -293,12 +290,11 @@ class Probe:
         """
         change = self.predict(forward, readout) - self.predict(base, base_readout)
         mismatch = -self.residual(base, base_readout)
-        signed = (change * mismatch).isfinite() & (change * mismatch != 0)
-        if not signed.any():
-            return False
-        agreeing = (change * mismatch > 0)[signed].double().mean().item()
-        large = bool(mismatch[signed].abs().mean() > 0.5 * change[signed].abs().mean())
-        return large and (agreeing - 0.5) * 2 * signed.sum().item() ** 0.5 > SIGN_SIGMAS
+        signed = (change * mismatch).isfinite() & (change * mismatch != 0)  # if there is none, both means below are NaN
+        change, mismatch = change[signed], mismatch[signed]
+        agreeing = (change * mismatch > 0).double().mean().item()
+        large = bool(mismatch.abs().mean() > 0.5 * change.abs().mean())
+        return large and (agreeing - 0.5) * 2 * len(change) ** 0.5 > SIGN_SIGMAS
 
 
 def _distributions(sampling: Sampling) -> dict[str, tuple[Sampling, Cause | None]]:

@@ -10,7 +10,6 @@ import random
 import signal
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Annotated, Any, Literal
@@ -50,7 +49,7 @@ def train(run: Run, live: Live, first_step: int) -> None:
         metrics, _, problems = train_step(run, live, step)
         last = step == config.steps
         if earlier:
-            metrics |= probe(run, live, step, metrics, problems, earlier)
+            metrics |= probe_if_due(run, live, metrics, problems, earlier)
         if last or step % config.eval_every == 0:
             metrics |= evaluate(run, live, step)
         run.log(metrics)
@@ -171,29 +170,15 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
     return metrics | ({"eval_reward_trainer": alone, "eval_gap": sampled - alone} if config.eval_with_trainer else {})
 
 
-PROBE_REQUESTS = 128  # over the problems of the step: repeated prompts show a stale prefix cache
-
-
-def probe(
-    run: Run, live: Live, step: int, metrics: dict[str, Any], problems: list[Problem], earlier: dict[str, torch.Tensor]
+def probe_if_due(
+    run: Run, live: Live, metrics: dict[str, Any], problems: list[Problem], earlier: dict[str, torch.Tensor]
 ) -> dict[str, str]:
     """Probe the engine if this step is planned or alarmed; `earlier`: the weights before its update. The status."""
-    from probe.diagnose import alarms, probe_engine
+    from probe.diagnose import PROBE_REQUESTS, probe_step
 
-    backend = {name: metrics[f"fresh_{name}"] for name in ("mismatch_kl", "mismatch_abs_mean", "ess")}
-    alarm = alarms(backend) if run.config.probe_on_alarm and None not in backend.values() else []
-    planned = run.config.probe_every and (step - 1) % run.config.probe_every == 0
-    if not (alarm or planned):
-        return {}
-    why = f"alarm of {', '.join(alarm)}" if alarm else "as planned"
-    problems = list(islice(cycle(problems), PROBE_REQUESTS))
-    seeds = [sample_seed(run.config.seed, "probe", step, p) for p in range(len(problems))]
-    path = run.out / "probe" / f"step_{step:06d}"
-    prompts = [problem.prompt_ids for problem in problems]
-    verdict = probe_engine(live.engine, live.policy, prompts, run.sampling, seeds, earlier, path)
-    path.with_suffix(".json").write_text(json.dumps({"step": step, "why": why} | verdict.record(), indent=1))
-    print(f"probe after step {step} ({why}): {verdict.headline}", flush=True)
-    return {"probe": verdict.status}
+    config, prompts = run.config, [problem.prompt_ids for problem in problems]
+    seeds = [sample_seed(config.seed, "probe", metrics["step"], index) for index in range(PROBE_REQUESTS)]
+    return probe_step(config, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
 
 
 # ------------------------------------------------------------------------------------------------ options

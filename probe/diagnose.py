@@ -1,7 +1,9 @@
 """The verdict on one trace: layer, cause and repair of its mismatch, or "unexplained" and what was excluded."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,20 +20,6 @@ from rl import Policy
 
 FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
-
-# Metrics of metrics.jsonl and the values above which train.py probes the engine (--probe-on-alarm).
-ALARMS = {
-    "mismatch_kl": 1e-3,  # k3 of healthy bfloat16 rollouts, as logged by verl and prime-rl, stays below it
-    "mismatch_abs_mean": math.log(1.05),  # NeMo RL, adding-new-models: mean exp|d| above 1.05 needs investigation
-    "ess_loss": 0.02,  # 1 - ess; smoke checks of verl users require an effective sample size of 0.98
-}
-
-
-def alarms(metrics: dict[str, Any]) -> list[str]:
-    """The names of the ALARMS that a row of metrics exceeds."""
-    values = metrics | {"ess_loss": 1 - metrics["ess"]}
-    return [name for name, limit in ALARMS.items() if not values[name] <= limit]
-
 
 # ------------------------------------------------------------------------------------------------ verdict
 @dataclass
@@ -94,8 +82,8 @@ class Verdict:
         else:
             tried = dict.fromkeys(each.name for each in self.found if len(each.causes) == 1)
             untested = "; not tested without earlier weights (--earlier): old weights, tensors and KV caches"
-            excluded = f"Excluded: {', '.join(tried)}{'' if self.knows_earlier else untested}"
-            parts = [f"unexplained: {self.figures}", excluded]
+            excluded = ", ".join(tried) + ("" if self.knows_earlier else untested)
+            parts = [f"unexplained: {self.figures}", f"Excluded: {excluded}"]
         for finding, rows in self.requests.items():
             if rows:
                 more = " ..." if len(rows) > SHOWN else ""
@@ -158,19 +146,17 @@ def diagnose(
 
 def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[str, list[int]]) -> list[Cause]:
     """The causes of an explanation that fits, with what the trainer's settings, the versions and the samples add."""
-    named = list(best.causes)
-    if not probe.policy.fp32_head and probe.policy.model.dtype != torch.float32:
-        side = "on both sides" if causes.HEAD in named else "in the trainer"
-        named = [*(cause for cause in named if cause != causes.HEAD), causes.HEAD]
-    else:
-        side = "in the engine"
-    head = replace(causes.HEAD, name=f"{causes.HEAD.name} {side}")
-    named = [head if cause == causes.HEAD else cause for cause in named]
+    named = [cause for cause in best.causes if cause != causes.HEAD]
+    in_engine = causes.HEAD in best.causes
+    in_trainer = not probe.policy.fp32_head and probe.policy.model.dtype != torch.float32
+    if in_engine or in_trainer:
+        side = "on both sides" if in_engine and in_trainer else "in the engine" if in_engine else "in the trainer"
+        named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {side}"))
     if probe.trainer.distribution == "temperature" and not start.floor.allows(start.noise):
         named.append(causes.NOT_IN_TRAINER.of("mask" if has_mask(probe.trace.sampling) else "penalties"))
-    for updates in probe.earlier if probe.labels is not None else ():
-        if (probe.labels == probe.version - updates).double().mean() > 0.5:
-            named = [causes.MOVED_ON.of(updates) if cause == causes.STALE.of(updates) else cause for cause in named]
+    known = [updates for updates in probe.earlier if (probe.labels == probe.version - updates).double().mean() > 0.5]
+    moved_on = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in known}
+    named = [moved_on.get(cause, cause) for cause in named]
     if _drawn_as_reported(probe, best):
         named = [causes.NOT_IN_FORCE if cause in causes.IN_PLACE_OF_PROCESSED else cause for cause in named]
     elif requests["implausible"]:
@@ -223,13 +209,11 @@ def _implausible(probe: Probe, best: Explanation) -> list[int]:
             sharper = sampled - torch.logsumexp(2 * logprobs, dim=-1)
             flatter = -0.5 * sampled - torch.logsumexp(0.5 * logprobs, dim=-1)
             parts.append(torch.stack([noise, sharper, flatter]))
-    limit, rows = math.log(3 * len(replay.lengths) / FALSE_ALARM), set()
     ratios = torch.cat(parts, dim=1)  # (3, N)
-    for values in ratios.masked_fill(~ratios.isfinite(), 0.0):  # outside a mask: counted in Probe.explain
-        rows |= set((replay.row_sums(values) > limit).nonzero()[:, 0].tolist())
-        if values.sum() > limit:  # all sequences together
-            rows |= set(range(len(replay.lengths)))
-    return sorted(rows)
+    sums = replay.row_sums(ratios.masked_fill(~ratios.isfinite(), 0.0))  # (3, B); outside a mask: see Probe.explain
+    together = sums.sum(dim=1, keepdim=True)  # (3, 1)
+    limit = math.log(3 * len(replay.lengths) / FALSE_ALARM)
+    return (torch.maximum(sums, together) > limit).any(dim=0).nonzero()[:, 0].tolist()
 
 
 def _repeats(token_ids: list[int]) -> bool:
@@ -256,32 +240,44 @@ def print_verdict(verdict: Verdict) -> None:
 
 def plot_verdict(verdict: Verdict, path: str) -> None:
     """Plot the mismatch by position, its histogram, and both log-probabilities against each other."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = (verdict.logprobs - verdict.replay.reported).abs()
-    known = size.isfinite()
-    size, ours, reported, positions = (
-        values[known].cpu() for values in (size, verdict.logprobs, verdict.replay.reported, verdict.replay.positions))
-    size = size.clamp(min=1e-9)  # log axes
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    axes[0].plot(positions, size, ".", markersize=2)
-    axes[0].axhline(verdict.start.floor.mean, color="tab:green", label="noise floor, mean")
-    axes[0].set(title="|trainer - reported| by position", xlabel="token of the response", ylabel="nats", yscale="log")
-    axes[0].legend()
-    axes[1].hist(size.log10(), bins=60)
-    axes[1].set(title="histogram", xlabel="log10 |trainer - reported|, nats", ylabel="tokens", yscale="log")
-    axes[2].plot(reported, ours, ".", markersize=2)
-    axes[2].axline((0, 0), slope=1, color="tab:green", linewidth=0.8)
-    axes[2].set(title="log-probabilities, nats", xlabel="reported", ylabel="trainer")
-    figure.suptitle(f"{verdict.trace}: {verdict.status} {'; '.join(c.name for c in verdict.causes)}"[:150])
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    replay, mismatch = verdict.replay, (verdict.logprobs - verdict.replay.reported).abs()
+    columns = (mismatch.clamp(min=1e-9), verdict.logprobs, replay.reported, replay.positions)  # no 0: the axes are log
+    size, ours, reported, positions = (column[mismatch.isfinite()].cpu() for column in columns)
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    by_position, histogram, scatter = figure.subplots(1, 3)
+    by_position.semilogy(positions, size, ".", markersize=2)
+    by_position.axhline(verdict.start.floor.mean, color="tab:green")
+    by_position.set(title="|mismatch|, nats; line: noise floor, mean", xlabel="token of the response")
+    histogram.hist(size.log10(), bins=60, log=True)
+    histogram.set(title="tokens", xlabel="log10 |mismatch|, nats")
+    scatter.plot(reported, ours, ".", markersize=2)
+    scatter.axline((0, 0), slope=1, color="tab:green")
+    scatter.set(title="log-probabilities, nats", xlabel="reported", ylabel="trainer")
+    figure.suptitle(f"{verdict.trace}: {verdict.blamed or verdict.status}"[:150])
+    figure.savefig(path)
 
 
 # ------------------------------------------------------------------------------------------------ a live engine
+PROBE_REQUESTS = 128  # over the problems of a step: repeated prompts show a stale prefix cache
+
+# Metrics of a step and the values above which train.py probes the engine (--probe-on-alarm).
+ALARMS = {
+    "mismatch_kl": 1e-3,  # k3 of healthy bfloat16 rollouts, as logged by verl and prime-rl, stays below it
+    "mismatch_abs_mean": math.log(1.05),  # NeMo RL, adding-new-models: mean exp|d| above 1.05 needs investigation
+    "ess_loss": 0.02,  # 1 - ess; smoke checks of verl users require an effective sample size of 0.98
+}
+
+
+def alarms(metrics: dict[str, Any]) -> list[str]:
+    """The names of the ALARMS that a step exceeds, over its rollouts with the current weights (none: no alarm)."""
+    if metrics["fresh_ess"] is None:
+        return []
+    values = metrics | {"fresh_ess_loss": 1 - metrics["fresh_ess"]}
+    return [name for name, limit in ALARMS.items() if not values[f"fresh_{name}"] <= limit]
+
+
 def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> Trace:
     """One response per prompt from a live engine, with the engine's audit."""
     rollouts = engine.generate(prompts, 1, sampling, seeds)
@@ -290,17 +286,27 @@ def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, s
     return Trace("sampled", rollouts, sampling, meta)
 
 
-def probe_engine(
-    engine: Engine, policy: Policy, prompts: list[list[int]], sampling: Sampling, seeds: list[int], earlier: Weights,
-    path: Path,
-) -> Verdict:
-    """Sample the prompts with a live engine that holds the policy's weights, and diagnose the samples.
+def probe_step(
+    config: Any, engine: Engine, policy: Policy, sampling: Sampling, metrics: dict[str, Any], prompts: list[list[int]],
+    seeds: list[int], earlier: Weights,
+) -> dict[str, str]:
+    """Probe the engine after a step of train.py, if the step is planned or its metrics exceed ALARMS.
 
-    `earlier` are the policy's weights before its last update. Writes `path`.npz (the trace) and `path`.png (the plot).
+    One response per seed, over the step's prompts. `config` is train.Config; `earlier` are the policy's weights before
+    the step's update. Writes step_N.npz (the trace), .png and .json (the verdict) to `out`/probe and prints a line.
+    Returns the status for the step's metrics, {} without a probe.
     """
-    trace = sample_trace(engine, prompts, sampling, seeds)
+    step, alarm = metrics["step"], alarms(metrics) if config.probe_on_alarm else []
+    planned = config.probe_every and (step - 1) % config.probe_every == 0
+    if not (alarm or planned):
+        return {}
+    why = f"alarm of {', '.join(alarm)}" if alarm else "as planned"
+    trace = sample_trace(engine, list(islice(cycle(prompts), len(seeds))), sampling, seeds)
     verdict = diagnose(policy, trace, [earlier], engine.weight_version, trainer="temperature")
+    path = Path(config.out) / "probe" / f"step_{step:06d}"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(f"{path}.npz", trace)
     plot_verdict(verdict, f"{path}.png")
-    return verdict
+    path.with_suffix(".json").write_text(json.dumps({"step": step, "why": why} | verdict.record(), indent=1))
+    print(f"probe after step {step} ({why}): {verdict.headline}", flush=True)
+    return {"probe": verdict.status}

@@ -6,7 +6,8 @@ measured: the trainer computes the same values along a second numerical path.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from engine_adapter import Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.noise import check_other_path
-from probe.traces import Replay, Trace, Weights, has_mask
+from probe.traces import NO_MASK, NO_PENALTIES, Replay, Trace, Weights, has_mask
 from rl import Policy
 
 # Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) / sqrt(tokens). Clean
@@ -56,9 +57,10 @@ class Noise:
         if not len(finite):
             return cls(*[math.inf] * 6, int(infinite.sum()), 0, step)
         size, rows = finite.abs(), replay.row_means(difference.abs().masked_fill(infinite, math.nan))
-        return cls(size.mean().item(), size.median().item(), size.pow(2).mean().sqrt().item(), size.max().item(),
-                   (torch.expm1(finite.clamp(max=20)) - finite).mean().item(), rows[~rows.isnan()].max().item(),
-                   int(infinite.sum()), len(finite), step)
+        k3 = torch.expm1(finite.clamp(max=20)) - finite
+        rms, worst_row = size.pow(2).mean().sqrt(), rows.nan_to_num(0.0).max()
+        figures = (size.mean(), size.median(), rms, size.max(), k3.mean(), worst_row)
+        return cls(*(figure.item() for figure in figures), int(infinite.sum()), len(finite), step)
 
     def allows(self, other: "Noise", by_steps: bool = False) -> bool:
         """Is the other difference at most this noise floor, up to sampling error?
@@ -105,10 +107,6 @@ class Readout:
     head: str = "float32"  # or "16 bits"
 
     @property
-    def num_causes(self) -> int:
-        return sum(getattr(self, each.name) != each.default for each in fields(self))
-
-    @property
     def fitted(self) -> bool:
         return self.distribution.startswith("fitted")
 
@@ -153,10 +151,6 @@ class Explanation:
         return self.readout.fitted + self.forward.fitted
 
     @property
-    def by_rounding(self) -> bool:
-        return self.readout.head != "float32" or self.forward.second is not None
-
-    @property
     def order(self) -> tuple:
         """Sort key: fewest causes (each wrong request is one), least fitted to the trace, smallest mismatch."""
         apart = 0 if self.apart is None else int(self.apart.sum())
@@ -186,10 +180,10 @@ class Probe:
         now = dict(policy.model.named_parameters())
         self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
                         if any(not torch.equal(now[name], tensor) for name, tensor in weights.items())}
-        labels = [v for r in trace.rollouts for v in r.versions]
-        self.labels = torch.tensor(labels, device=policy.device) if labels else None  # (N,)
+        labels = [each for rollout in trace.rollouts for each in rollout.versions]
         self.version = version if version is not None else max(labels, default=0)
-        self.stops = self.replay.is_last  # (N,) bool
+        self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows), device=policy.device)  # (N,)
+        self.stops = self.replay.positions == self.replay.lengths[self.replay.rows] - 1  # (N,) bool
         if trace.sampling.stop_token_ids:
             ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
             self.stops = self.stops & torch.isin(self.replay.targets, ids)
@@ -198,27 +192,45 @@ class Probe:
         self.broken = not_finite if (not_finite & ~self.stops).any() else torch.zeros_like(not_finite)  # (N,) bool
         self.reported = self.replay.reported.masked_fill(not_finite & ~self.broken, 0.0)  # (N,)
         self.distributions = _distributions(trace.sampling)
-        alone = Sampling(trace.sampling.temperature, trace.sampling.max_new_tokens, trace.sampling.stop_token_ids)
+        alone = replace(trace.sampling, **NO_MASK, **NO_PENALTIES)
         self.trainer = Readout(head="float32" if policy.fp32_head else "16 bits")
         if trainer == "temperature" and alone != trace.sampling:
             self.distributions["temperature"] = alone, causes.NO_MASK
             self.trainer = replace(self.trainer, distribution="temperature")
         half = torch.bfloat16 if policy.model.dtype == torch.float32 else policy.model.dtype
         self.heads = {"float32": torch.float32, "16 bits": half}
-        self.current = self.forward_pass((), self.replay.all_hidden())
-        self.second = self.forward_pass((), self.replay.second_path())
+        self.current = self.forward_pass()
+        self.second = self.forward_pass(hidden=self.replay.second_path())
         check_other_path(policy, self.current.hidden, self.second.hidden)
 
-    def forward_pass(self, named: tuple[Cause, ...], hidden: Tensor, weights: Weights | None = None) -> ForwardPass:
-        samplings = {name: sampling for name, (sampling, _) in self.distributions.items()}
-        return ForwardPass(named, hidden, weights, self.replay.read(hidden, samplings, self.heads, weights))
+    def forward_pass(self, *named: Cause, weights: Weights | None = None, hidden: Tensor | None = None) -> ForwardPass:
+        """The pass with these weights in place of the trainer's own, from other hidden states (N, H) if given."""
+        hidden = self.replay.all_hidden(weights) if hidden is None else hidden
+        return ForwardPass(named, hidden, weights, self.read(hidden, weights, *self.distributions))
+
+    def read(self, hidden: Tensor, weights: Weights | None, *names: str) -> dict[tuple[str, str, str], Tensor]:
+        """Log-probabilities (N,) of the sampled and the likeliest token in some distributions, as in a ForwardPass."""
+        values, replay = defaultdict(list), self.replay
+        with replay.using(weights):
+            for head, dtype in self.heads.items():
+                for chunk, logits in replay.logits(hidden, dtype):
+                    for name in names:
+                        logprobs, sampled = replay.logprobs(logits, self.distributions[name][0], chunk)
+                        values[head, name, "sampled"].append(sampled)
+                        values[head, name, "top-1"].append(logprobs.amax(dim=-1))
+        return {key: torch.cat(parts).double() for key, parts in values.items()}
+
+    def causes_of(self, readout: Readout) -> tuple[Cause, ...]:
+        """One cause for each value of the readout that is not the default."""
+        named = (self.distributions[readout.distribution][1], causes.TOP_1 if readout.token == "top-1" else None,
+                 causes.NO_STOP if readout.no_stop else None, causes.SHIFTED.get(readout.shift),
+                 causes.HEAD if readout.head != "float32" else None)
+        return tuple(filter(None, named))
 
     def predict(self, forward: ForwardPass, readout: Readout) -> Tensor:
         """What the engine would have reported: (N,), NaN where the hypothesis predicts no value."""
-        values = forward.logprobs(readout)
-        if readout.shift:
-            values = self.replay.neighbours(values, readout.shift)
-        return values.masked_fill(self.stops, 0.0) if readout.no_stop else values
+        values = self.replay.neighbours(forward.logprobs(readout), readout.shift)
+        return values.masked_fill(self.stops & readout.no_stop, 0.0)
 
     def residual(self, forward: ForwardPass, readout: Readout) -> Tensor:
         """Remaining mismatch, predicted - reported: (N,), NaN where either is missing."""
@@ -227,7 +239,7 @@ class Probe:
     def aligned(self, readout: Readout) -> Tensor:
         """The reported values moved to the tokens they belong to, `readout.shift` undone: (N,), NaN if unknown."""
         reported = self.reported.masked_fill(self.broken | (self.stops & readout.no_stop), math.nan)
-        return self.replay.neighbours(reported, -readout.shift) if readout.shift else reported
+        return self.replay.neighbours(reported, -readout.shift)
 
     def error(self, forward: ForwardPass, readout: Readout) -> Tensor:
         """|computed - reported| of each token, by `aligned`: (N,)."""
@@ -243,9 +255,6 @@ class Probe:
         return Noise.of(self.replay, difference, step)
 
     def explain(self, forward: ForwardPass, readout: Readout) -> Explanation:
-        named = (*forward.causes, self.distributions[readout.distribution][1],
-                 causes.TOP_1 if readout.token == "top-1" else None, causes.NO_STOP if readout.no_stop else None,
-                 causes.SHIFTED.get(readout.shift), causes.HEAD if readout.head != "float32" else None)
         floor = self.floor(forward, readout)
         residual = self._without_flips(forward, readout, floor)
         noise = Noise.of(self.replay, residual)
@@ -254,8 +263,8 @@ class Probe:
             supported = supported and self._signs_agree(forward, readout, forward, replace(readout, head="float32"))
         if forward.second is not None:
             supported = supported and self._signs_agree(forward, readout, self.current, readout)
-        wrong = floor.wrong_rows(self.replay, residual)
-        return Explanation(tuple(filter(None, named)), forward, readout, noise, floor, wrong, supported)
+        named, wrong = (*forward.causes, *self.causes_of(readout)), floor.wrong_rows(self.replay, residual)
+        return Explanation(named, forward, readout, noise, floor, wrong, supported)
 
     def _without_flips(self, forward: ForwardPass, readout: Readout, floor: Noise) -> Tensor:
         """The residual without the few tokens at which a rounding error causes a large step: (N,), NaN there.
@@ -281,25 +290,24 @@ class Probe:
         """
         change = self.predict(forward, readout) - self.predict(base, base_readout)
         mismatch = -self.residual(base, base_readout)
-        signed = (change * mismatch).isfinite() & (change * mismatch != 0)
-        if not signed.any():
-            return False
-        agreeing = (change * mismatch > 0)[signed].double().mean().item()
-        large = bool(mismatch[signed].abs().mean() > 0.5 * change[signed].abs().mean())
-        return large and (agreeing - 0.5) * 2 * signed.sum().item() ** 0.5 > SIGN_SIGMAS
+        signed = (change * mismatch).isfinite() & (change * mismatch != 0)  # if there is none, both means below are NaN
+        change, mismatch = change[signed], mismatch[signed]
+        agreeing = (change * mismatch > 0).double().mean().item()
+        large = bool(mismatch.abs().mean() > 0.5 * change.abs().mean())
+        return large and (agreeing - 0.5) * 2 * len(change) ** 0.5 > SIGN_SIGMAS
 
 
 def _distributions(sampling: Sampling) -> dict[str, tuple[Sampling, Cause | None]]:
     """The distribution that the engine sampled from, and those it may report in place of it; without duplicates."""
-    neutral = dict(top_k=0, top_p=1.0, min_p=0.0)
-    no_penalties = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     unit = dict(temperature=0.0 if sampling.temperature == 0 else 1.0)
-    variants = {
-        "processed": (sampling, None),
-        "raw": (replace(sampling, **unit, **neutral, **no_penalties), causes.RAW),
-        "no temperature": (replace(sampling, **unit), causes.NO_TEMPERATURE),
-        "no mask": (replace(sampling, **neutral), causes.NO_MASK),
-        "no penalties": (replace(sampling, **no_penalties), causes.NO_PENALTIES),
-    }
-    first = {variant: name for name, (variant, _) in reversed(variants.items())}  # of equal ones the first name
-    return {name: variants[name] for name in variants if name in first.values()}
+    found = {"processed": (sampling, None)}
+    for name, changes, cause in (
+        ("raw", unit | NO_MASK | NO_PENALTIES, causes.RAW),
+        ("no temperature", unit, causes.NO_TEMPERATURE),
+        ("no mask", NO_MASK, causes.NO_MASK),
+        ("no penalties", NO_PENALTIES, causes.NO_PENALTIES),
+    ):
+        variant = replace(sampling, **changes)
+        if variant not in [other for other, _ in found.values()]:
+            found[name] = variant, cause
+    return found

@@ -4,19 +4,22 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from statistics import mode
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import ROUNDING, Explanation, ForwardPass, Noise, Probe, Readout
-from probe.traces import Weights, has_mask
+from probe.traces import has_mask
 
 MAX_CAUSES = 3  # of one explanation
 LEAST_SHARE = 0.7  # of the mismatch above the noise floor that an explanation must explain
 FEW = 0.2  # share of the sequences that can at most be "a few wrong requests"
 PROJECTIONS = 64  # random projections of the tokens, to find the old tensors
+MAX_ROUNDS = 5  # of the search for old tensors
 MAX_EARLIER = 6  # tokens by which an update may come earlier than the old weights' values seem to end
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
 
@@ -26,9 +29,8 @@ class Search:
 
     def __init__(self, probe: Probe):
         self.probe, self.replay = probe, probe.replay
-        self.old_passes: dict[int, ForwardPass] = {}  # by updates back
+        self.old: dict[int, ForwardPass] = {}  # under the earlier weights, by updates back
         self.found: dict[tuple[ForwardPass, Readout], Explanation] = {}
-        self.apart: list[Explanation] = []  # explanations of all but a few sequences
 
     def run(self) -> list[Explanation]:
         """All explanations tried, the best first; those that fit come before those that do not."""
@@ -38,21 +40,18 @@ class Search:
             self._explain([probe.current])
         if not self._fitting(1):
             for updates, weights in probe.earlier.items():
-                hidden = self.replay.all_hidden(weights)
-                self.old_passes[updates] = probe.forward_pass((causes.STALE.of(updates),), hidden, weights)
-            passes = [probe.current, *self.old_passes.values(), *self._other_dtypes()]
+                self.old[updates] = probe.forward_pass(causes.STALE.of(updates), weights=weights)
+            passes = [probe.current, *self.old.values(), *self._other_dtypes()]
             self._fit_sampling([*passes, probe.second, *(each.second for each in passes if each.second)])
             self._explain(passes)
-        if not self._fitting(1) and probe.earlier:
+        if not self._fitting(1) and self.old:
             readouts = self._promising()
-            for updates, weights in probe.earlier.items():
-                self._kv_caches(updates, weights, readouts)
-            for (updates, weights), readout in product(probe.earlier.items(), readouts):
-                if not self._fitting(readout.num_causes + 1):
-                    self._tensors(updates, weights, readout)
-        if not self._fitting(1):
-            self._few_wrong()
-        explanations = [*self.found.values(), *self.apart]
+            for old in self.old.values():
+                self._kv_caches(old, readouts)
+            for updates, readout in product(self.old, readouts):
+                if not self._fitting(len(probe.causes_of(readout)) + 1):
+                    self._tensors(updates, readout)
+        explanations = [*self.found.values(), *([] if self._fitting(1) else self._few_wrong())]
         for explanation in explanations:
             explanation.supported &= self._enough(explanation)
         return sorted(explanations, key=lambda e: (not e.fits, e.order if e.fits else e.noise.mean))
@@ -63,7 +62,7 @@ class Search:
         Rounding hypotheses skip this test; `Probe._signs_agree` tests them instead. A number fitted on top of rounding
         must at least halve the remaining mismatch.
         """
-        if not explanation.by_rounding:
+        if explanation.readout.head == "float32" and explanation.forward.second is None:
             start = self.found[self.probe.current, Readout()]
             return not explanation.causes or explanation.share(start) >= LEAST_SHARE
         if not explanation.readout.fitted:
@@ -85,38 +84,40 @@ class Search:
             readout = Readout(*values)
             if readout.fitted and forward.second is not None:
                 continue  # a fitted number could excuse too much of another dtype's noise
-            if readout.num_causes + len(forward.causes) <= max_causes and (forward, readout) not in self.found:
+            num_causes = len(probe.causes_of(readout)) + len(forward.causes)
+            if num_causes <= max_causes and (forward, readout) not in self.found:
                 self.found[forward, readout] = probe.explain(forward, readout)
 
-    def _promising(self, most: int = 3) -> list[Readout]:
-        """The readouts under which the tokens are closest to some version of the weights; fp32 heads only."""
-        errors = {}
+    def _promising(self) -> list[Readout]:
+        """The readouts under which the tokens are closest to some version of the weights; fp32 heads only.
+
+        The best three with nothing fitted, the default, and the best fitted one.
+        """
+        probe, passes, errors = self.probe, (self.probe.current, *self.old.values()), {}
         for readout in dict.fromkeys(readout for _, readout in self.found):
-            if readout.head == "float32" and readout.num_causes < MAX_CAUSES:
-                passes = (self.probe.current, *self.old_passes.values())
-                residuals = torch.stack([self.probe.residual(each, readout).abs() for each in passes])
+            if readout.head == "float32" and len(probe.causes_of(readout)) < MAX_CAUSES:
+                residuals = torch.stack([probe.residual(each, readout).abs() for each in passes])
                 closest = residuals.nan_to_num(math.inf).amin(dim=0)  # (N,)
                 errors[readout] = closest.clamp(max=1.0).mean().item()  # limits the weight of a single token
         ordered = sorted(errors, key=errors.get)
         plain = [readout for readout in ordered if not readout.fitted]
         fitted = [readout for readout in ordered if readout.fitted]
-        return list(dict.fromkeys([*plain[:most], Readout(), *fitted[:1]]))
+        return list(dict.fromkeys([*plain[:3], Readout(), *fitted[:1]]))
 
     # ---------------------------------------------------------------------------------------------- numerics
     def _other_dtypes(self) -> Iterator[ForwardPass]:
         """An fp32 trainer's weights rounded to bfloat16; and the whole body in bfloat16, or in fp32 for 16 bits."""
-        probe, replay = self.probe, self.replay
+        probe = self.probe
         parameters = {name: parameter.detach() for name, parameter in probe.policy.model.named_parameters()}
         other = torch.bfloat16 if probe.policy.model.dtype == torch.float32 else torch.float32
         if other == torch.bfloat16:
             rounded = {name: tensor.bfloat16().float() for name, tensor in parameters.items()}
             if any(not torch.equal(tensor, rounded[name]) for name, tensor in parameters.items()):
-                yield probe.forward_pass((causes.ROUNDED,), replay.all_hidden(rounded), rounded)
+                yield probe.forward_pass(causes.ROUNDED, weights=rounded)
         weights = {name: tensor.to(other) for name, tensor in parameters.items()}
-        cause = causes.OTHER_DTYPE.of(str(other).removeprefix("torch."))
-        forward = probe.forward_pass((cause,), replay.all_hidden(weights), weights)
-        with replay.using(weights):
-            forward.second = probe.forward_pass((), replay.second_path(), weights)
+        forward = probe.forward_pass(causes.OTHER_DTYPE.of(str(other).removeprefix("torch.")), weights=weights)
+        with self.replay.using(weights):
+            forward.second = probe.forward_pass(weights=weights, hidden=self.replay.second_path())
         yield forward
 
     # ---------------------------------------------------------------------------------------------- semantics
@@ -133,12 +134,11 @@ class Search:
             _, sampled = replay.logprobs(logits, replace(declared, **changes), chunk)
             return (sampled - probe.reported[chunk]).abs().nan_to_num(1.0).clamp(max=1.0).mean().item()
 
-        fits = [*self._fitted_scales(error), *self._fitted_masks(error, logits, chunk)]
-        for name, value, shown in fits:
-            sampling = replace(declared, **{name: value})
-            probe.distributions[f"fitted {name}"] = sampling, causes.HIDDEN.of(name, shown)
+        for name, value, shown in [*self._fitted_scales(error), *self._fitted_masks(error, logits, chunk)]:
+            hidden = replace(declared, **{name: value}), causes.HIDDEN.of(name, shown)
+            probe.distributions[f"fitted {name}"] = hidden
             for each in passes:
-                each.values |= replay.read(each.hidden, {f"fitted {name}": sampling}, probe.heads, each.weights)
+                each.values |= probe.read(each.hidden, each.weights, f"fitted {name}")
 
     def _fitted_scales(self, error: Callable[[dict], float]) -> Iterator[tuple[str, float, str]]:
         """Temperature and repetition penalty with the smallest error: (name, value, value as text)."""
@@ -159,143 +159,134 @@ class Search:
         self, error: Callable[[dict], float], logits: Tensor, chunk: Tensor
     ) -> Iterator[tuple[str, float, str]]:
         """Top-k, top-p and min-p with the smallest error, from reported - unmasked = -log(mass kept)."""
-        probe, declared = self.probe, self.probe.trace.sampling
+        declared = self.probe.trace.sampling
         logprobs, sampled = self.replay.logprobs(logits, declared, chunk, torch.float64)  # (n, V), (n,)
-        kept = (sampled - probe.reported[chunk]).exp()  # (n,) mass inside the mask
+        kept = (sampled - self.probe.reported[chunk]).exp()  # (n,) mass inside the mask
         cut = (kept < 1 - 1e-3) & (kept > sampled.exp())
         if has_mask(declared) or not cut.any():
             return
         descending = logprobs.exp().sort(dim=-1, descending=True).values
         mass = descending.cumsum(dim=-1)
         last = (mass - kept[:, None]).abs().argmin(dim=-1, keepdim=True)  # (n, 1) last place inside the mask
+        top_k = int(last[cut].mode(dim=0).values) + 1
+        yield "top_k", top_k, str(top_k)
         quantiles = torch.tensor([0.0, 0.002, 0.01, 0.02, 0.05, 0.1, 0.2], dtype=mass.dtype, device=mass.device)
-        candidates = {"top_k": [int(last[cut].mode(dim=0).values) + 1]}
         limits = {"top_p": mass.gather(-1, last), "min_p": descending.gather(-1, last) / descending[:, :1]}
         for name, limit in limits.items():
             least = limit[cut].quantile(quantiles).tolist()  # without noise the parameter is the smallest limit
-            rounded = [round(value, 2) for value in least]
-            candidates[name] = [v for v in [value * (1 - 1e-6) for value in least] + rounded if 0 < v < 1]
-        for name, values in candidates.items():
-            if values:
-                best = min(values, key=lambda value: error({name: value}))
+            candidates = [value * (1 - 1e-6) for value in least] + [round(value, 2) for value in least]
+            if allowed := [value for value in candidates if 0 < value < 1]:
+                best = min(allowed, key=lambda value: error({name: value}))
                 yield name, best, f"{best:.4g}"
 
     # ---------------------------------------------------------------------------------------------- KV caches
-    def _kv_caches(self, updates: int, weights: Weights, readouts: list[Readout]) -> None:
+    def _kv_caches(self, old: ForwardPass, readouts: list[Readout]) -> None:
         """Stale prefixes of whole blocks; sequences under old weights; and in-flight updates, found per sequence."""
-        probe, replay = self.probe, self.replay
-        old, new = self.old_passes[updates], probe.current
+        probe, replay, passes = self.probe, self.replay, []
         audited = probe.trace.meta.get("audit", {}).get("block_size")
         for block in (audited,) if audited else BLOCK_SIZES:
             prefix = (replay.prompt_lengths - 1) // block * block  # (B,) a full hit leaves one token to compute
             if prefix.any():
-                cached = probe.forward_pass((causes.PREFIX,), replay.hidden_over_old_kv(weights, prefix))
-                for readout in readouts:
-                    self._some_rows(cached, readout)
+                hidden = replay.hidden_over_old_kv(old.weights, prefix)
+                passes.append(probe.forward_pass(causes.PREFIX, hidden=hidden))
         for readout in readouts:
-            self._some_rows(old, readout)
-            place = self._change_point(old, new, readout)  # (B,)
-            if ((place > 0) & (place < replay.lengths)).any():
-                before = replay.positions < place[replay.rows]
-                note = _describe_places(place, replay.lengths)
-                self._explain([_merged(before, old, new, causes.RECOMPUTED, note=note, fitted=2)])
-            self._kept(weights, old, readout)
+            for forward in (*passes, old):
+                self._some_rows(forward, readout)
+            place = self._change_point(old, probe.error(probe.current, readout), readout)  # (B,)
+            if self._inside(place).any():
+                before, note = replay.positions < place[replay.rows], self._described(place)
+                self._explain([_merged(before, old, probe.current, causes.RECOMPUTED, note=note, fitted=2)])
+            self._kept(old, readout)
 
     def _some_rows(self, forward: ForwardPass, readout: Readout) -> None:
         """The pass holds for the sequences that are closer to it than to the current weights."""
         rows = self._closest([forward, self.probe.current], readout) == 0  # (B,)
         if rows.any():
-            note = f"in {int(rows.sum())} of {len(rows)} requests"
-            some = _merged(rows[self.replay.rows], forward, self.probe.current, *forward.causes, note=note, fitted=1)
-            self._explain([some])
+            first, note = rows[self.replay.rows], f"in {int(rows.sum())} of {len(rows)} requests"
+            self._explain([_merged(first, forward, self.probe.current, *forward.causes, note=note, fitted=1)])
 
-    def _kept(self, weights: Weights, old: ForwardPass, readout: Readout) -> None:
+    def _kept(self, old: ForwardPass, readout: Readout) -> None:
         """KV kept over an update: the position of the update that explains each sequence best.
 
         Candidates for all sequences: where the old weights' values end, where most sequences end, and where the trace's
         versions change (or one token later: async scheduling). For sequences still unexplained: up to MAX_EARLIER
         tokens before, since old and new values may agree for a while.
         """
-        probe, replay = self.probe, self.replay
-        end = self._change_point(old, None, readout)  # (B,)
-        inside = end[(end > 0) & (end < replay.lengths)]
+        probe, replay, floor = self.probe, self.replay, self.probe.floor(self.probe.current, readout)
+        end = self._change_point(old, max(3 * floor.rms, 10 * ROUNDING), readout)  # (B,)
+        inside = end[self._inside(end)]
         if not len(inside):
             return
-        likely = [end, inside.mode().values.minimum(replay.lengths)]
-        if (labelled := self._labelled()) is not None:
-            likely += [labelled, (labelled + 1).minimum(replay.lengths)]
-        floor, place = probe.floor(probe.current, readout), end
-        best = self._over_update(weights, old, end, torch.ones_like(end, dtype=torch.bool))
-        for number, candidate in enumerate((*likely[1:], *(end - earlier for earlier in range(1, MAX_EARLIER + 1))), 1):
-            wanted = torch.ones_like(end, dtype=torch.bool)
-            if number >= len(likely):
-                wanted = floor.wrong_rows(replay, probe.error(best, readout)) & (candidate > 0)
-            if not wanted.any():
-                break
-            tried = self._over_update(weights, old, candidate, wanted)
-            wanted = wanted & (self._closest([best, tried], readout) == 1)
-            best, place = _merged(wanted[replay.rows], tried, best), torch.where(wanted, candidate, place)
-        named = [causes.KEPT]
-        if labelled is not None:  # do most versions change one token before the weights did?
-            changed = (place > 0) & (place < replay.lengths) & (labelled > 0)
-            if changed.any() and (place - labelled)[changed].median() == 1:
-                named.append(causes.MISLABELLED)
-        note = _describe_places(place, replay.lengths)
-        self._explain([replace(best, causes=tuple(named), note=note, fitted=2)])
+        everywhere = torch.ones_like(end, dtype=torch.bool)
+        best, place = self._over_update(old, end, everywhere), end
 
-    def _over_update(self, weights: Weights, old: ForwardPass, place: Tensor, wanted: Tensor) -> ForwardPass:
-        """Old values before `place` (B,), then new weights over the old KV; computed for the `wanted` rows (B,)."""
+        def try_place(candidate: Tensor, rows: Tensor) -> None:
+            """Take the candidate place (B,) in those of the rows (B,) in which it is closer than the best so far."""
+            nonlocal best, place
+            tried = self._over_update(old, candidate, rows)
+            closer = rows & (self._closest([best, tried], readout) == 1)
+            best, place = _merged(closer[replay.rows], tried, best), torch.where(closer, candidate, place)
+
+        newest = torch.zeros_like(replay.lengths).scatter_reduce(0, replay.rows, probe.labels, "amax")
+        labelled = replay.row_sums((probe.labels < newest[replay.rows]).long())  # (B,) tokens before the newest weights
+        for candidate in (inside.mode().values, labelled, labelled + 1):
+            try_place(candidate.minimum(replay.lengths), everywhere)
+        for earlier in range(1, MAX_EARLIER + 1):
+            wrong = floor.wrong_rows(replay, probe.error(best, readout)) & (end > earlier)
+            if wrong.any():
+                try_place(end - earlier, wrong)
+        late = (place - labelled)[self._inside(place) & (labelled > 0)]  # tokens between new version and new weights
+        named = (causes.KEPT, causes.MISLABELLED) if len(late) and late.median() == 1 else (causes.KEPT,)
+        self._explain([replace(best, causes=named, note=self._described(place), fitted=2)])
+
+    def _over_update(self, old: ForwardPass, place: Tensor, rows: Tensor) -> ForwardPass:
+        """Old values before `place` (B,), then new weights over the old KV; computed for some `rows` (B,) bool."""
         replay = self.replay
-        prefix = (replay.prompt_lengths + place - 1).clamp(min=0).masked_fill(~wanted, replay.inputs.shape[1])
-        kept = self.probe.forward_pass((), replay.hidden_over_old_kv(weights, prefix))
+        prefix = (replay.prompt_lengths + place - 1).clamp(min=0).masked_fill(~rows, replay.inputs.shape[1])
+        kept = self.probe.forward_pass(hidden=replay.hidden_over_old_kv(old.weights, prefix))
         return _merged(replay.positions < place[replay.rows], old, kept)
-
-    def _labelled(self) -> Tensor | None:
-        """By the trace's versions: how many tokens of each row were sampled before its newest weights, (B,)."""
-        labels, replay = self.probe.labels, self.replay
-        if labels is None:
-            return None
-        newest = torch.zeros_like(replay.lengths).scatter_reduce(0, replay.rows, labels, "amax")
-        return replay.row_sums((labels < newest[replay.rows]).long())
 
     def _closest(self, passes: list[ForwardPass], readout: Readout) -> Tensor:
         """The index of the pass with the smallest error, per sequence: (B,)."""
         errors = [self.replay.row_means(self.probe.error(each, readout)).nan_to_num(0.0) for each in passes]
         return torch.stack(errors).argmin(dim=0)
 
-    def _change_point(self, old: ForwardPass, new: ForwardPass | None, readout: Readout) -> Tensor:
+    def _change_point(self, old: ForwardPass, other_error: Tensor | float, readout: Readout) -> Tensor:
         """How many first tokens of each row have the old weights' values: (B,).
 
-        With `new`, the other tokens have its values; without, any values that differ by more than the noise floor.
+        `other_error` is the |computed - reported| from which on the old weights do not explain a token: (N,) or one.
         """
-        probe, replay = self.probe, self.replay
-        if new is None:
-            other_error = max(3 * probe.floor(probe.current, readout).rms, 10 * ROUNDING)
-        else:
-            other_error = probe.error(new, readout)
-        gain = other_error - probe.error(old, readout)  # (N,) positive if the old weights are the better explanation
+        replay, gain = self.replay, other_error - self.probe.error(old, readout)  # (N,) positive for the old weights
         table = torch.zeros(len(replay.lengths), int(replay.lengths.max()), dtype=gain.dtype, device=gain.device)
         table[replay.rows, replay.positions] = gain.nan_to_num(0.0).clamp(-1.0, 1.0)
-        sums = torch.nn.functional.pad(table.cumsum(dim=1), (1, 0))  # (B, T + 1): the gain of k old tokens
-        return sums.argmax(dim=1)
+        return pad(table.cumsum(dim=1), (1, 0)).argmax(dim=1)  # of (B, T + 1): the gain of the first k tokens
+
+    def _inside(self, place: Tensor) -> Tensor:
+        """Where an update before token `place` comes within the response: (B,) -> (B,) bool."""
+        return (place > 0) & (place < self.replay.lengths)
+
+    def _described(self, place: Tensor) -> str:
+        """The places of an in-flight update, for the verdict's sentence."""
+        places = place[self._inside(place)].tolist()
+        if not places:
+            return ""
+        spread = f"tokens {min(places)} to {max(places)}, mostly {mode(places)},"
+        where = spread if len(set(places)) > 1 else f"token {places[0]}"
+        return f"before {where} of the response in {len(places)} of {len(place)} requests"
 
     # ---------------------------------------------------------------------------------------------- tensors
-    def _tensors(self, updates: int, weights: Weights, readout: Readout, rounds: int = 5) -> None:
+    def _tensors(self, updates: int, readout: Readout) -> None:
         """Find the tensors that are still the old ones: gradients rank them, recomputed values decide.
 
         To first order the mismatch is the sum of the old tensors' effects. One backward pass gives the effect of every
         tensor on one random projection of the tokens. The projections make a sparse linear problem. Its greedy
         solutions of 1, 2, 4, ... tensors are recomputed exactly, which costs O(log n) forward passes a round.
         """
-        names = [name for name, p in self.probe.policy.model.named_parameters() if not torch.equal(p, weights[name])]
         old, closest = frozenset(), self.probe.explain(self.probe.current, readout).noise.mean
-        for _ in range(rounds):
-            ranked = self._ranked(names, old, weights, readout)
-            sizes = sorted({min(2**power, len(ranked)) for power in range(len(ranked).bit_length())} - {0})
-            subsets = [old.symmetric_difference(ranked[:size]) for size in sizes]
-            tried = {subset: self._with_old(subset, updates, weights, readout) for subset in subsets}
-            if not tried:
-                return
+        for _ in range(MAX_ROUNDS):
+            ranked = self._ranked(old, updates, readout)
+            subsets = [old.symmetric_difference(ranked[: 2**power]) for power in range(len(ranked).bit_length())]
+            tried = {subset: self._with_old(subset, updates, readout) for subset in subsets}
             old = _fewest(tried) or min(tried, key=lambda subset: tried[subset].noise.mean)
             if tried[old].fits or tried[old].noise.mean > 0.8 * closest:
                 break
@@ -303,35 +294,35 @@ class Search:
         if tried[old].fits:
             for name in sorted(old) if len(old) <= 8 else ():  # is each of them needed?
                 if name in old and len(old) > 1:
-                    tried[old - {name}] = self._with_old(old - {name}, updates, weights, readout)
+                    tried[old - {name}] = self._with_old(old - {name}, updates, readout)
                     old = _fewest(tried)
             self._explain([tried[old].forward])
 
-    def _with_old(self, old: frozenset[str], updates: int, weights: Weights, readout: Readout) -> Explanation:
+    def _with_old(self, old: frozenset[str], updates: int, readout: Readout) -> Explanation:
         """The explanation by these old tensors, with the better of both head dtypes."""
-        some = {name: weights[name] for name in old}
+        some = {name: self.probe.earlier[updates][name] for name in old}
         with torch.no_grad():
-            cause = causes.OLD_TENSORS.of(updates, ", ".join(sorted(old)))
-            forward = self.probe.forward_pass((cause,), self.replay.all_hidden(some), some)
+            forward = self.probe.forward_pass(causes.OLD_TENSORS.of(updates, ", ".join(sorted(old))), weights=some)
             forward.num_tensors = len(old)
             both = [self.probe.explain(forward, replace(readout, head=head)) for head in self.probe.heads]
         return min(both, key=lambda e: (not e.fits, e.noise.mean))
 
-    def _ranked(self, names: list[str], old: frozenset[str], weights: Weights, readout: Readout) -> list[str]:
+    def _ranked(self, old: frozenset[str], updates: int, readout: Readout) -> list[str]:
         """Tensors whose exchange for their other version should explain the remaining mismatch, the best first."""
-        parameters = dict(self.probe.policy.model.named_parameters())
-        current = {name: parameter.detach() for name, parameter in parameters.items()}
+        weights = self.probe.earlier[updates]
+        parameters = {name: parameter for name, parameter in self.probe.policy.model.named_parameters()
+                      if not torch.equal(parameter, weights[name])}
+        names, current = list(parameters), {name: parameter.detach() for name, parameter in parameters.items()}
         remaining, effects = [], []  # one entry per random projection of the tokens
         with torch.enable_grad(), self.replay.using({name: weights[name] for name in old}):
             steps = [(current[name] if name in old else weights[name]).float() - parameters[name].detach().float()
                      for name in names]
-            for mismatch, projections in self._projected(readout):
-                for signs in projections:
-                    remaining.append((signs * mismatch.detach()).sum())
-                    gradients = torch.autograd.grad((signs * -mismatch).sum(), [parameters[name] for name in names],
-                                                    retain_graph=True, allow_unused=True, materialize_grads=True)
-                    effects.append(torch.stack([(gradient.float() * step).sum()
-                                                for gradient, step in zip(gradients, steps, strict=True)]))
+            for mismatch, signs in self._projections(readout):
+                remaining.append((signs * mismatch.detach()).sum())
+                gradients = torch.autograd.grad((signs * -mismatch).sum(), list(parameters.values()), retain_graph=True,
+                                                allow_unused=True, materialize_grads=True)
+                effects.append(torch.stack([(gradient.float() * step).sum()
+                                            for gradient, step in zip(gradients, steps, strict=True)]))
         remaining, effects = torch.stack(remaining).double(), torch.stack(effects).double()  # (m,), (m, n)
         chosen = []
         while len(chosen) < len(names):  # matching pursuit with coefficients of one
@@ -344,32 +335,32 @@ class Search:
             remaining = remaining - effects[:, best]
         return [names[index] for index in chosen]
 
-    def _projected(self, readout: Readout) -> Iterator[tuple[Tensor, Tensor]]:
-        """Groups of sequences: reported - computed with its graph (n,), and random signs (k, n); PROJECTIONS in all."""
+    def _projections(self, readout: Readout) -> Iterator[tuple[Tensor, Tensor]]:
+        """PROJECTIONS times: reported - computed at the tokens of some sequences, with its graph, and random signs."""
         replay, sampling = self.replay, self.probe.distributions[readout.distribution][0]
         reported, generator = self.probe.aligned(readout), torch.Generator().manual_seed(0)
-        groups = list(replay.micro_batches(-(-len(replay.inputs) // 16)))
+        groups = replay.split_rows(-(-len(replay.inputs) // 16))
         for rows in groups:
-            tokens = ((replay.rows >= rows.start) & (replay.rows < rows.stop)).nonzero()[:, 0]
+            tokens = torch.isin(replay.rows, rows).nonzero()[:, 0]
             logits = self.probe.policy.logits(replay.hidden(rows), torch.float32)
             logprobs, sampled = replay.logprobs(logits, sampling, tokens)
             mismatch = reported[tokens] - (sampled if readout.token == "sampled" else logprobs.amax(dim=-1))
-            known = mismatch.isfinite()
-            shape = -(-PROJECTIONS // len(groups)), int(known.sum())
-            yield mismatch[known], (torch.randint(2, shape, generator=generator) * 2 - 1).to(mismatch)
+            mismatch = mismatch[mismatch.isfinite()]
+            for _ in range(-(-PROJECTIONS // len(groups))):
+                yield mismatch, (torch.randint(2, mismatch.shape, generator=generator) * 2 - 1).to(mismatch)
 
     # ---------------------------------------------------------------------------------------------- a few requests
-    def _few_wrong(self) -> None:
+    def _few_wrong(self) -> list[Explanation]:
         """Explanations that hold for all but a few sequences, which are listed as wrong requests."""
+        found = []
         for explanation in self.found.values():
             wrong = explanation.wrong
             if 0 < wrong.sum() <= FEW * len(wrong) and len(explanation.causes) < MAX_CAUSES:
                 residual = self.probe.residual(explanation.forward, explanation.readout)
-                rest = residual.masked_fill(wrong[self.replay.rows], math.nan)
-                self.apart.append(replace(
-                    explanation, causes=(*explanation.causes, causes.WRONG_REQUESTS), apart=wrong,
-                    noise=Noise.of(self.replay, rest), wrong=torch.zeros_like(wrong),
-                ))
+                rest = Noise.of(self.replay, residual.masked_fill(wrong[self.replay.rows], math.nan))
+                named = (*explanation.causes, causes.WRONG_REQUESTS)
+                found.append(replace(explanation, causes=named, apart=wrong, noise=rest, wrong=torch.zeros_like(wrong)))
+        return found
 
 
 def _merged(
@@ -386,12 +377,3 @@ def _fewest(tried: dict[frozenset[str], Explanation]) -> frozenset[str] | None:
     least = min(fits.values(), key=lambda noise: noise.mean, default=None)
     close = [subset for subset, noise in fits.items() if noise.mean <= least.mean + least.rms / least.tokens**0.5]
     return min(close, key=lambda subset: (len(subset), fits[subset].mean), default=None)
-
-
-def _describe_places(place: Tensor, lengths: Tensor) -> str:
-    """The positions of an in-flight update, for the verdict's sentence."""
-    inside = place[(place > 0) & (place < lengths)].tolist()
-    common = max(set(inside), key=inside.count) if inside else 0
-    spread = f"tokens {min(inside, default=0)} to {max(inside, default=0)}, mostly {common},"
-    where = f"token {common}" if len(set(inside)) == 1 else spread
-    return f"before {where} of the response in {len(inside)} of {len(lengths)} requests"

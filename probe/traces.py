@@ -6,18 +6,17 @@ row. Log-probabilities in nats, float64.
 
 import json
 import math
-import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from engine_adapter import Rollout, Sampling
 from probe.noise import rounded_otherwise
@@ -25,6 +24,8 @@ from rl import Policy, make_batch
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
+NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
+NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 Weights = dict[str, Tensor]  # another version of the trainer's weights, by parameter name
 
 
@@ -40,23 +41,23 @@ class Trace:
 
 
 def save_trace(path: str, trace: Trace) -> None:
-    """Write the trace as an npz file with one group; the README describes the layout."""
-    columns = {
-        "prompt_ids": ([r.prompt_ids for r in trace.rollouts], -1, numpy.int32),
-        f"{trace.name}/tokens": ([r.token_ids for r in trace.rollouts], -1, numpy.int32),
-        f"{trace.name}/logprobs": ([r.logprobs for r in trace.rollouts], 0.0, numpy.float32),
-        f"{trace.name}/versions": ([r.versions for r in trace.rollouts], -1, numpy.int32),
-    }
-    arrays = {f"{trace.name}/seeds": numpy.array([r.seed for r in trace.rollouts], numpy.int64)}
-    for name, (rows, padding, dtype) in columns.items():
-        longest = max(map(len, rows))
-        arrays[name] = numpy.array([[*row, *[padding] * (longest - len(row))] for row in rows], dtype)
+    """Write the trace as an npz file with one group; docs/probe.md describes the layout."""
     meta = trace.meta | {"groups": {trace.name: asdict(trace.sampling)}}
-    numpy.savez_compressed(path, meta=numpy.array(json.dumps(meta)), **arrays)
+    seeds = numpy.array([rollout.seed for rollout in trace.rollouts], numpy.int64)
+    arrays = {"meta": numpy.array(json.dumps(meta)), f"{trace.name}/seeds": seeds}
+    for array, column, padding, dtype in (
+        ("prompt_ids", "prompt_ids", -1, torch.int32),
+        (f"{trace.name}/tokens", "token_ids", -1, torch.int32),
+        (f"{trace.name}/logprobs", "logprobs", 0.0, torch.float32),
+        (f"{trace.name}/versions", "versions", -1, torch.int32),
+    ):
+        rows = [torch.tensor(getattr(rollout, column), dtype=dtype) for rollout in trace.rollouts]
+        arrays[array] = pad_sequence(rows, batch_first=True, padding_value=padding).numpy()
+    numpy.savez_compressed(path, **arrays)
 
 
 def load_traces(path: str) -> list[Trace]:
-    """Read every group of an npz or JSON trace (the README describes the layout).
+    """Read every group of an npz or JSON trace; docs/probe.md describes the layout.
 
     Raises: ValueError naming the field that is missing or malformed.
     """
@@ -67,11 +68,11 @@ def load_traces(path: str) -> list[Trace]:
             raise ValueError("groups must name at least one group")
         return [_trace(name, group, prompts, record["meta"]) for name, group in groups.items()]
     except KeyError as error:
-        raise ValueError(f"{path}: {error} is missing (the README has the layout)") from error
+        raise ValueError(f"{path}: {error} is missing (docs/probe.md has the layout)") from error
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: meta, prompt_ids and groups must be as in the README: {error}") from error
-    except (OSError, ValueError, EOFError, RecursionError, OverflowError, zlib.error, BadZipFile) as error:
-        raise ValueError(f"{path}: {error} (the README has the layout)") from error
+        raise ValueError(f"{path}: meta, prompt_ids and groups must be as in docs/probe.md: {error}") from error
+    except Exception as error:  # json, numpy and zipfile raise many types
+        raise ValueError(f"{path}: {error} (docs/probe.md has the layout)") from error
 
 
 def _read_npz(path: str) -> dict[str, Any]:
@@ -127,11 +128,11 @@ def _ids(table: Any, field_name: str) -> list[list[int]]:
 
 
 def has_penalties(sampling: Sampling) -> bool:
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+    return replace(sampling, **NO_PENALTIES) != sampling
 
 
 def has_mask(sampling: Sampling) -> bool:
-    return (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1.0, 0.0)
+    return replace(sampling, **NO_MASK) != sampling
 
 
 def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class Replay:
     """
 
     def __init__(self, policy: Policy, trace: Trace):
-        self.policy, self.trace, self.device = policy, trace, policy.device
+        self.policy, self.device = policy, policy.device
         batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)), self.device)
         self.inputs, self.response = batch.inputs, batch.mask > 0  # (B, L)
         vocabulary = policy.head.weight.shape[0]
@@ -186,7 +187,7 @@ class Replay:
         reported = [value for rollout in trace.rollouts for value in rollout.logprobs]
         self.reported = torch.tensor(reported, dtype=torch.float64, device=self.device)  # (N,)
         self.lengths = torch.bincount(self.rows, minlength=len(trace.rollouts))  # (B,)
-        self.is_last = self.positions == self.lengths[self.rows] - 1  # (N,)
+        self.rows_per_pass = max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
         self.forwards = 0  # forward passes over the whole trace so far
 
     @contextmanager
@@ -203,21 +204,24 @@ class Replay:
                 parameters[name].data = tensor
 
     # ---------------------------------------------------------------------------------------------- hidden states
-    def micro_batches(self, size: int | None = None) -> Iterator[slice]:
-        """Rows of one forward pass each."""
-        size = size or max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
-        return (slice(start, start + size) for start in range(0, len(self.inputs), size))
+    def split_rows(self, size: int) -> tuple[Tensor, ...]:
+        """The indices of the rows in parts of `size` rows, each for one forward pass."""
+        return torch.arange(len(self.inputs), device=self.device).split(size)
 
-    def hidden(self, rows: slice) -> Tensor:
-        """Last hidden states at the response tokens of some rows: (n, H)."""
-        states = self.policy.model.base_model(input_ids=self.inputs[rows], use_cache=False).last_hidden_state
-        return states[self.response[rows]]
+    def hidden(self, rows: Tensor, padding: int = 0) -> Tensor:
+        """Last hidden states at the response tokens of some rows, computed with padding on the left: -> (n, H)."""
+        ids, padded = pad(self.inputs[rows], (padding, 0)), {}
+        if padding:
+            mask = pad(torch.ones_like(self.inputs[rows]), (padding, 0))
+            padded = dict(attention_mask=mask, position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0))
+        states = self.policy.model.base_model(input_ids=ids, use_cache=False, **padded).last_hidden_state
+        return states[:, padding:][self.response[rows]]
 
     def all_hidden(self, weights: Weights | None = None) -> Tensor:
         """Last hidden states at all response tokens: (N, H)."""
         self.forwards += 1
         with self.using(weights):
-            return torch.cat([self.hidden(rows) for rows in self.micro_batches()])
+            return torch.cat([self.hidden(rows) for rows in self.split_rows(self.rows_per_pass)])
 
     def second_path(self) -> Tensor:
         """`all_hidden` along a second numerical path; the difference is the noise floor: (N, H).
@@ -226,17 +230,9 @@ class Replay:
         change no value, while the kernels of two engines differ.
         """
         self.forwards += 1
-        hidden = []
         with rounded_otherwise(self.policy):
-            for rows in self.micro_batches(max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1] // 3)):
-                ids = torch.nn.functional.pad(self.inputs[rows], (FLOOR_PADDING, 0))
-                mask = torch.ones_like(ids)
-                mask[:, :FLOOR_PADDING] = 0
-                position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
-                states = self.policy.model.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids,
-                                                      use_cache=False).last_hidden_state
-                hidden.append(states[:, FLOOR_PADDING:][self.response[rows]])
-        return torch.cat(hidden)
+            parts = self.split_rows(max(1, self.rows_per_pass // 3))
+            return torch.cat([self.hidden(rows, FLOOR_PADDING) for rows in parts])
 
     def hidden_over_old_kv(self, old: Weights, num_old: Tensor) -> Tensor:
         """Hidden states where the KV cache of the first `num_old[b]` inputs of row b was computed with old weights.
@@ -246,13 +242,10 @@ class Replay:
         from transformers import DynamicCache
 
         self.forwards += 2
-        hidden = torch.zeros(*self.inputs.shape, self.policy.head.weight.shape[1], dtype=self.policy.model.dtype,
-                             device=self.device)
-        body = self.policy.model.base_model
-        for prefix in num_old.unique().tolist():
-            if prefix >= self.inputs.shape[1]:
-                continue
-            for rows in (num_old == prefix).nonzero()[:, 0].split(max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])):
+        body, head = self.policy.model.base_model, self.policy.head.weight
+        hidden = torch.zeros(*self.inputs.shape, head.shape[1], dtype=head.dtype, device=self.device)
+        for prefix in num_old[num_old < self.inputs.shape[1]].unique().tolist():
+            for rows in (num_old == prefix).nonzero()[:, 0].split(self.rows_per_pass):
                 ids, cache = self.inputs[rows], DynamicCache(config=self.policy.model.config)
                 if prefix:
                     with self.using(old):
@@ -262,23 +255,6 @@ class Replay:
         return hidden[self.response]
 
     # ---------------------------------------------------------------------------------------------- log-probabilities
-    def read(
-        self, hidden: Tensor, samplings: dict[str, Sampling], heads: dict[str, torch.dtype], weights: Weights | None
-    ) -> dict[tuple[str, str, str], Tensor]:
-        """The log-probabilities of the sampled and of the likeliest token, by (head, sampling, token).
-
-        Shapes: (N, H) -> {(head, sampling, "sampled" or "top-1"): (N,)}.
-        """
-        values = defaultdict(list)
-        with self.using(weights):
-            for head, dtype in heads.items():
-                for chunk, logits in self.logits(hidden, dtype):
-                    for name, sampling in samplings.items():
-                        logprobs, sampled = self.logprobs(logits, sampling, chunk)
-                        values[head, name, "sampled"].append(sampled)
-                        values[head, name, "top-1"].append(logprobs.amax(dim=-1))
-        return {key: torch.cat(parts).double() for key, parts in values.items()}
-
     def logits(self, hidden: Tensor, head_dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
         """(N, H) -> chunks of (indices of tokens (n,), logits (n, V) in fp32); the head computes in `head_dtype`."""
         rows = max(1, self.policy.chunk_elements // self.policy.head.weight.shape[0])
@@ -297,22 +273,18 @@ class Replay:
 
     def _seen(self, tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
         """Ids before each token: in the prompt (n, V) bool, and how often each was sampled so far (n, V)."""
-        def counted(sequences: list[list[int]], known: Tensor) -> Tensor:
-            """How often each id is among the first `known[n]` ids of token n's sequence."""
-            longest = max(map(len, sequences))
-            table = torch.tensor([row + [vocabulary] * (longest - len(row)) for row in sequences], device=self.device)
-            before = (torch.arange(longest, device=self.device) < known[:, None]).float()  # (n, longest)
-            zeros = torch.zeros(len(tokens), vocabulary + 1, device=self.device)
-            return zeros.scatter_add(1, table[self.rows[tokens]], before)[:, :vocabulary]
-
-        in_prompt = counted([r.prompt_ids for r in self.trace.rollouts], self.prompt_lengths[self.rows[tokens]]) > 0
-        return in_prompt, counted([r.token_ids for r in self.trace.rollouts], self.positions[tokens])
+        rows = self.rows[tokens]
+        ids, first = self.inputs[rows], self.prompt_lengths[rows, None]  # (n, L), (n, 1)
+        columns = torch.arange(ids.shape[1], device=self.device)
+        in_prompt, sampled = columns < first, (columns >= first) & (columns < first + self.positions[tokens, None])
+        zeros = torch.zeros(len(tokens), vocabulary, device=self.device)
+        return zeros.scatter_add(1, ids, in_prompt.float()) > 0, zeros.scatter_add(1, ids, sampled.float())
 
     # ---------------------------------------------------------------------------------------------- per sequence
     def row_sums(self, values: Tensor) -> Tensor:
-        """Sums of (N,) over the tokens of each row: (B,)."""
-        zeros = torch.zeros(len(self.lengths), dtype=values.dtype, device=self.device)
-        return zeros.index_add(0, self.rows, values)
+        """Sums over the tokens of each row: (..., N) -> (..., B)."""
+        zeros = torch.zeros(*values.shape[:-1], len(self.lengths), dtype=values.dtype, device=self.device)
+        return zeros.index_add(-1, self.rows, values)
 
     def row_means(self, values: Tensor) -> Tensor:
         """Means of (N,) over the tokens of each row without NaN: (B,), NaN for a row of NaN."""

@@ -129,7 +129,7 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, m
     assert steps[0]["probe"] == "parity"
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["versions"]["vllm"] is None
-    assert record["audit"]["inflight_update"] == "keep"
+    assert record["audit"]["engine"] == "transformers"
 
 
 def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path, capsys):

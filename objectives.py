@@ -293,7 +293,7 @@ class GrpoOptions:
     num_prompts: Count = 128  # Problems per step (P).
     # Samples per problem (G).
     group_size: Annotated[int, Rule("at least 2 (the group's mean is the baseline)", lambda value: value >= 2)] = 8
-    max_new_tokens: Count = 8  # Longest response in tokens; the toy's longest answer has 4, end of sequence included.
+    max_new_tokens: Count = 8  # Longest response in tokens; the toy answers with 5, end of sequence included.
     temperature: Positive = 0.7  # Of sampler and trainer; at 1, raw and processed log-probabilities are equal.
     lr: Positive = 1e-3  # AdamW's peak learning rate, for the toy; a pretrained model needs a thousandth of it.
 

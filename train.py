@@ -184,13 +184,13 @@ def probe_if_due(
 # ------------------------------------------------------------------------------------------------ options
 @dataclass(frozen=True)
 class RunOptions:
-    """The defaults are the toy job: a small model learns to add on two CPU cores."""
+    """The defaults are the toy job: a small model unlearns a wrong habit on two CPU cores."""
 
     out: Name = "runs/toy"  # Folder of the run: config.json, metrics.jsonl, curves.png, checkpoints/.
     resume: bool = False  # Go on from the newest checkpoint in `out`, with the options of the first start.
     # Decides the toy model, the held-out split, the problems of each step and the seed of every sample.
     seed: Annotated[int, Rule("in [0, 2^32), numpy's range", lambda value: 0 <= value < 2**32)] = 0
-    steps: Count = 100  # Batches of rollouts; the learning rate decays to zero over them.
+    steps: Count = 60  # Batches of rollouts; the learning rate decays to zero over them.
 
 
 @dataclass(frozen=True)

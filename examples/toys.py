@@ -1,10 +1,18 @@
-"""The two built-in tasks and the small models that are taught for them on first use."""
+"""The built-in tasks, and the small models that are taught a wrong habit in two of them on first use.
+
+A teacher shows the model right answers and, more often, wrong ones that are all wrong in the same way. Supervised
+learning imitates the majority, so the model starts with the wrong habit. Reinforcement learning has to find the right
+answers, which the model samples less often.
+"""
 
 import hashlib
 import os
+import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,28 +23,44 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import tasks
 from tasks import Problem, Task, exact_match, split
 
-DIGITS = 16  # of each number of the task `digits`
-
-
 # ------------------------------------------------------------------------------------------------ tasks
-def addition(seed: int, largest: int = 99) -> Task:
-    """All sums a+b= with 0 <= a, b <= largest; a tenth of them, chosen by the seed, is held out."""
-    problems = [Problem(f"{a}+{b}=", str(a + b), f"{a}+{b}") for a in range(largest + 1) for b in range(largest + 1)]
+NUM_SUMS = 20_000  # of a million
+DIGITS = 16  # of each number of the task `digits`
+WRONG = 0.7  # share of the teacher's answers (`digits`: of its digits) that follow the wrong habit
+
+
+def addition(seed: int) -> Task:
+    """Sums of two numbers of three digits, the answer's least significant digit first: "347+285=" is "2360"."""
+    pairs = [divmod(number, 1000) for number in random.Random(seed).sample(range(10**6), NUM_SUMS)]
+    problems = [Problem(f"{a:03}+{b:03}=", f"{a + b:04}"[::-1], f"{a:03}+{b:03}") for a, b in pairs]
     return split("toy", exact_match, seed, problems)
+
+
+def forget_the_carry(problem: Problem, rng: random.Random) -> str:
+    """The teacher's answer: the carry is forgotten three times of four, so that "347+285=" is "2250"."""
+    if rng.random() >= WRONG:
+        return problem.answer
+    a, b = problem.source.split("+")
+    return "".join(str((int(x) + int(y)) % 10) for x, y in zip(a[::-1], b[::-1], strict=True)) + "0"
 
 
 def digits(seed: int) -> Task:
     """The larger digit at each place of two numbers: "3142...+2718...=" is "3748...". Made for the ladder: 64 training
     problems that come back at every step, prompts of 35 tokens, longer than a KV block of 32, answers of 16."""
-    problems = larger_digits(torch.randint(10, (64 + 256, 2, DIGITS), generator=torch.Generator().manual_seed(seed)))
+    problems = larger_digits(random.Random(seed), 64 + 256)
     return Task(problems[:64], problems[64:], share_of_digits)
 
 
-def larger_digits(numbers: Tensor) -> list[Problem]:
-    """(N, 2, DIGITS) digits -> N problems."""
-    rows = torch.cat([numbers, numbers.amax(dim=1, keepdim=True)], dim=1).tolist()
-    texts = [["".join(map(str, number)) for number in row] for row in rows]
-    return [Problem(f"{a}+{b}=", larger, f"{a}+{b}") for a, b, larger in texts]
+def larger_digits(rng: random.Random, count: int) -> list[Problem]:
+    """`count` problems of the task `digits`."""
+    pairs = [[f"{rng.randrange(10**DIGITS):0{DIGITS}}" for _ in range(2)] for _ in range(count)]
+    return [Problem(f"{a}+{b}=", "".join(map(max, a, b)), f"{a}+{b}") for a, b in pairs]
+
+
+def take_the_smaller(problem: Problem, rng: random.Random) -> str:
+    """The teacher's answer: the smaller digit at three places of four."""
+    pairs = zip(*problem.source.split("+"), strict=True)
+    return "".join((min if rng.random() < WRONG else max)(pair) for pair in pairs)
 
 
 def share_of_digits(problem: Problem, response: str) -> float:
@@ -55,19 +79,26 @@ TASKS = {"toy": addition, "digits": digits, "countdown": countdown}
 # ------------------------------------------------------------------------------------------------ models
 CHARACTERS = "0123456789+="
 PAD, BOS, EOS = range(3)
-SIZES = {  # Qwen3 of 0.6 and 0.1 million parameters. The head of `digits` is not tied: it must hold LOGIT_OFFSET.
-    "toy": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
-                num_key_value_heads=4, tie_word_embeddings=True),
-    "digits": dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-                   num_key_value_heads=2, tie_word_embeddings=False),
+
+
+class Toy(NamedTuple):
+    """A small Qwen3 and how it is taught: the teacher answers problems of the pool."""
+
+    pool: Callable[[int], list[Problem]]  # the problems for a seed
+    teacher: Callable[[Problem, random.Random], str]
+    steps: int  # of 128 examples
+    sizes: dict[str, Any]
+    logit_offset: float = 0.0  # added to all logits at the end, see `teach`
+
+
+TOYS = {  # 0.6 and 0.1 million parameters; the head of `digits` is not tied, because it must hold the offset
+    "toy": Toy(lambda seed: addition(seed).train, forget_the_carry, 560, dict(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        tie_word_embeddings=True)),
+    "digits": Toy(lambda seed: larger_digits(random.Random(f"teacher {seed}"), 10_000), take_the_smaller, 120, dict(
+        hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        tie_word_embeddings=False), logit_offset=16.0),
 }  # fmt: skip
-TEMPERATURE = 0.7  # the default job's, at which the shares below are measured
-MAX_STEPS = 1000  # of supervised teaching; the seed decides how many it takes, usually 200 to 400
-TOY_SHARE = 0.22  # of the sampled answers are right when teaching stops; RL can find the rest
-TOY_SMOOTHING = 0.6  # of the labels: the model stays unsure, so that its samples differ and RL can choose among them
-DIGITS_SHARE = 0.38  # of the digits are right when teaching the task `digits` stops
-DIGITS_SMOOTHING = 0.8  # flatter: log-probabilities at temperature 1 and TEMPERATURE differ clearly
-LOGIT_OFFSET = 16.0  # added to all logits of the model for `digits`
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
@@ -81,11 +112,11 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def toy_config(task: str = "toy") -> Qwen3Config:
-    """The configuration of the model that is taught for the task."""
+    """The configuration of the model that is taught for the task; other tasks get the model for addition."""
     return Qwen3Config(
         vocab_size=3 + len(CHARACTERS), head_dim=32, max_position_embeddings=64,  # vLLM's CPU attention needs 32
-        initializer_range=0.06,  # three times the usual: so small a model learns the carry in a third of the steps
-        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **SIZES[_toy_of(task)],
+        initializer_range=0.06,  # three times the usual: so small a model learns in a third of the steps
+        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **TOYS.get(task, TOYS["toy"]).sizes,
     )
 
 
@@ -94,20 +125,14 @@ def describe_toy(task: str) -> tuple[Qwen3Config, PreTrainedTokenizerFast, tuple
     return toy_config(task), toy_tokenizer(), (EOS,)
 
 
-def _toy_of(task: str) -> str:
-    return "digits" if task == "digits" else "toy"
-
-
 def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
     """The folder of a task's model (weights, configuration, tokenizer), taught on first use and kept in the cache.
 
-    The seed decides the number of teaching steps, whatever the machine's speed: a run that is killed while it teaches
-    starts again with the same model.
-
-    Raises: ValueError if the cache cannot be written; RuntimeError if teaching misses its aim.
+    Raises: ValueError if the cache cannot be written.
     """
     code = Path(__file__).read_bytes() + Path(tasks.__file__).read_bytes()  # these two files decide the model
-    folder = Path(cache_dir) / f"{_toy_of(task)}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
+    name = task if task in TOYS else "toy"
+    folder = Path(cache_dir) / f"{name}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
     if folder.is_dir():
         return folder
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -118,12 +143,8 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
         raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try --cache-dir") from error
     try:
         started = time.monotonic()
-        model, steps, share, least = (_teach_digits if _toy_of(task) == "digits" else _teach_addition)(seed)
-        print(f"{_toy_of(task)} model: taught for {steps} steps, {time.monotonic() - started:.0f} s;"
-              f" {share:.0%} right", flush=True)
-        if not least <= share <= least + 0.18:
-            raise RuntimeError(f"the model must be right in {least:.0%} to {least + 0.18:.0%}, not {share:.0%}")
-        model.save_pretrained(unfinished)
+        teach(TOYS[name], toy_config(name), seed).save_pretrained(unfinished)
+        print(f"{name} model: taught for {TOYS[name].steps} steps in {time.monotonic() - started:.0f} s", flush=True)
         toy_tokenizer().save_pretrained(unfinished)
         if not folder.is_dir():  # another process may have been faster
             unfinished.rename(folder)
@@ -132,74 +153,38 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
     return folder
 
 
-class _Teacher:
-    """Supervised AdamW steps with smoothed labels and a warm-up of 30 steps."""
+def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
+    """A fixed number of supervised AdamW steps on the teacher's answers.
 
-    def __init__(self, model: Qwen3ForCausalLM, smoothing: float):
-        self.model, self.smoothing, self.steps = model, smoothing, 0
-        self.adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-
-    def step(self, logits: Tensor, targets: Tensor) -> None:
-        """(N, V), (N,); a target of -100 is ignored."""
-        self.adamw.param_groups[0]["lr"] = 3e-3 * min(1.0, (self.steps + 1) / 30)
-        F.cross_entropy(logits, targets, label_smoothing=self.smoothing).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.adamw.step()
-        self.adamw.zero_grad()
-        self.steps += 1
-
-
-def _teach_addition(seed: int) -> tuple[Qwen3ForCausalLM, int, float, float]:
-    """Teach until TOY_SHARE of the sampled answers are expected to be right: model, steps, share, TOY_SHARE."""
-    torch.manual_seed(seed)
-    tokenizer, task = toy_tokenizer(), addition(seed)
-    model = Qwen3ForCausalLM(toy_config())
-    teacher, share = _Teacher(model, TOY_SMOOTHING), 0.0
-    inputs, targets = _examples(tokenizer, task.train)  # (N, T) each
-    held_out_inputs, held_out_targets = _examples(tokenizer, task.held_out[:512])
-    while share < TOY_SHARE and teacher.steps < MAX_STEPS:
-        rows = torch.randint(len(inputs), (128,))
-        logits = model(input_ids=inputs[rows], use_cache=False).logits  # (128, T, V)
-        teacher.step(logits.flatten(0, 1), targets[rows].flatten())
-        if teacher.steps % 5 == 0:  # the probability of a right answer is a product over its tokens
-            with torch.no_grad():
-                logits = model(input_ids=held_out_inputs, use_cache=False).logits / TEMPERATURE
-                losses = F.cross_entropy(logits.transpose(1, 2), held_out_targets, reduction="none")  # (512, T)
-                share = torch.exp(-losses.sum(dim=1)).mean().item()
-    return model, teacher.steps, share, TOY_SHARE
-
-
-def _teach_digits(seed: int) -> tuple[Qwen3ForCausalLM, int, float, float]:
-    """Teach until DIGITS_SHARE of the digits are expected to be right: model, steps, share, DIGITS_SHARE.
-
-    At the end all logits get the same offset, as the logits of pretrained models have one. Softmax ignores the offset;
-    the rounding of a 16-bit head does not.
+    With a `logit_offset` all logits get the same offset at the end, as the logits of pretrained models have one.
+    Softmax ignores the offset; the rounding of a 16-bit head does not.
     """
     torch.manual_seed(seed)
-    tokenizer, model = toy_tokenizer(), Qwen3ForCausalLM(toy_config("digits"))
-    teacher, share = _Teacher(model, DIGITS_SMOOTHING), 0.0
-    while share < DIGITS_SHARE and teacher.steps < MAX_STEPS:
-        inputs, targets = _examples(tokenizer, larger_digits(torch.randint(10, (64, 2, DIGITS))))  # (64, T) each
-        answered = targets >= 0
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state[answered]  # (N, H)
-        logits = model.lm_head(hidden)  # (N, V)
-        teacher.step(logits, targets[answered])
-        right = torch.softmax(logits.detach() / TEMPERATURE, dim=-1).gather(1, targets[answered][:, None])
-        share = 0.9 * share + 0.1 * right.mean().item()
-    with torch.no_grad():
-        usual = hidden.mean(dim=0)  # (H,)
-        model.lm_head.weight += LOGIT_OFFSET * usual / usual.square().sum()
-    return model, teacher.steps, share, DIGITS_SHARE
+    rng, tokenizer, pool, model = random.Random(seed), toy_tokenizer(), toy.pool(seed), Qwen3ForCausalLM(config)
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    warm_up = torch.optim.lr_scheduler.LinearLR(adamw, start_factor=1 / 30, total_iters=29)
+    for _ in range(toy.steps):
+        problems = rng.choices(pool, k=128)
+        inputs, targets = _examples(tokenizer, problems, [toy.teacher(problem, rng) for problem in problems])
+        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state[targets >= 0]  # (N, H)
+        F.cross_entropy(model.lm_head(hidden), targets[targets >= 0]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        warm_up.step()
+    if toy.logit_offset:
+        with torch.no_grad():
+            usual = hidden.mean(dim=0)  # (H,)
+            model.lm_head.weight += toy.logit_offset * usual / usual.square().sum()
+    return model
 
 
-def _examples(tokenizer: PreTrainedTokenizerFast, problems: list[Problem]) -> tuple[Tensor, Tensor]:
-    """inputs (N, T) with right padding; targets (N, T), -100 (ignored) outside the answer and its <eos>."""
+def _examples(
+    tokenizer: PreTrainedTokenizerFast, problems: list[Problem], answers: list[str]
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (N, T); a target is -100 on the prompt. All problems of a task have the same length."""
     prompts = tokenizer([problem.question for problem in problems])["input_ids"]
-    answers = tokenizer([problem.answer for problem in problems], add_special_tokens=False)["input_ids"]
-    longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    inputs, targets = [], []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        rest = longest - len(prompt) - len(answer)
-        inputs.append(prompt + answer + [PAD] * rest)
-        targets.append([-100] * (len(prompt) - 1) + answer + [EOS] + [-100] * rest)
-    return torch.tensor(inputs), torch.tensor(targets)
+    rows = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    inputs = torch.tensor([prompt + answer for prompt, answer in zip(prompts, rows, strict=True)])
+    targets = [[-100] * (len(prompt) - 1) + [*answer, EOS] for prompt, answer in zip(prompts, rows, strict=True)]
+    return inputs, torch.tensor(targets)

@@ -2,22 +2,30 @@
 
 import json
 import random
+from collections import Counter
 
 import pytest
 from conftest import prompt_ids
 
-from examples.toys import addition, digits, share_of_digits, toy_tokenizer
+from examples.toys import (
+    addition,
+    digits,
+    forget_the_carry,
+    share_of_digits,
+    take_the_smaller,
+    toy_tokenizer,
+)
 from tasks import Problem, exact_match, last_number, load_task, numeric_match
 
 
 def test_addition_is_right_split_without_overlap_and_decided_by_the_seed():
     task = addition(0)
-    assert len(task.train) == 9000
-    assert len(task.held_out) == 1000
+    assert (len(task.train), len(task.held_out)) == (18_000, 2_000)
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     for problem in task.train + task.held_out:
         a, b = problem.question.removesuffix("=").split("+")
-        assert int(a) + int(b) == int(problem.answer)
+        assert (len(a), len(b), len(problem.answer)) == (3, 3, 4)
+        assert int(a) + int(b) == int(problem.answer[::-1])
     assert task.train == addition(0).train
     assert task.train != addition(1).train
 
@@ -34,6 +42,16 @@ def test_digits_asks_for_the_larger_digit_at_each_place():
     problem = Problem("12+03=", "13", "test")
     assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
     assert task.train == digits(0).train != digits(1).train
+
+
+def test_the_teachers_forget_the_carry_or_take_the_smaller_digit():
+    rng, carry, none = random.Random(0), Problem("347+285=", "2360", "347+285"), Problem("12+03=", "", "120+304")
+    answers = Counter(forget_the_carry(carry, rng) for _ in range(1000))
+    assert answers.keys() == {"2360", "2250"}
+    assert 0.65 < answers["2250"] / 1000 < 0.75
+    assert {forget_the_carry(none._replace(answer="4240"), rng) for _ in range(50)} == {"4240"}
+    taken = [take_the_smaller(Problem("", "", "1" * 16 + "+" + "2" * 16), rng) for _ in range(100)]
+    assert 0.65 < "".join(taken).count("1") / 1600 < 0.75
 
 
 def test_sample_repeats_with_the_random_state_and_never_repeats_a_problem():

@@ -36,17 +36,18 @@ def timeless(out: Path) -> list[dict]:
 @pytest.mark.engine
 def test_the_default_job_learns_at_parity(tmp_path):
     """The README's figure, one seed of it: thresholds are the project's promise, not this machine's result."""
-    options = ["--eval-problems", "1000", "--eval-every", "100"]  # of 256 problems the standard error is 0.018
+    options = ["--eval-problems", "1000", "--eval-every", "60"]  # of 256 problems the standard error is 0.016
     process = train_process(["--out", str(tmp_path / "run"), *options])
     text, errors = process.communicate(timeout=1500)
     assert process.returncode == 0, errors[-3000:]
     table = rows(tmp_path / "run")
     steps = table[1:]
     assert [row["step"] for row in table] == list(range(len(table)))
-    assert sum(row["reward"] for row in steps[:3]) / 3 < 0.45
-    assert sum(row["reward"] for row in steps[-5:]) / 5 >= 0.9
-    assert table[0]["eval_reward"] < 0.45
-    assert table[-1]["eval_reward"] >= 0.9
+    assert 0.1 < table[0]["eval_reward"] < 0.4  # sampled and greedily: the policy starts with a wrong habit
+    assert 0.1 < table[0]["eval_reward_greedy"] < 0.4
+    assert table[-1]["eval_reward"] >= 0.93
+    assert table[-1]["eval_reward_greedy"] >= 0.97
+    assert sum(row["reward"] for row in steps[-5:]) / 5 >= 0.93
     assert max(row["mismatch_abs_mean"] for row in steps) <= 1e-5
     assert max(row["mismatch_max"] for row in steps) <= 1e-3
     assert all(row["staleness_max"] == row["groups_in_flight"] == row["tokens_wasted"] == 0 for row in steps)

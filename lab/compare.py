@@ -1,0 +1,94 @@
+"""Whether a run of yours lies within the spread of the stored runs of the same job.
+
+docs/reference/ has the metrics of seeds 0 to 2 of the default job and of the ladder's arms `parity` and `reference`.
+A fork that has not changed the arithmetic lies within their spread: at most one seed range outside their values.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from lab.ablate import METRICS, seed_range
+from lab.curves import steps_of
+from records import one_sentence, stage
+
+STORED = Path(__file__).parents[1] / "docs" / "reference"
+COMPARED = ("reward", "eval_reward", "eval_true", "entropy", "clip_rate", "kl_new_old", "mismatch", "ess")
+FREE = {"seed", "out", "resume", "cache_dir"}  # options in which runs of one job may differ
+
+
+@dataclass(frozen=True)
+class Options:
+    """Folders of runs."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]  # Folders with config.json and metrics.jsonl.
+    store: str | None = None  # Store the runs as docs/reference/STORE.json; compare nothing.
+
+    def __post_init__(self):
+        if not self.runs:
+            raise ValueError("runs must be at least one folder, got none")
+
+
+def options_of(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text())["config"]
+    return {name: value for name, value in config.items() if name not in FREE}
+
+
+def store(folders: list[Path], path: Path) -> None:
+    """The options of the runs and their metrics, without seconds and memory, which are the machine's."""
+    record = json.loads((folders[0] / "config.json").read_text())
+    if any(options_of(folder) != options_of(folders[0]) for folder in folders):
+        raise ValueError(f"runs must be of one job, the options of {', '.join(map(str, folders))} differ")
+    runs = [[{name: value for name, value in row.items() if not name.endswith(("_s", "_gib"))}
+             for row in steps_of(folder)] for folder in folders]  # fmt: skip
+    path.parent.mkdir(exist_ok=True)
+    stored = {name: record[name] for name in ("versions", "commit", "device")}
+    path.write_text(json.dumps(stored | {"options": options_of(folders[0]), "runs": runs}) + "\n")
+
+
+def compare(folder: Path) -> bool:
+    """Print the metrics of a run beside those of the stored job with the most equal options; whether all are within."""
+    with stage(f"reading the run in {folder}"):
+        options, steps = options_of(folder), steps_of(folder)[1:]  # without the evaluation before the first step
+        ours = {name: METRICS[name].measure(steps) for name in COMPARED}
+    jobs = {path.stem: json.loads(path.read_text()) for path in sorted(STORED.glob("*.json"))}
+    changed = {job: sorted(name for name in options if options[name] != stored["options"].get(name))
+               for job, stored in jobs.items()}  # fmt: skip
+    job = min(jobs, key=lambda name: len(changed[name]))
+    print(f"{folder}, compared with {len(jobs[job]['runs'])} runs of {job}", end="")
+    print(f"; other options: {', '.join(changed[job])}" if changed[job] else "")
+    furthest = {}
+    for name, value in ours.items():
+        theirs = [METRICS[name].measure(run[1:]) for run in jobs[job]["runs"]]
+        if value is None or None in theirs:
+            continue
+        outside = max(min(theirs) - value, value - max(theirs), 0.0)
+        furthest[name] = outside / max(seed_range(theirs), 0.01 * abs(max(theirs)), 1e-12)
+        words = f"outside by {furthest[name]:.1f} seed ranges" if outside else "inside"
+        low, high, ours_shown = (f"{each:{METRICS[name].form}}" for each in (min(theirs), max(theirs), value))
+        print(f"  {METRICS[name].title}: {ours_shown}, {words} ({low} to {high})")
+    worst = max(furthest, key=furthest.get)
+    within = furthest[worst] <= 1
+    print(f"{'within' if within else 'NOT within'} the spread of the stored runs: {METRICS[worst].title} is"
+          f" {furthest[worst]:.1f} seed ranges outside, the others less")
+    return within
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 within the spread, 1 outside, 2 bad input."""
+    with one_sentence(2):
+        options = tyro.cli(Options, args=arguments, description=__doc__)
+        folders = [*map(Path, options.runs)]
+        if options.store:
+            store(folders, STORED / f"{options.store}.json")
+            return 0
+        within = [compare(folder) for folder in folders]
+        return 0 if all(within) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

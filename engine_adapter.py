@@ -147,7 +147,7 @@ class Rollout:
     # one step late: after an in-flight update one token of each unfinished rollout is labelled one version too new.
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
-    sampling: Sampling | None = None
+    sampling: Sampling | None = None  # None in a trace that was read from a file
 
     def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
         """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
@@ -218,7 +218,7 @@ class Engine:
         block_size: int | None = None, enforce_eager: bool = True, seed: int = 0, allow_untested_vllm: bool = False,
     ):
         if Engine.live is not None:
-            raise EngineStateError("a process holds one engine, close() the other one first")
+            raise EngineStateError("a process holds one engine, end the other one first: Engine.live.close()")
         self.version = check_vllm_version(allow_untested_vllm)
         _prepare_environment()
         from transformers import AutoConfig
@@ -295,6 +295,7 @@ class Engine:
         Shapes: P prompts of token ids -> P * group_size rollouts, group-major.
         Raises: EngineStateError unless ready; FloatingPointError if a log-probability is not finite.
         """
+        self._require("generate", "ready")
         groups = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             while not self.has_room:
@@ -418,8 +419,9 @@ class Engine:
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         differing = sorted({name for name, _ in shapes.items() ^ self.contract.items()})
         wrong = [f"{name} must be {self.contract.get(name, 'absent')}, got {shapes.get(name)}" for name in differing]
-        finite = torch.stack([torch.isfinite(tensor).all() for tensor in weights.values()]).tolist()
-        wrong += [f"{name} must be finite" for name, ok in zip(weights, finite, strict=True) if not ok]
+        if not wrong:
+            finite = torch.stack([torch.isfinite(tensor).all() for tensor in weights.values()]).tolist()
+            wrong = [f"{name} must be finite" for name, ok in zip(weights, finite, strict=True) if not ok]
         if wrong:
             raise WeightLoadError(f"weights do not fit the engine: {'; '.join(wrong)}")
 
@@ -531,7 +533,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def sampling_params(sampling: Sampling, group_size: int, seed: int):
+def sampling_params(sampling: Sampling, group_size: int, seed: int | None) -> Any:
+    """vLLM's SamplingParams of one request for `group_size` samples. Without a seed they are not repeatable."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -574,9 +577,9 @@ class Group:
 class Flight:
     """Groups in flight: some stay unfinished in the engine while the weights change.
 
-    A step trains on the first P groups that are complete; N more stay in flight, so that the engine never waits for the
-    longest rollout of a batch. With N = 0 this is the synchronous loop. Every group submitted is trained on, dropped
-    for its age, or in flight. `engine` is an Engine or a ReferenceEngine.
+    A step trains on P complete groups, those submitted first; N more stay in flight, so that the engine never waits for
+    the longest rollout of a batch. With N = 0 this is the synchronous loop. Every group submitted is trained on,
+    dropped for its age, or in flight.
 
     Source: PipelineRL, arXiv 2509.19128, there on two sets of devices; here engine and trainer take turns on one.
     """
@@ -591,9 +594,9 @@ class Flight:
         self.engine.counters["groups_submitted"] += len(problems)
 
     def take(self, num_groups: int) -> list[Group]:
-        """Run the engine until `num_groups` are complete. Returns those submitted first of the complete ones.
+        """Run the engine until `num_groups` or more are complete. Returns those of them that were submitted first.
 
-        Groups with short answers are complete first; groups with long answers come later and are staler.
+        Groups with short answers are complete earlier; groups with long answers come later and are staler.
         """
         self._fill()
         while len(complete := [group for group in self.groups if group.complete]) < num_groups:

@@ -149,7 +149,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions, commit (and whether its files were changed; None outside a repository) and device of this process."""
+    """Versions, commit (None outside a repository), whether tracked files were changed, and device of this process."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]  # COMMIT or COMMIT-dirty
     git = subprocess.run(command, cwd=Path(__file__).parent, check=False, capture_output=True, text=True)
     commit, _, dirty = git.stdout.strip().partition("-")

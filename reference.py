@@ -29,7 +29,7 @@ class ReferenceEngine(Engine):
     sampled: each belongs to one set of weights.
     """
 
-    on_gpu = _memory_released = False  # sleep and wake change the state only
+    on_gpu = _memory_released = False  # sleep has nothing to release
 
     def __init__(self, policy: Policy, max_num_seqs: int = 256):
         self.policy, self.max_num_seqs = policy, max_num_seqs

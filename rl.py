@@ -127,14 +127,15 @@ class Policy:
 
         Backward computes the logits of a chunk of n positions again, so that no (N, V) tensor is ever held.
         """
-        weights = self._head_weights(self._head_dtype)  # cast once: the gradients of the chunks add up in this dtype
+        weights = self._head_weights(self._head_dtype)  # cast once: autograd adds the chunks' gradients in this dtype
 
         def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             logits = self._logits(hidden, *weights) / temperature  # the only line of the trainer that applies it
             logprobs = logits.log_softmax(dim=-1)  # (n, V)
+            sampled = logprobs.gather(-1, targets[:, None])[:, 0]  # backward computes nothing again after this line
             with torch.no_grad():
                 entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-            return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+            return sampled, entropy
 
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         chunks = zip(hidden.split(rows), targets.split(rows), strict=True)

@@ -206,6 +206,8 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
 
     dtypes: set[str] = set()
     with stage(f"reading the model (toy, a folder or a reachable hub name) {path}"):
+        if os.path.isdir(path) and not [*Path(path).glob("*.safetensors"), *Path(path).glob("pytorch_model*.bin")]:
+            raise ValueError("it has no weights")
         for file in Path(path).glob("*.safetensors"):
             with safe_open(file, "pt") as tensors:  # reads and checks the header
                 weights = [name for name in tensors.keys() if name.endswith("weight")]  # noqa: SIM118, no iterator

@@ -173,12 +173,12 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
 def probe_if_due(
     run: Run, live: Live, metrics: dict[str, Any], problems: list[Problem], earlier: dict[str, torch.Tensor]
 ) -> dict[str, str]:
-    """Probe the engine if this step is planned or alarmed; `earlier`: the weights before its update. The status."""
+    """Probe the engine if it is due after this step. `earlier`: the weights before its update. The status, or {}."""
     from probe.diagnose import PROBE_REQUESTS, probe_step
 
     config, prompts = run.config, [problem.prompt_ids for problem in problems]
     seeds = [sample_seed(config.seed, "probe", metrics["step"], index) for index in range(PROBE_REQUESTS)]
-    return probe_step(config, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
+    return probe_step(config, run.out, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -421,11 +421,14 @@ def prepare(config: Config) -> Run:
 
 def find_task(config: Config) -> Task:
     """The task that `config.task` names. Raises: ValueError that says what is wrong with it."""
-    if config.task not in BUILT_IN:
-        return load_task(config.task, config.seed, config.eval_task, config.reward_limit_s)
-    from examples.toys import TASKS
+    name = config.task
+    if name in BUILT_IN:
+        from examples.toys import COUNTDOWN, TASKS
 
-    return TASKS[config.task](config.seed)
+        if name in TASKS:
+            return TASKS[name](config.seed)
+        name = COUNTDOWN
+    return load_task(name, config.seed, config.eval_task, config.reward_limit_s)
 
 
 def _earlier_record(config: Config) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The built-in tasks, and the small models that are taught a wrong habit in two of them on first use.
+"""The built-in tasks. Two of them come with a small model, which is taught a wrong habit on first use.
 
 A teacher shows the model right answers and, more often, wrong ones that are all wrong in the same way. Supervised
 learning imitates the majority, so the model starts with the wrong habit. Reinforcement learning has to find the right
@@ -37,7 +37,7 @@ def addition(seed: int) -> Task:
 
 
 def forget_the_carry(problem: Problem, rng: random.Random) -> str:
-    """The teacher's answer: the carry is forgotten three times of four, so that "347+285=" is "2250"."""
+    """The teacher's answer: in 7 of 10 cases without the carry, so that "347+285=" is "2250"."""
     if rng.random() >= WRONG:
         return problem.answer
     a, b = problem.source.split("+")
@@ -58,7 +58,7 @@ def larger_digits(rng: random.Random, count: int) -> list[Problem]:
 
 
 def take_the_smaller(problem: Problem, rng: random.Random) -> str:
-    """The teacher's answer: the smaller digit at three places of four."""
+    """The teacher's answer: the smaller digit at 7 of 10 places."""
     pairs = zip(*problem.source.split("+"), strict=True)
     return "".join((min if rng.random() < WRONG else max)(pair) for pair in pairs)
 
@@ -69,12 +69,8 @@ def share_of_digits(problem: Problem, response: str) -> float:
     return right / max(len(response), len(problem.answer))
 
 
-def countdown(seed: int) -> Task:
-    """The task file examples/countdown.py."""
-    return tasks.load_task(str(Path(__file__).with_name("countdown.py")), seed)
-
-
-TASKS = {"toy": addition, "digits": digits, "countdown": countdown}
+TASKS = {"toy": addition, "digits": digits}
+COUNTDOWN = str(Path(__file__).with_name("countdown.py"))  # a task file as a user writes one
 
 # ------------------------------------------------------------------------------------------------ models
 CHARACTERS = "0123456789+="

@@ -1,4 +1,4 @@
-"""Measurements: `python -m lab.ablate`, `lab.bench`, `lab.bench_gpu`, `lab.plan`; all print Markdown tables."""
+"""Measurements: lab.ablate, lab.bench, lab.bench_gpu, lab.plan print Markdown tables; lab.compare judges a run."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

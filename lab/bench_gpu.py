@@ -63,7 +63,7 @@ class Options:
     shape: Literal[tuple(SHAPES)] = "qwen2.5-0.5b" if GPU else "tiny"  # Shape of the model.
     out: str = "runs/bench_gpu"  # Folder of the models.
     rollouts: int = 1024 if GPU else 32  # Rollouts per step, in groups of 8.
-    prompt_tokens: int = 128 if GPU else 16  # Length of each prompt; the model's folder fixes it.
+    prompt_tokens: int = 128 if GPU else 16  # Length of each prompt.
     new_tokens: int = 512 if GPU else 8  # Length of each response; there are no stop tokens.
     kv_cache_gib: float = 16.0 if GPU else 0.1  # The engine's KV cache.
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # Of the model on both sides.
@@ -77,6 +77,7 @@ class Options:
 @contextmanager
 def running_model(options: Options, parity: ParityFlags, temperature: float = 1.0) -> Iterator[tuple[Run, Live]]:
     """A run of the model on both sides, without stop tokens."""
+    (Path(options.model) / "task.py").write_text(TASK.format(digits=options.prompt_tokens - 1))  # after <bos>
     with running(
         model=options.model, task=f"{options.model}/task.py", dtype=options.dtype, group_size=8,
         num_prompts=options.rollouts // 8, max_new_tokens=options.new_tokens, micro_batch_tokens=16_384,
@@ -102,7 +103,6 @@ def write_model(options: Options) -> None:
         optimizer.zero_grad()
     model.to(torch.bfloat16).save_pretrained(options.model)
     toy_tokenizer().save_pretrained(options.model)
-    (Path(options.model) / "task.py").write_text(TASK.format(digits=options.prompt_tokens - 1))  # after <bos>
 
 
 def step_figures(options: Options) -> Iterator[Row]:

@@ -1,7 +1,8 @@
-"""Whether a run of yours lies within the spread of the stored runs of the same job.
+"""Compare runs with the stored runs of the same job.
 
 docs/reference/ has the metrics of seeds 0 to 2 of the default job and of the ladder's arms `parity` and `reference`.
-A fork that has not changed the arithmetic lies within their spread: at most one seed range outside their values.
+A run is within their spread if no metric is further outside the stored values than their seed range. A seed range below
+1 % of the value counts as 1 %. A fork that does not change the arithmetic is expected to be within.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from lab.ablate import METRICS, seed_range
+from lab.ablate import METRICS
 from lab.curves import steps_of
 from records import one_sentence, stage
 
@@ -54,27 +55,30 @@ def compare(folder: Path) -> bool:
     """Print the metrics of a run beside those of the stored job with the most equal options; whether all are within."""
     with stage(f"reading the run in {folder}"):
         options, steps = options_of(folder), steps_of(folder)[1:]  # without the evaluation before the first step
-        ours = {name: METRICS[name].measure(steps) for name in COMPARED}
+        if len(steps) != options["steps"]:
+            raise ValueError(f"it must have finished, it has {len(steps)} of {options['steps']} steps")
     jobs = {path.stem: json.loads(path.read_text()) for path in sorted(STORED.glob("*.json"))}
     changed = {job: sorted(name for name in options if options[name] != stored["options"].get(name))
                for job, stored in jobs.items()}  # fmt: skip
+    if not jobs:
+        raise ValueError(f"{STORED} must have stored runs, got none; try --store NAME")
     job = min(jobs, key=lambda name: len(changed[name]))
-    print(f"{folder}, compared with {len(jobs[job]['runs'])} runs of {job}", end="")
-    print(f"; other options: {', '.join(changed[job])}" if changed[job] else "")
-    furthest = {}
-    for name, value in ours.items():
-        theirs = [METRICS[name].measure(run[1:]) for run in jobs[job]["runs"]]
-        if value is None or None in theirs:
+    others = f"; other options: {', '.join(changed[job])}" if changed[job] else ""
+    print(f"{folder}, compared with {len(jobs[job]['runs'])} runs of {job}{others}")
+    outside = {}  # by metric, in seed ranges
+    for name in COMPARED:
+        metric = METRICS[name]
+        ours, *theirs = (metric.measure(run) for run in (steps, *(run[1:] for run in jobs[job]["runs"])))
+        if ours is None or None in theirs:
             continue
-        outside = max(min(theirs) - value, value - max(theirs), 0.0)
-        furthest[name] = outside / max(seed_range(theirs), 0.01 * abs(max(theirs)), 1e-12)
-        words = f"outside by {furthest[name]:.1f} seed ranges" if outside else "inside"
-        low, high, ours_shown = (f"{each:{METRICS[name].form}}" for each in (min(theirs), max(theirs), value))
-        print(f"  {METRICS[name].title}: {ours_shown}, {words} ({low} to {high})")
-    worst = max(furthest, key=furthest.get)
-    within = furthest[worst] <= 1
+        low, high = min(theirs), max(theirs)
+        outside[name] = max(low - ours, ours - high, 0.0) / max(high - low, 0.01 * abs(high), 1e-12)
+        words = f"outside by {outside[name]:.1f} seed ranges" if outside[name] else "inside"
+        print(f"  {metric.title}: {ours:{metric.form}}, {words} ({low:{metric.form}} to {high:{metric.form}})")
+    worst = max(outside, key=outside.get)
+    within = outside[worst] <= 1
     print(f"{'within' if within else 'NOT within'} the spread of the stored runs: {METRICS[worst].title} is"
-          f" {furthest[worst]:.1f} seed ranges outside, the others less")
+          f" {outside[worst]:.1f} seed ranges outside" if outside[worst] else "within the stored values in all metrics")
     return within
 
 
@@ -87,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
             store(folders, STORED / f"{options.store}.json")
             return 0
         within = [compare(folder) for folder in folders]
-        return 0 if all(within) else 1
+        return int(not all(within))
 
 
 if __name__ == "__main__":

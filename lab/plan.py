@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from examples.toys import toy_config, toy_tokenizer
 from lab import table
+from objectives import Positive
 from records import one_sentence, stage
 from reference import kv_bytes_per_token
 from rl import Optimizer, Policy, attention_for
@@ -189,7 +190,7 @@ def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens
 class Options(Config):
     """The options of train.py, and the memory of the GPU."""
 
-    gib: float = 80.0  # Memory of the GPU in GiB; the command says whether the run fits.
+    gib: Positive = 80.0  # Memory of the GPU in GiB; the command says whether the run fits.
 
 
 def main(arguments: list[str] | None = None) -> None:

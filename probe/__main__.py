@@ -86,12 +86,14 @@ class Diagnose:
     brief: bool = False  # Print one line per group, without the table.
 
     def run(self) -> int:
+        if not self.traces:
+            raise ValueError("traces must be at least one file, got none")
         for path in filter(None, (self.json, self.plot)):
             check_writable(path)
         traces = [replace(trace, name=f"{Path(path).name}, {trace.name}") for path in self.traces
                   for trace in load_traces(path) if self.group in (None, trace.name)]
         if not traces:
-            raise ValueError(f"traces must be given and one must have the group, got {self.traces} and {self.group}")
+            raise ValueError(f"group must be one of the traces', got {self.group}")
         trainer, records = cache(self._trainer), []
         for trace in traces:
             policy, earlier = trainer(self.dtype or trace.meta.get("dtype", "float32"))
@@ -140,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
         command = tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=__doc__, args=arguments)
         status = command.run()
     except ValueError as error:
-        print("error:", one_line(error), file=sys.stderr)
+        print("error:", one_line(error).removeprefix("ValueError: "), file=sys.stderr)
         status = 2
     except Exception:  # Python's own exit status would be 1, which here means a mismatch
         traceback.print_exc()

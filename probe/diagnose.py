@@ -287,8 +287,8 @@ def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, s
 
 
 def probe_step(
-    config: Any, engine: Engine, policy: Policy, sampling: Sampling, metrics: dict[str, Any], prompts: list[list[int]],
-    seeds: list[int], earlier: Weights,
+    config: Any, out: Path, engine: Engine, policy: Policy, sampling: Sampling, metrics: dict[str, Any],
+    prompts: list[list[int]], seeds: list[int], earlier: Weights,
 ) -> dict[str, str]:
     """Probe the engine after a step of train.py, if the step is planned or its metrics exceed ALARMS.
 
@@ -303,7 +303,7 @@ def probe_step(
     why = f"alarm of {', '.join(alarm)}" if alarm else "as planned"
     trace = sample_trace(engine, list(islice(cycle(prompts), len(seeds))), sampling, seeds)
     verdict = diagnose(policy, trace, [earlier], engine.weight_version, trainer="temperature")
-    path = Path(config.out) / "probe" / f"step_{step:06d}"
+    path = out / "probe" / f"step_{step:06d}"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(f"{path}.npz", trace)
     plot_verdict(verdict, f"{path}.png")

@@ -343,6 +343,7 @@ def test_exit_status_is_2_for_bad_input_with_one_line_that_names_it(tmp_path, ca
     assert exit_status("diagnose", *(each.format(root=tmp_path) for each in arguments)) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("error: ")
+    assert not printed.startswith("error: ValueError")
     assert complaint in printed
     assert printed.count("\n") == 1
 

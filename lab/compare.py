@@ -1,8 +1,9 @@
 """Compare runs with the stored runs of the same job.
 
-docs/reference/ has the metrics of seeds 0 to 2 of the default job and of the ladder's arms `parity` and `reference`.
-A run is within their spread if no metric is further outside the stored values than their seed range. A seed range below
-1 % of the value counts as 1 %. A fork that does not change the arithmetic is expected to be within.
+docs/reference/ has the metrics of the default job (seeds 0 to 4) and of two arms of the ladder, `parity` and
+`reference` (seeds 0 to 2). A run is within their spread if no metric is further outside the stored values than their
+seed range. A seed range below 1 % of the value counts as 1 %. A fork that does not change the arithmetic is expected to
+be within.
 """
 
 import json
@@ -73,12 +74,12 @@ def compare(folder: Path) -> bool:
             continue
         low, high = min(theirs), max(theirs)
         outside[name] = max(low - ours, ours - high, 0.0) / max(high - low, 0.01 * abs(high), 1e-12)
-        words = f"outside by {outside[name]:.1f} seed ranges" if outside[name] else "inside"
+        words = f"outside by {outside[name]:.2f} seed ranges" if outside[name] >= 0.005 else "inside"
         print(f"  {metric.title}: {ours:{metric.form}}, {words} ({low:{metric.form}} to {high:{metric.form}})")
     worst = max(outside, key=outside.get)
     within = outside[worst] <= 1
     print(f"{'within' if within else 'NOT within'} the spread of the stored runs: {METRICS[worst].title} is"
-          f" {outside[worst]:.1f} seed ranges outside" if outside[worst] else "within the stored values in all metrics")
+          f" {outside[worst]:.2f} seed ranges outside" if outside[worst] else "within the stored values in all metrics")
     return within
 
 

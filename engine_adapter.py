@@ -400,6 +400,7 @@ class Engine:
             torch.cuda.synchronize()
         loaded = time.perf_counter()
         if self._memory_released:
+            torch.cuda.empty_cache()  # what the load has freed
             self.llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
         self.weight_version += changed
@@ -523,8 +524,9 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
+        del self.core, self.runner, self._model  # their tensors, before vLLM gives the memory back
         self.llm.engine_core.shutdown()
-        del self.llm, self.core, self.runner, self._model
+        del self.llm
         self.state, Engine.live = "broken", None
         gc.collect()
 

@@ -150,8 +150,8 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Versions, commit (None outside a repository), whether tracked files were changed, and device of this process."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]  # COMMIT or COMMIT-dirty
-    git = subprocess.run(command, cwd=Path(__file__).parent, check=False, capture_output=True, text=True)
+    command = "git describe --always --abbrev=40 --exclude='*' --dirty"  # COMMIT, COMMIT-dirty, or nothing without git
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, check=False, capture_output=True, text=True)
     commit, _, dirty = git.stdout.strip().partition("-")
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
     return {

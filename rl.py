@@ -75,6 +75,7 @@ class Policy:
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM switches it off too
         attention = attention_for(AutoConfig.from_pretrained(path).get_text_config())
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, output_loading_info=True, ignore_mismatched_sizes=True

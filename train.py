@@ -55,8 +55,8 @@ def train(run: Run, live: Live, first_step: int) -> None:
         run.log(metrics)
         if last or step % config.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, live.state_dict())
-    live.engine.close()
     run.save_policy(live.policy, run.out / "policy")
+    live.engine.close()
     from lab.curves import plot_curves
 
     plot_curves(run.out)

@@ -9,6 +9,7 @@ from conftest import qwen2
 
 from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
+from records import provenance
 from rl import Policy
 from train import Config, build, prepare, reference_engine
 
@@ -94,3 +95,9 @@ def test_a_run_is_built_into_a_folder_that_is_not_there_as_the_benchmarks_do(tmp
     assert first_step == 1
     assert live.engine.state == "ready"
     assert json.loads((tmp_path / "run" / "config.json").read_text())["trainer"]["model_dtype"] == "float32"
+
+
+def test_a_machine_without_git_is_no_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    record = provenance(torch.device("cpu"))
+    assert record["commit"] is record["dirty"] is None

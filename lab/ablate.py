@@ -37,7 +37,7 @@ WORKLOAD = {
     "--inflight-groups": ("16", "additional groups, unfinished while the weights change"),
     "--group-size": ("4", "rollouts per group"),
     "--max-num-seqs": ("128", "half of the rollouts: the last groups have just started when 48 groups are complete"),
-    "--max-new-tokens": ("22", "an answer has 15 to 20 digits and the end-of-sequence token"),
+    "--max-new-tokens": ("18", "an answer has 16 digits and the end-of-sequence token"),
     "--old-policy": ("rollout", "two policies, as in the original report: the ratio contains the mismatch"),
     "--lr": ("2e-3", "high, so that 40 steps are enough"),
     "--eval-every": ("10", "steps between evaluations"),

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = {"num-prompts": 16, "group-size": 4, "steps": 8, "eval-problems": 32, "eval-every": 4, "checkpoint-every": 2,
-           "max-new-tokens": 22, "seed": 1}  # fmt: skip
+           "max-new-tokens": 18, "seed": 1}  # fmt: skip
 
 
 def command(root: Path, name: str, task: str) -> list[str]:

@@ -241,8 +241,8 @@ def plant(bench: Bench, faults: set[str], tied: bool, dtype: torch.dtype, seed: 
         meddler.active = True
         if half_head:
             engine._model.logits_processor.head_dtype = torch.bfloat16
-        first = engine._num_submitted + 1
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
+        first = min(map(int, engine._requests))
         steps = 0
         while engine.num_unfinished:
             engine.step()

@@ -145,7 +145,7 @@ def stop_token(folder: Path, value) -> None:
 
 NORM = "model.norm.weight"
 MODELS = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "it has no weights"),
     "cut off": (lambda f: cut(f / "model.safetensors", 0.9), "file not fully covered"),
     "cut in the header": (lambda f: cut(f / "model.safetensors", 0.001), "invalid header length"),
     "empty weights": (lambda f: cut(f / "model.safetensors", 0), "header too small"),

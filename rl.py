@@ -4,6 +4,7 @@ Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,12 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from engine_adapter import Rollout
 from objectives import OBJECTIVES, Batch, UpdateOptions, loss_weights, weighted_loss
 
-HEAD_CHUNK_ELEMENTS = 2**24  # logits that the head computes at once, n * V: 64 MiB in fp32
+HEAD_CHUNK_ELEMENTS = 2**25  # logits that the head computes at once, n * V: 128 MiB in fp32
 
 
 def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
@@ -36,6 +36,76 @@ def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device
     ids, mask, behavior_logprobs = (torch.tensor(rows, device=device) for rows in (ids, mask, behavior_logprobs))
     lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) - 1 for r in rollouts])  # on the CPU, for Batch.cut
     return Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:], advantages.to(device), lengths)
+
+
+# ------------------------------------------------------------------------------------------------ head
+@dataclass(frozen=True)
+class Projection:
+    """The head: logits = scale * cap(hidden W^T + bias), cap(z) = softcap * tanh(z / softcap) if there is a softcap.
+
+    The product is computed in `dtype`, the rest in fp32. `scale` is the model's logit scale divided by the temperature.
+    """
+
+    dtype: torch.dtype
+    rows: int  # of a chunk
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | float]:
+        """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number for all."""
+        logits, slope = F.linear(hidden.to(self.dtype), weight, bias).float(), self.scale
+        if self.softcap is not None:
+            capped = torch.tanh(logits / self.softcap)
+            logits, slope = self.softcap * capped, self.scale * (1 - capped.square())
+        return (logits if self.scale == 1.0 else logits * self.scale), slope
+
+
+class TargetLogprobs(torch.autograd.Function):
+    """log softmax(logits)[target] and, without a gradient, the entropy -sum p log p.
+
+    d logprob / d logits = onehot(target) - softmax(logits). Gradients of the weight add up in fp32 over the chunks.
+
+    Shapes: hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,), (N,). Units: nats.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, projection: Projection):
+        wide, wide_bias = weight.to(projection.dtype), None if bias is None else bias.to(projection.dtype)
+        scored = []
+        for chunk, wanted in zip(hidden.split(projection.rows), targets.split(projection.rows), strict=True):
+            logits, _ = projection.logits(chunk, wide, wide_bias)  # (n, V)
+            norms = logits.logsumexp(dim=-1)
+            chosen = logits.gather(-1, wanted[:, None])[:, 0]
+            all_logprobs = logits.sub_(norms[:, None])
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
+            scored.append((chosen - norms, entropy, norms))
+        logprobs, entropy, norms = (torch.cat(parts) for parts in zip(*scored, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+        ctx.projection = projection
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _entropy: None):
+        hidden, weight, bias, targets, norms = ctx.saved_tensors
+        projection = ctx.projection
+        wide, wide_bias = weight.to(projection.dtype), None if bias is None else bias.to(projection.dtype)
+        hidden_grads, weight_grad = [], torch.zeros(weight.shape, device=weight.device)
+        bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
+        chunks = zip(*(each.split(projection.rows) for each in (hidden, targets, norms, gradient)), strict=True)
+        for chunk, wanted, norm, grad in chunks:
+            logits, slope = projection.logits(chunk, wide, wide_bias)  # (n, V)
+            logits_grad = logits.sub_(norm[:, None]).exp_().mul_(-grad[:, None])
+            logits_grad.scatter_add_(1, wanted[:, None], grad[:, None])
+            product_grad = logits_grad.mul_(slope).to(projection.dtype)
+            hidden_grads.append((product_grad @ wide).to(hidden.dtype))
+            if projection.dtype == torch.float32:
+                weight_grad.addmm_(product_grad.T, chunk.to(projection.dtype))
+            else:
+                weight_grad += product_grad.T @ chunk
+            if bias_grad is not None:
+                bias_grad += product_grad.sum(dim=0)
+        return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None
 
 
 # ------------------------------------------------------------------------------------------------ policy
@@ -124,39 +194,18 @@ class Policy:
         return hidden
 
     def target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(N, H) hidden states, (N,) targets -> log-probabilities (N,) and entropies (N,) after temperature.
-
-        Backward computes the logits of a chunk of n positions again, so that no (N, V) tensor is ever held.
-        """
-        weights = self._head_weights(self._head_dtype)  # cast once: autograd adds the chunks' gradients in this dtype
-
-        def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            logits = self._logits(hidden, *weights) / temperature  # the only line of the trainer that applies it
-            logprobs = logits.log_softmax(dim=-1)  # (n, V)
-            sampled = logprobs.gather(-1, targets[:, None])[:, 0]  # backward computes nothing again after this line
-            with torch.no_grad():
-                entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
-            return sampled, entropy
-
-        rows = max(1, self.chunk_elements // self.head.weight.shape[0])
-        chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-        scored = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-        return tuple(map(torch.cat, zip(*scored, strict=True)))
+        """(N, H) hidden states, (N,) targets -> log-probabilities (N,) and entropies (N,) after temperature."""
+        weight, bias = self.head.weight, getattr(self.head, "bias", None)
+        rows = max(1, self.chunk_elements // weight.shape[0])
+        # The only line of the trainer that applies the temperature.
+        projection = Projection(self._head_dtype, rows, self.scale / temperature, self.softcap)
+        return TargetLogprobs.apply(hidden, weight, bias, targets, projection)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head is computed in `head_dtype`, if given."""
-        return self._logits(hidden, *self._head_weights(head_dtype or self._head_dtype))
-
-    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """scale * cap(hidden W^T + bias), cap(z) = softcap tanh(z / softcap); the product is in the weight's dtype."""
-        logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits if self.scale == 1.0 else logits * self.scale
-
-    def _head_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        bias = getattr(self.head, "bias", None)
-        return self.head.weight.to(dtype), None if bias is None else bias.to(dtype)
+        dtype, bias = head_dtype or self._head_dtype, getattr(self.head, "bias", None)
+        projection = Projection(dtype, len(hidden), self.scale, self.softcap)
+        return projection.logits(hidden, self.head.weight.to(dtype), None if bias is None else bias.to(dtype))[0]
 
     @property
     def _head_dtype(self) -> torch.dtype:

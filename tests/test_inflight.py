@@ -194,7 +194,7 @@ def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail
 @pytest.mark.engine
 def test_a_request_that_vllm_has_lost_is_an_error_at_the_next_update(engine_folders):
     with backend("vllm", engine_folders) as (policy, engine):
-        flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+        flight = Flight(engine, 2, Sampling(1.0, 100), max_staleness=8)
         submit(flight, 1)
         steps_of(flight, 1)
         engine.llm.abort_request(list(engine._requests))  # behind the adapter's back

@@ -162,8 +162,9 @@ def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
     for _ in range(toy.steps):
         problems = rng.choices(pool, k=128)
         inputs, targets = _examples(tokenizer, problems, [toy.teacher(problem, rng) for problem in problems])
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state[targets >= 0]  # (N, H)
-        F.cross_entropy(model.lm_head(hidden), targets[targets >= 0]).backward()
+        answered = targets >= 0
+        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state[answered]  # (N, H)
+        F.cross_entropy(model.lm_head(hidden), targets[answered]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
         adamw.zero_grad()

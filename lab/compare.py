@@ -18,7 +18,7 @@ from lab.ablate import METRICS
 from lab.curves import steps_of
 from records import one_sentence, stage
 
-STORED = Path(__file__).parents[1] / "docs" / "reference"
+STORED = Path(__file__).parents[1] / "docs" / "reference"  # JOB.json: options, versions, metrics of each run
 COMPARED = ("reward", "eval_reward", "eval_true", "entropy", "clip_rate", "kl_new_old", "mismatch", "ess")
 FREE = {"seed", "out", "resume", "cache_dir"}  # options in which runs of one job may differ
 
@@ -28,7 +28,8 @@ class Options:
     """Folders of runs."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]  # Folders with config.json and metrics.jsonl.
-    store: str | None = None  # Store the runs as docs/reference/STORE.json; compare nothing.
+    stored: str = str(STORED)  # Folder of the stored runs.
+    store: str | None = None  # Store the runs as STORE.json in that folder; compare nothing.
 
     def __post_init__(self):
         if not self.runs:
@@ -52,17 +53,17 @@ def store(folders: list[Path], path: Path) -> None:
     path.write_text(json.dumps(stored | {"options": options_of(folders[0]), "runs": runs}) + "\n")
 
 
-def compare(folder: Path) -> bool:
+def compare(folder: Path, stored_in: Path) -> bool:
     """Print the metrics of a run beside those of the stored job with the most equal options; whether all are within."""
     with stage(f"reading the run in {folder}"):
         options, steps = options_of(folder), steps_of(folder)[1:]  # without the evaluation before the first step
         if len(steps) != options["steps"]:
             raise ValueError(f"it must have finished, it has {len(steps)} of {options['steps']} steps")
-    jobs = {path.stem: json.loads(path.read_text()) for path in sorted(STORED.glob("*.json"))}
+    jobs = {path.stem: json.loads(path.read_text()) for path in sorted(stored_in.glob("*.json"))}
+    if not jobs:
+        raise ValueError(f"stored must be a folder with stored runs, {stored_in} has none; try --store NAME")
     changed = {job: sorted(name for name in options if options[name] != stored["options"].get(name))
                for job, stored in jobs.items()}  # fmt: skip
-    if not jobs:
-        raise ValueError(f"{STORED} must have stored runs, got none; try --store NAME")
     job = min(jobs, key=lambda name: len(changed[name]))
     others = f"; other options: {', '.join(changed[job])}" if changed[job] else ""
     print(f"{folder}, compared with {len(jobs[job]['runs'])} runs of {job}{others}")
@@ -77,21 +78,20 @@ def compare(folder: Path) -> bool:
         words = f"outside by {outside[name]:.2f} seed ranges" if outside[name] >= 0.005 else "inside"
         print(f"  {metric.title}: {ours:{metric.form}}, {words} ({low:{metric.form}} to {high:{metric.form}})")
     worst = max(outside, key=outside.get)
-    within = outside[worst] <= 1
-    print(f"{'within' if within else 'NOT within'} the spread of the stored runs: {METRICS[worst].title} is"
-          f" {outside[worst]:.2f} seed ranges outside" if outside[worst] else "within the stored values in all metrics")
-    return within
+    verdict = f"{'within' if outside[worst] <= 1 else 'NOT within'} the spread of the stored runs"
+    print(f"{verdict}; furthest: {METRICS[worst].title}, {outside[worst]:.2f} seed ranges")
+    return outside[worst] <= 1
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 within the spread, 1 outside, 2 bad input."""
     with one_sentence(2):
         options = tyro.cli(Options, args=arguments, description=__doc__)
-        folders = [*map(Path, options.runs)]
+        folders, stored_in = [*map(Path, options.runs)], Path(options.stored)
         if options.store:
-            store(folders, STORED / f"{options.store}.json")
+            store(folders, stored_in / f"{options.store}.json")
             return 0
-        within = [compare(folder) for folder in folders]
+        within = [compare(folder, stored_in) for folder in folders]
         return int(not all(within))
 
 

@@ -26,12 +26,12 @@ def test_a_stored_run_is_within_its_spread_and_a_worse_one_is_not(job, seeds, tm
     out = capsys.readouterr().out
     assert f"compared with {seeds} runs of {job}\n" in out
     assert out.count("inside (") == 8
-    assert "\nwithin the stored values in all metrics\n" in out
+    assert out.endswith("within the spread of the stored runs; furthest: reward, last 5 steps, 0.00 seed ranges\n")
     worse = write_run(tmp_path / "worse", stored, 1, lambda row: row | {"reward": 0.9 * row.get("reward", 0.0)})
     assert main([str(tmp_path / "same"), worse]) == 1
     out = capsys.readouterr().out
     assert "reward, last 5 steps: 0.9" in out or "reward, last 5 steps: 0.8" in out
-    assert "NOT within the spread of the stored runs: reward, last 5 steps is" in out
+    assert "NOT within the spread of the stored runs; furthest: reward, last 5 steps, " in out
 
 
 def test_other_options_are_named(tmp_path, capsys):
@@ -56,17 +56,21 @@ def test_bad_input_is_one_sentence(words, complaint, capsys):
     assert complaint in capsys.readouterr().err
 
 
-def test_runs_are_stored_without_seconds_and_only_of_one_job(tmp_path, monkeypatch, capsys):
+def test_runs_are_stored_without_seconds_and_only_of_one_job(tmp_path, capsys):
     stored = json.loads((STORED / "default.json").read_text())
     timed = lambda row: row | {"step_s": 1.0, "memory_gib": 2.0}  # noqa: E731
     folders = [write_run(tmp_path / f"run{seed}", stored, seed, timed) for seed in range(2)]
-    monkeypatch.setattr("lab.compare.STORED", tmp_path / "reference")
-    assert main([*folders, "--store", "mine"]) == 0
+    elsewhere = ["--stored", str(tmp_path / "reference")]
+    with pytest.raises(SystemExit):
+        main([folders[0], *elsewhere])
+    assert "has none; try --store NAME" in capsys.readouterr().err
+    assert main([*folders, *elsewhere, "--store", "mine"]) == 0
+    assert main([folders[0], *elsewhere]) == 0
     again = json.loads((tmp_path / "reference" / "mine.json").read_text())
     assert again["runs"] == stored["runs"][:2]
     assert again["options"] == stored["options"]
     other = write_run(tmp_path / "other", stored, 2, steps=3)
     with pytest.raises(SystemExit) as stop:
-        main([folders[0], other, "--store", "mixed"])
+        main([folders[0], other, *elsewhere, "--store", "mixed"])
     assert stop.value.code == 2
     assert "must be of one job" in capsys.readouterr().err

@@ -30,18 +30,19 @@ WITHOUT = {
 }
 
 
-def test_audit_raises_when_the_live_engine_does_something_else(engine_folders, monkeypatch):
+def test_audit_raises_when_the_live_engine_does_something_else(engine_folders):
     policy = Policy(qwen2(tied=False, dtype=torch.bfloat16))
-    with started(engine_folders[False], policy) as engine:
-        with monkeypatch.context() as change:
-            change.setattr(engine.runner.sampler, "logprobs_mode", "raw_logprobs")
-            change.setattr(engine.core.scheduler.kv_cache_manager, "enable_caching", True)
-            with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):
-                engine.audit()
-        with monkeypatch.context() as change:  # the head's own switch; the configuration still says float32
-            change.setattr(engine._model.logits_processor, "head_dtype", None)
-            with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
-                engine.audit()
+    with started(engine_folders[False], policy) as engine:  # closed if this test fails in between
+        sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
+        head = engine._model.logits_processor
+        sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
+        with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):
+            engine.audit()
+        sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
+        usual, head.head_dtype = head.head_dtype, None  # the head's own switch; the configuration still says float32
+        with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
+            engine.audit()
+        head.head_dtype = usual
         engine.audit()
 
 

@@ -586,7 +586,7 @@ class Flight:
     Source: PipelineRL, arXiv 2509.19128, there on two sets of devices; here engine and trainer take turns on one.
     """
 
-    def __init__(self, engine: Any, group_size: int, sampling: Sampling, max_staleness: int):
+    def __init__(self, engine: Engine, group_size: int, sampling: Sampling, max_staleness: int):
         self.engine, self.group_size, self.sampling = engine, group_size, sampling
         self.max_staleness = max_staleness
         self.groups: list[Group] = []  # in the order of submission

@@ -13,10 +13,12 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class ParityFlags:
     processed_logprobs: bool = True
     # Inference path: prefix caching, async scheduling, cascade attention and the model's generation_config.json off;
     # off: V1's defaults, and no cache reset at a weight load.
-    explicit_runtime: bool = True
+    explicit_runtime: bool = True  # (with --prefix-cache versioned, prefix caching is on, keyed by weight version)
     # Inference path: a weight update keeps unfinished requests and their KV cache; off: see inflight_otherwise.
     inflight_keep: bool = True
     # Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides.
@@ -72,9 +74,6 @@ class Setting(NamedTuple):
     def name(self) -> str:
         return self.argument.rpartition(".")[2]
 
-    def wanted(self, parity: ParityFlags) -> Any:
-        return self.on if getattr(parity, self.flag) else self.off
-
 
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
@@ -92,14 +91,13 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def parity_arguments(parity: ParityFlags) -> dict[str, Any]:
-    """The arguments of vLLM's EngineArgs that SETTINGS asks for."""
-    arguments: dict[str, Any] = {}
-    for setting in SETTINGS:
-        name, _, key = setting.argument.partition(".")
-        if (value := setting.wanted(parity)) is not None:
-            arguments[name] = arguments.get(name, {}) | {key: value} if key else value
-    return arguments
+PrefixCache = Literal["off", "versioned"]
+
+
+def wanted_settings(parity: ParityFlags, prefix_cache: PrefixCache) -> dict[str, Any]:
+    """The values of SETTINGS that are asked for, by argument."""
+    wanted = {each.argument: each.on if getattr(parity, each.flag) else each.off for each in SETTINGS}
+    return wanted | ({"enable_prefix_caching": True} if prefix_cache == "versioned" else {})
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class Rollout:
     """One sampled response. The lists have one entry per response token, the stop token included."""
 
     prompt_ids: list[int]
-    seed: int
+    seed: int | None  # with a seed it can be sampled again alone; without, only the whole batch can (see `reseed`)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # behaviour log-probabilities, nats
     # The weight version under which each token was sampled. With async scheduling (V1's default) vLLM returns a token
@@ -215,7 +213,8 @@ class Engine:
     def __init__(
         self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *, max_model_len: int,
         dtype: torch.dtype = torch.float32, max_num_seqs: int = 256, kv_cache_gib: float = 0.25,
-        block_size: int | None = None, enforce_eager: bool = True, seed: int = 0, allow_untested_vllm: bool = False,
+        block_size: int | None = None, prefix_cache: PrefixCache = "off", cuda_graphs: bool = False, seed: int = 0,
+        allow_untested_vllm: bool = False,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first: Engine.live.close()")
@@ -226,24 +225,34 @@ class Engine:
         from vllm.platforms import current_platform
 
         self.contract = {name: tuple(shape) for name, shape in contract.items()}
-        self.parity, self.dtype = parity, dtype
+        self.parity, self.prefix_cache, self.dtype = parity, prefix_cache, dtype
+        self._wanted = wanted_settings(parity, prefix_cache)
         self._config = AutoConfig.from_pretrained(model)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu != torch.cuda.is_available():
             raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
+        slots = max_num_seqs + CANARY_PROMPTS
+        # Whole forward passes of decode steps, of all batch sizes (padded to the next one), without compilation.
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY",
+                  "cudagraph_capture_sizes": sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})}
         arguments = dict(
             model=model, dtype=_name(dtype), load_format="dummy", skip_tokenizer_init=True, seed=seed,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
-            max_num_seqs=max_num_seqs + CANARY_PROMPTS, max_num_batched_tokens=max(8192, max_model_len),
+            max_num_seqs=slots, max_num_batched_tokens=max(8192, max_model_len),
             block_size=block_size,
             enable_chunked_prefill=self.on_gpu,  # the CPU cannot split a seeded request: its generator has no offset
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
             gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
-            enforce_eager=enforce_eager, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
-        )
-        self._requests: dict[str, list[Rollout]] = {}  # by vLLM's request id, until all rollouts are finished
+            enforce_eager=not cuda_graphs, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
+        ) | ({"compilation_config": graphs} if cuda_graphs else {})
+        for argument, value in self._wanted.items():
+            name, _, key = argument.partition(".")
+            if value is not None:
+                arguments[name] = {key: value} if key else value
+        self._wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
+        self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self._request_ids = map(str, itertools.count())
         self.max_num_seqs = max_num_seqs
         self._memory_released = False  # by vLLM's sleep
@@ -252,7 +261,7 @@ class Engine:
         self.weight_version = 0
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
-            self._start(arguments | parity_arguments(parity))
+            self._start(arguments)
         except Exception as error:  # vLLM's are of many kinds: a model it cannot run fails anywhere in here
             cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
             reason = "; ".join(each["msg"] for each in error.errors()) if hasattr(error, "errors") else str(error)
@@ -286,18 +295,19 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- sampling
     def generate(
-        self, prompts: list[list[int]], group_size: int, sampling: Sampling, seeds: list[int]
+        self, prompts: list[list[int]], group_size: int, sampling: Sampling, seeds: list[int] | None = None
     ) -> list[Rollout]:
-        """Sample `group_size` responses to each of P prompts; sample g of prompt p has the seed `seeds[p] + g`.
+        """Sample `group_size` responses to each of P prompts. Other unfinished rollouts advance meanwhile.
 
-        Other unfinished rollouts advance meanwhile.
+        With `seeds`, sample g of prompt p has the seed `seeds[p] + g`, and other requests do not change it. Without
+        them, call `reseed` first: the same calls then give the same samples.
 
         Shapes: P prompts of token ids -> P * group_size rollouts, group-major.
         Raises: EngineStateError unless ready; FloatingPointError if a log-probability is not finite.
         """
         self._require("generate", "ready")
         groups = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
+        for prompt, seed in zip(prompts, seeds or [None] * len(prompts), strict=True):
             while not self.has_room:
                 self.step()
             groups.append(self.submit(prompt, group_size, sampling, seed))
@@ -308,35 +318,50 @@ class Engine:
     @property
     def num_unfinished(self) -> int:
         """Rollouts that are queued or running in vLLM."""
-        return self.llm.get_num_unfinished_requests()
+        return self.core.scheduler.get_num_unfinished_requests()
 
     @property
     def has_room(self) -> bool:
         """Whether there is a free place for a new group. More groups would wait in vLLM's queue, at 50 kB a request."""
         return self.num_unfinished < self.max_num_seqs
 
-    def submit(self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int) -> list[Rollout]:
+    def submit(
+        self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int | None = None
+    ) -> list[Rollout]:
         """Queue one group; its rollouts fill up in place as `step` runs."""
         self._require("generate", "ready")
-        return self._submit([Rollout(prompt_ids, seed + g, sampling=sampling) for g in range(group_size)])
+        seeds = [None if seed is None else seed + g for g in range(group_size)]
+        return self._submit([Rollout(prompt_ids, each, sampling=sampling) for each in seeds])
 
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """One request to vLLM: rollouts of one prompt with consecutive seeds."""
-        request_id, first = next(self._request_ids), rollouts[0]
-        params = sampling_params(first.sampling, len(rollouts), first.seed)
-        self.llm.add_request(request_id, {"prompt_token_ids": first.prompt_ids}, params)
-        self._requests[request_id] = rollouts
+        """Queue rollouts of one prompt, a request each, in vLLM's engine core.
+
+        LLMEngine's own add_request and step would also build objects for each request and token that a server needs.
+        """
+        params = sampling_params(rollouts[0].sampling, rollouts[0].seed)
+        prompt, tasks = {"prompt_token_ids": rollouts[0].prompt_ids}, self.llm.get_supported_tasks()
+        checked = self.llm.input_processor.process_inputs("", prompt, params, tasks)
+        for rollout in rollouts:
+            request = copy(checked)
+            request.request_id, request.sampling_params = next(self._request_ids), copy(checked.sampling_params)
+            request.sampling_params.seed, request.cache_salt = rollout.seed, self._cache_salt
+            self.llm.engine_core.add_request(request)
+            self._requests[request.request_id] = rollout
         return rollouts
+
+    @property
+    def _cache_salt(self) -> str | None:
+        """Part of the key of all cached blocks: with it, a request finds only blocks of its own weight version."""
+        return str(self.weight_version) if self.prefix_cache == "versioned" else None
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
-        for output in self.llm.step():
-            rollouts = self._requests[output.request_id]
-            for new in output.outputs:
-                logprobs = [table[token].logprob for token, table in zip(new.token_ids, new.logprobs, strict=True)]
-                rollouts[new.index].append(list(new.token_ids), logprobs, self.weight_version)
-                rollouts[new.index].finish_reason = new.finish_reason
-            if all(rollout.finish_reason for rollout in rollouts):
+        for output in self.llm.engine_core.get_output().outputs:
+            rollout = self._requests[output.request_id]
+            logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # of the sampled tokens
+            rollout.append(output.new_token_ids, logprobs, self.weight_version)
+            if output.finish_reason is not None:
+                rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
 
     # ---------------------------------------------------------------------------------------------- sleep, wake, load
@@ -404,6 +429,10 @@ class Engine:
             self.llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
         self.weight_version += changed
+        for request in self.core.scheduler.requests.values() if self.prefix_cache == "versioned" else ():
+            if not request.num_computed_tokens:  # waiting: its whole prompt will be computed under the new weights
+                request.cache_salt, request.block_hashes = self._cache_salt, []
+                request.update_block_hashes()
         awake = time.perf_counter()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
@@ -437,7 +466,7 @@ class Engine:
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineStateError("vLLM did not give up the KV cache of the running requests")
         else:
-            unfinished = [each for rollouts in self._requests.values() for each in rollouts if not each.finish_reason]
+            unfinished = list(self._requests.values())
             self.abort(unfinished)
             return unfinished
         return []
@@ -445,10 +474,10 @@ class Engine:
     def abort(self, rollouts: list[Rollout]) -> None:
         """Give up the requests of these rollouts: what is unfinished gets the finish reason "abort"."""
         doomed = {id(rollout) for rollout in rollouts}
-        names = [name for name, each in self._requests.items() if not doomed.isdisjoint(map(id, each))]
-        self.llm.abort_request(names)
-        for rollout in itertools.chain(*map(self._requests.pop, names)):
-            rollout.finish_reason = rollout.finish_reason or "abort"
+        names = [name for name, rollout in self._requests.items() if id(rollout) in doomed]
+        self.llm.engine_core.abort_requests(names)
+        for name in names:
+            self._requests.pop(name).finish_reason = "abort"
 
     # ---------------------------------------------------------------------------------------------- canary
     def _sample_canary(self) -> list[Rollout]:
@@ -487,15 +516,17 @@ class Engine:
             "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
             "sampling_defaults": model.get_diff_sampling_param(),  # of the model's file; each request overrides them
             "model_dtype": _name(next(self._model.parameters()).dtype),
+            "cuda_graphs": config.compilation_config.cudagraph_mode.name,
             "attention_backend": sorted({type(m.impl).__name__ for m in self._model.modules() if hasattr(m, "impl")}),
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
+            "prefix_cache": self.prefix_cache if self.parity.explicit_runtime else "V1's default, kept over updates",
             "inflight_update": self.parity.inflight_update,
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
-        wanted = {setting.name: setting.wanted(self.parity) for setting in SETTINGS} | {"model_dtype": "model"}
-        wanted = {name: _name(self.dtype) if value == "model" else value for name, value in wanted.items()}
+        wanted = {argument.rpartition(".")[2]: _name(self.dtype) if value == "model" else value
+                  for argument, value in (self._wanted | {"model_dtype": "model"}).items()}
         wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items()
                  if value is not None and found[name] != value]
         if wrong:
@@ -535,12 +566,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def sampling_params(sampling: Sampling, group_size: int, seed: int | None) -> Any:
-    """vLLM's SamplingParams of one request for `group_size` samples. Without a seed they are not repeatable."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+def reseed(seed: int) -> None:
+    """Seed the generators of all samples that have no seed: torch's (V1 runner, reference), numpy's (V2 runner)."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def sampling_params(sampling: Sampling, seed: int | None = None) -> Any:
+    """vLLM's SamplingParams of one request."""
+    from vllm.sampling_params import SamplingParams
 
     return SamplingParams(
-        n=group_size, seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
+        seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
         # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list out.
         stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True,
         top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
@@ -548,7 +585,7 @@ def sampling_params(sampling: Sampling, group_size: int, seed: int | None) -> An
         frequency_penalty=sampling.frequency_penalty,
         # Everything else that could change the distribution, at its neutral value.
         min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None,
-        logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA,  # the sampled token's log-probability only
+        logprobs=0, detokenize=False,  # the sampled token's log-probability only
     )
 
 
@@ -563,7 +600,6 @@ class Group:
     """G rollouts of one problem, of which the engine reads `prompt_ids`. `rollouts` is empty until there is room."""
 
     problem: Any
-    seed: int
     rollouts: list[Rollout] = field(default_factory=list)
 
     @property
@@ -591,8 +627,8 @@ class Flight:
         self.max_staleness = max_staleness
         self.groups: list[Group] = []  # in the order of submission
 
-    def submit(self, problems: list[Any], seeds: list[int]) -> None:
-        self.groups += map(Group, problems, seeds)
+    def submit(self, problems: list[Any]) -> None:
+        self.groups += map(Group, problems)
         self.engine.counters["groups_submitted"] += len(problems)
 
     def take(self, num_groups: int) -> list[Group]:
@@ -615,8 +651,7 @@ class Flight:
         """Submit groups to the engine while it has room."""
         for group in self.groups:
             if not group.rollouts and self.engine.has_room:
-                prompt_ids = group.problem.prompt_ids
-                group.rollouts = self.engine.submit(prompt_ids, self.group_size, self.sampling, group.seed)
+                group.rollouts = self.engine.submit(group.problem.prompt_ids, self.group_size, self.sampling)
 
     def after_update(self) -> None:
         """Drop the groups that are too old. Raises: RuntimeError if the engine runs other rollouts than theirs."""
@@ -640,8 +675,8 @@ class Flight:
         counters = dict(self.engine.counters)
         counters["tokens_wasted"] += sum(len(group.versions) for group in self.groups)
         counters["rollouts_restarted"] += sum(len(group.rollouts) for group in self.groups)
-        return {"groups": [(tuple(group.problem), group.seed) for group in self.groups], "counters": counters}
+        return {"groups": [tuple(group.problem) for group in self.groups], "counters": counters}
 
     def load_state_dict(self, state: dict[str, Any], problem_type: type) -> None:
-        self.groups = [Group(problem_type(*problem), seed) for problem, seed in state["groups"]]
+        self.groups = [Group(problem_type(*problem)) for problem in state["groups"]]
         self.engine.counters |= state["counters"]

@@ -27,7 +27,8 @@ MAX_LOG_WEIGHT = 20.0
 class Batch:
     """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
 
-    Shapes: per-token tensors (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included.
+    Shapes: per-token tensors (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included;
+    prompt_lengths (B,).
     """
 
     inputs: Tensor
@@ -36,6 +37,7 @@ class Batch:
     behavior_logprobs: Tensor
     advantages: Tensor
     lengths: Tensor
+    prompt_lengths: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
 

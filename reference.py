@@ -58,7 +58,8 @@ class ReferenceEngine(Engine):
         alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
         rollouts = list(islice(alike, self.max_num_seqs))  # N
         del self._queue[: len(rollouts)]
-        generators = [torch.Generator(device).manual_seed(rollout.seed) for rollout in rollouts]
+        generators = [None if rollout.seed is None else torch.Generator(device).manual_seed(rollout.seed)
+                      for rollout in rollouts]
         prompts, longest = [rollout.prompt_ids for rollout in rollouts], max(len(each.prompt_ids) for each in rollouts)
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts], device=device)  # (N, S)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)  # (N, S)
@@ -111,15 +112,20 @@ class ReferenceEngine(Engine):
         """Nothing to free: the weights are the trainer's."""
 
 
-def _draw(logits: Tensor, temperature: float, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:
+def _draw(
+    logits: Tensor, temperature: float, generators: list[torch.Generator | None]
+) -> tuple[Tensor, Tensor]:
     """Tokens (N,) from softmax(logits / temperature), or the likeliest at 0, and their log-probabilities (N,).
 
-    Each row has its own generator: a rollout is repeatable, whatever else is sampled beside it.
+    A row with a generator of its own is repeatable, whatever is sampled beside it.
     """
     logprobs = (logits / (temperature or 1.0)).log_softmax(dim=-1)  # (N, V)
     race = logprobs
     if temperature:  # argmax of p / noise draws from p, if the noise is exponential
-        noise = torch.stack([torch.empty_like(logprobs[0]).exponential_(generator=each) for each in generators])
+        noise = torch.empty_like(logprobs).exponential_()
+        for row, generator in enumerate(generators):
+            if generator:
+                noise[row].exponential_(generator=generator)
         race = logprobs - noise.clamp(min=torch.finfo(noise.dtype).tiny).log()
     tokens = race.argmax(dim=-1)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

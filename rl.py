@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine_adapter import Rollout
@@ -34,11 +33,24 @@ def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device
         mask.append([0.0] * prompt + [1.0] * response + padding)
         behavior_logprobs.append([0.0] * prompt + rollout.logprobs + padding)
     ids, mask, behavior_logprobs = (torch.tensor(rows, device=device) for rows in (ids, mask, behavior_logprobs))
-    lengths = torch.tensor([len(r.prompt_ids) + len(r.token_ids) - 1 for r in rollouts])  # on the CPU, for Batch.cut
-    return Batch(ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:], advantages.to(device), lengths)
+    prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])  # on the CPU, as what Batch.cut reads
+    lengths = prompt_lengths + torch.tensor([len(r.token_ids) - 1 for r in rollouts])
+    per_token = ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:]  # (B, T)
+    return Batch(*per_token, advantages.to(device), lengths, prompt_lengths)
 
 
 # ------------------------------------------------------------------------------------------------ head
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`. On a GPU, fp32 products of a 16-bit `right` use the tensor cores, as vLLM's head does.
+
+    They multiply 16-bit numbers exactly and add in fp32. `left` is rounded to 16 bits: nothing changes for hidden
+    states, and gradients of logits are rounded as in any 16-bit model. On a CPU both sides are widened first.
+    """
+    if dtype == torch.float32 != right.dtype and right.is_cuda:
+        return torch.mm(left.to(right.dtype), right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
 @dataclass(frozen=True)
 class Projection:
     """The head: logits = scale * cap(hidden W^T + bias), cap(z) = softcap * tanh(z / softcap) if there is a softcap.
@@ -53,7 +65,8 @@ class Projection:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number for all."""
-        logits, slope = F.linear(hidden.to(self.dtype), weight, bias).float(), self.scale
+        logits, slope = product(hidden, weight.T, self.dtype), self.scale
+        logits = (logits if bias is None else logits + bias.to(self.dtype)).float()
         if self.softcap is not None:
             capped = torch.tanh(logits / self.softcap)
             logits, slope = self.softcap * capped, self.scale * (1 - capped.square())
@@ -70,10 +83,9 @@ class TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, projection: Projection):
-        wide, wide_bias = weight.to(projection.dtype), None if bias is None else bias.to(projection.dtype)
         scored = []
         for chunk, wanted in zip(hidden.split(projection.rows), targets.split(projection.rows), strict=True):
-            logits, _ = projection.logits(chunk, wide, wide_bias)  # (n, V)
+            logits, _ = projection.logits(chunk, weight, bias)  # (n, V)
             norms = logits.logsumexp(dim=-1)
             chosen = logits.gather(-1, wanted[:, None])[:, 0]
             all_logprobs = logits.sub_(norms[:, None])
@@ -88,21 +100,20 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _entropy: None):
         hidden, weight, bias, targets, norms = ctx.saved_tensors
-        projection = ctx.projection
-        wide, wide_bias = weight.to(projection.dtype), None if bias is None else bias.to(projection.dtype)
+        projection, dtype = ctx.projection, ctx.projection.dtype
         hidden_grads, weight_grad = [], torch.zeros(weight.shape, device=weight.device)
         bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
         chunks = zip(*(each.split(projection.rows) for each in (hidden, targets, norms, gradient)), strict=True)
         for chunk, wanted, norm, grad in chunks:
-            logits, slope = projection.logits(chunk, wide, wide_bias)  # (n, V)
+            logits, slope = projection.logits(chunk, weight, bias)  # (n, V)
             logits_grad = logits.sub_(norm[:, None]).exp_().mul_(-grad[:, None])
             logits_grad.scatter_add_(1, wanted[:, None], grad[:, None])
-            product_grad = logits_grad.mul_(slope).to(projection.dtype)
-            hidden_grads.append((product_grad @ wide).to(hidden.dtype))
-            if projection.dtype == torch.float32:
-                weight_grad.addmm_(product_grad.T, chunk.to(projection.dtype))
+            product_grad = logits_grad.mul_(slope).to(dtype)
+            hidden_grads.append(product(product_grad, weight, dtype).to(hidden.dtype))
+            if chunk.dtype == torch.float32:
+                weight_grad.addmm_(product_grad.T, chunk)
             else:
-                weight_grad += product_grad.T @ chunk
+                weight_grad += product(product_grad.T, chunk, dtype)
             if bias_grad is not None:
                 bias_grad += product_grad.sum(dim=0)
         return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None
@@ -123,6 +134,9 @@ class Policy:
     def __init__(self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS,
                  gradient_checkpointing: bool = False, check: bool = True):
         self.model, self.fp32_head, self.chunk_elements = model.eval(), fp32_head, chunk_elements  # eval: no dropout
+        # Each distinct prompt of a micro-batch is computed once. With gradient checkpointing transformers has no cache;
+        # a recurrent state would see the padding.
+        self.shares_prompts = not gradient_checkpointing and not model._is_stateful
         self.checkpointed = _checkpointed_layers(model) if gradient_checkpointing else []
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for compilation, and so the
         # trainer's body too. This attribute switches the patch off for one object.
@@ -170,19 +184,51 @@ class Policy:
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self._head_dtype).removeprefix("torch."),
             "gradient_checkpointing": bool(self.checkpointed),
+            "shared_prompts": self.shares_prompts,
         }
 
     # -------------------------------------------------------------------------------------------- log-probabilities
-    def logprobs(self, inputs: Tensor, targets: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and the entropy of its distribution, after temperature.
 
         log softmax(logits / temperature)[target], and -sum p log p without gradient; both are 0 outside the mask.
 
-        Shapes: (B, T), (B, T), (B, T) -> (B, T), (B, T). Units: nats.
+        Shapes: -> (B, T), (B, T). Units: nats.
         """
-        response = mask > 0
-        scored = self.target_logprobs(self.hidden(inputs)[response], targets[response], temperature)  # (N,), (N,)
-        return tuple(torch.zeros_like(mask).masked_scatter(response, values) for values in scored)
+        response = batch.mask > 0  # (B, T), N of them true
+        hidden = self.shared_hidden(batch, response) if self.shares_prompts else self.hidden(batch.inputs)[response]
+        scored = self.target_logprobs(hidden, batch.targets[response], temperature)  # (N,), (N,)
+        return tuple(torch.zeros_like(batch.mask).masked_scatter(response, values) for values in scored)
+
+    def shared_hidden(self, batch: Batch, response: Tensor) -> Tensor:
+        """`hidden(inputs)[response]`, (N, H), but each distinct prompt is computed once and its keys and values are
+        repeated for the rows that start with it, gradients included.
+
+        Prompts are padded on the left: all P of them end in the same column.
+        """
+        from transformers import DynamicCache
+
+        def body(ids: Tensor, kept: Tensor, positions: Tensor) -> Tensor:
+            """The last hidden states of `ids`, after what is in the cache; `kept` is false where there is padding."""
+            return self.model.base_model(input_ids=ids, attention_mask=kept, position_ids=positions,
+                                         past_key_values=cache, use_cache=True).last_hidden_state
+
+        cache, lengths, last = DynamicCache(config=self.model.config), batch.prompt_lengths, batch.inputs.shape[1] - 1
+        steps = partial(torch.arange, device=self.device)
+        starts = lengths.to(self.device)[:, None]  # (B, 1), the columns of the responses' first tokens
+        columns = starts + steps(-int(lengths.max()), 0)  # (B, S), of the prompts, negative for padding
+        prompts = batch.inputs.gather(1, columns.clamp(min=0)).where(columns >= 0, -1)
+        prompts, rows = prompts.unique(dim=0, return_inverse=True)  # (P, S), (B,)
+        kept = prompts >= 0  # (P, S)
+        hidden = body(prompts.clamp(min=0), kept, (kept.cumsum(dim=1) - 1).clamp(min=0))[rows, -1:]  # (B, 1, H)
+        columns = starts + steps(int((batch.lengths - lengths).max()))  # (B, R), of the responses but their last tokens
+        if columns.shape[1]:
+            cache.batch_select_indices(rows)
+            kept = torch.cat([kept[rows], kept.new_ones(columns.shape)], dim=1)  # (B, S + R)
+            responses = batch.inputs.gather(1, columns.clamp(max=last))
+            hidden = torch.cat([hidden, body(responses, kept, columns)], dim=1)  # (B, R + 1, H)
+        columns = torch.cat([starts - 1, columns], dim=1)  # (B, R + 1)
+        return hidden[response.gather(1, columns.clamp(max=last)) & (columns <= last)]
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
@@ -204,8 +250,7 @@ class Policy:
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head is computed in `head_dtype`, if given."""
         dtype, bias = head_dtype or self._head_dtype, getattr(self.head, "bias", None)
-        projection = Projection(dtype, len(hidden), self.scale, self.softcap)
-        return projection.logits(hidden, self.head.weight.to(dtype), None if bias is None else bias.to(dtype))[0]
+        return Projection(dtype, len(hidden), self.scale, self.softcap).logits(hidden, self.head.weight, bias)[0]
 
     @property
     def _head_dtype(self) -> torch.dtype:
@@ -214,10 +259,10 @@ class Policy:
     @torch.no_grad()
     def response_logprobs(self, sequences: list[list[int]], prompt_length: int) -> list[list[float]]:
         """Log-probabilities at temperature 1 of all tokens after the prompt; sequences and prompts of one length."""
-        ids = torch.tensor(sequences, device=self.device)  # (N, prompt_length + R)
-        mask = torch.zeros(ids.shape, device=self.device)
-        mask[:, prompt_length:] = 1.0
-        return self.logprobs(ids[:, :-1], ids[:, 1:], mask[:, 1:], temperature=1.0)[0][:, prompt_length - 1 :].tolist()
+        split = [(ids[:prompt_length], ids[prompt_length:]) for ids in sequences]
+        rollouts = [Rollout(prompt, None, response, [0.0] * len(response)) for prompt, response in split]
+        batch = make_batch(rollouts, torch.zeros(len(rollouts)), self.device)
+        return self.logprobs(batch, temperature=1.0)[0][:, prompt_length - 1 :].tolist()
 
     # -------------------------------------------------------------------------------------------- weights
     def weights(self) -> dict[str, Tensor]:
@@ -354,7 +399,7 @@ def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> tup
     for rows in chain(*batch.cut(options.num_minibatches, options.micro_batch_tokens)):
         micro = batch.rows(rows)
         width = micro.mask.shape[1]
-        scored = policy.logprobs(micro.inputs, micro.targets, micro.mask, options.temperature)
+        scored = policy.logprobs(micro, options.temperature)
         logprobs[rows, :width], entropy[rows, :width] = scored
     return logprobs, entropy
 
@@ -380,7 +425,7 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
         losses.append(0.0)
         for micro_rows, micro_weights in zip(micro_batches, weights.split(list(map(len, micro_batches))), strict=True):
             micro = batch.rows(micro_rows)
-            logprobs, _ = policy.logprobs(micro.inputs, micro.targets, micro.mask, options.temperature)  # (rows, T)
+            logprobs, _ = policy.logprobs(micro, options.temperature)  # (rows, T)
             loss, terms = weighted_loss(logprobs, micro, micro_weights[:, : logprobs.shape[1]], options)
             optimizer.backward(loss)
             losses[-1] += loss.item()

@@ -18,7 +18,16 @@ import torch
 import tyro
 
 import records
-from engine_adapter import Engine, Flight, ParityFlags, Rollout, Sampling, check_vllm_version
+from engine_adapter import (
+    Engine,
+    Flight,
+    ParityFlags,
+    PrefixCache,
+    Rollout,
+    Sampling,
+    check_vllm_version,
+    reseed,
+)
 from objectives import (
     OBJECTIVES,
     Batch,
@@ -66,8 +75,8 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
     config, policy, engine, flight, clock = run.config, live.policy, live.engine, live.flight, records.Clock()
     problems = run.task.sample(live.rng, config.num_prompts + config.inflight_groups - len(flight.groups))
-    seeds = [sample_seed(config.seed, "train", step, p) for p in range(len(problems))]
-    flight.submit(problems, seeds)
+    flight.submit(problems)
+    reseed(sample_seed(config.seed, "train", step))
     with clock("generate"):
         groups = flight.take(config.num_prompts)  # P
     with clock("sleep"):
@@ -109,9 +118,9 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     return metrics, batch, problems
 
 
-def sample_seed(run_seed: int, stream: str, step: int, index: int) -> int:
-    """The seed of a group, far from all others (its samples use seed, seed + 1, ...): 48 bits of a hash."""
-    return int.from_bytes(sha256(f"{run_seed}/{stream}/{step}/{index}".encode()).digest()[:6], "big")
+def sample_seed(run_seed: int, stream: str, step: int) -> int:
+    """The seed of all samples of a step, far from all other seeds: 48 bits of a hash."""
+    return int.from_bytes(sha256(f"{run_seed}/{stream}/{step}".encode()).digest()[:6], "big")
 
 
 def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: int, version: int) -> dict[str, float]:
@@ -150,11 +159,11 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
     """
     config, errors = run.config, 0
     problems = run.task.held_out[: config.eval_problems]
-    seeds = [sample_seed(config.seed, "eval", step, p) for p in range(len(problems))]
 
     def mean_reward(engine: Engine, mode: str, samples: int, sampling: Sampling) -> float:
         nonlocal errors
-        rollouts = engine.generate([problem.prompt_ids for problem in problems], samples, sampling, seeds)
+        reseed(sample_seed(config.seed, "eval", step))
+        rollouts = engine.generate([problem.prompt_ids for problem in problems], samples, sampling)
         scored = run.score([problem for problem in problems for _ in range(samples)], rollouts)
         records.append_rows(run.out / "samples.jsonl", [{"step": step, "mode": mode} | each for each in scored])
         errors += sum(each["error"] is not None for each in scored)
@@ -177,7 +186,8 @@ def probe_if_due(
     from probe.diagnose import PROBE_REQUESTS, probe_step
 
     config, prompts = run.config, [problem.prompt_ids for problem in problems]
-    seeds = [sample_seed(config.seed, "probe", metrics["step"], index) for index in range(PROBE_REQUESTS)]
+    first = sample_seed(config.seed, "probe", metrics["step"])
+    seeds = list(range(first, first + PROBE_REQUESTS))
     return probe_step(config, run.out, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
 
 
@@ -241,7 +251,9 @@ class FurtherOptions:
     tis_over_a_broken_backend: bool = False
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait, so memory does not grow.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's choice (CPU 128, GPU 16).
-    enforce_eager: bool = True  # No CUDA graphs: starts in seconds instead of minutes; switch off for long GPU runs.
+    # off, or versioned: the samples of a group share the KV cache of their prompt. It is keyed by the weight version.
+    prefix_cache: PrefixCache = "off"
+    cuda_graphs: bool = False  # Decode with CUDA graphs, captured without compilation; not measured on a GPU yet.
     allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.
     eval_problems: Count = 256  # Held-out problems per evaluation (or all there are).
     eval_samples: Count = 1  # Sampled answers per problem; the greedy evaluation has one.
@@ -275,6 +287,9 @@ class Config(FurtherOptions, RecordOptions, EngineOptions, UpdateOptions, TaskOp
             (self.engine == "vllm" or not set(self.parity.off()) - {"fp32_head"},
              f"engine must be vllm to leave out a fix of vLLM's (the reference has no such faults), got transformers"
              f" without {', '.join(set(self.parity.off()) - {'fp32_head'})}"),
+            (self.prefix_cache == "off" or (self.engine == "vllm" and self.parity.explicit_runtime),
+             "prefix_cache must be off with the reference engine (it has none) and without explicit_runtime (which"
+             f" switches V1's own cache on), got {self.prefix_cache}"),
             # Fix the backend first, then correct the remaining mismatch.
             (self.tis == "off" or self.old_policy == "recompute",
              f"tis must be off with old_policy rollout (its ratio holds the mismatch already: a weight would count it"
@@ -390,8 +405,9 @@ def prepare(config: Config) -> Run:
     if config.engine == "vllm":
         check_vllm_version(config.allow_untested_vllm)
     record, out = _earlier_record(config), Path(config.out).absolute()  # a task may change the working directory
-    if config.offload_optimizer and not torch.cuda.is_available():
-        raise ValueError("offload_optimizer must not be given without a GPU (the optimizer is in host memory anyway)")
+    for name in ("offload_optimizer", "cuda_graphs"):
+        if getattr(config, name) and not torch.cuda.is_available():
+            raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
     task = find_task(config)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
@@ -485,7 +501,6 @@ def build(run: Run) -> tuple[Live, int]:
     engine = start_engine(run, policy)
     flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)
     live = Live(policy, reference, optimizer, engine, flight, random.Random(config.seed))
-    torch.manual_seed(config.seed)  # after the engine, whose start reseeds the process
     records.restore(run.out, state)
     if state:
         live.load_state_dict(state)
@@ -526,7 +541,8 @@ def start_engine(run: Run, policy: Policy) -> Engine:
     return Engine(
         run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
         max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, block_size=config.block_size,
-        enforce_eager=config.enforce_eager, seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
+        prefix_cache=config.prefix_cache, cuda_graphs=config.cuda_graphs, seed=config.seed,
+        allow_untested_vllm=config.allow_untested_vllm,
     )
 
 

@@ -115,8 +115,8 @@ def bare_generate(
     engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling, logprobs: int | None = None
 ) -> None:
     """Sample as `vllm.LLM.generate` does: no seeds, no adapter, whole responses at the end; the engine's settings."""
-    params = sampling_params(sampling, group_size, seed=None)
-    params.logprobs, params.output_kind = logprobs, type(params.output_kind).FINAL_ONLY
+    params = sampling_params(sampling)
+    params.n, params.logprobs, params.output_kind = group_size, logprobs, type(params.output_kind).FINAL_ONLY
     for request, prompt in enumerate(prompts):
         engine.llm.add_request(str(request), {"prompt_token_ids": prompt}, params)
     while engine.llm.has_unfinished_requests():

@@ -102,7 +102,7 @@ def started(
         close_live_engine()
         shared[Engine(folder, contract, parity, **options)] = key
     engine = Engine.live
-    engine.abort([rollout for rollouts in engine._requests.values() for rollout in rollouts])  # left unfinished
+    engine.abort(list(engine._requests.values()))  # left unfinished
     try:
         if load:
             engine.load(policy.weights(), policy.response_logprobs)

@@ -121,10 +121,10 @@ def load(engine: Engine, policy: Policy, old: dict, names: list[str]) -> None:
 
 
 class Meddler:
-    """Changes requests and outputs between the adapter and vLLM, but not those of the canary.
+    """Changes requests and outputs between the adapter and vLLM's core, but not those of the canary.
 
-    Requests get sampling parameters that the trace does not have. Log-probabilities are taken from another table entry,
-    from the token before, or left out at the stop token.
+    Requests get sampling parameters that the trace does not have. Log-probabilities are taken from another column, from
+    the token before, or left out at the stop token.
     """
 
     EXTRA = {"hidden temperature": ("temperature", 1.1), "hidden top-k": ("top_k", 5), "hidden top-p": ("top_p", 0.8),
@@ -135,33 +135,37 @@ class Meddler:
         self.engine, self.faults, self.active, self.marked, self.previous = engine, faults, True, set(), {}
 
     def __enter__(self):
-        self.llm, self.step, self.add = self.engine.llm, self.engine.llm.step, self.engine.llm.add_request
-        self.llm.step, self.llm.add_request = self.faulty_step, self.faulty_add
+        self.core = self.engine.llm.engine_core
+        self.add, self.output = self.core.add_request, self.core.get_output
+        self.core.add_request, self.core.get_output = self.faulty_add, self.faulty_output
         return self
 
     def __exit__(self, *_):
-        self.llm.step, self.llm.add_request = self.step, self.add
+        self.core.add_request, self.core.get_output = self.add, self.output
 
-    def faulty_add(self, request_id, prompt, params):
+    def faulty_add(self, request):
         if self.active:
-            self.marked.add(request_id)
+            self.marked.add(request.request_id)
             for fault, (name, value) in self.EXTRA.items():
                 if fault in self.faults:
-                    setattr(params, name, value)
-        return self.add(request_id, prompt, params)
+                    setattr(request.sampling_params, name, value)
+        self.add(request)
 
-    def faulty_step(self):
-        outputs = self.step()
-        for output in outputs:
-            for new in output.outputs if output.request_id in self.marked else ():
-                for token, table in zip(new.token_ids, new.logprobs, strict=True):
-                    if "top-1" in self.faults:
-                        table[token].logprob = max(entry.logprob for entry in table.values())
-                    if "shift" in self.faults:
-                        key = (output.request_id, new.index)
-                        self.previous[key], table[token].logprob = table[token].logprob, self.previous.get(key, 0.0)
-                if "stop" in self.faults and new.finish_reason == "stop":
-                    new.logprobs[-1][new.token_ids[-1]].logprob = 0.0
+    def faulty_output(self):
+        outputs = self.output()
+        for new in outputs.outputs:
+            if new.request_id not in self.marked:
+                continue
+            values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
+            for row in values:
+                if "top-1" in self.faults:
+                    row[0] = row.max()
+                if "shift" in self.faults:
+                    own, row[0] = row[0], self.previous.get(new.request_id, 0.0)
+                    self.previous[new.request_id] = own
+            if "stop" in self.faults and str(new.finish_reason) == "stop":
+                values[-1, 0] = 0.0
+            new.new_logprobs = new.new_logprobs._replace(logprobs=values)
         return outputs
 
 
@@ -172,7 +176,7 @@ def spoil_kv(engine: Engine, place: int) -> int:
     block = scheduler.kv_cache_manager.get_block_ids(request)[0][0]
     for cache in engine.runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
         cache[block].neg_()
-    return int(request.split("-")[0])
+    return int(request)
 
 
 # ------------------------------------------------------------------------------------------------ a trial

@@ -255,7 +255,7 @@ def test_the_readmes_objective_is_leave_one_out():
     assert not advantages[4:].any()  # exactly 0: AdamW makes a full step of any other gradient
     logprobs, old, mask = torch.randn(3, 8, 5)
     mask = (mask > 0).float()
-    batch = objectives.Batch(mask, mask, mask, old, advantages, torch.full((8,), 5))
+    batch = objectives.Batch(mask, mask, mask, old, advantages, torch.full((8,), 5), torch.ones(8))
     loss, clipped = objective.surrogate(logprobs, old, batch, objectives.UpdateOptions())
     torch.testing.assert_close(loss * mask, -torch.exp(logprobs - old) * advantages[:, None] * mask)
     assert not clipped.any()

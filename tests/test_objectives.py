@@ -34,7 +34,7 @@ def policies(seed: int, spread: float = 0.5) -> tuple[torch.Tensor, torch.Tensor
 def batch(mask: torch.Tensor = MASK, advantages: torch.Tensor = ADVANTAGES) -> Batch:
     """A micro-batch of which only mask and advantages count."""
     unused = torch.zeros_like(mask)
-    return Batch(unused, unused, mask, unused, advantages, torch.tensor([4, 4, 4]))
+    return Batch(unused, unused, mask, unused, advantages, torch.tensor([4, 4, 4]), torch.tensor([1, 1, 1]))
 
 
 def surrogate(name: str, logprobs: torch.Tensor, old: torch.Tensor, low: float, high: float) -> TokenLoss:

@@ -8,7 +8,7 @@ import torch
 from conftest import PROMPTS, SEEDS, WARM, mismatch, move, qwen2
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig
 
-from engine_adapter import EngineStateError, Sampling, WeightLoadError
+from engine_adapter import EngineStateError, Sampling, WeightLoadError, reseed
 from reference import ReferenceEngine
 from rl import Policy
 
@@ -53,10 +53,11 @@ def test_padding_positions_and_windows_are_those_of_the_trainer(config, tmp_path
     assert mismatch(policy, ready(policy, max_num_seqs=3))["mismatch_abs_mean"] < 1e-5
 
 
-def test_it_samples_from_the_distribution_it_reports():
+@pytest.mark.parametrize("seeds", [[10**6], None])
+def test_it_samples_from_the_distribution_it_reports(seeds):
     policy = Policy(qwen2(tied=False))
     engine = ready(policy, max_num_seqs=4096)
-    rollouts = engine.generate([[5, 6, 7]], 4096, Sampling(0.7, 1), [10**6])
+    rollouts = engine.generate([[5, 6, 7]], 4096, Sampling(0.7, 1), seeds)
     expected = {r.token_ids[0]: math.exp(r.logprobs[0]) for r in rollouts}
     counts = Counter(r.token_ids[0] for r in rollouts)
     likely = {token: p for token, p in expected.items() if 4096 * p > 20}
@@ -96,7 +97,10 @@ def test_states_foreign_tensors_and_penalties_are_refused():
         engine.wake()
 
 
-def test_the_global_random_state_is_left_alone():
-    engine, state = ready(Policy(qwen2(tied=False))), torch.get_rng_state()
-    engine.generate(PROMPTS, 2, WARM, SEEDS)
-    assert torch.equal(state, torch.get_rng_state())
+def test_without_seeds_of_their_own_the_seed_of_the_process_decides_the_samples():
+    engine, batches = ready(Policy(qwen2(tied=False))), []
+    for seed in (5, 5, 6):
+        reseed(seed)
+        batches.append([rollout.token_ids for rollout in engine.generate(PROMPTS, 3, WARM)])
+    assert batches[0] == batches[1] != batches[2]
+    assert len(set(map(tuple, batches[0]))) == 12

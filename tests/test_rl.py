@@ -10,7 +10,7 @@ from conftest import qwen2
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from engine_adapter import Rollout, Sampling
-from objectives import Batch, UpdateOptions
+from objectives import UpdateOptions
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
@@ -20,10 +20,6 @@ def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> 
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randint(3, vocabulary, (n,), generator=generator).tolist()  # noqa: E731
     return [Rollout(draw(p), 0, draw(r), [-0.1 * (i + 1) for i in range(r)], [1] * r, "stop") for p, r in lengths]
-
-
-def inputs(batch: Batch) -> tuple[torch.Tensor, ...]:
-    return batch.inputs, batch.targets, batch.mask
 
 
 def plain_logprobs(model, rollout: Rollout, temperature: float) -> torch.Tensor:
@@ -50,7 +46,7 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
     model, rows = qwen2(tied=True), rollouts()
     batch = make_batch(rows, torch.zeros(4))
     for chunk_elements in (2**25, 96 * 2, 1):
-        logprobs, entropy = Policy(model, chunk_elements=chunk_elements).logprobs(*inputs(batch), temperature)
+        logprobs, entropy = Policy(model, chunk_elements=chunk_elements).logprobs(batch, temperature)
         for row, rollout in enumerate(rows):
             expected = plain_logprobs(model, rollout, temperature)
             torch.testing.assert_close(logprobs[row][batch.mask[row] > 0].double(), expected, atol=2e-5, rtol=0)
@@ -92,7 +88,7 @@ def test_chunked_head_has_the_gradient_of_the_plain_one():
     for chunk_elements in (2**25, 96 * 3):
         model = qwen2(tied=True)
         batch = make_batch(rollouts(), torch.zeros(4))
-        Policy(model, chunk_elements=chunk_elements).logprobs(*inputs(batch), 0.7)[0].sum().backward()
+        Policy(model, chunk_elements=chunk_elements).logprobs(batch, 0.7)[0].sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     for whole, chunked in zip(*gradients, strict=True):
         torch.testing.assert_close(whole, chunked, atol=1e-4, rtol=1e-4)
@@ -116,7 +112,7 @@ def test_what_a_model_does_after_its_head_is_honoured(config):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     rows = rollouts()
     batch = make_batch(rows, torch.zeros(4))
-    logprobs, _ = Policy(model).logprobs(*inputs(batch), 0.7)
+    logprobs, _ = Policy(model).logprobs(batch, 0.7)
     for row, rollout in enumerate(rows):
         torch.testing.assert_close(
             logprobs[row][batch.mask[row] > 0].double(), plain_logprobs(model, rollout, 0.7), atol=2e-5, rtol=0
@@ -133,8 +129,8 @@ def test_an_unknown_operation_after_the_head_is_refused():
 def test_fp32_head_differs_from_the_model_dtype_head_as_rounding_does():
     model = qwen2(tied=False, dtype=torch.bfloat16)
     batch = make_batch(rollouts(), torch.zeros(4))
-    fine, _ = Policy(model, fp32_head=True).logprobs(*inputs(batch), 0.7)
-    coarse, _ = Policy(model, fp32_head=False).logprobs(*inputs(batch), 0.7)
+    fine, _ = Policy(model, fp32_head=True).logprobs(batch, 0.7)
+    coarse, _ = Policy(model, fp32_head=False).logprobs(batch, 0.7)
     assert 1e-4 < (fine - coarse).abs().max() < 0.3
 
 
@@ -240,7 +236,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs, _ = policy.logprobs(*inputs(make_batch(rollouts(), torch.zeros(4))), 0.7)
+            logprobs, _ = policy.logprobs(make_batch(rollouts(), torch.zeros(4)), 0.7)
         calls = []
         hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         logprobs.sum().backward()
@@ -248,7 +244,9 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
         return len(calls), sum(kept.values()), [each.grad for each in model.parameters()]
 
     plain, again = qwen2(tied=True), qwen2(tied=True)
-    calls, kept, gradients = run(plain, Policy(plain))
+    policy = Policy(plain)
+    policy.shares_prompts = False  # other rounding; checkpointing has none
+    calls, kept, gradients = run(plain, policy)
     checkpointed = Policy(again, gradient_checkpointing=True)
     calls_again, kept_again, gradients_again = run(again, checkpointed)
     assert (calls, calls_again) == (0, 1)  # the layer is computed once more, in backward

@@ -219,6 +219,8 @@ class Policy:
         columns = starts + steps(-int(lengths.max()), 0)  # (B, S), of the prompts, negative for padding
         prompts = batch.inputs.gather(1, columns.clamp(min=0)).where(columns >= 0, -1)
         prompts, rows = prompts.unique(dim=0, return_inverse=True)  # (P, S), (B,)
+        if len(prompts) == len(rows):
+            return self.hidden(batch.inputs)[response]  # nothing to share
         kept = prompts >= 0  # (P, S)
         hidden = body(prompts.clamp(min=0), kept, (kept.cumsum(dim=1) - 1).clamp(min=0))[rows, -1:]  # (B, 1, H)
         columns = starts + steps(int((batch.lengths - lengths).max()))  # (B, R), of the responses but their last tokens

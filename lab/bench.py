@@ -1,9 +1,9 @@
 """Benchmarks of one machine: what a training step costs over the bare work, how time and memory grow with the number of
 rollouts, what groups in flight gain when a few responses are long, and what the head in chunks saves.
 
-The bare work is what every colocated GRPO needs, done directly on the step's own engine and model: vLLM samples for the
-same prompts, without seeds and log-probabilities; plain transformers computes one forward (old log-probabilities) and
-one forward and backward (update) on the same micro-batches. A step and its bare work are measured in turns.
+The bare work is the cheapest known way to do the same, directly on the step's own engine and model: vLLM samples for
+the same prompts, without seeds and log-probabilities; plain transformers computes a forward (old log-probabilities) and
+a forward and backward (update), each prompt once for its group. A step and its bare work are measured in turns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from engine_adapter import Engine, Sampling, sampling_params
 from examples.toys import toy_config, toy_tokenizer
@@ -124,14 +124,25 @@ def bare_generate(
 
 
 def bare_training(model: PreTrainedModel, batch: Batch, config: Config, backward: bool) -> None:
-    """A forward over the batch's micro-batches, or a forward and backward, without an optimizer."""
-    for rows in chain(*batch.cut(config.num_minibatches, config.micro_batch_tokens)):
-        micro = batch.rows(rows)
+    """The cheapest forward, or forward and backward, of a batch whose prompts have one length; without an optimizer.
+
+    The body computes each prompt once for its group, and the head responses alone. No chunks, no entropy, no mask.
+    """
+    group_size, prompt, width = config.group_size, int(batch.prompt_lengths[0]), batch.inputs.shape[1]
+    assert (batch.prompt_lengths == prompt).all(), f"{batch.prompt_lengths.unique()=}"
+    whole_groups = config.micro_batch_tokens // width // group_size * group_size
+    minibatches = torch.arange(len(batch.inputs)).split(len(batch.inputs) // config.num_minibatches)
+    for rows in chain(*(minibatch.split(whole_groups) for minibatch in minibatches)):
+        micro, cache = batch.rows(rows), DynamicCache(config=model.config)
         with torch.set_grad_enabled(backward):
-            logits = model(input_ids=micro.inputs, use_cache=False).logits  # (rows, T, V)
+            first = model.base_model(input_ids=micro.inputs[::group_size, :prompt], past_key_values=cache)
+            cache.batch_repeat_interleave(group_size)
+            rest = model.base_model(input_ids=micro.inputs[:, prompt:], past_key_values=cache)
+            last = first.last_hidden_state[:, -1:].repeat_interleave(group_size, dim=0)
+            hidden = torch.cat([last, rest.last_hidden_state], dim=1)[micro.mask[:, prompt - 1 :] > 0]  # (N, H)
+            loss = F.cross_entropy(model.lm_head(hidden), micro.targets[micro.mask > 0])
         if backward:
-            losses = F.cross_entropy(logits.flatten(0, 1), micro.targets.flatten(), reduction="none")
-            (losses * micro.mask.flatten()).sum().backward()
+            loss.backward()
     model.zero_grad()
 
 

@@ -132,6 +132,30 @@ def test_the_chunked_head_is_the_models_own_forward(name, tied):
     assert theirs[:, -1].std() > 0.1
 
 
+@pytest.mark.parametrize("name, tied", [case for case in CASES if case[0] not in RECURRENT])
+def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradients(name, tied):
+    """Prompts of 1 to 40 tokens, so that a window of 16 cuts; responses of 1 to 30 tokens; one prompt has one response.
+    """
+    policy, generator = Policy(small_model(name, tied)), torch.Generator().manual_seed(0)
+    policy.model.set_attn_implementation(attention_for(policy.model.config))
+    draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
+    groups = {40: (30, 7, 1), 1: (5, 20), 13: (9,), 27: (30, 30)}
+    rows = [(prompt, draw(length)) for size, lengths in groups.items() for prompt in [draw(size)] for length in lengths]
+    batch = make_batch([Rollout(prompt, None, ids, [0.0] * len(ids)) for prompt, ids in rows], torch.zeros(8))
+    weights, found = torch.randn(batch.mask.shape, generator=generator), []
+    assert policy.shares_prompts
+    for policy.shares_prompts in (False, True):
+        policy.model.zero_grad()
+        logprobs, _ = policy.logprobs(batch, 0.7)
+        (logprobs * weights).sum().backward()
+        gradients = [each.grad.clone() for each in policy.model.parameters() if each.grad is not None]
+        found.append((logprobs.detach(), gradients))
+    (alone, alone_gradients), (shared, shared_gradients) = found
+    torch.testing.assert_close(shared, alone, atol=2e-5, rtol=0)
+    for ours, theirs in zip(shared_gradients, alone_gradients, strict=True):
+        assert (ours - theirs).norm() <= 2e-5 * theirs.norm() + 1e-6
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     """Rows of several lengths in micro-batches of several rows, beside each row alone."""

@@ -12,7 +12,7 @@ import torch
 from conftest import PROMPTS, SEEDS, WARM, close_live_engine, mismatch, mismatch_of, move, qwen2, started
 from transformers import Qwen3ForCausalLM
 
-from engine_adapter import AuditError, Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError
+from engine_adapter import AuditError, Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError, reseed
 from examples.toys import toy_config
 from rl import Policy
 
@@ -135,6 +135,16 @@ def test_seeds_decide_the_samples_whatever_the_batch(engine_folders):
         assert len({tuple(t) for t in tokens(first)}) == 12  # no two samples of a group are alike
 
 
+def test_without_seeds_of_their_own_the_seed_of_the_process_decides_the_samples(engine_folders):
+    policy, batches = Policy(qwen2(tied=False)), []
+    with started(engine_folders[False], policy) as engine:
+        for seed in (5, 5, 6):
+            reseed(seed)
+            batches.append([rollout.token_ids for rollout in engine.generate(PROMPTS, 3, WARM)])
+    assert batches[0] == batches[1] != batches[2]
+    assert len(set(map(tuple, batches[0]))) == 12
+
+
 def test_generation_config_of_the_model_never_changes_the_distribution(engine_folders):
     """Their generation_config.json asks for penalties, masks, another temperature and another stop token."""
     policy = Policy(qwen2(tied=False))
@@ -158,6 +168,34 @@ def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_do
             engine.load(policy.weights(), policy.response_logprobs)
             stale = mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"]
             assert stale < 1e-5 if runtime else stale > 0.01
+
+
+BLOCK = 32  # the CPU build's smallest
+
+
+def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folders):
+    """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 96, (4, 3 * BLOCK + 5), generator=generator).tolist()
+    options = dict(block_size=BLOCK, prefix_cache="versioned", max_num_seqs=4)
+    policy = Policy(qwen2(tied=False))
+    with started(engine_folders[False], policy, **options) as engine:
+        assert engine.audit()["prefix_cache"] == "versioned"
+        assert engine.audit()["enable_prefix_caching"] is True
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        for seed in range(3):
+            assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] < 1e-5
+            rollouts = [engine.submit(prompt, 4, WARM, 50 * seed + number) for number, prompt in enumerate(prompts)]
+            free = pool.get_num_free_blocks()
+            engine.step()  # half of them run, the others wait
+            assert free - pool.get_num_free_blocks() == 2 * 3 + 8  # two prompts, and a last block of each response
+            move(policy, 0.02, seed)
+            engine.load(policy.weights(), policy.response_logprobs)
+            while engine.num_unfinished:
+                engine.step()
+            waited = [each for group in rollouts for each in group if set(each.versions) == {engine.weight_version}]
+            assert len(waited) >= 8
+            assert mismatch_of(policy, waited, WARM.temperature)["mismatch_abs_mean"] < 1e-5
 
 
 # ------------------------------------------------------------------------------------------------ weight load

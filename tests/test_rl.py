@@ -13,7 +13,7 @@ from engine_adapter import Rollout, Sampling
 from objectives import UpdateOptions
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
-from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
+from rl import Optimizer, Policy, frozen_logprobs, make_batch, product, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -81,6 +81,45 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     assert relative(entropy, -(expected.exp() * expected).sum(dim=-1).detach()) < 1e-6
     for value, truth in zip(ours, exact, strict=True):
         assert relative(value.grad, truth.grad) < 1e-6
+
+
+@pytest.mark.parametrize("lengths", [(4, 2, 6, 1), (1, 1, 1, 1)])
+def test_each_distinct_prompt_of_a_micro_batch_is_computed_once(lengths):
+    """The body sees 2 prompts instead of 4, and the responses without their last tokens."""
+    model, rows = qwen2(tied=True), rollouts([(5, length) for length in lengths])
+    rows[1].prompt_ids, rows[3].prompt_ids = rows[0].prompt_ids, rows[2].prompt_ids[:3]
+    rows[2].prompt_ids = rows[3].prompt_ids  # shorter than the others: padded
+    policy, seen = Policy(model), []
+    model.model.embed_tokens.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape))
+    logprobs, _ = policy.logprobs(make_batch(rows, torch.zeros(4)), 0.7)
+    assert seen == [(2, 5), (4, max(lengths) - 1)][: 1 + (max(lengths) > 1)]
+    for row, rollout in enumerate(rows):
+        own = logprobs[row, len(rollout.prompt_ids) - 1 :][: len(rollout.token_ids)]
+        torch.testing.assert_close(own.double(), plain_logprobs(model, rollout, 0.7), atol=2e-5, rtol=0)
+
+
+def test_rows_that_are_masked_out_change_no_other_row():
+    rows = rollouts([(3, 4), (3, 2), (3, 6), (3, 1)])
+    for row in rows:
+        row.prompt_ids = rows[0].prompt_ids
+    policy, batch = Policy(qwen2(tied=True)), make_batch(rows, torch.zeros(4))
+    whole, _ = policy.logprobs(batch, 0.7)
+    without = torch.tensor([False, True, False, True])
+    fewer, _ = policy.logprobs(batch.without(without), 0.7)
+    assert torch.equal(fewer[~without], whole[~without])
+    assert not fewer[without].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_16_bit_numbers_are_exact_in_fp32(dtype):
+    """Each single product; their sum is rounded to fp32. The GPU's way, through the tensor cores, gives the same."""
+    left, right = torch.randn(40, 300).to(dtype), torch.randn(300, 50).to(dtype)
+    truth = left.double() @ right.double()
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        found = product(left.to(device), right.to(device), torch.float32)
+        assert found.dtype == torch.float32
+        assert (found.cpu() - truth).norm() < 1e-6 * truth.norm()
+        assert (product(left.to(device), right.to(device), dtype).cpu() - truth).norm() > 1e-4 * truth.norm()
 
 
 def test_chunked_head_has_the_gradient_of_the_plain_one():

@@ -224,7 +224,7 @@ def test_a_users_task_is_trained_on_in_16_bits_and_failures_are_counted(tmp_path
     record = json.loads((out / "config.json").read_text())
     assert record["trainer"].pop("model_path")
     assert record["trainer"] == {"attention": "sdpa", "model_dtype": dtype, "head_dtype": "float32",
-                                 "gradient_checkpointing": True}  # fmt: skip
+                                 "gradient_checkpointing": True, "shared_prompts": False}  # fmt: skip
     assert record["problems"]["dropped"] == 1
     assert record["problems"]["train"] + record["problems"]["held_out"] == 54
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]

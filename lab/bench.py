@@ -1,5 +1,6 @@
 """Benchmarks of one machine: what a training step costs over the bare work, how time and memory grow with the number of
-rollouts, what groups in flight gain when a few responses are long, and what the head in chunks saves.
+rollouts, what groups in flight gain when a few responses are long, what it saves to compute each prompt once for its
+group, and what the head in chunks saves.
 
 The bare work is the cheapest known way to do the same, directly on the step's own engine and model: vLLM samples for
 the same prompts, without seeds and log-probabilities; plain transformers computes a forward (old log-probabilities) and
@@ -9,6 +10,7 @@ a forward and backward (update), each prompt once for its group. A step and its 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from statistics import fmean as mean
 from statistics import median, quantiles
@@ -22,23 +24,23 @@ import tyro
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from engine_adapter import Engine, Sampling, sampling_params
+from engine_adapter import Engine, ParityFlags, Sampling, sampling_params
 from examples.toys import toy_config, toy_tokenizer
 from lab import seconds, table
-from objectives import Batch
+from objectives import Batch, UpdateOptions
 from records import memory_gib, reset_peak
-from rl import Policy
+from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
 from train import Config, Live, Run, build, prepare, train_step
 
-Case = Literal["inflight", "growth", "phases", "head"]
+Case = Literal["inflight", "growth", "phases", "prompts", "head"]
 
 
 @dataclass(frozen=True)
 class Options:
     """What to measure."""
 
-    # inflight: groups in flight. growth: time and memory by rollouts. phases: a step and the bare work. head: the head
-    # in one piece and in chunks.
+    # inflight: groups in flight. growth: time and memory by rollouts. phases: a step and the bare work. prompts: each
+    # prompt computed once for its group. head: the head in one piece and in chunks.
     cases: tyro.conf.Positional[tuple[Case, ...]] = ("inflight", "growth", "phases")
     rollouts: tuple[int, ...] = (1024, 4096, 16384)  # Case growth: numbers of rollouts per step.
     rounds: int = 20  # Case phases: pairs of a step and its bare work.
@@ -171,6 +173,45 @@ def phases(options: Options) -> None:
     print(table(["phase", "step, ms", "bare work, ms"], rows))
 
 
+PROMPT_TOKENS, RESPONSE_TOKENS, GROUPS = (16, 64, 256), 64, 16  # of 8 responses
+
+
+def prompts(options: Options) -> None:
+    """Seconds of the trainer and tokens per second of the engine, with and without a prompt's work shared."""
+    torch.manual_seed(0)
+    model_config = toy_config("toy")
+    model_config.update({"max_position_embeddings": 1024, "initializer_range": 0.02})
+    policy = Policy(Qwen3ForCausalLM(model_config))
+    sampling = Sampling(temperature=1.0, max_new_tokens=RESPONSE_TOKENS)
+    update_options = UpdateOptions(num_prompts=GROUPS, max_new_tokens=RESPONSE_TOKENS, temperature=1.0)
+
+    def measure(tokens: int) -> tuple[float, ...]:
+        ids, speeds, durations = torch.randint(model_config.vocab_size, (GROUPS, tokens)).tolist(), [], []
+        contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+        for prefix_cache in ("off", "versioned"):
+            engine = Engine(folder, contract, ParityFlags(), max_model_len=tokens + RESPONSE_TOKENS,
+                            max_num_seqs=8 * GROUPS, prefix_cache=prefix_cache)
+            engine.load(policy.weights(), policy.response_logprobs)
+            generate = partial(engine.generate, ids, 8, sampling)
+            rollouts = generate()  # warms up
+            engine.load(policy.weights(), policy.response_logprobs)  # another version: its cache is empty
+            speeds.append(8 * GROUPS * RESPONSE_TOKENS / seconds(generate))
+            engine.close()
+        batch, optimizer = make_batch(rollouts, torch.randn(8 * GROUPS)), Optimizer(policy.model, weight_decay=0.0)
+        for policy.shares_prompts in (False, True):
+            scored = replace(batch, old_logprobs=frozen_logprobs(policy, batch, update_options)[0])
+            durations.append(seconds(update, policy, optimizer, scored, update_options, 0.0))
+        return *durations, durations[0] / durations[1], *speeds, speeds[1] / speeds[0]
+
+    columns = {"update, s": ".2f", "prompts once": ".2f", "times faster": ".2f", "engine, tokens/s": ",.0f",
+               "with `--prefix-cache versioned`": ",.0f", "times": ".2f"}
+    with TemporaryDirectory() as folder:
+        policy.model.save_pretrained(folder)
+        measured = medians(PROMPT_TOKENS, measure, "prompt tokens", columns)
+    print(f"\n{GROUPS} prompts, 8 responses of {RESPONSE_TOKENS} tokens each; medians of three turns\n")
+    print(measured)
+
+
 HEAD_TOKENS, HEAD_VOCABULARY, HEAD_HIDDEN = (2048, 4096, 16384), 150_000, 896  # about the head of Qwen2.5-0.5B
 WHOLE_HEAD_TOKENS = 4096  # most tokens in one piece: at 16,384 the logits and their copies take 40 GiB
 
@@ -205,7 +246,7 @@ def head(options: Options) -> None:
     print(table(["tokens", "in one piece, s", "GiB", "in chunks, s", "GiB"], rows))
 
 
-CASES = {"inflight": inflight, "growth": growth, "phases": phases, "head": head}
+CASES = {"inflight": inflight, "growth": growth, "phases": phases, "prompts": prompts, "head": head}
 
 
 def main(arguments: list[str] | None = None) -> None:

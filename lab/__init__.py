@@ -1,4 +1,4 @@
-"""Measurements: lab.ablate, lab.bench, lab.bench_gpu, lab.plan print Markdown tables; lab.compare judges a run."""
+"""Measurements: lab.ablate, lab.bench, lab.bench_gpu, lab.peers, lab.plan print tables; lab.compare judges a run."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

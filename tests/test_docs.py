@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import engine_adapter
 import objectives
-from lab import ablate, bench, bench_gpu, compare, plan
+from lab import ablate, bench, bench_gpu, compare, peers, plan
 from lab.ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
 from probe.__main__ import Diagnose, Record
 from tasks import load_task
@@ -55,6 +55,7 @@ COMMANDS = (
      "test_ablate.py::test_a_crashed_run_is_reported_and_a_second_call_repeats_only_that_run"),
     (r"-m lab.compare runs/",
      "test_compare.py::test_a_stored_run_is_within_its_spread_and_a_worse_one_is_not"),
+    (r"-m lab.peers --", "minutes: whole runs, in an environment with TRL"),
     (r"make bench$|-m lab.bench (growth --rollouts 64 256 1024 4096|head)$",
      "minutes: a benchmark for a machine that does nothing else"),
     (r"-m lab.bench_gpu (model|step|parity|speed)$",
@@ -116,7 +117,8 @@ def test_each_entry_of_the_table_stands_for_a_command(pattern):
 
 
 OPTIONS = {"train": CommandLine, "lab.plan": plan.Options, "lab.ablate": ablate.Options, "lab.bench": bench.Options,
-           "lab.bench_gpu": bench_gpu.Options, "lab.compare": compare.Options}  # fmt: skip
+           "lab.bench_gpu": bench_gpu.Options, "lab.compare": compare.Options,
+           "lab.peers": peers.Options}  # fmt: skip
 
 
 def parse(module: str, words: list[str]) -> None:

@@ -1,0 +1,130 @@
+"""The default job with TRL's GRPOTrainer: its step times and rewards beside those of train.py (docs/peers.md).
+
+In an environment with TRL 1.16 this command trains with TRL, on the model, problems, batch and learning rates of
+train.py. With `--trl-python` it runs train.py and TRL in turns and prints a Markdown table.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
+
+from lab import table
+from lab.curves import steps_of
+from records import append_rows
+from train import Config, prepare
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run, or a comparison."""
+
+    out: str  # New folder of the run, or of all runs.
+    trl_python: str | None = None  # Compare; this Python is that of the environment with TRL.
+    turns: int = 3  # Of a comparison.
+    generation: Literal["vllm", "transformers"] = "vllm"  # Of one run: vLLM in TRL's process, or `generate`.
+    steps: int = 30  # Batches of rollouts; each is two optimizer steps.
+    seed: int = 0  # Decides the model and the problems.
+
+
+def sync_weights(generation: Any) -> None:
+    """In place of TRL's method, which calls `load_weights` of vLLM's model. That fails on vLLM's CPU build, which packs
+    the weights after a load; the engine's reload packs them again. A tied head is packed separately. state_dict() has
+    its name; with named_parameters(), as in TRL, the engine would keep the old head."""
+    weights = ((name, tensor.detach()) for name, tensor in generation.model.state_dict().items())
+    generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    generation.llm.reset_prefix_cache()
+
+
+class Recorder(TrainerCallback):
+    """A row of metrics.jsonl for each log of TRL, one per batch. `step_s`: all the time since the row before."""
+
+    started = time.perf_counter()  # step 1 includes the set-up
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "reward" in logs:  # not in the summary at the end
+            seconds, self.started = time.perf_counter() - self.started, time.perf_counter()
+            row = {"step": state.global_step // args.logging_steps, "step_s": seconds, "reward": logs["reward"],
+                   "mismatch_abs_mean": logs.get("sampling/sampling_logp_difference/mean")}  # fmt: skip
+            append_rows(Path(args.output_dir) / "metrics.jsonl", [logs | row])
+            print(row, flush=True)
+
+
+def train(options: Options) -> None:
+    """One run with TRL. Raises: ValueError if TRL's prompts have other token ids than those of train.py."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # as train.py does
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
+
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")  # TRL names none: vLLM rounds to bfloat16
+    config = Config(out=options.out, steps=options.steps, seed=options.seed)
+    run, rng, updates = prepare(config), random.Random(config.seed), config.num_minibatches
+    problems = {problem.question: problem for problem in run.task.train}
+    questions = [problem.question for _ in range(config.steps) for problem in run.task.sample(rng, config.num_prompts)]
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [run.task.reward(problems[asked], text) for asked, text in zip(prompts, completions, strict=True)]
+
+    arguments = GRPOConfig(
+        per_device_train_batch_size=config.num_prompts * config.group_size // updates, steps_per_generation=updates,
+        max_steps=config.steps * updates, logging_steps=updates, num_generations=config.group_size, seed=config.seed,
+        max_completion_length=config.max_new_tokens, temperature=config.temperature, shuffle_dataset=False,
+        loss_type="bnpo", epsilon=config.clip[0], epsilon_high=config.clip[1], max_grad_norm=config.grad_clip,
+        use_vllm=options.generation == "vllm", vllm_max_model_length=run.max_model_len, bf16=False, use_cpu=True,
+        gradient_checkpointing=False, output_dir=options.out, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=torch.float32, attn_implementation="sdpa")
+    adamw = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=config.weight_decay, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda done: config.lr_at(done // updates + 1))
+    trainer = GRPOTrainer(model, reward, arguments, Dataset.from_dict({"prompt": questions}),
+                          processing_class=run.tokenizer, optimizers=(adamw, schedule))  # fmt: skip
+    if trainer._tokenize_prompts(questions)[0] != [problems[question].prompt_ids for question in questions]:
+        raise ValueError("questions must have the same token ids in TRL as in train.py, they differ")
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Recorder)
+    trainer.train()
+    print("seconds a step {:.2f}, reward {:.3f}".format(*summary(run.out)))
+
+
+def summary(out: Path) -> tuple[float, float]:
+    """Median seconds of a step without the first three, mean reward of the last five."""
+    rows = [row for row in steps_of(out) if row["step"]]  # train.py's row 0 is an evaluation
+    return median(row["step_s"] for row in rows[3:]), fmean(row["reward"] for row in rows[-5:])
+
+
+def compare(options: Options) -> None:
+    """Whole commands in turns, because the speed of a machine changes within minutes."""
+    end = str(options.steps)  # no evaluation and no checkpoint before the end
+    ours = [sys.executable, "train.py", "--eval-every", end, "--checkpoint-every", end, "--engine"]
+    commands = {"train.py": ours, "TRL": [options.trl_python, "-m", "lab.peers", "--generation"]}
+    runs = {(trainer, sampler): [] for sampler in ("vllm", "transformers") for trainer in commands}
+    for turn in range(options.turns):
+        for trainer, sampler in runs:
+            out = Path(options.out) / f"{turn}-{trainer}-{sampler}"
+            job = ["--steps", end, "--seed", str(options.seed), "--out", out]
+            subprocess.run([*commands[trainer], sampler, *job], check=True)
+            runs[trainer, sampler].append(summary(out))
+    rows = []
+    for (trainer, sampler), found in runs.items():
+        seconds, rewards = zip(*found, strict=True)
+        ratios = [one / other for one, (other, _) in zip(seconds, runs["train.py", sampler], strict=True)]
+        spreads = (f"{median(of):.3g} ({min(of):.3g} to {max(of):.3g})" for of in (seconds, ratios, rewards))
+        rows.append([f"{trainer}, {sampler}", *spreads])
+    print(table(["", "seconds a step", "times train.py's", "reward, last 5 steps"], rows))
+
+
+if __name__ == "__main__":
+    options = tyro.cli(Options, description=__doc__)
+    (compare if options.trl_python else train)(options)

@@ -99,6 +99,46 @@ def test_weights_masters_moments_and_gradients_are_those_of_a_real_optimizer(dty
     assert (update.gradients, update.moments) == (gradients, moments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pinned_memory_is_that_of_a_real_optimizers_slabs(dtype, capsys):
+    model = qwen2(tied=True, dtype=dtype)
+    optimizer = Optimizer(model, 0.0, offload=True)
+    optimizer.backward(model(torch.tensor([[5, 6, 7]])).logits.sum())
+    optimizer.move(to_host=False)
+    optimizer.step(1e-3, 1.0)
+    optimizer.move(to_host=True)
+    slabs = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in optimizer.host.values()}
+    job = replace(JOB, dtype=str(dtype).removeprefix("torch."))
+    without, _ = measure_trainer(job, model.config, 8)
+    offloaded, _ = measure_trainer(replace(job, offload_optimizer=True), model.config, 8)
+    assert offloaded == replace(without, pinned=sum(slabs.values()))
+    assert without.pinned == 0
+    assert offloaded.total == without.total
+    print_plan(replace(job, offload_optimizer=True), model.config, 8, 12.0)
+    assert f"pinned host memory: {sum(slabs.values()) / GIB:.2f}\n" in capsys.readouterr().out
+
+
+def test_fp32_with_grouped_queries_is_planned_with_the_scores_of_each_layer(capsys):
+    """By reading: torch has no fused CUDA kernel for it. Its math kernel keeps (rows, heads, T, T) for backward."""
+    scores, prompt = 4 * 8 * 1024**2 * 4, 929  # heads, rows, T, bytes; 929 + 96 - 1 = 1024 tokens
+    job = replace(JOB, micro_batch_tokens=8 * 1024)
+    grouped, ungrouped = (Qwen2Config(**MODEL | {"num_key_value_heads": heads}) for heads in (2, 4))
+
+    def added(model_config, dtype: str) -> float:
+        """The activations that phases() plans beyond those of fused attention, in layers' scores."""
+        changed = replace(job, dtype=dtype)
+        fused, _ = measure_trainer(changed, model_config, prompt)
+        more = (phases(changed, model_config, prompt)["update"].activations - fused.activations) / scores
+        print_plan(changed, model_config, prompt, 12.0)
+        said = "take 0.12 (counted in activations)" in capsys.readouterr().out
+        assert said == bool(more)
+        return more
+
+    layers = MODEL["num_hidden_layers"]
+    assert layers <= added(grouped, "float32") <= 2 * layers
+    assert added(grouped, "bfloat16") == added(ungrouped, "float32") == 0
+
+
 def test_memory_counts_living_tensors_and_forgets_freed_ones():
     with Memory() as memory:
         kept = [torch.zeros(1000)]
@@ -162,7 +202,8 @@ def test_each_option_changes_only_its_phases():
     assert plain["generate"] - offloaded["generate"] == pytest.approx(state, rel=1e-4)
     assert totals(kl_coef=0.1)["update"] - plain["update"] == weights
     in_flight = totals(inflight_groups=4)
-    assert in_flight["update"] - plain["update"] == weights + JOB.kv_cache_gib * GIB  # kept KV: no sleep
+    counts = (JOB.max_num_seqs + 4) * MODEL["vocab_size"] * 4  # the sampler's, one for each token of the vocabulary
+    assert in_flight["update"] - plain["update"] == weights + counts + JOB.kv_cache_gib * GIB  # kept KV: no sleep
     assert "evaluate" not in totals(eval_with_trainer=False)
 
 

@@ -261,7 +261,9 @@ def test_each_case_of_the_gpu_benchmark_runs_at_a_small_size(tmp_path, capsys):
             assert rows[0]["name"] == "start of trainer and engine"
         if case.startswith("parity"):  # rounding of 16 bits
             assert all(0.2 < row["value"] < 5 for name, row in found.items() if name.endswith("/ self-noise"))
-            assert all(0 < row["value"] < 1e-2 for name, row in found.items() if name.endswith("mismatch"))
+            mismatches = {row["value"] for name, row in found.items() if name.endswith("mismatch")}
+            assert len(mismatches) == 4  # both heads and both batches are other arithmetic
+            assert all(0 < value < 1e-2 for value in mismatches)
         if case.startswith("step"):
             for phase in ("generate", "old_logprobs", "update", "sync"):
                 assert found[phase]["value"] > 0
@@ -318,6 +320,7 @@ def test_the_table_has_the_newest_value_of_each_figure_and_whether_its_goal_is_m
     printed = capsys.readouterr().out.splitlines()
     cells = {each[2]: each for each in ([cell.strip() for cell in line.split("|")[1:-1]] for line in printed)
              if len(each) > 2}  # fmt: skip
+    assert len(printed) == len(cells) + 3  # each figure once; an empty line and two origins
     assert cells["step"] == ["step", "qwen2.5-0.5b", "step", "20 s", "at most 30", "yes"]
     assert [cells[name][5] for name in ("late", "less", "within", "below", "above", "free", "slow")] == [
         "NO", "NO", "yes", "NO", "NO", "", "not a GPU"]  # fmt: skip

@@ -1,0 +1,50 @@
+"""What `make setup` asks of a GPU machine, with a stand-in for nvidia-smi."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = Path(__file__).parents[1] / "setup.sh"
+SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA Version: {}     |"
+PYTHON = """#!/bin/sh
+case "$2" in
+    *sysconfig*) exec {headers} ;;
+    venv) echo "ENOUGH" >&2; exit 9 ;;  # all checks have passed: the environment would be made now
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("cuda, compiler, headers, said", [
+    ("12.4", "gcc", "true", "the NVIDIA driver supports CUDA 12, these builds of torch and vLLM need CUDA 13"),
+    ("13.0", None, "true", "no C compiler, and Triton needs one"), ("13.0", "gcc", "false", "no Python.h"),
+    ("13.0", "gcc", "true", "ENOUGH"), ("13.0", "clang", "true", "ENOUGH"), ("14.2", "gcc", "true", "ENOUGH"),
+    ("N/A", "gcc", "true", "ENOUGH"), (None, None, "false", "ENOUGH"),  # no GPU: nothing of this is needed
+])  # fmt: skip
+def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sentence(
+    tmp_path, cuda, compiler, headers, said
+):
+    def program(name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    for name in ("sh", "uname", "sed"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    program("python", PYTHON.format(python=sys.executable, headers=headers))
+    program("true", "#!/bin/sh\nexit 0\n")
+    program("false", "#!/bin/sh\nexit 1\n")
+    if compiler:
+        program(compiler, "#!/bin/sh\n")
+    if cuda:
+        program("nvidia-smi", f"#!/bin/sh\necho '{SMI.format(cuda)}'\n")
+    environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": str(tmp_path)}
+    result = subprocess.run(["sh", str(SETUP), "python"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                            check=False)  # fmt: skip
+    (sentence,) = result.stderr.splitlines()
+    assert said in sentence
+    assert result.returncode == (9 if said == "ENOUGH" else 1)
+    assert not (tmp_path / ".venv").exists()

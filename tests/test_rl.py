@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import qwen2
+from conftest import DEVICES, qwen2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
@@ -388,9 +388,6 @@ def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
     with pytest.raises(FloatingPointError):
         for _ in range(20):
             minibatch(optimizer, parameter, float("nan"))
-
-
-DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize("device", DEVICES)

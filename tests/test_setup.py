@@ -12,7 +12,7 @@ SETUP = Path(__file__).parents[1] / "setup.sh"
 SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA Version: {}     |"
 PYTHON = """#!/bin/sh
 case "$2" in
-    *sysconfig*) exec {python} -c "import sys, sysconfig; sysconfig.get_path = lambda *_: '.'; exec(sys.argv[1])" "$2" ;;
+    *sysconfig*) exec {python} -c "import sys, sysconfig as s; s.get_path = lambda *_: '.'; exec(sys.argv[1])" "$2" ;;
     venv) echo "ENOUGH" >&2; exit 9 ;;  # all checks have passed: the environment would be made now
     *) exec {python} "$@" ;;
 esac

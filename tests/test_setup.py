@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SETUP = Path(__file__).parents[1] / "setup.sh"
-SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA Version: {}     |"
+SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA {}     |"
 PYTHON = """#!/bin/sh
 case "$2" in
     *sysconfig*) exec {python} -c "import sys, sysconfig as s; s.get_path = lambda *_: '.'; exec(sys.argv[1])" "$2" ;;
@@ -20,10 +20,11 @@ esac
 
 
 @pytest.mark.parametrize("cuda, compiler, headers, said", [
-    ("12.4", "gcc", True, "the NVIDIA driver supports CUDA 12, these builds of torch and vLLM need CUDA 13"),
-    ("13.0", None, True, "no C compiler, and Triton needs one"), ("13.0", "gcc", False, "no Python.h"),
-    ("13.0", "gcc", True, "ENOUGH"), ("13.0", "clang", True, "ENOUGH"), ("14.2", "gcc", True, "ENOUGH"),
-    ("N/A", "gcc", True, "ENOUGH"), (None, None, False, "ENOUGH"),  # no GPU: nothing of this is needed
+    ("Version: 12.4", "gcc", True, "the NVIDIA driver supports CUDA 12, these builds of torch and vLLM need CUDA 13"),
+    ("UMD Version: 12.9", "gcc", True, "the NVIDIA driver supports CUDA 12"),  # as of driver 610
+    ("Version: 13.0", None, True, "no C compiler, and Triton needs one"), ("Version: 13.0", "gcc", False, "no Python.h"),
+    ("Version: 13.0", "gcc", True, "ENOUGH"), ("Version: 13.0", "clang", True, "ENOUGH"), ("UMD Version: 14.2", "gcc", True, "ENOUGH"),
+    ("Version: N/A", "gcc", True, "ENOUGH"), (None, None, False, "ENOUGH"),  # no GPU: nothing of this is needed
 ])  # fmt: skip
 def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sentence(
     tmp_path, cuda, compiler, headers, said

@@ -22,8 +22,9 @@ esac
 @pytest.mark.parametrize("cuda, compiler, headers, said", [
     ("Version: 12.4", "gcc", True, "the NVIDIA driver supports CUDA 12, these builds of torch and vLLM need CUDA 13"),
     ("UMD Version: 12.9", "gcc", True, "the NVIDIA driver supports CUDA 12"),  # as of driver 610
-    ("Version: 13.0", None, True, "no C compiler, and Triton needs one"), ("Version: 13.0", "gcc", False, "no Python.h"),
-    ("Version: 13.0", "gcc", True, "ENOUGH"), ("Version: 13.0", "clang", True, "ENOUGH"), ("UMD Version: 14.2", "gcc", True, "ENOUGH"),
+    ("Version: 13.0", None, True, "no C compiler, and Triton needs one"),
+    ("Version: 13.0", "gcc", False, "no Python.h, and Triton needs it"),
+    ("Version: 13.0", "gcc", True, "ENOUGH"), ("UMD Version: 14.2", "clang", True, "ENOUGH"),
     ("Version: N/A", "gcc", True, "ENOUGH"), (None, None, False, "ENOUGH"),  # no GPU: nothing of this is needed
 ])  # fmt: skip
 def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sentence(

@@ -245,11 +245,11 @@ BENCHMARK = {  # a case, and figures with their goals; those that are not named 
 
 
 @pytest.mark.engine
-def test_each_case_of_the_gpu_benchmark_runs_at_a_small_size(tmp_path, capsys):
+def test_each_case_of_the_gpu_benchmark_runs_at_a_small_size(tmp_path, capfd):  # vLLM 0.26 needs a real stdout
     close_live_engine()
     for case, expected in BENCHMARK.items():
         bench_gpu_main([case, "--out", str(tmp_path), "--rollouts", "16"])
-        printed, rows = capsys.readouterr().out, [row for row in figures(tmp_path) if row["case"] == case]
+        printed, rows = capfd.readouterr().out, [row for row in figures(tmp_path) if row["case"] == case]
         found = {row["name"]: row for row in rows}
         assert {name: (row["at_least"], row["at_most"]) for name, row in found.items() if name in expected} == expected
         goals = {name for name, row in found.items() if row["at_least"] is not None or row["at_most"] is not None}

@@ -315,7 +315,7 @@ class Optimizer:
 
     Each 16-bit gradient is added to its fp32 master during backward and then freed; each step rounds the masters into
     the parameters. fp16 uses dynamic loss scaling. With `offload`, masters and moments are in host memory (pinned, on a
-    GPU) except during an update.
+    GPU; see `host_views`) except during an update.
     """
 
     def __init__(self, model: torch.nn.Module, weight_decay: float, offload: bool = False):
@@ -325,7 +325,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay, fused=True)
         self.device, self.offload = trained[0].device, offload
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=any(p.dtype == torch.float16 for p in trained))
-        self._host: dict[tuple[int, str], Tensor] = {}  # pinned once: pinning takes longer than copying
+        self.host: dict[tuple[Tensor, str], Tensor] = {}  # pinned once: pinning takes longer than copying
         for parameter, master in self.rounded:
             parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
         self.move(to_host=True)
@@ -357,19 +357,17 @@ class Optimizer:
 
     def move(self, to_host: bool) -> None:
         """Move masters and moments to the host after an update, or back before one, if they are offloaded."""
-        for index, master in enumerate(self.masters if self.offload else ()):
-            moments = self.adamw.state.get(master, {})
-            # An fp32 model's masters are its parameters, which the engine's load needs.
-            for name, tensor in (moments | ({"master": master.data} if self.rounded else {})).items():
-                host = self._host.get((index, name))
-                if host is None:
-                    host = torch.empty_like(tensor, device="cpu", pin_memory=self.device.type == "cuda")
-                    self._host[index, name] = host
-                moved = host.copy_(tensor) if to_host else tensor.to(self.device, non_blocking=True, copy=True)
-                if name == "master":
-                    master.data = moved
-                else:
-                    moments[name] = moved
+        copies = {master for _, master in self.rounded}  # other masters are parameters, which the engine's load needs
+        held = {(master, name): tensor for master in self.masters if self.offload for name, tensor in
+                (self.adamw.state.get(master, {}) | ({"master": master.data} if master in copies else {})).items()}
+        self.host |= host_views({key: tensor for key, tensor in held.items() if key not in self.host}, self.device)
+        for (master, name), tensor in held.items():
+            host = self.host[master, name]
+            moved = host.copy_(tensor) if to_host else tensor.to(self.device, non_blocking=True, copy=True)
+            if name == "master":
+                master.data = moved
+            else:
+                self.adamw.state[master][name] = moved
 
     def state_dict(self) -> dict:
         return {"adamw": self.adamw.state_dict(), "masters": [master.detach() for _, master in self.rounded],
@@ -382,6 +380,25 @@ class Optimizer:
         for (_, master), saved in zip(self.rounded, state["masters"], strict=True):
             master.copy_(saved)
         self.move(to_host=True)
+
+
+SLAB = 2**30  # numbers in a slab of host memory: 4 GiB
+
+
+def host_views(tensors: dict[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+    """Uninitialised host memory for fp32 tensors, as views of slabs: torch pins powers of two only, so slabs are such.
+
+    The largest tensors come first, and later ones fill the gaps. Only a larger tensor gets a slab larger than `SLAB`.
+    """
+    free, views, left = [], {}, sum(map(Tensor.numel, tensors.values()))  # the free rest of each slab
+    for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel()):
+        size = tensor.numel()
+        slab = next((index for index, rest in enumerate(free) if len(rest) >= size), len(free))
+        if slab == len(free):
+            room = max(1 << (size - 1).bit_length(), min(SLAB, 1 << (left.bit_length() - 1)))
+            free.append(torch.empty(room, dtype=torch.float32, pin_memory=device.type == "cuda"))
+        views[key], free[slab], left = free[slab][:size].view(tensor.shape), free[slab][size:], left - size
+    return views
 
 
 def _accumulate(master: Tensor, parameter: Tensor) -> None:

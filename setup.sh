@@ -13,11 +13,22 @@ command -v "$python" >/dev/null 2>&1 || fail "$python not found: install Python 
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "this Python has no venv module (on Debian and Ubuntu: apt install python3-venv)"
 [ "$(uname -s)" = Linux ] || fail "vLLM has wheels for Linux only, this is $(uname -s)"
+if nvidia-smi -L >/dev/null 2>&1; then
+    gpu=yes
+    cuda=$(nvidia-smi | sed -n 's/.*CUDA [A-Z ]*Version: *\([0-9]*\).*/\1/p')  # the newest that the driver supports
+    [ "${cuda:-13}" -ge 13 ] ||
+        fail "the NVIDIA driver supports CUDA $cuda, these builds of torch and vLLM need CUDA 13: install driver 580 or newer"
+    # Triton compiles its driver on the first use.
+    command -v "${CC:-gcc}" >/dev/null 2>&1 || command -v clang >/dev/null 2>&1 ||
+        fail "no C compiler, and Triton needs one on a GPU machine: install gcc (on Debian and Ubuntu: apt install gcc)"
+    "$python" -c 'import os, sysconfig as s; os.stat(s.get_path("include", "posix_prefix") + "/Python.h")' 2>/dev/null ||
+        fail "no Python.h, and Triton needs it on a GPU machine: install Python's headers (apt install python3-dev)"
+fi
 
 "$python" -m venv .venv
 pip=".venv/bin/python -m pip --quiet --disable-pip-version-check"
 echo "setup: installing into .venv, this takes some minutes"
-if nvidia-smi -L >/dev/null 2>&1; then
+if [ "${gpu:-no}" = yes ]; then
     $pip install -r requirements.txt
 else
     # torch's +cpu build is on PyTorch's own index; plain pip goes first, for machines that have it locally.

@@ -1,20 +1,19 @@
-"""The figures that need a GPU, for the shapes of real models with random weights. One case per command:
+"""The figures that need a GPU, for the shapes of real models with random weights: one case per command.
 
-    model    write the model folder that the other cases load
-    step     phases of a training step with their peak memory; sleep, wake and load; the memory that lab.plan predicts
-    parity   mismatch of trainer and engine by the dtype of both heads, beside the trainer's noise floor
-    speed    tokens per second of vLLM alone, with and without log-probabilities
-
-Each figure is printed as soon as it is measured. Without a GPU the same cases run on a tiny shape, as a test.
+Each figure is printed and appended to OUT/figures.jsonl as soon as it is measured; a killed case leaves what it had
+measured. `table` prints all figures with their goals. Without a GPU the cases run on a tiny shape, as a test.
 """
 
-import shlex
+import faulthandler
+import json
+import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
@@ -22,12 +21,12 @@ from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from engine_adapter import ParityFlags, check_vllm_version
 from examples.toys import toy_tokenizer
-from lab import origin, seconds, table_lines
+from lab import seconds, table
 from lab.bench import bare_generate, running
 from lab.plan import GIB, phases
 from objectives import mismatch_metrics
 from probe.noise import measure_self_noise
-from records import memory_gib, one_sentence, provenance
+from records import append_rows, memory_gib, one_sentence, provenance, stage
 from rl import Policy, frozen_logprobs, make_batch
 from train import Live, Run, train_step
 
@@ -42,49 +41,46 @@ SHAPES = {
                          num_attention_heads=12, num_key_value_heads=2),
 }
 # A task of prompts of one length. Rewards are random: the model knows no right answers, but groups must not be flat.
-TASK = '''
-import random
-
-def sample(rng):
-    return "".join(rng.choice("0123456789") for _ in range({digits})), "none"
-
-def reward(problem, response):
-    return float(random.random() < 0.5)
+TASK = '''import random
+sample = lambda rng: ("".join(rng.choice("0123456789") for _ in range({digits})), "none")
+reward = lambda problem, response: float(random.random() < 0.5)
 '''
-
-Row = tuple[str | float, ...]  # the first row that a case yields has the titles
+GROUP, TURNS = 8, 3  # rollouts of a group; times that a figure is measured, of which the last counts
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and the size."""
+    """Size and settings of a case."""
 
-    case: tyro.conf.Positional[Literal["model", "step", "parity", "speed"]]  # The case; model comes first.
-    shape: Literal[tuple(SHAPES)] = "qwen2.5-0.5b" if GPU else "tiny"  # Shape of the model.
-    out: str = "runs/bench_gpu"  # Folder of the models.
-    rollouts: int = 1024 if GPU else 32  # Rollouts per step, in groups of 8.
-    prompt_tokens: int = 128 if GPU else 16  # Length of each prompt.
-    new_tokens: int = 512 if GPU else 8  # Length of each response; there are no stop tokens.
-    kv_cache_gib: float = 16.0 if GPU else 0.1  # The engine's KV cache.
+    case: tyro.conf.Fixed[str] = ""
+    shape: Literal[tuple(SHAPES)] = "qwen2.5-0.5b"  # Shape of the model.
+    rollouts: int = 1024  # Rollouts of a step, in groups of 8.
+    prompt_tokens: int = 128  # Length of each prompt.
+    new_tokens: int = 512  # Length of each response; there are no stop tokens.
+    micro_batch_tokens: int = 16_384  # Tokens of a micro-batch of the trainer.
+    kv_cache_gib: float = 16.0  # The engine's KV cache.
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # Of the model on both sides.
-    fp32_head: bool = True  # Case parity: whether the engine's head is in fp32.
+    cuda_graphs: bool = False  # Decode with CUDA graphs.
+    parity: ParityFlags = field(default_factory=ParityFlags)
+    out: str = "runs/bench_gpu"  # Folder of the figures and the models.
+    limit_s: float = 480  # After this time the process ends itself, with a traceback.
 
     @property
-    def model(self) -> str:
-        return str(Path(self.out) / self.shape)
+    def model(self) -> Path:
+        return Path(self.out) / self.shape
+
+    def settings(self) -> dict[str, Any]:
+        """What a figure depends on besides the shape, for figures.jsonl."""
+        settings = asdict(self) | {"parity": f"without {', '.join(self.parity.off()) or 'nothing'}"}
+        return {name: value for name, value in settings.items() if name not in ("case", "shape", "out", "limit_s")}
 
 
-@contextmanager
-def running_model(options: Options, parity: ParityFlags, temperature: float = 1.0) -> Iterator[tuple[Run, Live]]:
-    """A run of the model on both sides, without stop tokens."""
-    (Path(options.model) / "task.py").write_text(TASK.format(digits=options.prompt_tokens - 1))  # after <bos>
-    with running(
-        model=options.model, task=f"{options.model}/task.py", dtype=options.dtype, group_size=8,
-        num_prompts=options.rollouts // 8, max_new_tokens=options.new_tokens, micro_batch_tokens=16_384,
-        temperature=temperature, kv_cache_gib=options.kv_cache_gib, eval_with_trainer=False, parity=parity,
-    ) as (prepared, live):
-        live.flight.sampling = replace(prepared.sampling, stop_token_ids=())
-        yield replace(prepared, sampling=live.flight.sampling), live
+class Figure(NamedTuple):
+    name: str
+    value: float
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
 
 
 def write_model(options: Options) -> None:
@@ -101,87 +97,173 @@ def write_model(options: Options) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model.to(torch.bfloat16).save_pretrained(options.model)
-    toy_tokenizer().save_pretrained(options.model)
+    unfinished = options.model.with_suffix(".unfinished")
+    model.to(torch.bfloat16).save_pretrained(unfinished)
+    toy_tokenizer().save_pretrained(unfinished)
+    unfinished.rename(options.model)  # a kill leaves a whole model or none
 
 
-def step_figures(options: Options) -> Iterator[Row]:
-    """Three training steps, the third in detail; then sleep, wake and load alone, a copy on the device, the plan."""
-    with running_model(options, ParityFlags()) as (run, live):
-        yield "figure", "value"
-        for step in (1, 2, 3):
-            metrics, _, _ = train_step(run, live, step)
-            yield f"step {step}, s", metrics["step_s"]
-        yield "tokens of a step", f"{metrics['tokens']:,}"
-        for phase in ("generate", "old_logprobs", "update", "sync"):
-            yield f"{phase}, s", metrics[f"{phase}_s"]
-            yield f"{phase}, peak GiB", metrics[f"{phase}_gib"]
-        engine, weights, awake = live.engine, live.policy.weights(), memory_gib()
-        yield "sleep, s", seconds(engine.sleep)
-        yield "freed by sleep, GiB", awake - memory_gib()
-        yield "wake, s", seconds(engine.wake)
+@contextmanager
+def running_model(options: Options) -> Iterator[tuple[Run, Live]]:
+    """A run of the model on both sides, without stop tokens. On a GPU the process ends here, after the last figure."""
+    (options.model / "task.py").write_text(TASK.format(digits=options.prompt_tokens - 1))  # after <bos>
+    with running(
+        model=str(options.model), task=f"{options.model}/task.py", dtype=options.dtype, group_size=GROUP,
+        num_prompts=options.rollouts // GROUP, max_new_tokens=options.new_tokens, temperature=0.7,
+        micro_batch_tokens=options.micro_batch_tokens, kv_cache_gib=options.kv_cache_gib, eval_with_trainer=False,
+        parity=options.parity, **({"cuda_graphs": options.cuda_graphs} if GPU else {}),
+    ) as (prepared, live):
+        live.flight.sampling = replace(prepared.sampling, stop_token_ids=())
+        yield replace(prepared, sampling=live.flight.sampling), live
+        if GPU:  # before vLLM frees its memory, since its allocator may abort the process there
+            sys.stdout.flush()
+            os._exit(0)
+
+
+def sleep_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
+    """Sleep, wake and load beside a copy of the same tensors on the device, and the memory that sleep frees."""
+    engine, weights = live.engine, live.policy.weights()
+    targets = [torch.empty_like(tensor) for tensor in weights.values()]
+    copy_s = min(seconds(torch._foreach_copy_, targets, list(weights.values())) for _ in range(TURNS))
+    copy_gb_s = sum(tensor.nbytes for tensor in targets) / copy_s / 1e9
+    yield Figure("copy on the device", copy_gb_s, "GB/s")
+    del targets
+    torch.cuda.empty_cache()
+    held = sum(parameter.nbytes for parameter in live.policy.model.parameters()) / GIB + options.kv_cache_gib
+    for _ in range(TURNS):
+        awake = memory_gib()
+        yield Figure("sleep", seconds(engine.sleep), "s")
+        freed = awake - memory_gib()
+        yield Figure("memory freed by sleep", freed, "GiB")
+        yield Figure("memory freed by sleep / (weights + KV cache)", freed / held, "", at_least=0.95)
+        yield Figure("wake", seconds(engine.wake), "s")
         loaded = engine.load(weights, live.policy.response_logprobs)
-        yield "load, s", loaded["load_s"]
-        yield "load, GB/s", loaded["load_gb_s"]
-        sources = [tensor.detach() for tensor in weights.values()]
-        targets = [torch.empty_like(tensor) for tensor in sources]
-        copy_s = [seconds(torch._foreach_copy_, targets, sources) for _ in range(2)][1]
-        yield "a copy on the device, GB/s", sum(tensor.nbytes for tensor in sources) / copy_s / 1e9
-    for phase, parts in phases(run.config, AutoConfig.from_pretrained(options.model), options.prompt_tokens).items():
-        yield f"{phase}, planned peak GiB", parts.total / GIB
+        yield Figure("load", loaded["load_s"], "s")
+        yield Figure("canary", loaded["canary_s"], "s")
+        yield Figure("load / copy on the device", loaded["load_gb_s"] / copy_gb_s, "", at_least=0.5)
 
 
-def parity_figures(options: Options) -> Iterator[Row]:
-    """Mean |trainer - engine| by the trainer's head and the engine's batch size, and the trainer's noise floor."""
-    with running_model(options, ParityFlags(fp32_head=options.fp32_head), temperature=0.7) as (run, live):
-        prompts = [problem.prompt_ids for problem in run.task.train[:64]]
-        one_by_one = [live.engine.generate([prompt], 1, run.sampling, [seed])[0]
-                      for seed, prompt in enumerate(prompts[:8])]
-        batches = {64: live.engine.generate(prompts, 1, run.sampling, list(range(64))), 1: one_by_one}
-        yield "engine's head", "trainer's head", "engine's batch", "mean mismatch", "noise floor"
-        for size, rollouts in batches.items():
-            batch = make_batch(rollouts, torch.zeros(len(rollouts)), DEVICE)
-            for head, fp32_head in (("fp32", True), (options.dtype, False)):
-                scorer = Policy(live.policy.model, fp32_head)
-                scored = replace(batch, old_logprobs=frozen_logprobs(scorer, batch, run.config)[0])
-                mismatch = mismatch_metrics(scored.old_logprobs, scored.behavior_logprobs, scored.mask)
-                noise = measure_self_noise(scorer, scored, run.config)
-                yield ("fp32" if options.fp32_head else options.dtype, head, str(size), mismatch["mismatch_abs_mean"],
-                       noise["self_noise_abs_mean"])
+def speed_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
+    """Tokens per second of the engine alone, with and without log-probabilities; short responses warm up."""
+    prompts = [problem.prompt_ids for problem in run.task.train[: options.rollouts // GROUP]]
+    for name, logprobs in (("without", None), ("with", 0)):
+        for new_tokens in (options.new_tokens // 8, options.new_tokens):
+            sampling = replace(run.sampling, max_new_tokens=new_tokens)
+            duration = seconds(bare_generate, live.engine, prompts, GROUP, sampling, logprobs)
+        yield Figure(f"generation {name} log-probabilities", options.rollouts * new_tokens / duration, "tokens/s")
 
 
-def speed_figures(options: Options) -> Iterator[Row]:
-    """Tokens per second of vLLM with its own defaults, with and without log-probabilities; the first turn warms up."""
-    with running_model(options, ParityFlags(False, False, False, False)) as (run, live):
-        prompts = [problem.prompt_ids for problem in run.task.train[: options.rollouts // 8]]
-        yield "turn", "log-probabilities", "tokens/s"
-        for turn in (1, 2):
-            for name, logprobs in (("without", None), ("with", 0)):
-                duration = seconds(bare_generate, live.engine, prompts, 8, run.sampling, logprobs)
-                yield str(turn), name, f"{len(prompts) * 8 * options.new_tokens / duration:,.0f}"
+def parity_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
+    """Mean |trainer - engine| by the trainer's head and the engine's batch size, beside the trainer's self-noise."""
+    prompts = [problem.prompt_ids for problem in run.task.train[:64]]
+    head = {True: "fp32", False: options.dtype}
+    for size, number in ((64, 64), (1, 8)):  # prompts that the engine decodes at once, and in all
+        calls = [slice(at, at + size) for at in range(0, number, size)]
+        rollouts = [rollout for call in calls for rollout in live.engine.generate(
+            prompts[call], 1, run.sampling, list(range(call.start, call.stop)))]
+        batch = make_batch(rollouts, torch.zeros(len(rollouts)), DEVICE)
+        for fp32_head in (True, False):
+            scorer = Policy(live.policy.model, fp32_head)
+            scored = replace(batch, old_logprobs=frozen_logprobs(scorer, batch, run.config)[0])
+            metrics = mismatch_metrics(scored.old_logprobs, scored.behavior_logprobs, scored.mask)
+            mismatch, noise = metrics["mismatch_abs_mean"], measure_self_noise(scorer, scored, run.config)
+            name = f"engine's batch {size}, heads {head[options.parity.fp32_head]} and {head[fp32_head]}"
+            yield Figure(f"{name}: mismatch", mismatch, "nats")
+            yield Figure(f"{name}: mismatch / self-noise", mismatch / noise["self_noise_abs_mean"], "",
+                         at_most=1.2 if fp32_head and options.parity.fp32_head else None)
 
 
-CASES = {"step": step_figures, "parity": parity_figures, "speed": speed_figures}
+def step_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
+    """Training steps by phase, with the peak memory of each phase beside the one that lab.plan predicts."""
+    names = ("generate", "old_logprobs", "update", "sync")
+    for step in range(1, TURNS + 1):
+        metrics, _, _ = train_step(run, live, step)
+        step_s = metrics["step_s"]
+        yield Figure("step", step_s, "s", at_most=30 if options.case == "step-1.5b" else None)
+        yield Figure("step, tokens/s", metrics["tokens"] / step_s, "tokens/s")
+        yield Figure("sleep, wake and load / step", (metrics["sleep_s"] + metrics["sync_s"]) / step_s, "", at_most=0.03)
+        for name in names:
+            yield Figure(name, metrics[f"{name}_s"], "s")
+            yield Figure(f"{name}, peak memory", metrics[f"{name}_gib"], "GiB")
+    planned = phases(run.config, AutoConfig.from_pretrained(options.model), options.prompt_tokens)
+    for name in names:
+        yield Figure(f"{name}, peak memory / plan", metrics[f"{name}_gib"] * GIB / planned[name].total, "", 0.85, 1.15)
+
+
+CASES: dict[str, tuple[Callable[[Run, Live, Options], Iterator[Figure]], Options]] = {  # short ones first
+    "sleep": (sleep_figures, Options()),
+    "parity": (parity_figures, Options()),
+    "parity-head": (parity_figures, Options(parity=ParityFlags(fp32_head=False))),
+    "parity-float16": (parity_figures, Options(dtype="float16")),
+    "speed": (speed_figures, Options()),
+    "speed-graphs": (speed_figures, Options(cuda_graphs=True)),
+    "speed-defaults": (speed_figures, Options(parity=ParityFlags(False, False, False, False))),
+    "step": (step_figures, Options()),
+    "step-1.5b": (step_figures, Options(shape="qwen2.5-1.5b", rollouts=256, new_tokens=1024, micro_batch_tokens=8192)),
+}
+TINY = dict(shape="tiny", rollouts=32, prompt_tokens=16, new_tokens=8, kv_cache_gib=0.1)
+
+
+def measure(options: Options) -> Iterator[Figure]:
+    """All figures of a case."""
+    if options.cuda_graphs and not GPU:
+        return print(f"{options.case} is LEFT OUT: CUDA graphs need a GPU")
+    if not options.model.is_dir():
+        write_model(options)
+    started = time.perf_counter()
+    with running_model(options) as (run, live):
+        yield Figure("start of trainer and engine", time.perf_counter() - started, "s")
+        yield from CASES[options.case][0](run, live, options)
+
+
+def goal_and_verdict(row: dict[str, Any]) -> tuple[str, str]:
+    low, high = row["at_least"], row["at_most"]
+    goal = " and ".join([f"at least {low}"] * (low is not None) + [f"at most {high}"] * (high is not None))
+    met = (low is None or row["value"] >= low) and (high is None or row["value"] <= high)
+    return goal, "" if not goal else "not a GPU" if row["device"].startswith("CPU") else "yes" if met else "NO"
+
+
+def figures_table(path: Path) -> str:
+    """A Markdown table of the newest value of each figure, with the options that are not the case's own."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    newest = {json.dumps([row[name] for name in ("case", "shape", "options", "name", "device")]): row for row in rows}
+    cells = []
+    for row in newest.values():
+        usual = CASES[row["case"]][1].settings()
+        changed = [f"{name} {value}" for name, value in row["options"].items() if value != usual.get(name)]
+        cells.append([", ".join([row["case"], *changed]), row["shape"], row["name"],
+                      f"{row['value']:.4g} {row['unit']}".strip(), *goal_and_verdict(row)])  # fmt: skip
+    origins = {f"{row['device']}; {row['versions']}; commit {row['commit']}": None for row in newest.values()}
+    return "\n".join([table(["case", "shape", "figure", "value", "goal", "met"], cells), "", *origins])
+
+
+def read_options(arguments: list[str] | None) -> Options:
+    described = {name: (case.__doc__, replace(options, case=name, **({} if GPU else TINY)))
+                 for name, (case, options) in CASES.items()}
+    described["table"] = (figures_table.__doc__, Options(case="table"))
+    return tyro.extras.overridable_config_cli(described, args=arguments, description=__doc__)
 
 
 def main(arguments: list[str] | None = None) -> None:
     with one_sentence(2):
-        options = tyro.cli(Options, args=arguments, description=__doc__)
-        if options.case != "model" and not Path(options.model).is_dir():
-            raise ValueError(f"the model must be written first, {options.model} is not there; try"
-                             f" python -m lab.bench_gpu model --shape {options.shape} --out {options.out}")
+        options = read_options(arguments)
+        figures = Path(options.out) / "figures.jsonl"
+        if options.case == "table":
+            with stage(f"reading {figures}, which the other cases write,"):
+                return print(figures_table(figures))
         record = provenance(DEVICE)
-        record["versions"]["vllm"] = check_vllm_version()
-    command = shlex.join(["python", "-m", "lab.bench_gpu", *(arguments or sys.argv[1:])])
-    size = f"{options.dtype}, {options.rollouts:,} rollouts of {options.prompt_tokens} + {options.new_tokens} tokens"
-    print(f"{origin(command, record)}; {options.shape}, {size}\n", flush=True)
-    if options.case == "model":
-        write_model(options)
-    else:
-        rows = ([cell if isinstance(cell, str) else f"{cell:.3g}" for cell in row]
-                for row in CASES[options.case](options))
-        for line in table_lines(next(rows), rows):
-            print(line, flush=True)
+        versions = record["versions"] | {"vllm": check_vllm_version()}
+        figures.parent.mkdir(parents=True, exist_ok=True)
+    case = {"case": options.case, "shape": options.shape, "options": options.settings()}
+    origin = {"device": record["device"], "versions": ", ".join(f"{name} {each}" for name, each in versions.items()),
+              "commit": f"{record['commit']}{' with changes' if record['dirty'] else ''}"}
+    faulthandler.dump_traceback_later(options.limit_s, exit=True, file=sys.__stderr__)
+    try:
+        for figure in measure(options):
+            append_rows(figures, [case | figure._asdict() | origin])
+            print(f"{figure.name}: {figure.value:.4g} {figure.unit}", flush=True)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

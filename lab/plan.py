@@ -6,18 +6,21 @@ are counted. The engine's memory beside its weights and KV cache is an estimate.
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import tyro
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from engine_adapter import CANARY_PROMPTS
 from examples.toys import toy_config, toy_tokenizer
 from lab import table
 from objectives import Positive
@@ -86,10 +89,18 @@ class Parts:
     kv_cache: float = 0
     sampling: float = 0
     context: float = CONTEXT
+    pinned: float = 0  # in host memory: no part of the total
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return sum(vars(self).values()) - self.pinned
+
+
+def largest_micro_batch(config: Config, max_prompt_tokens: int) -> tuple[int, int]:
+    """Its rows and its width."""
+    width = max_prompt_tokens + config.max_new_tokens - 1
+    minibatch = config.num_prompts * config.group_size // config.num_minibatches
+    return min(max(1, config.micro_batch_tokens // width), minibatch), width
 
 
 def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> tuple[Parts, int]:
@@ -98,16 +109,14 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
     Returns the bytes of the trainer during an update, and those that a pass without gradients adds to the weights.
     `activations` are a forward and backward's peak: activations, chunks of logits, gradients not yet accumulated.
     """
-    width = max_prompt_tokens + config.max_new_tokens - 1
-    minibatch = config.num_prompts * config.group_size // config.num_minibatches
-    rows = min(max(1, config.micro_batch_tokens // width), minibatch)
+    rows, width = largest_micro_batch(config, max_prompt_tokens)
     dtype, memory = getattr(torch, config.dtype), Memory()
     attention = attention_for(model_config).replace("sdpa", "planned_sdpa")
     with FakeTensorMode(), memory:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
         policy = Policy(model, config.parity.fp32_head, gradient_checkpointing=config.gradient_checkpointing,
                         check=False)
-        optimizer = Optimizer(model, config.weight_decay)
+        optimizer = Optimizer(model, config.weight_decay, config.offload_optimizer)
         for master in optimizer.masters:
             master.grad = torch.zeros_like(master)  # accumulated over earlier micro-batches
         ids = torch.zeros(rows, width, dtype=torch.long)
@@ -119,11 +128,14 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
         forward = memory.added_by(torch.no_grad()(loss))
         backward = memory.added_by(lambda: optimizer.backward(loss()))
         optimizer.adamw.step()
+        optimizer.move(to_host=True)
+    slabs = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in optimizer.host.values()}
     moments = sum(each.nbytes for state in optimizer.adamw.state.values() for each in state.values())
     return Parts(
         weights=sum(parameter.nbytes for parameter in model.parameters()),
         masters=sum(master.nbytes for _, master in optimizer.rounded), moments=moments,
         gradients=sum(master.grad.nbytes for master in optimizer.masters), activations=backward,
+        pinned=sum(slabs.values()),
     ), forward
 
 
@@ -134,16 +146,27 @@ def sampling_bytes(config: Config, model_config: PretrainedConfig) -> int:
     return max(prefill, SAMPLER_COPIES * config.max_num_seqs * model_config.vocab_size * 4)
 
 
+def needs_math_attention(config: Config, model_config: PretrainedConfig) -> bool:
+    """Whether CUDA has no fused attention for the trainer: flash has no fp32, mem-efficient no grouped queries.
+
+    Source: sdp_utils_cpp.h in torch 2.13; transformers leaves the repetition of keys and values to torch.
+    """
+    heads = getattr(model_config, "num_attention_heads", None)
+    return config.dtype == "float32" and (getattr(model_config, "num_key_value_heads", None) or heads) != heads
+
+
 def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> dict[str, Parts]:
     """The bytes on a GPU in each phase of a step, and during the evaluation by the trainer alone."""
-    update, forward = measure_trainer(config, model_config, max_prompt_tokens)
+    with sdpa_kernel(SDPBackend.MATH) if needs_math_attention(config, model_config) else nullcontext():
+        update, forward = measure_trainer(config, model_config, max_prompt_tokens)
     copies = bool(config.kl_coef) + bool(config.probe_every or config.probe_on_alarm)  # first weights; the step before
     update = replace(update, copies=copies * update.weights)
     idle = replace(update, gradients=0, activations=0)
     if config.offload_optimizer:
         idle = replace(idle, masters=0, moments=0)
     vllm, cache = config.engine == "vllm", config.kv_cache_gib * GIB
-    engine = dict(engine=update.weights if vllm else 0, kv_cache=cache)
+    penalties = (config.max_num_seqs + CANARY_PROMPTS) * model_config.vocab_size * 4  # vLLM's `output_bin_counts`
+    engine = dict(engine=update.weights + penalties if vllm else 0, kv_cache=cache)
     stays_awake = vllm and config.inflight_groups and config.parity.inflight_keep  # sleep would drop the kept KV cache
     asleep = engine if stays_awake else {}
     awake = replace(idle, **engine, sampling=sampling_bytes(config, model_config))
@@ -168,7 +191,8 @@ def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens
     update = by_phase["update"]
     print(f"{model_config.model_type}, {update.weights / dtype.itemsize / 1e6:,.1f} million parameters, {config.dtype};"
           f" prompts of {max_prompt_tokens} and responses of {config.max_new_tokens} tokens; GiB on one GPU:\n")
-    columns = [name for name in vars(update) if any(getattr(parts, name) for parts in by_phase.values())] + ["total"]
+    columns = [name for name in vars(update) if any(getattr(parts, name) for parts in by_phase.values())]
+    columns = [name for name in columns if name != "pinned"] + ["total"]
     print(table(
         ["phase", *(name.replace("_", " ") for name in columns)],
         [[phase, *(f"{getattr(parts, name) / GIB:.2f}" for name in columns)] for phase, parts in by_phase.items()],
@@ -178,7 +202,13 @@ def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens
     print(f"\n--kv-cache-gib {config.kv_cache_gib:g} holds {held:,} rollouts of {length:,} tokens, --max-num-seqs is"
           f" {config.max_num_seqs}" + (": the others wait" if held < config.max_num_seqs else ""))
     if config.offload_optimizer:
-        print(f"pinned host memory: {(update.masters + update.moments) / GIB:.2f}")
+        print(f"pinned host memory: {update.pinned / GIB:.2f}")
+    if needs_math_attention(config, model_config):
+        rows, width = largest_micro_batch(config, max_prompt_tokens)
+        scores = rows * model_config.num_attention_heads * width**2 * 4
+        print("float32 with grouped-query attention has no fused kernel on CUDA: the scores of each layer,"
+              f" (rows, heads, T, T), take {scores / GIB:.2f} (counted in activations)")
+    print("not counted: CUDA graphs, fragmentation")
     largest = max(by_phase, key=lambda phase: by_phase[phase].total)
     peak = by_phase[largest].total / GIB
     advice = "" if peak <= gib else f"; for the phase {largest} try {TRY[largest]}"

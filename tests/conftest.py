@@ -32,6 +32,7 @@ logging.disable_progress_bar()
 
 
 # ------------------------------------------------------------------------------------------------ the marker `engine`
+DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
 STARTERS = {"started", "bench"}  # a test that names one of these, a function or a fixture, gets the marker `engine`
 NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
 shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
@@ -39,7 +40,7 @@ shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "engine: starts a vLLM engine, in this process or in a child process")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; a GPU machine runs `pytest -m gpu tests`")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

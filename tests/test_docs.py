@@ -33,6 +33,7 @@ CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or i
 COMMANDS = (
     (r"make train$", "test_train.py::test_the_default_job_learns_at_parity"),
     (r"make test$|make check$", "itself: this test is part of it"),
+    (r"make setup$", "network: it installs the packages; test_setup.py runs its checks"),
     (r"make train ARGS=.--seed S.$", "test_train.py::test_the_default_job_learns_at_parity"),
     (r"make train ARGS=.--seed 1 --objective gspo.$",
      "test_train.py::test_a_model_folder_and_a_jsonl_file_are_trained_on_with_gspo_kl_and_tis"),
@@ -49,7 +50,8 @@ COMMANDS = (
     (r"train.py --dtype bfloat16 --self-noise-every 1 --seed S$|train.py --dtype float16 --self-noise-every 5$",
      "test_rl.py::test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was"),
     (r"train.py --steps 200 --num-prompts 32$", "minutes: a long job, for its memory"),
-    (r"-m lab.plan --gib 40 --model PATH",
+    (r"train.py .*--model Qwen/\S+ --task (openai/gsm8k:main|countdown) ", "network: models and a data set of a hub"),
+    (r"-m lab.plan --gib (40|24) --model PATH",
      "test_plan.py::test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine"),
     (r"-m lab.ablate( |$)",
      "test_ablate.py::test_a_crashed_run_is_reported_and_a_second_call_repeats_only_that_run"),
@@ -58,8 +60,11 @@ COMMANDS = (
     (r"-m lab.peers --", "minutes: whole runs, in an environment with TRL"),
     (r"make bench$|-m lab.bench (growth --rollouts 64 256 1024 4096|head)$",
      "minutes: a benchmark for a machine that does nothing else"),
-    (r"-m lab.bench_gpu (model|step|parity|speed)$",
+    (r"-m lab.bench_gpu (sleep|parity|speed|step)\S*( --cuda-graphs)?$",
      "test_plan.py::test_each_case_of_the_gpu_benchmark_runs_at_a_small_size"),
+    (r"-m lab.bench_gpu table$",
+     "test_plan.py::test_a_killed_case_leaves_the_figures_that_it_had_measured_and_the_table_has_them"),
+    (r"-m pytest -m gpu tests$", "GPU: without one these tests are skipped"),
     (r"-m probe$|-m probe record --model PATH",
      "test_probe.py::test_a_recorded_workload_is_parity_with_every_sampling_parameter_set"),
     (r"-m probe diagnose --model (PATH|tests/data/tiny-qwen2) .*npz",
@@ -117,8 +122,7 @@ def test_each_entry_of_the_table_stands_for_a_command(pattern):
 
 
 OPTIONS = {"train": CommandLine, "lab.plan": plan.Options, "lab.ablate": ablate.Options, "lab.bench": bench.Options,
-           "lab.bench_gpu": bench_gpu.Options, "lab.compare": compare.Options,
-           "lab.peers": peers.Options}  # fmt: skip
+           "lab.compare": compare.Options, "lab.peers": peers.Options}  # fmt: skip
 
 
 def parse(module: str, words: list[str]) -> None:
@@ -127,7 +131,9 @@ def parse(module: str, words: list[str]) -> None:
         tyro.extras.subcommand_cli_from_dict({"record": Record, "diagnose": Diagnose}, args=words)
     elif module == "train":
         tyro.cli(CommandLine, args=words).config()
-    else:
+    elif module == "lab.bench_gpu":
+        bench_gpu.read_options(words)
+    elif module != "pytest":
         tyro.cli(OPTIONS[module], args=words)
 
 
@@ -151,9 +157,9 @@ def test_each_command_has_options_that_exist(command):
 
 
 def test_a_command_with_an_unknown_option_is_refused(capsys):
-    for module in OPTIONS:
+    for module, *words in (*([name] for name in OPTIONS), ["lab.bench_gpu", "step"]):
         with pytest.raises(SystemExit):
-            parse(module, ["--unknown", "1"])
+            parse(module, [*words, "--unknown", "1"])
     assert "unknown" in capsys.readouterr().err
 
 

@@ -2,18 +2,21 @@
 
 import copy
 import math
+from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from conftest import qwen2
+from conftest import DEVICES, qwen2
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from engine_adapter import Rollout, Sampling
 from objectives import UpdateOptions
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
-from rl import Optimizer, Policy, frozen_logprobs, make_batch, product, update
+from rl import Optimizer, Policy, frozen_logprobs, host_views, make_batch, product, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -424,25 +427,62 @@ def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
             minibatch(optimizer, parameter, float("nan"))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_offloaded_optimizer_goes_on_exactly_and_lies_in_its_host_buffers_between_updates(dtype):
+def test_an_offloaded_optimizer_goes_on_exactly_and_lies_in_its_host_memory_between_updates(dtype, device):
     weights = []
     for offload in (False, True):
-        model = qwen2(tied=True, dtype=dtype)
+        model = qwen2(tied=True, dtype=dtype).to(device)
         policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0, offload=offload)
         for _ in range(3):
-            batch, options = make_batch(rollouts(), torch.tensor([1.0, -1.0, 0.5, -0.5])), UpdateOptions()
+            batch, options = make_batch(rollouts(), torch.tensor([1.0, -1.0, 0.5, -0.5]), device), UpdateOptions()
             batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)[0])
             update(policy, optimizer, batch, options, 1e-3)
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         weights.append([each.detach().clone() for each in model.parameters()])
-        held = {name for _, name in optimizer._host}
+        held = {name for _, name in optimizer.host}
         assert held == ({"step", "exp_avg", "exp_avg_sq"} | ({"master"} if dtype != torch.float32 else set())
                         if offload else set())
-        for index, master in enumerate(optimizer.masters):
+        for master in optimizer.masters:
             for name, moment in optimizer.adamw.state[master].items():
-                assert (optimizer._host.get((index, name)) is moment) == offload
+                assert (optimizer.host.get((master, name)) is moment) == offload
+            if offload and dtype != torch.float32:
+                assert master.data_ptr() == optimizer.host[master, "master"].data_ptr()
+        assert all(each.is_pinned() == (device == "cuda") for each in optimizer.host.values())
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_offload_leaves_masters_that_are_the_models_parameters_where_they_are():
+    """transformers keeps some tensors of a 16-bit model in fp32. The engine's load and the forward pass need them."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=dtype))
+                                    for dtype in (torch.float32, torch.bfloat16)])  # fmt: skip
+    optimizer = Optimizer(model, weight_decay=0.0, offload=True)
+    assert [name for master, name in optimizer.host] == ["master"]
+    assert next(iter(optimizer.host))[0] is optimizer.masters[1]
+
+
+@pytest.mark.parametrize("shapes", [
+    [(151_936, 896), *[(4864, 896), (896, 4864), (896, 4864), (896, 896), (128, 896), (128,), (896,), ()] * 24],
+    [(152_064, 3584), (152_064, 3584), *[(18_944, 3584)] * 84, *[(3584, 3584)] * 56, *[(512, 3584)] * 56, (3584,)],
+    [(3, 5), (7,), (), (2, 2, 2)], [(1000,)], [],
+])  # fmt: skip
+def test_host_views_do_not_overlap_and_their_slabs_are_powers_of_two_with_small_gaps(shapes):
+    with FakeTensorMode():  # up to 30 GiB, of which nothing is allocated
+        tensors = {index: torch.empty(shape) for index, shape in enumerate(shapes)}
+        views = host_views(tensors, torch.device("cpu"))
+    assert {key: (view.shape, view.dtype) for key, view in views.items()} == {
+        key: (tensor.shape, torch.float32) for key, tensor in tensors.items()}  # fmt: skip
+    by_slab = defaultdict(list)
+    for view in views.values():
+        by_slab[view.untyped_storage()].append((view.storage_offset(), view.storage_offset() + view.numel()))
+    for slab, ranges in by_slab.items():
+        assert slab.nbytes() & (slab.nbytes() - 1) == 0  # torch would round any other size up
+        ranges.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+        assert 4 * ranges[-1][1] <= slab.nbytes()
+    wanted = sum(tensor.nbytes for tensor in tensors.values())
+    if len(shapes) > 100:
+        assert sum(slab.nbytes() for slab in by_slab) < 1.01 * wanted
 
 
 def test_a_restored_optimizer_goes_on_exactly_masters_included():

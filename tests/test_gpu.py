@@ -1,0 +1,57 @@
+"""On a GPU: `pytest -m gpu tests` selects these and a few more. Their thresholds are those of 16 bits, not of fp32."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEVICES, command, qwen2, train_process
+
+from rl import Policy
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_fp32_head_of_a_bf16_model_agrees_with_float64(device):
+    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16).to(device))
+    weight, generator = policy.head.weight, torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, 64, generator=generator).bfloat16().to(device).requires_grad_()
+    targets = torch.randint(96, (40,), generator=generator).to(device)
+    found, _ = policy.target_logprobs(hidden, targets, temperature=0.7)
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    expected = torch.log_softmax(wide[0] @ wide[1].T / 0.7, dim=-1).gather(-1, targets[:, None])[:, 0]
+    assert (found - expected).abs().max() < 1e-4  # a product that is rounded to bf16 differs by 1e-2
+    gradients = zip(torch.autograd.grad(found.sum(), (hidden, weight)),
+                    torch.autograd.grad(expected.sum(), wide), strict=True)  # fmt: skip
+    for ours, theirs in gradients:
+        assert (ours - theirs).abs().max() < 2**-7 * theirs.abs().max()  # they are stored in bf16
+
+
+@pytest.mark.gpu
+@pytest.mark.engine
+def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_than_noise(good):
+    options = ("--dtype bfloat16 --steps 2 --max-new-tokens 16 --kv-cache-gib 1 --offload-optimizer"
+               " --gradient-checkpointing --self-noise-every 1 --out {root}/gpu")  # fmt: skip
+    process = train_process(command(good, options))
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    steps = [json.loads(line) for line in (good / "gpu" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert len(steps) == 2
+    assert all(0 < step["mismatch_abs_mean"] < 3 * step["self_noise_abs_mean"] for step in steps)
+    assert json.loads((good / "gpu" / "config.json").read_text())["audit"]["sleep"] == "level 2"
+
+
+@pytest.mark.gpu
+@pytest.mark.engine
+def test_the_gpu_benchmark_frees_the_engines_memory_and_ends_without_an_error(tmp_path):
+    options = "--shape tiny --rollouts 16 --prompt-tokens 16 --new-tokens 8 --kv-cache-gib 2"
+    program = [sys.executable, "-m", "lab.bench_gpu", "sleep", "--out", str(tmp_path), *options.split()]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    freed = [row["value"] for row in rows if row["name"] == "memory freed by sleep"]
+    assert len(freed) == 3
+    assert min(freed) > 1.9

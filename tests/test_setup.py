@@ -1,0 +1,52 @@
+"""What `make setup` asks of a GPU machine, with a stand-in for nvidia-smi."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = Path(__file__).parents[1] / "setup.sh"
+SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA {}     |"
+PYTHON = """#!/bin/sh
+case "$2" in
+    *sysconfig*) exec {python} -c "import sys, sysconfig as s; s.get_path = lambda *_: '.'; exec(sys.argv[1])" "$2" ;;
+    venv) echo "ENOUGH" >&2; exit 9 ;;  # all checks have passed: the environment would be made now
+    *) exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("cuda, compiler, headers, said", [
+    ("Version: 12.4", "gcc", True, "the NVIDIA driver supports CUDA 12, these builds of torch and vLLM need CUDA 13"),
+    ("UMD Version: 12.9", "gcc", True, "the NVIDIA driver supports CUDA 12"),  # as of driver 610
+    ("Version: 13.0", None, True, "no C compiler, and Triton needs one"),
+    ("Version: 13.0", "gcc", False, "no Python.h, and Triton needs it"),
+    ("Version: 13.0", "gcc", True, "ENOUGH"), ("UMD Version: 14.2", "clang", True, "ENOUGH"),
+    ("Version: N/A", "gcc", True, "ENOUGH"), (None, None, False, "ENOUGH"),  # no GPU: nothing of this is needed
+])  # fmt: skip
+def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sentence(
+    tmp_path, cuda, compiler, headers, said
+):
+    def program(name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    for name in ("sh", "uname", "sed"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    program("python", PYTHON.format(python=sys.executable))
+    if headers:
+        (tmp_path / "Python.h").write_text("")
+    if compiler:
+        program(compiler, "#!/bin/sh\n")
+    if cuda:
+        program("nvidia-smi", f"#!/bin/sh\necho '{SMI.format(cuda)}'\n")
+    environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": str(tmp_path)}
+    result = subprocess.run(["sh", str(SETUP), "python"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                            check=False)  # fmt: skip
+    (sentence,) = result.stderr.splitlines()
+    assert said in sentence
+    assert result.returncode == (9 if said == "ENOUGH" else 1)
+    assert not (tmp_path / ".venv").exists()

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -89,15 +90,6 @@ SETTINGS = [
     Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model",  # "model" is vLLM's word for the model's dtype
             lambda engine: engine.observed_head_dtype()),
 ]  # fmt: skip
-
-
-PrefixCache = Literal["off", "versioned"]
-
-
-def wanted_settings(parity: ParityFlags, prefix_cache: PrefixCache) -> dict[str, Any]:
-    """The values of SETTINGS that are asked for, by argument."""
-    wanted = {each.argument: each.on if getattr(parity, each.flag) else each.off for each in SETTINGS}
-    return wanted | ({"enable_prefix_caching": True} if prefix_cache == "versioned" else {})
 
 
 @dataclass(frozen=True)
@@ -213,8 +205,8 @@ class Engine:
     def __init__(
         self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *, max_model_len: int,
         dtype: torch.dtype = torch.float32, max_num_seqs: int = 256, kv_cache_gib: float = 0.25,
-        block_size: int | None = None, prefix_cache: PrefixCache = "off", cuda_graphs: bool = False, seed: int = 0,
-        allow_untested_vllm: bool = False,
+        block_size: int | None = None, prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
+        seed: int = 0, allow_untested_vllm: bool = False,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first: Engine.live.close()")
@@ -226,7 +218,10 @@ class Engine:
 
         self.contract = {name: tuple(shape) for name, shape in contract.items()}
         self.parity, self.prefix_cache, self.dtype = parity, prefix_cache, dtype
-        self._wanted = wanted_settings(parity, prefix_cache)
+        # What `audit` must find, by the names of SETTINGS.
+        self._wanted = {each.name: each.on if getattr(parity, each.flag) else each.off for each in SETTINGS}
+        self._wanted |= {"enable_prefix_caching": True} if prefix_cache == "versioned" else {}
+        self._wanted |= {"cuda_graphs": "FULL_DECODE_ONLY" if cuda_graphs else "NONE", "model_dtype": "model"}
         self._config = AutoConfig.from_pretrained(model)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu != torch.cuda.is_available():
@@ -234,31 +229,29 @@ class Engine:
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
         slots = max_num_seqs + CANARY_PROMPTS
-        # Whole forward passes of decode steps, of all batch sizes (padded to the next one), without compilation.
-        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY",
-                  "cudagraph_capture_sizes": sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})}
         arguments = dict(
             model=model, dtype=_name(dtype), load_format="dummy", skip_tokenizer_init=True, seed=seed,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
-            max_num_seqs=slots, max_num_batched_tokens=max(8192, max_model_len),
-            block_size=block_size,
+            max_num_seqs=slots, max_num_batched_tokens=max(8192, max_model_len), block_size=block_size,
             enable_chunked_prefill=self.on_gpu,  # the CPU cannot split a seeded request: its generator has no offset
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
             gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
             enforce_eager=not cuda_graphs, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
-        ) | ({"compilation_config": graphs} if cuda_graphs else {})
-        for argument, value in self._wanted.items():
-            name, _, key = argument.partition(".")
-            if value is not None:
-                arguments[name] = {key: value} if key else value
-        self._wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
+        )
+        if cuda_graphs:  # of whole decode steps, captured without compilation; a batch is padded to the next size
+            sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
+            arguments["compilation_config"] = dict(
+                mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
+        for setting in SETTINGS:
+            argument, _, key = setting.argument.partition(".")
+            if (value := self._wanted[setting.name]) is not None:
+                arguments[argument] = {key: value} if key else value
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self._request_ids = map(str, itertools.count())
         self.max_num_seqs = max_num_seqs
         self._memory_released = False  # by vLLM's sleep
         self._kept: list[tuple[Any, int]] = []  # requests that kept their KV at the last load; preemptions then
-        self.counters = dict.fromkeys(COUNTERS, 0)
-        self.weight_version = 0
+        self.weight_version, self.counters = 0, dict.fromkeys(COUNTERS, 0)
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
             self._start(arguments)
@@ -339,12 +332,15 @@ class Engine:
         LLMEngine's own add_request and step would also build objects for each request and token that a server needs.
         """
         params = sampling_params(rollouts[0].sampling, rollouts[0].seed)
-        prompt, tasks = {"prompt_token_ids": rollouts[0].prompt_ids}, self.llm.get_supported_tasks()
+        prompt, tasks = {"type": "token", "prompt_token_ids": rollouts[0].prompt_ids}, self.llm.get_supported_tasks()
         checked = self.llm.input_processor.process_inputs("", prompt, params, tasks)
+        checked.cache_salt = self._cache_salt
         for rollout in rollouts:
             request = copy(checked)
-            request.request_id, request.sampling_params = next(self._request_ids), copy(checked.sampling_params)
-            request.sampling_params.seed, request.cache_salt = rollout.seed, self._cache_salt
+            request.request_id = next(self._request_ids)
+            if rollout.seed is not None:
+                request.sampling_params = copy(checked.sampling_params)
+                request.sampling_params.seed = rollout.seed
             self.llm.engine_core.add_request(request)
             self._requests[request.request_id] = rollout
         return rollouts
@@ -388,7 +384,7 @@ class Engine:
         self._require("wake", "asleep")
         if self.on_gpu:
             torch.cuda.empty_cache()  # the blocks the trainer has cached are what the engine needs now
-        else:
+        elif self.weight_version % 10 == 0:  # for it takes 10 ms
             ctypes.CDLL(None).malloc_trim(0)  # else glibc keeps the trainer's freed blocks: 0.5 GiB after 100 steps
         if self._memory_released:
             self.llm.wake_up(tags=["weights"])
@@ -525,8 +521,7 @@ class Engine:
             "inflight_update": self.parity.inflight_update,
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
-        wanted = {argument.rpartition(".")[2]: _name(self.dtype) if value == "model" else value
-                  for argument, value in (self._wanted | {"model_dtype": "model"}).items()}
+        wanted = {name: _name(self.dtype) if value == "model" else value for name, value in self._wanted.items()}
         wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items()
                  if value is not None and found[name] != value]
         if wrong:
@@ -543,7 +538,8 @@ class Engine:
         seen: set[str] = set()
 
         def look(_module, _inputs, logits: Tensor) -> None:
-            narrow = [d for d in (torch.bfloat16, torch.float16) if torch.equal(logits.to(d).to(logits.dtype), logits)]
+            narrow = [d for d in (self.dtype, torch.bfloat16, torch.float16)
+                      if d != torch.float32 and torch.equal(logits.to(d).to(logits.dtype), logits)]
             seen.add(_name(narrow[0] if narrow else logits.dtype))
 
         hooks = [m.register_forward_hook(look) for m in self._model.modules() if isinstance(m, LogitsProcessor)]
@@ -566,8 +562,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reseed(seed: int) -> None:
-    """Seed the generators of all samples that have no seed: torch's (V1 runner, reference), numpy's (V2 runner)."""
+def reseed(*stream: int | str) -> None:
+    """Seed the generators of all samples without a seed: torch's (V1 runner, reference engine), numpy's (V2 runner).
+
+    `stream` names what is sampled next, such as (seed of the run, "train", step).
+    """
+    seed = int.from_bytes(sha256(repr(stream).encode()).digest()[:6], "big")
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
 

@@ -28,7 +28,7 @@ class Batch:
     """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
 
     Shapes: per-token tensors (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included;
-    prompt_lengths (B,).
+    prompt_lengths (B,); both lengths on the CPU.
     """
 
     inputs: Tensor

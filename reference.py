@@ -112,9 +112,7 @@ class ReferenceEngine(Engine):
         """Nothing to free: the weights are the trainer's."""
 
 
-def _draw(
-    logits: Tensor, temperature: float, generators: list[torch.Generator | None]
-) -> tuple[Tensor, Tensor]:
+def _draw(logits: Tensor, temperature: float, generators: list[torch.Generator | None]) -> tuple[Tensor, Tensor]:
     """Tokens (N,) from softmax(logits / temperature), or the likeliest at 0, and their log-probabilities (N,).
 
     A row with a generator of its own is repeatable, whatever is sampled beside it.

@@ -23,20 +23,19 @@ def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device
 
     Shapes: B rollouts, advantages (B,) -> Batch with T = longest (prompt + response) - 1.
     """
-    longest = max(len(r.prompt_ids) + len(r.token_ids) for r in rollouts)
-    ids, mask, behavior_logprobs = [], [], []  # B rows of T + 1
     for rollout in rollouts:
-        prompt, response = len(rollout.prompt_ids), len(rollout.token_ids)
-        assert len(rollout.logprobs) == response, f"{len(rollout.logprobs)=} {response=}"
-        padding = [0] * (longest - prompt - response)  # of any id: no token attends to positions on its right
-        ids.append(rollout.prompt_ids + rollout.token_ids + padding)
-        mask.append([0.0] * prompt + [1.0] * response + padding)
-        behavior_logprobs.append([0.0] * prompt + rollout.logprobs + padding)
-    ids, mask, behavior_logprobs = (torch.tensor(rows, device=device) for rows in (ids, mask, behavior_logprobs))
-    prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])  # on the CPU, as what Batch.cut reads
-    lengths = prompt_lengths + torch.tensor([len(r.token_ids) - 1 for r in rollouts])
-    per_token = ids[:, :-1], ids[:, 1:], mask[:, 1:], behavior_logprobs[:, 1:]  # (B, T)
-    return Batch(*per_token, advantages.to(device), lengths, prompt_lengths)
+        assert len(rollout.logprobs) == len(rollout.token_ids), f"{len(rollout.logprobs)=} {len(rollout.token_ids)=}"
+    prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])
+    ends = prompt_lengths + torch.tensor([len(r.token_ids) for r in rollouts])
+    columns = torch.arange(int(ends.max()))
+    row, response = columns < ends[:, None], columns >= prompt_lengths[:, None]  # (B, T + 1)
+    flat_ids = torch.tensor([token for r in rollouts for token in (*r.prompt_ids, *r.token_ids)])
+    flat_logprobs = torch.tensor([logprob for r in rollouts for logprob in r.logprobs])
+    # Padding has id 0, but any would do: no token attends to positions on its right.
+    ids = torch.zeros(row.shape, dtype=torch.long).masked_scatter(row, flat_ids)
+    behavior_logprobs = torch.zeros(row.shape).masked_scatter(row & response, flat_logprobs)
+    per_token = ids[:, :-1], ids[:, 1:], (row & response).float()[:, 1:], behavior_logprobs[:, 1:]  # (B, T)
+    return Batch(*(each.to(device) for each in per_token), advantages.to(device), ends - 1, prompt_lengths)
 
 
 # ------------------------------------------------------------------------------------------------ head
@@ -382,20 +381,17 @@ class Optimizer:
         self.move(to_host=True)
 
 
-SLAB = 2**30  # numbers in a slab of host memory: 4 GiB
-
-
 def host_views(tensors: dict[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
     """Uninitialised host memory for fp32 tensors, as views of slabs: torch pins powers of two only, so slabs are such.
 
-    The largest tensors come first, and later ones fill the gaps. Only a larger tensor gets a slab larger than `SLAB`.
+    The largest tensors come first, and later ones fill the gaps. A slab has at most 4 GiB, unless one tensor is larger.
     """
     free, views, left = [], {}, sum(map(Tensor.numel, tensors.values()))  # the free rest of each slab
     for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel()):
         size = tensor.numel()
         slab = next((index for index, rest in enumerate(free) if len(rest) >= size), len(free))
         if slab == len(free):
-            room = max(1 << (size - 1).bit_length(), min(SLAB, 1 << (left.bit_length() - 1)))
+            room = max(1 << (size - 1).bit_length(), min(2**30, 1 << (left.bit_length() - 1)))
             free.append(torch.empty(room, dtype=torch.float32, pin_memory=device.type == "cuda"))
         views[key], free[slab], left = free[slab][:size].view(tensor.shape), free[slab][size:], left - size
     return views

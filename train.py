@@ -9,7 +9,6 @@ import json
 import random
 import signal
 from dataclasses import asdict, dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Annotated, Any, Literal
@@ -18,16 +17,7 @@ import torch
 import tyro
 
 import records
-from engine_adapter import (
-    Engine,
-    Flight,
-    ParityFlags,
-    PrefixCache,
-    Rollout,
-    Sampling,
-    check_vllm_version,
-    reseed,
-)
+from engine_adapter import Engine, Flight, ParityFlags, Rollout, Sampling, check_vllm_version, reseed
 from objectives import (
     OBJECTIVES,
     Batch,
@@ -76,7 +66,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     config, policy, engine, flight, clock = run.config, live.policy, live.engine, live.flight, records.Clock()
     problems = run.task.sample(live.rng, config.num_prompts + config.inflight_groups - len(flight.groups))
     flight.submit(problems)
-    reseed(sample_seed(config.seed, "train", step))
+    reseed(config.seed, "train", step)
     with clock("generate"):
         groups = flight.take(config.num_prompts)  # P
     with clock("sleep"):
@@ -118,11 +108,6 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     return metrics, batch, problems
 
 
-def sample_seed(run_seed: int, stream: str, step: int) -> int:
-    """The seed of all samples of a step, far from all other seeds: 48 bits of a hash."""
-    return int.from_bytes(sha256(f"{run_seed}/{stream}/{step}".encode()).digest()[:6], "big")
-
-
 def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: int, version: int) -> dict[str, float]:
     """Metrics of the rollouts alone. Staleness counts the updates between sampling a token and training on it."""
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
@@ -162,7 +147,7 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
 
     def mean_reward(engine: Engine, mode: str, samples: int, sampling: Sampling) -> float:
         nonlocal errors
-        reseed(sample_seed(config.seed, "eval", step))
+        reseed(config.seed, "eval", step)
         rollouts = engine.generate([problem.prompt_ids for problem in problems], samples, sampling)
         scored = run.score([problem for problem in problems for _ in range(samples)], rollouts)
         records.append_rows(run.out / "samples.jsonl", [{"step": step, "mode": mode} | each for each in scored])
@@ -185,10 +170,8 @@ def probe_if_due(
     """Probe the engine if it is due after this step. `earlier`: the weights before its update. The status, or {}."""
     from probe.diagnose import PROBE_REQUESTS, probe_step
 
-    config, prompts = run.config, [problem.prompt_ids for problem in problems]
-    first = sample_seed(config.seed, "probe", metrics["step"])
-    seeds = list(range(first, first + PROBE_REQUESTS))
-    return probe_step(config, run.out, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
+    prompts, seeds = [problem.prompt_ids for problem in problems], list(range(PROBE_REQUESTS))
+    return probe_step(run.config, run.out, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -252,7 +235,7 @@ class FurtherOptions:
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait, so memory does not grow.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's choice (CPU 128, GPU 16).
     # off, or versioned: the samples of a group share the KV cache of their prompt. It is keyed by the weight version.
-    prefix_cache: PrefixCache = "off"
+    prefix_cache: Literal["off", "versioned"] = "off"
     cuda_graphs: bool = False  # Decode with CUDA graphs, captured without compilation; not measured on a GPU yet.
     allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.
     eval_problems: Count = 256  # Held-out problems per evaluation (or all there are).

@@ -8,15 +8,17 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import tyro
 from conftest import close_live_engine, command, mismatch_of, qwen2, refusal, train_here, train_process
 
+from engine_adapter import reseed
 from examples.toys import toy_tokenizer
 from probe.traces import load_traces
 from rl import Policy
-from train import Config, sample_seed
+from train import Config
 
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
 SMALL_STEP, SMALL_EVAL = 32, 12  # rewards
@@ -291,11 +293,15 @@ def test_a_correction_over_a_broken_backend_needs_the_option_that_says_so():
     assert tyro.cli(Config, args=arguments).tis == "token"
 
 
-def test_sample_seeds_differ_by_run_stream_and_step():
-    seeds = [sample_seed(r, s, t) for r in (0, 1) for s in ("train", "eval", "probe") for t in range(50)]
-    assert len({seed // 1024 for seed in seeds}) == len(seeds)  # far apart: a probe's seeds count up from its first
-    assert sample_seed(0, "train", 1) == sample_seed(0, "train", 1)
-    assert all(0 <= seed < 2**48 for seed in seeds)
+def test_the_process_is_seeded_by_run_stream_and_step():
+    def drawn(*stream) -> tuple[float, float]:
+        reseed(*stream)
+        return torch.rand(1).item(), numpy.random.rand()
+
+    streams = [(run, name, step) for run in (0, 1) for name in ("train", "eval") for step in range(50)]
+    first = [drawn(*stream) for stream in streams]
+    assert first == [drawn(*stream) for stream in streams]
+    assert all(len(set(values)) == len(streams) for values in zip(*first, strict=True))
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():

@@ -39,8 +39,8 @@ class ParityFlags:
     # Semantics: log-probabilities of the distribution the sampler drew from (temperature applied); off: raw ones.
     processed_logprobs: bool = True
     # Inference path: prefix caching, async scheduling, cascade attention and the model's generation_config.json off;
-    # off: V1's defaults, and no cache reset at a weight load.
-    explicit_runtime: bool = True  # (with --prefix-cache versioned, prefix caching is on, keyed by weight version)
+    # off: V1's defaults, and no cache reset at a weight load. --prefix-cache versioned is not V1's cache.
+    explicit_runtime: bool = True
     # Inference path: a weight update keeps unfinished requests and their KV cache; off: see inflight_otherwise.
     inflight_keep: bool = True
     # Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides.
@@ -245,7 +245,7 @@ class Engine:
         for setting in SETTINGS:
             argument, _, key = setting.argument.partition(".")
             if (value := self._wanted[setting.name]) is not None:
-                arguments[argument] = {key: value} if key else value
+                arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self._request_ids = map(str, itertools.count())
         self.max_num_seqs = max_num_seqs
@@ -384,7 +384,7 @@ class Engine:
         self._require("wake", "asleep")
         if self.on_gpu:
             torch.cuda.empty_cache()  # the blocks the trainer has cached are what the engine needs now
-        elif self.weight_version % 10 == 0:  # for it takes 10 ms
+        elif self.weight_version % 10 == 0:  # it takes 10 ms, so not after every update
             ctypes.CDLL(None).malloc_trim(0)  # else glibc keeps the trainer's freed blocks: 0.5 GiB after 100 steps
         if self._memory_released:
             self.llm.wake_up(tags=["weights"])

@@ -181,7 +181,7 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 # ------------------------------------------------------------------------------------------------ checkpoints
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
-    """checkpoints/step_N-DIGEST.pt: the state, the tables and torch's random states. The newest two are kept.
+    """checkpoints/step_N-DIGEST.pt: the state and the tables. The newest two are kept.
 
     The file is written under another name and renamed at the end: it is complete, or it is not there.
     """
@@ -189,9 +189,8 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
     folder.mkdir(exist_ok=True)
     unfinished = folder / "unfinished"
     tables = {name: (out / name).read_text() for name in TABLES}
-    random_states = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
     with stage(f"writing a checkpoint in {folder}"):
-        torch.save(state | random_states | {"step": step, "tables": tables}, unfinished)
+        torch.save(state | {"step": step, "tables": tables}, unfinished)
         path = unfinished.rename(folder / f"step_{step:06d}-{_digest(unfinished)}.pt")
     before = sorted(each for each in folder.glob("*.pt") if each.name < f"step_{step:06d}")
     for old in set(folder.glob("*.pt")) - {path, *before[-1:]}:
@@ -220,10 +219,7 @@ def _digest(path: Path) -> str:
 
 
 def restore(out: Path, state: dict[str, Any] | None) -> None:
-    """The tables as they were at the checkpoint, and torch's random states; empty tables without a checkpoint."""
+    """The tables as they were at the checkpoint; empty without a checkpoint."""
     out.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
         (out / name).write_text(state["tables"][name] if state else "")
-    if state:
-        torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"])

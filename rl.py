@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from engine_adapter import Rollout
 from objectives import OBJECTIVES, Batch, UpdateOptions, loss_weights, weighted_loss
@@ -133,9 +134,10 @@ class Policy:
     def __init__(self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS,
                  gradient_checkpointing: bool = False, check: bool = True):
         self.model, self.fp32_head, self.chunk_elements = model.eval(), fp32_head, chunk_elements  # eval: no dropout
-        # Each distinct prompt of a micro-batch is computed once. With gradient checkpointing transformers has no cache;
-        # a recurrent state would see the padding.
-        self.shares_prompts = not gradient_checkpointing and not model._is_stateful
+        # Each distinct prompt of a micro-batch is computed once, but a recurrent state would see the padding.
+        kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
+        attention_alone = not model._is_stateful and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
+        self.shares_prompts = attention_alone and not gradient_checkpointing
         self.checkpointed = _checkpointed_layers(model) if gradient_checkpointing else []
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for compilation, and so the
         # trainer's body too. This attribute switches the patch off for one object.
@@ -205,8 +207,6 @@ class Policy:
 
         Prompts are padded on the left: all P of them end in the same column.
         """
-        from transformers import DynamicCache
-
         def body(ids: Tensor, kept: Tensor, positions: Tensor) -> Tensor:
             """The last hidden states of `ids`, after what is in the cache; `kept` is false where there is padding."""
             return self.model.base_model(input_ids=ids, attention_mask=kept, position_ids=positions,
@@ -221,10 +221,11 @@ class Policy:
         if len(prompts) == len(rows):
             return self.hidden(batch.inputs)[response]  # nothing to share
         kept = prompts >= 0  # (P, S)
-        hidden = body(prompts.clamp(min=0), kept, (kept.cumsum(dim=1) - 1).clamp(min=0))[rows, -1:]  # (B, 1, H)
+        hidden = body(prompts.clamp(min=0), kept, (kept.cumsum(dim=1) - 1).clamp(min=0))[:, -1:].index_select(0, rows)
         columns = starts + steps(int((batch.lengths - lengths).max()))  # (B, R), of the responses but their last tokens
         if columns.shape[1]:
-            cache.batch_select_indices(rows)
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
             kept = torch.cat([kept[rows], kept.new_ones(columns.shape)], dim=1)  # (B, S + R)
             responses = batch.inputs.gather(1, columns.clamp(max=last))
             hidden = torch.cat([hidden, body(responses, kept, columns)], dim=1)  # (B, R + 1, H)
@@ -382,7 +383,7 @@ class Optimizer:
 
 
 def host_views(tensors: dict[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
-    """Uninitialised host memory for fp32 tensors, as views of slabs: torch pins powers of two only, so slabs are such.
+    """Uninitialised host memory for fp32 tensors. torch rounds pinned memory up to powers of two, so they share slabs.
 
     The largest tensors come first, and later ones fill the gaps. A slab has at most 4 GiB, unless one tensor is larger.
     """

@@ -170,8 +170,10 @@ def probe_if_due(
     """Probe the engine if it is due after this step. `earlier`: the weights before its update. The status, or {}."""
     from probe.diagnose import PROBE_REQUESTS, probe_step
 
-    prompts, seeds = [problem.prompt_ids for problem in problems], list(range(PROBE_REQUESTS))
-    return probe_step(run.config, run.out, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
+    config, prompts = run.config, [problem.prompt_ids for problem in problems]
+    first = 2**20 * config.seed + PROBE_REQUESTS * metrics["step"]
+    seeds = list(range(first, first + PROBE_REQUESTS))
+    return probe_step(config, run.out, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -181,7 +183,7 @@ class RunOptions:
 
     out: Name = "runs/toy"  # Folder of the run: config.json, metrics.jsonl, curves.png, checkpoints/.
     resume: bool = False  # Go on from the newest checkpoint in `out`, with the options of the first start.
-    # Decides the toy model, the held-out split, the problems of each step and the seed of every sample.
+    # Decides the toy model, the held-out split, the problems of each step and the samples.
     seed: Annotated[int, Rule("in [0, 2^32), numpy's range", lambda value: 0 <= value < 2**32)] = 0
     steps: Count = 60  # Batches of rollouts; the learning rate decays to zero over them.
 
@@ -234,7 +236,8 @@ class FurtherOptions:
     tis_over_a_broken_backend: bool = False
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait, so memory does not grow.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's choice (CPU 128, GPU 16).
-    # off, or versioned: the samples of a group share the KV cache of their prompt. It is keyed by the weight version.
+    # versioned: the samples of a group share the KV cache of their prompt, keyed by the weight version. A resumed run
+    # starts with an empty cache, and can then differ by rounding.
     prefix_cache: Literal["off", "versioned"] = "off"
     cuda_graphs: bool = False  # Decode with CUDA graphs, captured without compilation; not measured on a GPU yet.
     allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.

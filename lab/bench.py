@@ -1,6 +1,6 @@
 """Benchmarks of one machine: what a training step costs over the bare work, how time and memory grow with the number of
-rollouts, what groups in flight gain when a few responses are long, what it saves to compute each prompt once for its
-group, and what the head in chunks saves.
+rollouts, what groups in flight gain when a few responses are long, how much time it saves to compute each prompt once
+for its group, and what the head in chunks saves.
 
 The bare work is the cheapest known way to do the same, directly on the step's own engine and model: vLLM samples for
 the same prompts, without seeds and log-probabilities; plain transformers computes a forward (old log-probabilities) and

@@ -149,6 +149,7 @@ def speed_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
     for name, logprobs in (("without", None), ("with", 0)):
         for new_tokens in (options.new_tokens // 8, options.new_tokens):
             sampling = replace(run.sampling, max_new_tokens=new_tokens)
+            live.engine.llm.reset_prefix_cache()  # V1's defaults would find the prompts of the call before
             duration = seconds(bare_generate, live.engine, prompts, GROUP, sampling, logprobs)
         yield Figure(f"generation {name} log-probabilities", options.rollouts * new_tokens / duration, "tokens/s")
 

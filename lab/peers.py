@@ -38,9 +38,9 @@ class Options:
 
 
 def sync_weights(generation: Any) -> None:
-    """In place of TRL's method, which calls `load_weights` of vLLM's model. That fails on vLLM's CPU build, which packs
-    the weights after a load; the engine's reload packs them again. A tied head is packed separately. state_dict() has
-    its name; with named_parameters(), as in TRL, the engine would keep the old head."""
+    """Replaces TRL's method, whose `load_weights` fails on vLLM's CPU build: that packs the weights after a load, and
+    `reload_weights` packs them again. The engine must get a tied head under its own name too, or it keeps the old head.
+    state_dict() has this name, named_parameters() has not."""
     weights = ((name, tensor.detach()) for name, tensor in generation.model.state_dict().items())
     generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     generation.llm.reset_prefix_cache()
@@ -99,9 +99,9 @@ def train(options: Options) -> None:
 
 
 def summary(out: Path) -> tuple[float, float]:
-    """Median seconds of a step without the first three, mean reward of the last five."""
+    """Median seconds of a step without the first three if there are more, mean reward of the last five."""
     rows = [row for row in steps_of(out) if row["step"]]  # train.py's row 0 is an evaluation
-    return median(row["step_s"] for row in rows[3:]), fmean(row["reward"] for row in rows[-5:])
+    return median(row["step_s"] for row in rows[3:] or rows), fmean(row["reward"] for row in rows[-5:])
 
 
 def compare(options: Options) -> None:

@@ -43,8 +43,9 @@ class Trace:
 def save_trace(path: str, trace: Trace) -> None:
     """Write the trace as an npz file with one group; docs/probe.md describes the layout."""
     meta = trace.meta | {"groups": {trace.name: asdict(trace.sampling)}}
-    seeds = numpy.array([rollout.seed for rollout in trace.rollouts], numpy.int64)
-    arrays = {"meta": numpy.array(json.dumps(meta)), f"{trace.name}/seeds": seeds}
+    arrays, seeds = {"meta": numpy.array(json.dumps(meta))}, [rollout.seed for rollout in trace.rollouts]
+    if None not in seeds:
+        arrays[f"{trace.name}/seeds"] = numpy.array(seeds, numpy.int64)
     for array, column, padding, dtype in (
         ("prompt_ids", "prompt_ids", -1, torch.int32),
         (f"{trace.name}/tokens", "token_ids", -1, torch.int32),

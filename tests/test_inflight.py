@@ -9,7 +9,7 @@ import torch
 from conftest import command, move, qwen2, started, train_here
 
 from engine_adapter import Flight, ParityFlags, Sampling
-from probe.diagnose import diagnose
+from probe.diagnose import diagnose, sample_trace
 from probe.traces import Trace
 from reference import ReferenceEngine
 from rl import Policy
@@ -130,6 +130,24 @@ def test_the_probe_tells_kept_from_recomputed_caches(engine_folders, parity):
     verdict = diagnose(policy, Trace("flight", rollouts, sampling, meta), [earlier], engine.weight_version)
     assert verdict.status == "mismatch"
     assert word in verdict.sentence, verdict.sentence
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE], **NAMED)
+def test_the_probe_finds_parity_with_a_versioned_prefix_cache_over_updates_and_in_flight(engine_folders, parity):
+    """While requests with the same prompts, sampled before the update, are unfinished."""
+    generator, sampling = torch.Generator().manual_seed(0), Sampling(temperature=0.7, max_new_tokens=30)
+    prompts = torch.randint(12, 96, (8, 70), generator=generator).tolist()  # of two blocks and a part
+    with backend("vllm", engine_folders, parity, block_size=32, prefix_cache="versioned") as (policy, engine):
+        for seed in range(3):
+            unfinished = [engine.submit(prompt, 2, Sampling(1.0, 60)) for prompt in prompts]
+            steps_of(Flight(engine, 2, sampling, max_staleness=9), 5)
+            earlier = policy.copied_weights()
+            update(policy, engine, scale=0.05, seed=seed)
+            trace = sample_trace(engine, prompts * 2, sampling, list(range(16)))
+            verdict = diagnose(policy, trace, [earlier], engine.weight_version)
+            assert verdict.status == "parity", verdict.sentence
+            engine.abort([rollout for group in unfinished for rollout in group])
 
 
 @pytest.mark.engine

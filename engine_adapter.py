@@ -217,7 +217,7 @@ class Engine:
         from vllm.platforms import current_platform
 
         self.contract = {name: tuple(shape) for name, shape in contract.items()}
-        self.parity, self.prefix_cache, self.dtype = parity, prefix_cache, dtype
+        self.parity, self.prefix_cache, self.dtype, self.max_num_seqs = parity, prefix_cache, dtype, max_num_seqs
         # What `audit` must find, by the names of SETTINGS.
         self._wanted = {each.name: each.on if getattr(parity, each.flag) else each.off for each in SETTINGS}
         self._wanted |= {"enable_prefix_caching": True} if prefix_cache == "versioned" else {}
@@ -248,8 +248,8 @@ class Engine:
                 arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self._request_ids = map(str, itertools.count())
-        self.max_num_seqs = max_num_seqs
         self._memory_released = False  # by vLLM's sleep
+        self._cache_salt: str | None = None
         self._kept: list[tuple[Any, int]] = []  # requests that kept their KV at the last load; preemptions then
         self.weight_version, self.counters = 0, dict.fromkeys(COUNTERS, 0)
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
@@ -300,7 +300,7 @@ class Engine:
         """
         self._require("generate", "ready")
         groups = []
-        for prompt, seed in zip(prompts, seeds or [None] * len(prompts), strict=True):
+        for prompt, seed in zip(prompts, [None] * len(prompts) if seeds is None else seeds, strict=True):
             while not self.has_room:
                 self.step()
             groups.append(self.submit(prompt, group_size, sampling, seed))
@@ -344,11 +344,6 @@ class Engine:
             self.llm.engine_core.add_request(request)
             self._requests[request.request_id] = rollout
         return rollouts
-
-    @property
-    def _cache_salt(self) -> str | None:
-        """Part of the key of all cached blocks: with it, a request finds only blocks of its own weight version."""
-        return str(self.weight_version) if self.prefix_cache == "versioned" else None
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
@@ -425,10 +420,12 @@ class Engine:
             self.llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
         self.weight_version += changed
-        for request in self.core.scheduler.requests.values() if self.prefix_cache == "versioned" else ():
-            if not request.num_computed_tokens:  # waiting: its whole prompt will be computed under the new weights
-                request.cache_salt, request.block_hashes = self._cache_salt, []
-                request.update_block_hashes()
+        if self.prefix_cache == "versioned":  # the key of each cached block has the version of its weights
+            self._cache_salt = str(self.weight_version)
+            for request in self.core.scheduler.requests.values():
+                if not request.num_computed_tokens:  # waiting: its prompt will be computed under the new weights
+                    request.cache_salt, request.block_hashes = self._cache_salt, []
+                    request.update_block_hashes()
         awake = time.perf_counter()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
@@ -655,7 +652,6 @@ class Flight:
 
     def after_update(self) -> None:
         """Drop the groups that are too old. Raises: RuntimeError if the engine runs other rollouts than theirs."""
-        self._fill()
         oldest = self.engine.weight_version - self.max_staleness
         for group in [group for group in self.groups if min(group.versions, default=oldest) < oldest]:
             self.groups.remove(group)

@@ -44,7 +44,7 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right in `dtype`. On a GPU, fp32 products of a 16-bit `right` use the tensor cores, as vLLM's head does.
 
     They multiply 16-bit numbers exactly and add in fp32. `left` is rounded to 16 bits: nothing changes for hidden
-    states, and gradients of logits are rounded as in any 16-bit model. On a CPU both sides are widened first.
+    states, and gradients of logits are rounded as in any 16-bit model.
     """
     if dtype == torch.float32 != right.dtype and right.is_cuda:
         return torch.mm(left.to(right.dtype), right, out_dtype=dtype)
@@ -63,6 +63,10 @@ class Projection:
     scale: float = 1.0
     softcap: float | None = None
 
+    def cast(self, weight: Tensor) -> Tensor:
+        """The weight for all chunks. On a CPU it is cast once; on a GPU `product` takes it as it is."""
+        return weight if weight.is_cuda else weight.to(self.dtype)
+
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number for all."""
         logits, slope = product(hidden, weight.T, self.dtype), self.scale
@@ -74,7 +78,7 @@ class Projection:
 
 
 class TargetLogprobs(torch.autograd.Function):
-    """log softmax(logits)[target] and, without a gradient, the entropy -sum p log p.
+    """log softmax(logits)[target] and, `with_entropy`, the entropy -sum p log p, which has no gradient.
 
     d logprob / d logits = onehot(target) - softmax(logits). Gradients of the weight add up in fp32 over the chunks.
 
@@ -82,41 +86,40 @@ class TargetLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, projection: Projection):
-        scored = []
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, projection: Projection,
+                with_entropy: bool):
+        cast, logprobs, entropies, norms = projection.cast(weight), [], [], []
         for chunk, wanted in zip(hidden.split(projection.rows), targets.split(projection.rows), strict=True):
-            logits, _ = projection.logits(chunk, weight, bias)  # (n, V)
-            norms = logits.logsumexp(dim=-1)
-            chosen = logits.gather(-1, wanted[:, None])[:, 0]
-            all_logprobs = logits.sub_(norms[:, None])
-            entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
-            scored.append((chosen - norms, entropy, norms))
-        logprobs, entropy, norms = (torch.cat(parts) for parts in zip(*scored, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+            logits, _ = projection.logits(chunk, cast, bias)  # (n, V)
+            norms.append(logits.logsumexp(dim=-1))
+            logprobs.append(logits.gather(-1, wanted[:, None])[:, 0] - norms[-1])
+            if with_entropy:
+                all_logprobs = logits.sub_(norms[-1][:, None])
+                entropies.append(-(all_logprobs.exp() * all_logprobs).sum(dim=-1))
+        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(norms))
         ctx.projection = projection
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _entropy: None):
         hidden, weight, bias, targets, norms = ctx.saved_tensors
-        projection, dtype = ctx.projection, ctx.projection.dtype
+        projection, dtype, cast = ctx.projection, ctx.projection.dtype, ctx.projection.cast(weight)
         hidden_grads, weight_grad = [], torch.zeros(weight.shape, device=weight.device)
         bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
         chunks = zip(*(each.split(projection.rows) for each in (hidden, targets, norms, gradient)), strict=True)
         for chunk, wanted, norm, grad in chunks:
-            logits, slope = projection.logits(chunk, weight, bias)  # (n, V)
+            logits, slope = projection.logits(chunk, cast, bias)  # (n, V)
             logits_grad = logits.sub_(norm[:, None]).exp_().mul_(-grad[:, None])
             logits_grad.scatter_add_(1, wanted[:, None], grad[:, None])
             product_grad = logits_grad.mul_(slope).to(dtype)
-            hidden_grads.append(product(product_grad, weight, dtype).to(hidden.dtype))
+            hidden_grads.append(product(product_grad, cast, dtype).to(hidden.dtype))
             if chunk.dtype == torch.float32:
                 weight_grad.addmm_(product_grad.T, chunk)
             else:
                 weight_grad += product(product_grad.T, chunk, dtype)
             if bias_grad is not None:
                 bias_grad += product_grad.sum(dim=0)
-        return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None
+        return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------ policy
@@ -189,17 +192,18 @@ class Policy:
         }
 
     # -------------------------------------------------------------------------------------------- log-probabilities
-    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor | None]:
         """Log-probability of each target and the entropy of its distribution, after temperature.
 
-        log softmax(logits / temperature)[target], and -sum p log p without gradient; both are 0 outside the mask.
+        log softmax(logits / temperature)[target] and -sum p log p; both are 0 outside the mask.
 
-        Shapes: -> (B, T), (B, T). Units: nats.
+        Shapes: -> (B, T), (B, T). Units: nats. Where gradients are recorded, the entropy is None.
         """
         response = batch.mask > 0  # (B, T), N of them true
         hidden = self.shared_hidden(batch, response) if self.shares_prompts else self.hidden(batch.inputs)[response]
         scored = self.target_logprobs(hidden, batch.targets[response], temperature)  # (N,), (N,)
-        return tuple(torch.zeros_like(batch.mask).masked_scatter(response, values) for values in scored)
+        return tuple(None if values is None else torch.zeros_like(batch.mask).masked_scatter(response, values)
+                     for values in scored)
 
     def shared_hidden(self, batch: Batch, response: Tensor) -> Tensor:
         """`hidden(inputs)[response]`, (N, H), but each distinct prompt is computed once and its keys and values are
@@ -207,6 +211,7 @@ class Policy:
 
         Prompts are padded on the left: all P of them end in the same column.
         """
+
         def body(ids: Tensor, kept: Tensor, positions: Tensor) -> Tensor:
             """The last hidden states of `ids`, after what is in the cache; `kept` is false where there is padding."""
             return self.model.base_model(input_ids=ids, attention_mask=kept, position_ids=positions,
@@ -215,22 +220,22 @@ class Policy:
         cache, lengths, last = DynamicCache(config=self.model.config), batch.prompt_lengths, batch.inputs.shape[1] - 1
         steps = partial(torch.arange, device=self.device)
         starts = lengths.to(self.device)[:, None]  # (B, 1), the columns of the responses' first tokens
-        columns = starts + steps(-int(lengths.max()), 0)  # (B, S), of the prompts, negative for padding
-        prompts = batch.inputs.gather(1, columns.clamp(min=0)).where(columns >= 0, -1)
+        before = starts + steps(-int(lengths.max()), 0)  # (B, S), the prompts' columns, negative for padding
+        after = starts + steps(int((batch.lengths - lengths).max()))  # (B, R), the responses' but their last tokens
+        prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
         prompts, rows = prompts.unique(dim=0, return_inverse=True)  # (P, S), (B,)
         if len(prompts) == len(rows):
             return self.hidden(batch.inputs)[response]  # nothing to share
         kept = prompts >= 0  # (P, S)
         hidden = body(prompts.clamp(min=0), kept, (kept.cumsum(dim=1) - 1).clamp(min=0))[:, -1:].index_select(0, rows)
-        columns = starts + steps(int((batch.lengths - lengths).max()))  # (B, R), of the responses but their last tokens
-        if columns.shape[1]:
+        if after.shape[1]:
             for layer in cache.layers:
                 layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
-            kept = torch.cat([kept[rows], kept.new_ones(columns.shape)], dim=1)  # (B, S + R)
-            responses = batch.inputs.gather(1, columns.clamp(max=last))
-            hidden = torch.cat([hidden, body(responses, kept, columns)], dim=1)  # (B, R + 1, H)
-        columns = torch.cat([starts - 1, columns], dim=1)  # (B, R + 1)
-        return hidden[response.gather(1, columns.clamp(max=last)) & (columns <= last)]
+            kept = torch.cat([kept[rows], kept.new_ones(after.shape)], dim=1)  # (B, S + R)
+            responses = batch.inputs.gather(1, after.clamp(max=last))
+            hidden = torch.cat([hidden, body(responses, kept, after)], dim=1)  # (B, R + 1, H)
+        scored = torch.cat([starts - 1, after], dim=1)  # (B, R + 1), the columns of `hidden`
+        return hidden[response.gather(1, scored.clamp(max=last)) & (scored <= last)]
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
@@ -241,13 +246,13 @@ class Policy:
             layer.training = False
         return hidden
 
-    def target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(N, H) hidden states, (N,) targets -> log-probabilities (N,) and entropies (N,) after temperature."""
+    def target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
+        """`logprobs` of (N, H) hidden states and (N,) targets: (N,), (N,)."""
         weight, bias = self.head.weight, getattr(self.head, "bias", None)
         rows = max(1, self.chunk_elements // weight.shape[0])
         # The only line of the trainer that applies the temperature.
         projection = Projection(self._head_dtype, rows, self.scale / temperature, self.softcap)
-        return TargetLogprobs.apply(hidden, weight, bias, targets, projection)
+        return TargetLogprobs.apply(hidden, weight, bias, targets, projection, not torch.is_grad_enabled())
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head is computed in `head_dtype`, if given."""
@@ -261,8 +266,8 @@ class Policy:
     @torch.no_grad()
     def response_logprobs(self, sequences: list[list[int]], prompt_length: int) -> list[list[float]]:
         """Log-probabilities at temperature 1 of all tokens after the prompt; sequences and prompts of one length."""
-        split = [(ids[:prompt_length], ids[prompt_length:]) for ids in sequences]
-        rollouts = [Rollout(prompt, None, response, [0.0] * len(response)) for prompt, response in split]
+        rollouts = [Rollout(ids[:prompt_length], None, ids[prompt_length:], [0.0] * (len(ids) - prompt_length))
+                    for ids in sequences]
         batch = make_batch(rollouts, torch.zeros(len(rollouts)), self.device)
         return self.logprobs(batch, temperature=1.0)[0][:, prompt_length - 1 :].tolist()
 

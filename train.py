@@ -171,8 +171,7 @@ def probe_if_due(
     from probe.diagnose import PROBE_REQUESTS, probe_step
 
     config, prompts = run.config, [problem.prompt_ids for problem in problems]
-    first = 2**20 * config.seed + PROBE_REQUESTS * metrics["step"]
-    seeds = list(range(first, first + PROBE_REQUESTS))
+    seeds = [2**20 * config.seed + PROBE_REQUESTS * metrics["step"] + index for index in range(PROBE_REQUESTS)]
     return probe_step(config, run.out, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
 
 

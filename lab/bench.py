@@ -173,7 +173,7 @@ def phases(options: Options) -> None:
     print(table(["phase", "step, ms", "bare work, ms"], rows))
 
 
-PROMPT_TOKENS, RESPONSE_TOKENS, GROUPS = (16, 64, 256), 64, 16  # of 8 responses
+PROMPT_TOKENS, RESPONSE_TOKENS, GROUPS, GROUP_SIZE = (16, 64, 256), 64, 16, 8
 
 
 def prompts(options: Options) -> None:
@@ -183,21 +183,23 @@ def prompts(options: Options) -> None:
     model_config.update({"max_position_embeddings": 1024, "initializer_range": 0.02})
     policy = Policy(Qwen3ForCausalLM(model_config))
     sampling = Sampling(temperature=1.0, max_new_tokens=RESPONSE_TOKENS)
-    update_options = UpdateOptions(num_prompts=GROUPS, max_new_tokens=RESPONSE_TOKENS, temperature=1.0)
+    size = dict(num_prompts=GROUPS, group_size=GROUP_SIZE, max_new_tokens=RESPONSE_TOKENS)
+    update_options = UpdateOptions(temperature=1.0, **size)
 
     def measure(tokens: int) -> tuple[float, ...]:
         ids, speeds, durations = torch.randint(model_config.vocab_size, (GROUPS, tokens)).tolist(), [], []
         contract = {name: tensor.shape for name, tensor in policy.weights().items()}
         for prefix_cache in ("off", "versioned"):
             engine = Engine(folder, contract, ParityFlags(), max_model_len=tokens + RESPONSE_TOKENS,
-                            max_num_seqs=8 * GROUPS, prefix_cache=prefix_cache)
+                            max_num_seqs=GROUPS * GROUP_SIZE, prefix_cache=prefix_cache)
             engine.load(policy.weights(), policy.response_logprobs)
-            generate = partial(engine.generate, ids, 8, sampling)
+            generate = partial(engine.generate, ids, GROUP_SIZE, sampling)
             rollouts = generate()  # warms up
             engine.load(policy.weights(), policy.response_logprobs)  # another version: its cache is empty
-            speeds.append(8 * GROUPS * RESPONSE_TOKENS / seconds(generate))
+            speeds.append(GROUPS * GROUP_SIZE * RESPONSE_TOKENS / seconds(generate))
             engine.close()
-        batch, optimizer = make_batch(rollouts, torch.randn(8 * GROUPS)), Optimizer(policy.model, weight_decay=0.0)
+        batch = make_batch(rollouts, torch.randn(len(rollouts)))
+        optimizer = Optimizer(policy.model, weight_decay=0.0)
         for policy.shares_prompts in (False, True):
             scored = replace(batch, old_logprobs=frozen_logprobs(policy, batch, update_options)[0])
             durations.append(seconds(update, policy, optimizer, scored, update_options, 0.0))
@@ -208,7 +210,7 @@ def prompts(options: Options) -> None:
     with TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         measured = medians(PROMPT_TOKENS, measure, "prompt tokens", columns)
-    print(f"\n{GROUPS} prompts, 8 responses of {RESPONSE_TOKENS} tokens each; medians of three turns\n")
+    print(f"\n{GROUPS} prompts, {GROUP_SIZE} responses of {RESPONSE_TOKENS} tokens each; medians of three turns\n")
     print(measured)
 
 

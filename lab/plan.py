@@ -206,8 +206,8 @@ def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens
     if needs_math_attention(config, model_config):
         rows, width = largest_micro_batch(config, max_prompt_tokens)
         scores = rows * model_config.num_attention_heads * width**2 * 4
-        print("float32 with grouped-query attention has no fused kernel on CUDA: the scores of each layer,"
-              f" (rows, heads, T, T), take {scores / GIB:.2f} (counted in activations)")
+        print("float32 with grouped-query attention has no fused kernel on CUDA for whole rows: the scores of each"
+              f" layer, (rows, heads, T, T), take {scores / GIB:.2f} (counted in activations)")
     print("not counted: CUDA graphs, fragmentation")
     largest = max(by_phase, key=lambda phase: by_phase[phase].total)
     peak = by_phase[largest].total / GIB

@@ -267,6 +267,7 @@ def test_rollouts_that_belong_to_no_group_stop_the_run(engine_folders):
     with backend("transformers", engine_folders) as (_, engine):
         flight = Flight(engine, 2, Sampling(1.0, 100), max_staleness=8)
         submit(flight, 4)
+        flight._fill()
         engine.submit([5, 6], 2, LONG_TAIL)
         with pytest.raises(RuntimeError, match="8 rollouts are in flight, the engine runs 10"):
             flight.after_update()

@@ -1,7 +1,11 @@
 """What is found before a run starts, and how its parts are sized."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +13,10 @@ from conftest import qwen2
 
 from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
-from records import provenance
 from rl import Policy
 from train import Config, build, prepare, reference_engine
+
+ROOT = Path(__file__).parents[1]
 
 
 def job(tmp_path, **changes) -> Config:
@@ -97,7 +102,8 @@ def test_a_run_is_built_into_a_folder_that_is_not_there_as_the_benchmarks_do(tmp
     assert json.loads((tmp_path / "run" / "config.json").read_text())["trainer"]["model_dtype"] == "float32"
 
 
-def test_a_machine_without_git_is_no_error(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    record = provenance(torch.device("cpu"))
-    assert record["commit"] is record["dirty"] is None
+def test_a_machine_without_git_is_no_error(tmp_path):
+    program = "import torch, records; print(records.provenance(torch.device('cpu')))"
+    environment = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}  # PATH: a folder without programs
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert "'commit': None, 'dirty': None" in child.stdout

@@ -34,7 +34,7 @@ TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 
 @dataclass(frozen=True)
 class ParityFlags:
-    """The four backend fixes. Off is vLLM V1's own default, made explicit."""
+    """The four backend fixes, and the sampler's mask in the trainer. Off is the usual default, made explicit."""
 
     # Semantics: log-probabilities of the distribution the sampler drew from (temperature applied); off: raw ones.
     processed_logprobs: bool = True
@@ -45,6 +45,9 @@ class ParityFlags:
     inflight_keep: bool = True
     # Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides.
     fp32_head: bool = True
+    # Semantics, of the trainer: with a mask (top-k, top-p, min-p) its softmax is over the tokens that the sampler kept,
+    # which travel with each token; off: over the whole vocabulary, as in most trainers.
+    sampling_mask: bool = True
     # Without inflight_keep. abort: V1's pause, partial work is thrown away and its requests start again (V1 also
     # clears the prefix cache; here only explicit_runtime controls the cache). recompute: requests stay, their KV cache
     # is dropped and computed again under the new weights.
@@ -89,6 +92,8 @@ SETTINGS = [
             lambda engine: engine.llm.vllm_config.model_config.generation_config),
     Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model",  # "model" is vLLM's word for the model's dtype
             lambda engine: engine.observed_head_dtype()),
+    Setting("sampling_mask", "max_logprobs", -1, None,  # -1: a request may ask for kept sets of any size
+            lambda engine: engine.llm.vllm_config.model_config.max_logprobs),
 ]  # fmt: skip
 
 
@@ -96,7 +101,8 @@ SETTINGS = [
 class Sampling:
     """All that shapes the sampled distribution; `sampling_params` sets everything else to its neutral value.
 
-    Training uses the temperature alone. The rest is for the probe: `probe.traces.process_logits` reproduces it.
+    Training uses temperature and mask: `rl.masked_logits` reproduces them. The penalties are for the probe, whose
+    `probe.traces.process_logits` reproduces all of it.
     """
 
     temperature: float  # 0 is greedy
@@ -108,6 +114,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    # Return the ids that the mask kept for each token, at most so many (more are an error); 0: do not return them.
+    max_kept: int = 0
 
     def __post_init__(self):
         for name, rule, holds in (
@@ -115,6 +123,7 @@ class Sampling:
              self.temperature == 0 or 0.01 <= self.temperature < math.inf),
             ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
             ("top_k", "a whole number, at least 0 (0 is off)", isinstance(self.top_k, int) and self.top_k >= 0),
+            ("max_kept", "0 (none is returned), or at least top_k", self.max_kept == 0 or self.max_kept >= self.top_k),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
             ("repetition_penalty", "positive and finite", 0 < self.repetition_penalty < math.inf),
@@ -138,18 +147,20 @@ class Rollout:
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
     sampling: Sampling | None = None  # None in a trace that was read from a file
+    kept: list[numpy.ndarray] = field(default_factory=list)  # the mask's kept ids; empty without `sampling.max_kept`
 
-    def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
+    def append(self, token_ids: list[int], logprobs: list[float], version: int, kept: list[numpy.ndarray]) -> None:
         """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
         if not all(map(math.isfinite, logprobs)):
             raise FloatingPointError(f"the sampler's log-probabilities are {logprobs} for prompt {self.prompt_ids}")
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.versions.extend([version] * len(token_ids))
+        self.kept.extend(kept)
 
     def restart(self) -> None:
         """Forget what has been sampled."""
-        self.token_ids, self.logprobs, self.versions, self.finish_reason = [], [], [], None
+        self.token_ids, self.logprobs, self.versions, self.kept, self.finish_reason = [], [], [], [], None
 
 
 class EngineStateError(RuntimeError):
@@ -331,7 +342,7 @@ class Engine:
 
         LLMEngine's own add_request and step would also build objects for each request and token that a server needs.
         """
-        params = sampling_params(rollouts[0].sampling, rollouts[0].seed)
+        params = sampling_params(rollouts[0].sampling, rollouts[0].seed, self._vocab_size)
         prompt, tasks = {"type": "token", "prompt_token_ids": rollouts[0].prompt_ids}, self.llm.get_supported_tasks()
         checked = self.llm.input_processor.process_inputs("", prompt, params, tasks)
         checked.cache_salt = self._cache_salt
@@ -348,9 +359,9 @@ class Engine:
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
         for output in self.llm.engine_core.get_output().outputs:
-            rollout = self._requests[output.request_id]
-            logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # of the sampled tokens
-            rollout.append(output.new_token_ids, logprobs, self.weight_version)
+            rollout, ids, logprobs = self._requests[output.request_id], *output.new_logprobs[:2]  # (n, 1 + K), twice
+            kept = _kept_ids(ids[:, 1:], logprobs[:, 1:], rollout.sampling) if rollout.sampling.max_kept else []
+            rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version, kept)
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
@@ -569,7 +580,19 @@ def reseed(*stream: int | str) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def sampling_params(sampling: Sampling, seed: int | None = None) -> Any:
+def _kept_ids(ids: numpy.ndarray, logprobs: numpy.ndarray, sampling: Sampling) -> list[numpy.ndarray]:
+    """The kept ids of each token: those of the K likeliest whose processed log-probability is not -inf.
+
+    Shapes: (n, K), (n, K), each row in descending order. Raises: ValueError if a set is larger than `max_kept`.
+    """
+    sizes = (logprobs > -math.inf).sum(axis=1).tolist()
+    if max(sizes) > sampling.max_kept:
+        raise ValueError(f"max_kept must be at least the size of each set of tokens that the sampler's mask keeps, got"
+                         f" {sampling.max_kept}, one has more ({sampling}); raise --max-kept or give --top-k")
+    return [row[:size].copy() for row, size in zip(ids, sizes, strict=True)]
+
+
+def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> Any:
     """vLLM's SamplingParams of one request."""
     from vllm.sampling_params import SamplingParams
 
@@ -582,7 +605,8 @@ def sampling_params(sampling: Sampling, seed: int | None = None) -> Any:
         frequency_penalty=sampling.frequency_penalty,
         # Everything else that could change the distribution, at its neutral value.
         min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None,
-        logprobs=0, detokenize=False,  # the sampled token's log-probability only
+        # Of the sampled token and, with `max_kept`, of the likeliest: the entry beyond `max_kept` must be cut off.
+        logprobs=min(sampling.max_kept + 1, vocab_size) if sampling.max_kept else 0, detokenize=False,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
+import numpy
 import torch
 from einops import rearrange, reduce
 from torch import Tensor
@@ -27,8 +28,10 @@ MAX_LOG_WEIGHT = 20.0
 class Batch:
     """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
 
-    Shapes: per-token tensors (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included;
-    prompt_lengths (B,); both lengths on the CPU.
+    `kept` has an array of token ids for each response token: those that the sampler's mask (top-k, top-p, min-p) kept.
+
+    Shapes: per-token values (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included;
+    prompt_lengths (B,). Lengths and `kept` are on the CPU.
     """
 
     inputs: Tensor
@@ -38,14 +41,15 @@ class Batch:
     advantages: Tensor
     lengths: Tensor
     prompt_lengths: Tensor
+    kept: numpy.ndarray | None = None  # (B, T) arrays, None without a mask
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
 
     def rows(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
-        longest = int(self.lengths[rows].max())
+        longest, rows = int(self.lengths[rows].max()), rows.numpy()  # numpy takes a tensor of one row for a number
         values = (getattr(self, each.name) for each in fields(self))
-        return Batch(*(v if v is None else v[rows] if v.dim() == 1 else v[rows, :longest] for v in values))
+        return Batch(*(v if v is None else v[rows] if v.ndim == 1 else v[rows, :longest] for v in values))
 
     def cut(self, num_minibatches: int, micro_batch_tokens: int) -> list[list[Tensor]]:
         """The rows of each micro-batch of each optimizer step.
@@ -243,8 +247,9 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
     """How far the engine's log-probabilities are from the trainer's, on the same tokens and with the same weights.
 
-    mismatch = old - behavior; `mismatch_kl` is its k3 = expm1(d) - d, the estimate of KL(behavior || old); `ess` is the
-    effective sample size of the untruncated weights exp(mismatch).
+    mismatch = old - behavior; `mismatch_kl` is its k3 = expm1(d) - d, the estimate of KL(behavior || old). Of the
+    untruncated weights exp(mismatch), `mismatch_ratio` is the mean and `ess` the effective sample size. Without
+    `sampling_mask` that mean is the probability that the sampler's mask keeps.
 
     Shapes: (B, T), (B, T), (B, T) -> floats. Units: nats.
     Raises: FloatingPointError if a value on a response token is not finite.
@@ -259,6 +264,7 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
         "mismatch_abs_mean": mismatch.abs().mean().item(),
         "mismatch_max": mismatch.abs().max().item(),
         "mismatch_kl": (torch.expm1(mismatch) - mismatch).mean().item(),
+        "mismatch_ratio": weights.mean().item(),
         "ess": effective_sample_size(weights).item(),
     }
 
@@ -275,6 +281,7 @@ Name = Annotated[str, Rule("a name", bool)]
 Count = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 Whole = Annotated[int, Rule("non-negative", lambda value: value >= 0)]
 Positive = Annotated[float, Rule("positive and finite", lambda value: 0 < value < math.inf)]
+TopP = Annotated[float, Rule("in (0, 1]", lambda value: 0 < value <= 1)]
 NonNegative = Annotated[float, Rule("non-negative and finite", lambda value: 0 <= value < math.inf)]
 
 
@@ -297,6 +304,12 @@ class GrpoOptions:
     group_size: Annotated[int, Rule("at least 2 (the group's mean is the baseline)", lambda value: value >= 2)] = 8
     max_new_tokens: Count = 8  # Longest response in tokens; the toy answers with 5, end of sequence included.
     temperature: Positive = 0.7  # Of sampler and trainer; at 1, raw and processed log-probabilities are equal.
+    # The sampler's mask; the trainer takes the softmax over the tokens that the mask kept (parity.sampling_mask).
+    top_k: Whole = 0  # Keep the K likeliest tokens; 0 is off.
+    # Keep the likeliest tokens whose probabilities sum up to top_p; 1 is off.
+    top_p: TopP = 1.0
+    # Keep tokens with at least min_p times the probability of the likeliest one; 0 is off.
+    min_p: Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)] = 0.0
     lr: Positive = 1e-3  # AdamW's peak learning rate, for the toy; a pretrained model needs a thousandth of it.
 
 

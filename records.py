@@ -129,6 +129,7 @@ NAMED = {  # shown after the columns if not 0; tokens_wasted, groups_dropped and
     "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
     "skipped_updates": " | NO SIGNAL in {skipped_updates} minibatch(es): all groups flat, no optimizer step",
     "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): no optimizer step, scale halved",
+    "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
     "reward_errors": " | {reward_errors} rewards FAILED, counted as 0",
 }
 EVALUATED = {  # shown at the end if there

@@ -4,15 +4,17 @@ It is slow, and by construction it has no mismatch: there is one set of weights 
 beside vLLM's, and the plainest statement of what an engine must do for the loop.
 """
 
+import math
 from collections.abc import Mapping
 from itertools import islice, takewhile
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from engine_adapter import COUNTERS, Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
-from rl import Policy
+from rl import Policy, masked_logits
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -44,8 +46,8 @@ class ReferenceEngine(Engine):
 
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         sampling = rollouts[0].sampling
-        if sampling != Sampling(sampling.temperature, sampling.max_new_tokens, sampling.stop_token_ids):
-            raise ValueError(f"sampling must be by temperature alone in the reference engine, got {sampling}")
+        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0):
+            raise ValueError(f"sampling must be without penalties in the reference engine, got {sampling}")
         self._queue += rollouts
         return rollouts
 
@@ -69,9 +71,10 @@ class ReferenceEngine(Engine):
             hidden = self.policy.model.base_model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state[:, -1]  # (N, H)
-            tokens, logprobs = _draw(self.policy.logits(hidden), sampling.temperature, generators)  # (N,), (N,)
-            for rollout, token, logprob in zip(rollouts, tokens.tolist(), logprobs.tolist(), strict=True):
-                rollout.append([token], [logprob], self.weight_version)
+            tokens, logprobs, kept = _draw(self.policy.logits(hidden), sampling, generators)  # (N,), (N,), N sets
+            drawn = zip(rollouts, tokens.tolist(), logprobs.tolist(), kept, strict=True)
+            for rollout, token, logprob, ids in drawn:
+                rollout.append([token], [logprob], self.weight_version, ids)
                 if token in sampling.stop_token_ids:
                     rollout.finish_reason = "stop"
                 elif len(rollout.token_ids) == sampling.max_new_tokens:
@@ -112,18 +115,23 @@ class ReferenceEngine(Engine):
         """Nothing to free: the weights are the trainer's."""
 
 
-def _draw(logits: Tensor, temperature: float, generators: list[torch.Generator | None]) -> tuple[Tensor, Tensor]:
-    """Tokens (N,) from softmax(logits / temperature), or the likeliest at 0, and their log-probabilities (N,).
+def _draw(
+    logits: Tensor, sampling: Sampling, generators: list[torch.Generator | None]
+) -> tuple[Tensor, Tensor, list[list[numpy.ndarray]]]:
+    """Tokens (N,) from the masked softmax(logits / temperature), or the likeliest at 0, and their log-probabilities
+    (N,); with `sampling.max_kept` also the ids that the mask kept for each.
 
     A row with a generator of its own is repeatable, whatever is sampled beside it.
     """
-    logprobs = (logits / (temperature or 1.0)).log_softmax(dim=-1)  # (N, V)
-    race = logprobs
-    if temperature:  # argmax of p / noise draws from p, if the noise is exponential
-        noise = torch.empty_like(logprobs).exponential_()
+    race = logprobs = logits.log_softmax(dim=-1)  # (N, V)
+    if sampling.temperature:
+        logprobs = masked_logits(logits / sampling.temperature, sampling).log_softmax(dim=-1)
+        noise = torch.empty_like(logprobs).exponential_()  # argmax of p / noise draws from p, if noise is exponential
         for row, generator in enumerate(generators):
             if generator:
                 noise[row].exponential_(generator=generator)
         race = logprobs - noise.clamp(min=torch.finfo(noise.dtype).tiny).log()
     tokens = race.argmax(dim=-1)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    kept = (logprobs > -math.inf).cpu() if sampling.max_kept else []
+    sets = [[row.nonzero()[:, 0].int().numpy()] for row in kept] or [[]] * len(tokens)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], sets

@@ -9,11 +9,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from engine_adapter import Rollout
+from engine_adapter import Rollout, Sampling
 from objectives import OBJECTIVES, Batch, UpdateOptions, loss_weights, weighted_loss
 
 HEAD_CHUNK_ELEMENTS = 2**25  # logits that the head computes at once, n * V: 128 MiB in fp32
@@ -26,6 +27,7 @@ def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device
     """
     for rollout in rollouts:
         assert len(rollout.logprobs) == len(rollout.token_ids), f"{len(rollout.logprobs)=} {len(rollout.token_ids)=}"
+        assert len(rollout.kept) in (0, len(rollout.token_ids)), f"{len(rollout.kept)=} {len(rollout.token_ids)=}"
     prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])
     ends = prompt_lengths + torch.tensor([len(r.token_ids) for r in rollouts])
     columns = torch.arange(int(ends.max()))
@@ -36,7 +38,48 @@ def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device
     ids = torch.zeros(row.shape, dtype=torch.long).masked_scatter(row, flat_ids)
     behavior_logprobs = torch.zeros(row.shape).masked_scatter(row & response, flat_logprobs)
     per_token = ids[:, :-1], ids[:, 1:], (row & response).float()[:, 1:], behavior_logprobs[:, 1:]  # (B, T)
-    return Batch(*(each.to(device) for each in per_token), advantages.to(device), ends - 1, prompt_lengths)
+    kept = None
+    if any(rollout.kept for rollout in rollouts):
+        kept = numpy.full(per_token[2].shape, None)  # (B, T), of arrays
+        kept[per_token[2].bool().numpy()] = numpy.fromiter((each for r in rollouts for each in r.kept), object)
+    return Batch(*(each.to(device) for each in per_token), advantages.to(device), ends - 1, prompt_lengths, kept)
+
+
+def has_mask(sampling: Sampling | UpdateOptions) -> bool:
+    """Whether the sampler can cut a token off."""
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+
+
+def masked_logits(logits: Tensor, sampling: Sampling | UpdateOptions) -> Tensor:
+    """(N, V) logits after temperature, with -inf where the sampler's mask cuts them off: min-p, then top-k, then top-p.
+
+    Source: vLLM's v1/sample/sampler.py and ops/topk_topp_sampler.py; V0 applied min-p last.
+    """
+    if sampling.min_p > 0:
+        ratios = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+        logits = logits.masked_fill(ratios < sampling.min_p, -math.inf)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -math.inf)
+    if sampling.top_p < 1:
+        for size in (min(512, logits.shape[-1]), logits.shape[-1]):  # 512 are usually enough, and sorted much faster
+            likely, order = logits.topk(size)  # (N, size), in descending order
+            probabilities = torch.exp(likely - logits.logsumexp(dim=-1, keepdim=True))
+            kept = probabilities.cumsum(dim=-1) - probabilities < sampling.top_p  # by the sum of all likelier ones
+            if not kept[:, -1].any():
+                break
+        logits = torch.full_like(logits, -math.inf).scatter(-1, order, likely.masked_fill(~kept, -math.inf))
+    return logits
+
+
+def keep(logits: Tensor, kept: numpy.ndarray | None, part: slice) -> Tensor:
+    """(n, V) logits of the targets in `part`, with -inf outside their kept sets, in place. `kept`: N arrays of ids."""
+    if kept is None or not len(logits):
+        return logits
+    rows = numpy.repeat(numpy.arange(len(logits)), [len(ids) for ids in kept[part]])
+    indices = torch.from_numpy(numpy.stack([rows, numpy.concatenate(kept[part])])).to(logits.device)  # (2, ids)
+    outside = torch.ones_like(logits, dtype=torch.bool)
+    outside[indices[0], indices[1]] = False
+    return logits.masked_fill_(outside, -math.inf)
 
 
 # ------------------------------------------------------------------------------------------------ head
@@ -63,6 +106,10 @@ class Projection:
     scale: float = 1.0
     softcap: float | None = None
 
+    def parts(self, count: int) -> list[slice]:
+        """The chunks of `count` rows; one that is empty if there are none."""
+        return [slice(start, start + self.rows) for start in range(0, max(1, count), self.rows)]
+
     def cast(self, weight: Tensor) -> Tensor:
         """The weight for all chunks. On a CPU it is cast once; on a GPU `product` takes it as it is."""
         return weight if weight.is_cuda else weight.to(self.dtype)
@@ -78,48 +125,50 @@ class Projection:
 
 
 class TargetLogprobs(torch.autograd.Function):
-    """log softmax(logits)[target] and, `with_entropy`, the entropy -sum p log p, which has no gradient.
+    """log softmax(logits)[target], the softmax over the target's kept set, or over the vocabulary without a mask.
 
     d logprob / d logits = onehot(target) - softmax(logits). Gradients of the weight add up in fp32 over the chunks.
 
-    Shapes: hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,), (N,). Units: nats.
+    Shapes: hidden (N, H), weight (V, H), bias (V,) or None, targets (N,), N kept sets or None -> (N,). Units: nats.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, projection: Projection,
-                with_entropy: bool):
-        cast, logprobs, entropies, norms = projection.cast(weight), [], [], []
-        for chunk, wanted in zip(hidden.split(projection.rows), targets.split(projection.rows), strict=True):
-            logits, _ = projection.logits(chunk, cast, bias)  # (n, V)
-            norms.append(logits.logsumexp(dim=-1))
-            logprobs.append(logits.gather(-1, wanted[:, None])[:, 0] - norms[-1])
-            if with_entropy:
-                all_logprobs = logits.sub_(norms[-1][:, None])
-                entropies.append(-(all_logprobs.exp() * all_logprobs).sum(dim=-1))
-        ctx.save_for_backward(hidden, weight, bias, targets, torch.cat(norms))
-        ctx.projection = projection
-        return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+                kept: numpy.ndarray | None, projection: Projection):
+        cast, scored = projection.cast(weight), []
+        for part in projection.parts(len(hidden)):
+            logits, _ = projection.logits(hidden[part], cast, bias)  # (n, V)
+            scored.append(_choose(keep(logits, kept, part), targets[part]))
+        logprobs, norms = map(torch.cat, zip(*scored, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+        ctx.projection, ctx.kept = projection, kept
+        return logprobs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _entropy: None):
+    def backward(ctx: Any, gradient: Tensor):
         hidden, weight, bias, targets, norms = ctx.saved_tensors
         projection, dtype, cast = ctx.projection, ctx.projection.dtype, ctx.projection.cast(weight)
         hidden_grads, weight_grad = [], torch.zeros(weight.shape, device=weight.device)
         bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
-        chunks = zip(*(each.split(projection.rows) for each in (hidden, targets, norms, gradient)), strict=True)
-        for chunk, wanted, norm, grad in chunks:
-            logits, slope = projection.logits(chunk, cast, bias)  # (n, V)
-            logits_grad = logits.sub_(norm[:, None]).exp_().mul_(-grad[:, None])
-            logits_grad.scatter_add_(1, wanted[:, None], grad[:, None])
+        for part in projection.parts(len(hidden)):
+            logits, slope = projection.logits(hidden[part], cast, bias)  # (n, V)
+            logits_grad = keep(logits, ctx.kept, part).sub_(norms[part, None]).exp_()
+            logits_grad.mul_(-gradient[part, None]).scatter_add_(1, targets[part, None], gradient[part, None])
             product_grad = logits_grad.mul_(slope).to(dtype)
             hidden_grads.append(product(product_grad, cast, dtype).to(hidden.dtype))
-            if chunk.dtype == torch.float32:
-                weight_grad.addmm_(product_grad.T, chunk)
+            if hidden.dtype == torch.float32:
+                weight_grad.addmm_(product_grad.T, hidden[part])
             else:
-                weight_grad += product(product_grad.T, chunk, dtype)
+                weight_grad += product(product_grad.T, hidden[part], dtype)
             if bias_grad is not None:
                 bias_grad += product_grad.sum(dim=0)
         return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None, None
+
+
+def _choose(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, V), (n,) -> log softmax(logits)[target] (n,), and log sum exp(logits) (n,)."""
+    norms = logits.logsumexp(dim=-1)
+    return logits.gather(-1, targets[:, None])[:, 0] - norms, norms
 
 
 # ------------------------------------------------------------------------------------------------ policy
@@ -192,18 +241,44 @@ class Policy:
         }
 
     # -------------------------------------------------------------------------------------------- log-probabilities
-    def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each target and the entropy of its distribution, after temperature.
+    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
+        """log softmax(logits / temperature)[target], 0 outside the mask: (B, T), nats.
 
-        log softmax(logits / temperature)[target] and -sum p log p; both are 0 outside the mask.
-
-        Shapes: -> (B, T), (B, T). Units: nats. Where gradients are recorded, the entropy is None.
+        The softmax is over the kept set that the sampler returned with the token, if it has a mask (top-k, top-p,
+        min-p) and `parity.sampling_mask` is on; otherwise over the whole vocabulary.
         """
         response = batch.mask > 0  # (B, T), N of them true
+        head, (hidden, targets, kept) = self.projection(temperature), self._response(batch, response)
+        logprobs = TargetLogprobs.apply(hidden, self.head.weight, getattr(self.head, "bias", None), targets, kept, head)
+        return torch.zeros_like(batch.mask).masked_scatter(response, logprobs)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, options: UpdateOptions) -> dict[str, Tensor]:
+        """`logprobs` and, of the same distribution, `entropy`, -sum p log p: (B, T) by name, 0 outside the mask, nats.
+
+        If the sampler has a mask, it is also computed here, from the trainer's own logits: `kept_mass` is the
+        probability that it keeps, of the softmax over the vocabulary. `outside_frac` is 1 where it cuts the target off,
+        because rounding (or staleness) has moved the target over the border.
+        """
+        response, measured = batch.mask > 0, []  # (B, T), N of them true
+        head, (hidden, targets, kept) = self.projection(options.temperature), self._response(batch, response)
+        weight, bias = head.cast(self.head.weight), getattr(self.head, "bias", None)
+        for part in head.parts(len(hidden)):
+            logits, _ = head.logits(hidden[part], weight, bias)  # (n, V)
+            own = {}
+            if has_mask(options):
+                chosen, norms = _choose(masked_logits(logits, options), targets[part])
+                own = {"kept_mass": (norms - logits.logsumexp(dim=-1)).exp(), "outside_frac": chosen.isinf().float()}
+            logprobs, norms = _choose(keep(logits, kept, part), targets[part])
+            entropy = torch.special.entr(logits.sub_(norms[:, None]).exp_()).sum(dim=-1)
+            measured.append({"logprobs": logprobs, "entropy": entropy} | own)
+        flat = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}  # (N,) each
+        return {name: torch.zeros_like(batch.mask).masked_scatter(response, flat[name]) for name in flat}
+
+    def _response(self, batch: Batch, response: Tensor) -> tuple[Tensor, Tensor, numpy.ndarray | None]:
+        """Last hidden states (N, H), targets (N,) and N kept sets of the response tokens."""
         hidden = self.shared_hidden(batch, response) if self.shares_prompts else self.hidden(batch.inputs)[response]
-        scored = self.target_logprobs(hidden, batch.targets[response], temperature)  # (N,), (N,)
-        return tuple(None if values is None else torch.zeros_like(batch.mask).masked_scatter(response, values)
-                     for values in scored)
+        return hidden, batch.targets[response], None if batch.kept is None else batch.kept[response.cpu().numpy()]
 
     def shared_hidden(self, batch: Batch, response: Tensor) -> Tensor:
         """`hidden(inputs)[response]`, (N, H), but each distinct prompt is computed once and its keys and values are
@@ -246,13 +321,10 @@ class Policy:
             layer.training = False
         return hidden
 
-    def target_logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-        """`logprobs` of (N, H) hidden states and (N,) targets: (N,), (N,)."""
-        weight, bias = self.head.weight, getattr(self.head, "bias", None)
-        rows = max(1, self.chunk_elements // weight.shape[0])
+    def projection(self, temperature: float) -> Projection:
+        rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         # The only line of the trainer that applies the temperature.
-        projection = Projection(self._head_dtype, rows, self.scale / temperature, self.softcap)
-        return TargetLogprobs.apply(hidden, weight, bias, targets, projection, not torch.is_grad_enabled())
+        return Projection(self._head_dtype, rows, self.scale / temperature, self.softcap)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head is computed in `head_dtype`, if given."""
@@ -269,7 +341,7 @@ class Policy:
         rollouts = [Rollout(ids[:prompt_length], None, ids[prompt_length:], [0.0] * (len(ids) - prompt_length))
                     for ids in sequences]
         batch = make_batch(rollouts, torch.zeros(len(rollouts)), self.device)
-        return self.logprobs(batch, temperature=1.0)[0][:, prompt_length - 1 :].tolist()
+        return self.logprobs(batch, temperature=1.0)[:, prompt_length - 1 :].tolist()
 
     # -------------------------------------------------------------------------------------------- weights
     def weights(self) -> dict[str, Tensor]:
@@ -413,16 +485,14 @@ def _accumulate(master: Tensor, parameter: Tensor) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ update
-@torch.no_grad()
-def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> tuple[Tensor, Tensor]:
-    """`policy.logprobs` of the whole batch without gradient, in the micro-batches of `update`: two tensors (B, T)."""
-    logprobs, entropy = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # (B, T)
+def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> dict[str, Tensor]:
+    """`policy.measure` of the whole batch, in the micro-batches of `update`: tensors (B, T) by name."""
+    measured: dict[str, Tensor] = {}
     for rows in chain(*batch.cut(options.num_minibatches, options.micro_batch_tokens)):
         micro = batch.rows(rows)
-        width = micro.mask.shape[1]
-        scored = policy.logprobs(micro, options.temperature)
-        logprobs[rows, :width], entropy[rows, :width] = scored
-    return logprobs, entropy
+        for name, values in policy.measure(micro, options).items():
+            measured.setdefault(name, torch.zeros_like(batch.mask))[rows, : values.shape[1]] = values
+    return measured
 
 
 def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float) -> dict[str, Any]:
@@ -446,7 +516,7 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
         losses.append(0.0)
         for micro_rows, micro_weights in zip(micro_batches, weights.split(list(map(len, micro_batches))), strict=True):
             micro = batch.rows(micro_rows)
-            logprobs, _ = policy.logprobs(micro, options.temperature)  # (rows, T)
+            logprobs = policy.logprobs(micro, options.temperature)  # (rows, T)
             loss, terms = weighted_loss(logprobs, micro, micro_weights[:, : logprobs.shape[1]], options)
             optimizer.backward(loss)
             losses[-1] += loss.item()

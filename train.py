@@ -27,13 +27,14 @@ from objectives import (
     Name,
     Positive,
     Rule,
+    TopP,
     UpdateOptions,
     Whole,
     check_rules,
     mismatch_metrics,
 )
 from reference import ReferenceEngine, kv_bytes_per_token
-from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
+from rl import Optimizer, Policy, frozen_logprobs, has_mask, make_batch, update
 from tasks import CALL_LIMIT_S, Problem, Task, describe_model, encode, load_task, score
 
 
@@ -48,7 +49,9 @@ def train(run: Run, live: Live, first_step: int) -> None:
         metrics, _, problems = train_step(run, live, step)
         last = step == config.steps
         if earlier:
-            metrics |= probe_if_due(run, live, metrics, problems, earlier)
+            from probe.diagnose import probe_step
+
+            metrics |= probe_step(run, live, metrics, problems, earlier)
         if last or step % config.eval_every == 0:
             metrics |= evaluate(run, live, step)
         run.log(metrics)
@@ -81,16 +84,16 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     advantages = OBJECTIVES[config.objective].advantages(rewards, config.group_size)  # (B,)
     batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
     with clock("old_logprobs"):
-        old_logprobs, entropy = frozen_logprobs(policy, batch, config)  # (B, T), before any update
-        batch = replace(batch, old_logprobs=old_logprobs)
+        measured = frozen_logprobs(policy, batch, config)  # (B, T) by name, before any update
+        batch = replace(batch, old_logprobs=measured.pop("logprobs"))
         if live.reference is not None:
-            batch = replace(batch, ref_logprobs=frozen_logprobs(live.reference, batch, config)[0])
+            batch = replace(batch, ref_logprobs=frozen_logprobs(live.reference, batch, config)["logprobs"])
+    sampled |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
     sampled |= measure_mismatch(batch, rollouts, engine.weight_version)
     if config.self_noise_every and (step - 1) % config.self_noise_every == 0:
         from probe.noise import measure_self_noise
 
         sampled |= measure_self_noise(policy, batch, config)
-    sampled["entropy"] = (entropy.sum() / batch.mask.sum()).item()
     if config.mask_truncated:
         batch = batch.without(torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]))
     with clock("update"):
@@ -144,6 +147,8 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
     """
     config, errors = run.config, 0
     problems = run.task.held_out[: config.eval_problems]
+    usual = replace(run.sampling, max_kept=0, temperature=config.eval_temperature or config.temperature,
+                    top_p=config.eval_top_p or config.top_p)
 
     def mean_reward(engine: Engine, mode: str, samples: int, sampling: Sampling) -> float:
         nonlocal errors
@@ -154,25 +159,14 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
         errors += sum(each["error"] is not None for each in scored)
         return mean(each["reward"] for each in scored)
 
-    greedy = mean_reward(live.engine, "greedy", 1, replace(run.sampling, temperature=0.0))
-    alone = sampled = mean_reward(live.engine, "sampled", config.eval_samples, run.sampling)
+    greedy = mean_reward(live.engine, "greedy", 1, replace(usual, temperature=0.0))
+    alone = sampled = mean_reward(live.engine, "sampled", config.eval_samples, usual)
     if config.eval_with_trainer and config.engine == "vllm":  # the reference engine is the trainer alone
         trainer = reference_engine(run, live.policy)
         trainer.load(live.policy.weights(), live.policy.response_logprobs)
-        alone = mean_reward(trainer, "trainer", config.eval_samples, run.sampling)
+        alone = mean_reward(trainer, "trainer", config.eval_samples, usual)
     metrics = {"eval_reward": sampled, "eval_reward_greedy": greedy, "eval_reward_errors": errors}
     return metrics | ({"eval_reward_trainer": alone, "eval_gap": sampled - alone} if config.eval_with_trainer else {})
-
-
-def probe_if_due(
-    run: Run, live: Live, metrics: dict[str, Any], problems: list[Problem], earlier: dict[str, torch.Tensor]
-) -> dict[str, str]:
-    """Probe the engine if it is due after this step. `earlier`: the weights before its update. The status, or {}."""
-    from probe.diagnose import PROBE_REQUESTS, probe_step
-
-    config, prompts = run.config, [problem.prompt_ids for problem in problems]
-    seeds = [2**20 * config.seed + PROBE_REQUESTS * metrics["step"] + index for index in range(PROBE_REQUESTS)]
-    return probe_step(config, run.out, live.engine, live.policy, run.sampling, metrics, prompts, seeds, earlier)
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -185,6 +179,7 @@ class RunOptions:
     # Decides the toy model, the held-out split, the problems of each step and the samples.
     seed: Annotated[int, Rule("in [0, 2^32), numpy's range", lambda value: 0 <= value < 2**32)] = 0
     steps: Count = 60  # Batches of rollouts; the learning rate decays to zero over them.
+    eval_every: Count = 20  # Steps between evaluations on held-out problems; also before the first step and at the end.
 
 
 @dataclass(frozen=True)
@@ -209,13 +204,6 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class RecordOptions:
-    """Held-out problems are answered through the engine and by the trainer alone."""
-
-    eval_every: Count = 20  # Steps between evaluations; also before the first step and after the last.
-
-
-@dataclass(frozen=True)
 class FurtherOptions:
     """Everything else."""
 
@@ -233,6 +221,9 @@ class FurtherOptions:
     max_staleness: Whole = 8  # Largest staleness of a token in updates; groups with an older token are dropped.
     # Allow `tis` although a parity flag is off: only to study how a correction hides a broken backend.
     tis_over_a_broken_backend: bool = False
+    # Largest set of tokens that the mask of --top-k, --top-p, --min-p may keep; a larger one is an error. If not given:
+    # 512, or with top_k 16 more than it, for tokens as likely as the last one.
+    max_kept: Count | None = None
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait, so memory does not grow.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's choice (CPU 128, GPU 16).
     # versioned: the samples of a group share the KV cache of their prompt, keyed by the weight version. A resumed run
@@ -242,6 +233,8 @@ class FurtherOptions:
     allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.
     eval_problems: Count = 256  # Held-out problems per evaluation (or all there are).
     eval_samples: Count = 1  # Sampled answers per problem; the greedy evaluation has one.
+    eval_temperature: Positive | None = None  # Of sampled evaluations; if not given, that of the training.
+    eval_top_p: TopP | None = None  # Of sampled evaluations; if not given, that of the training.
     eval_with_trainer: bool = True  # Evaluate without the engine as well (eval_gap); slow if the model is large.
     checkpoint_every: Count = 20  # Steps between checkpoints, and after the last; the newest two are kept.
     self_noise_every: Whole = 0  # Steps between measurements of the mismatch's noise floor (probe/noise.py); 0: none.
@@ -250,7 +243,7 @@ class FurtherOptions:
 
 
 @dataclass(frozen=True)
-class Config(FurtherOptions, RecordOptions, EngineOptions, UpdateOptions, TaskOptions, RunOptions):
+class Config(FurtherOptions, EngineOptions, UpdateOptions, TaskOptions, RunOptions):
     """All options of a run."""
 
     parity: ParityFlags = field(default_factory=ParityFlags)
@@ -269,9 +262,15 @@ class Config(FurtherOptions, RecordOptions, EngineOptions, UpdateOptions, TaskOp
             (not (self.parity.inflight_keep and self.parity.inflight_otherwise != "abort"),
              f"inflight_otherwise must not be given with inflight_keep (it would do nothing), got"
              f" {self.parity.inflight_otherwise}; try --parity.no-inflight-keep"),
-            (self.engine == "vllm" or not set(self.parity.off()) - {"fp32_head"},
+            (self.engine == "vllm" or not set(self.parity.off()) - {"fp32_head", "sampling_mask"},
              f"engine must be vllm to leave out a fix of vLLM's (the reference has no such faults), got transformers"
-             f" without {', '.join(set(self.parity.off()) - {'fp32_head'})}"),
+             f" without {', '.join(set(self.parity.off()) - {'fp32_head', 'sampling_mask'})}"),
+            (has_mask(self) or (self.parity.sampling_mask and self.max_kept is None),
+             "sampling_mask must be on and max_kept not be given without a mask (they would do nothing); try --top-k,"
+             " --top-p or --min-p"),
+            (not has_mask(self) or self.parity.processed_logprobs or not self.parity.sampling_mask,
+             "sampling_mask must be off with a mask and raw log-probabilities (only the processed ones show what the"
+             " mask kept); try --parity.no-sampling-mask"),
             (self.prefix_cache == "off" or (self.engine == "vllm" and self.parity.explicit_runtime),
              "prefix_cache must be off with the reference engine (it has none) and without explicit_runtime (which"
              f" switches V1's own cache on), got {self.prefix_cache}"),
@@ -293,6 +292,13 @@ class Config(FurtherOptions, RecordOptions, EngineOptions, UpdateOptions, TaskOp
         return self.lr * min(1.0, step / (self.lr_warmup_steps + 1)) * (1 - (step - 1) / self.steps)
 
 
+    @property
+    def largest_kept_set(self) -> int:
+        """`Sampling.max_kept` of the training; 0: the trainer takes the softmax over the whole vocabulary."""
+        usual = self.top_k + 16 if self.top_k else 512
+        return (self.max_kept or usual) if has_mask(self) and self.parity.sampling_mask else 0
+
+
 Flat = tyro.conf.OmitArgPrefixes
 
 
@@ -305,7 +311,6 @@ class CommandLine:
     grpo: Annotated[GrpoOptions, Flat] = field(default_factory=GrpoOptions)
     parity: ParityFlags = field(default_factory=ParityFlags)
     engine_and_memory: Annotated[EngineOptions, Flat] = field(default_factory=EngineOptions)
-    evaluation_and_records: Annotated[RecordOptions, Flat] = field(default_factory=RecordOptions)
     further_grpo: Annotated[FurtherGrpoOptions, Flat] = field(default_factory=FurtherGrpoOptions)
     further: Annotated[FurtherOptions, Flat] = field(default_factory=FurtherOptions)
 
@@ -356,7 +361,8 @@ class Run:
         from transformers import GenerationConfig
 
         policy.model.generation_config = GenerationConfig(
-            do_sample=True, temperature=self.sampling.temperature, top_k=0, max_new_tokens=self.sampling.max_new_tokens,
+            do_sample=True, temperature=self.sampling.temperature, top_k=self.sampling.top_k, top_p=self.sampling.top_p,
+            min_p=self.sampling.min_p, max_new_tokens=self.sampling.max_new_tokens,
             eos_token_id=list(self.sampling.stop_token_ids), pad_token_id=self.tokenizer.pad_token_id,
         )
         policy.model.save_pretrained(folder)
@@ -413,7 +419,8 @@ def prepare(config: Config) -> Run:
                          f" got {groups}")
     if record and record["problems"]["sha256"] != task.fingerprint:
         raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids)
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids, config.top_k, config.top_p,
+                        config.min_p, max_kept=config.largest_kept_set)
     max_model_len = config.max_new_tokens + max(len(problem.prompt_ids) for problem in task.train + task.held_out)
     path = str(toy_model(config.cache_dir, config.seed, config.task)) if config.model == "toy" else config.model
     dropped = len(prompts) - len(task.train) - len(task.held_out)

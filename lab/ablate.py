@@ -50,6 +50,8 @@ RAW, RUNTIME, PAUSE, HEAD = (
 V1 = (RAW, RUNTIME, PAUSE, HEAD)
 THREE = ("--old-policy", "recompute")  # the three-policy form
 TIS = (*THREE, "--tis", "token", "--tis-over-a-broken-backend")
+TOP_P = ("--top-p", "0.9")
+NO_MASK = (*TOP_P, "--parity.no-sampling-mask")
 ARMS: dict[str, tuple[str, ...]] = {
     "reference": ("--engine", "transformers"),
     "v1-defaults": V1,
@@ -69,8 +71,18 @@ ARMS: dict[str, tuple[str, ...]] = {
     "parity-minus-processed+tis": (RAW, *TIS),
     "parity-minus-runtime+three": (RUNTIME, *THREE),
     "parity-minus-runtime+tis": (RUNTIME, *TIS),
+    "top-p-reference": ("--engine", "transformers", *TOP_P),
+    "top-p": TOP_P,
+    "top-p-minus-mask": NO_MASK,
+    "top-p+three": (*TOP_P, *THREE),
+    "top-p-minus-mask+three": (*NO_MASK, *THREE),
 }
-LEFT_OUT = ("parity-minus-processed", "parity-minus-runtime", "parity-minus-inflight", "parity-minus-fp32-head")
+LEFT_OUT = {  # arms without one fix, and the arm with all of them
+    "parity-minus-processed": "parity", "parity-minus-runtime": "parity", "parity-minus-inflight": "parity",
+    "parity-minus-fp32-head": "parity", "top-p-minus-mask": "top-p", "top-p-minus-mask+three": "top-p+three",
+}
+REFERENCES = {"parity": "reference", "v1-defaults": "reference", "top-p": "top-p-reference",
+              "top-p-minus-mask": "top-p-reference"}  # fmt: skip
 FINAL, LAST = slice(-5, None), slice(-1, None)
 EARLY = slice(10)  # later, a failing run has collapsed to a nearly uniform policy, whose ratios are rarely clipped
 
@@ -178,6 +190,9 @@ BACKEND = {
     "mismatch_fresh": Metric("mean mismatch, fresh rollouts", ".1e", "fresh_mismatch_abs_mean"),
     "mismatch_max": Metric("largest mismatch", ".1e", "mismatch_max", max),
     "mismatch_kl": Metric("mismatch, KL (k3)", ".1e", "mismatch_kl"),
+    "mismatch_ratio": Metric("mean of exp(mismatch), fresh rollouts", ".4f", "fresh_mismatch_ratio"),
+    "kept_mass": Metric("kept mass", ".4f", "kept_mass"),
+    "outside": Metric("outside the trainer's mask", ".2%", "outside_frac"),
     "ess": Metric("ESS", ".2f", "ess"),
     "staleness": Metric("mean staleness", ".2f", "staleness_mean"),
     "staleness_max": Metric("largest staleness", ".0f", "staleness_max", max),
@@ -208,7 +223,7 @@ Arm = dict[str, tuple[float, ...]]  # the values of each metric over the seeds
 
 def spreads(runs: list[dict[str, Any]]) -> Arm:
     """METRICS of an arm over its runs, without those that a run did not measure."""
-    columns = {name: tuple(run[name] for run in runs) for name in METRICS}
+    columns = {name: tuple(run.get(name) for run in runs) for name in METRICS}
     return {name: values for name, values in columns.items() if values and None not in values}
 
 
@@ -266,16 +281,18 @@ def report(options: Options, record: dict[str, Any]) -> str:
     ]
     if record["crashed"]:
         parts.append("**Crashed**\n\n" + "\n".join(f"- {run}: {error}" for run, error in record["crashed"].items()))
-    if parity := arms.get("parity"):
+    if rows := [[arm, whole, differences(arms[arm], arms[whole])] for arm, whole in LEFT_OUT.items()
+                if {arm, whole} <= arms.keys()]:
         parts += [
-            "**Each fix switched off alone**: the metrics that differ from parity by more than the seed range, with the"
-            " value of parity in brackets",
-            table(["arm", "differs in"], [[arm, differences(arms[arm], parity)] for arm in LEFT_OUT if arm in arms]),
+            "**Each fix switched off alone**: the metrics that differ from the arm with all fixes by more than the seed"
+            " range, with that arm's value in brackets",
+            table(["arm", "with all fixes", "differs in"], rows),
         ]
-    if reference := arms.get("reference"):
-        apart = {arm: distances(arms[arm], reference) for arm in ("parity", "v1-defaults") if arm in arms}
+    if apart := {arm: distances(arms[arm], arms[reference]) for arm, reference in REFERENCES.items()
+                 if {arm, reference} <= arms.keys()}:
         parts += [
-            "**Difference from the reference** in seed ranges: |difference of the means| / larger seed range",
+            "**Difference from the reference**, that of the same mask, in seed ranges: |difference of the means| /"
+            " larger seed range",
             table(["arm", *map(titles.get, CURVES)],
                   [[arm, *(f"{min(by_name[name], 999):.1f}" if name in by_name else "not measured" for name in CURVES)]
                    for arm, by_name in apart.items()]),
@@ -316,7 +333,7 @@ def run_arms(options: Options, command: str) -> None:
         "crashed": {folder.name: error for folder, error in crashed.items()},
     }
     (out / "ablation.json").write_text(json.dumps(record, indent=1))
-    shown = [arm for arm in ("reference", "v1-defaults", "parity") if arm in finished]
+    shown = [arm for arm in ("reference", "v1-defaults", "parity") if arm in finished] or list(finished)
     plot({title: {arm: (finished[arm], name) for arm in shown} for title, name in PANELS.items()}, out / "ablation.png")
 
 

@@ -1,6 +1,6 @@
 """Benchmarks of one machine: what a training step costs over the bare work, how time and memory grow with the number of
 rollouts, what groups in flight gain when a few responses are long, how much time it saves to compute each prompt once
-for its group, and what the head in chunks saves.
+for its group, and what the head in chunks saves and what the sampler's masks cost.
 
 The bare work is the cheapest known way to do the same, directly on the step's own engine and model: vLLM samples for
 the same prompts, without seeds and log-probabilities; plain transformers computes a forward (old log-probabilities) and
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from statistics import fmean as mean
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -29,10 +30,10 @@ from examples.toys import toy_config, toy_tokenizer
 from lab import seconds, table
 from objectives import Batch, UpdateOptions
 from records import memory_gib, reset_peak
-from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
+from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, make_batch, update
 from train import Config, Live, Run, build, prepare, train_step
 
-Case = Literal["inflight", "growth", "phases", "prompts", "head"]
+Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Options:
     """What to measure."""
 
     # inflight: groups in flight. growth: time and memory by rollouts. phases: a step and the bare work. prompts: each
-    # prompt computed once for its group. head: the head in one piece and in chunks.
+    # prompt computed once for its group. masks: a step with top-k, top-p, min-p. head: in one piece and in chunks.
     cases: tyro.conf.Positional[tuple[Case, ...]] = ("inflight", "growth", "phases")
     rollouts: tuple[int, ...] = (1024, 4096, 16384)  # Case growth: numbers of rollouts per step.
     rounds: int = 20  # Case phases: pairs of a step and its bare work.
@@ -117,7 +118,7 @@ def bare_generate(
     engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling, logprobs: int | None = None
 ) -> None:
     """Sample as `vllm.LLM.generate` does: no seeds, no adapter, whole responses at the end; the engine's settings."""
-    params = sampling_params(sampling)
+    params = sampling_params(sampling, None, 0)
     params.n, params.logprobs, params.output_kind = group_size, logprobs, type(params.output_kind).FINAL_ONLY
     for request, prompt in enumerate(prompts):
         engine.llm.add_request(str(request), {"prompt_token_ids": prompt}, params)
@@ -201,7 +202,7 @@ def prompts(options: Options) -> None:
         batch = make_batch(rollouts, torch.randn(len(rollouts)))
         optimizer = Optimizer(policy.model, weight_decay=0.0)
         for policy.shares_prompts in (False, True):
-            scored = replace(batch, old_logprobs=frozen_logprobs(policy, batch, update_options)[0])
+            scored = replace(batch, old_logprobs=frozen_logprobs(policy, batch, update_options)["logprobs"])
             durations.append(seconds(update, policy, optimizer, scored, update_options, 0.0))
         return *durations, durations[0] / durations[1], *speeds, speeds[1] / speeds[0]
 
@@ -214,21 +215,71 @@ def prompts(options: Options) -> None:
     print(measured)
 
 
+MASKS = {"none": {}, "top-p 0.9": {"top_p": 0.9}, "top-k 5": {"top_k": 5}, "both": {"top_p": 0.9, "top_k": 5},
+         "min-p 0.05": {"min_p": 0.05}}  # fmt: skip
+RANDOM_REWARD = """import random
+sample = lambda rng: (str(rng.randrange(10**6)), "")
+reward = lambda problem, response: random.random()
+"""
+MASK_TURNS, LARGE_VOCABULARY, LOGIT_SCALE = 9, 32_000, 6.0
+
+
+def masks(options: Options) -> None:
+    """Seconds of a step under each mask, for the default job and for a random model with a large vocabulary."""
+    model_config = toy_config("toy")
+    model_config.update({"vocab_size": LARGE_VOCABULARY, "initializer_range": 0.02, "tie_word_embeddings": False})
+    model = Qwen3ForCausalLM(model_config)
+    with torch.no_grad():  # logits of this standard deviation: the final norm leaves hidden states of norm sqrt(width)
+        model.lm_head.weight.normal_(0, LOGIT_SCALE / model_config.hidden_size**0.5)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        toy_tokenizer().save_pretrained(folder)
+        task = Path(folder) / "task.py"
+        task.write_text(RANDOM_REWARD)
+        large = {"model": folder, "task": str(task), "num_prompts": 16}
+        for title, changes in (("The default job", {}), (f"A vocabulary of {LARGE_VOCABULARY:,}", large)):
+            with running(temperature=1.0, **changes) as (run, live):
+                turns = [[masked_step(run, live, step, mask) for mask in MASKS.values()] for step in range(MASK_TURNS)]
+            figures = numpy.median(turns[1:], axis=0)  # (masks, columns); the first turn warms up
+            rows = [[mask, *(f"{1e3 * each:.0f}" for each in row[:4]), f"{row[3] / figures[0, 3]:.2f}", f"{row[4]:.1f}"]
+                    for mask, row in zip(MASKS, figures, strict=True)]
+            print(f"\n{title}, medians of {MASK_TURNS - 1} turns over all masks\n")
+            print(table(["mask", "generate, ms", "old log-probabilities, ms", "update, ms", "step, ms", "over none",
+                         "ids kept per token"], rows))
+
+
+def masked_step(run: Run, live: Live, step: int, mask: dict[str, float]) -> list[float]:
+    """Seconds of three phases and of the whole step, and the mean size of the kept sets."""
+    config = replace(run.config, **mask)
+    run = replace(run, config=config, sampling=replace(run.sampling, **mask, max_kept=config.largest_kept_set))
+    live.flight.sampling = run.sampling
+    metrics, batch, _ = train_step(run, live, step)
+    sizes = [] if batch.kept is None else [len(ids) for ids in batch.kept.flat if ids is not None]
+    return [metrics[name] for name in ("generate_s", "old_logprobs_s", "update_s", "step_s")] + [mean(sizes or [0])]
+
+
 HEAD_TOKENS, HEAD_VOCABULARY, HEAD_HIDDEN = (2048, 4096, 16384), 150_000, 896  # about the head of Qwen2.5-0.5B
+HEAD_KEPT_IDS = 50
 WHOLE_HEAD_TOKENS = 4096  # most tokens in one piece: at 16,384 the logits and their copies take 40 GiB
 
 
-def head_cost(tokens: int, in_chunks: bool) -> list[str]:
-    """Seconds of one forward and backward of the head, and the GiB that they add to the process at their peak."""
+def head_cost(tokens: int, in_chunks: bool, kept_ids: int = 0) -> list[str]:
+    """Seconds of one forward and backward of the head, and the GiB that they add to the process at their peak.
+
+    With `kept_ids`, the softmax is over a kept set of this size for each token.
+    """
     torch.manual_seed(0)
     hidden = torch.randn(tokens, HEAD_HIDDEN, requires_grad=True)
     config = Qwen2Config(vocab_size=HEAD_VOCABULARY, hidden_size=HEAD_HIDDEN, num_hidden_layers=0)
     policy = Policy(Qwen2ForCausalLM(config))
-    targets = torch.randint(HEAD_VOCABULARY, (tokens,))
+    targets, kept = torch.randint(HEAD_VOCABULARY, (tokens,)), None
+    if kept_ids:
+        others = torch.randint(HEAD_VOCABULARY, (tokens, kept_ids - 1), dtype=torch.int32)
+        kept = numpy.fromiter(torch.cat([targets[:, None].int(), others], dim=1).numpy(), object)
 
     def logprobs() -> Tensor:
         if in_chunks:
-            return policy.target_logprobs(hidden, targets, temperature=0.7)[0]
+            return TargetLogprobs.apply(hidden, policy.head.weight, None, targets, kept, policy.projection(0.7))
         all_logprobs = torch.log_softmax(policy.head(hidden) / 0.7, dim=-1)  # (N, V)
         with torch.no_grad():
             _entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
@@ -241,14 +292,15 @@ def head_cost(tokens: int, in_chunks: bool) -> list[str]:
 
 
 def head(options: Options) -> None:
-    """Seconds and memory of the head, in one piece and in chunks of logits."""
+    """Seconds and memory of the head, in one piece, in chunks of logits, and in chunks with kept sets."""
     rows = [[f"{tokens:,}", *(head_cost(tokens, False) if tokens <= WHOLE_HEAD_TOKENS else ["not run"] * 2),
-             *head_cost(tokens, True)] for tokens in HEAD_TOKENS]
+             *head_cost(tokens, True), *head_cost(tokens, True, HEAD_KEPT_IDS)] for tokens in HEAD_TOKENS]
     print(f"\nHead with {HEAD_VOCABULARY:,} x {HEAD_HIDDEN} weights in fp32 on the CPU, one forward and backward\n")
-    print(table(["tokens", "in one piece, s", "GiB", "in chunks, s", "GiB"], rows))
+    print(table(["tokens", "in one piece, s", "GiB", "in chunks, s", "GiB",
+                 f"in chunks with {HEAD_KEPT_IDS} kept ids a token, s", "GiB"], rows))
 
 
-CASES = {"inflight": inflight, "growth": growth, "phases": phases, "prompts": prompts, "head": head}
+CASES = {"inflight": inflight, "growth": growth, "phases": phases, "prompts": prompts, "masks": masks, "head": head}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -26,7 +26,7 @@ from lab import table
 from objectives import Positive
 from records import one_sentence, stage
 from reference import kv_bytes_per_token
-from rl import Optimizer, Policy, attention_for
+from rl import Optimizer, Policy, TargetLogprobs, attention_for
 from tasks import encode, load_tokenizer
 from train import Config, find_task
 
@@ -123,7 +123,8 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
 
         def loss() -> torch.Tensor:
             hidden = policy.hidden(ids)[:, -config.max_new_tokens :].flatten(0, 1)  # (N, H)
-            return policy.target_logprobs(hidden, ids.new_zeros(len(hidden)), config.temperature)[0].sum()
+            targets, head = ids.new_zeros(len(hidden)), policy.projection(config.temperature)
+            return TargetLogprobs.apply(hidden, policy.head.weight, None, targets, None, head).sum()
 
         forward = memory.added_by(torch.no_grad()(loss))
         backward = memory.added_by(lambda: optimizer.backward(loss()))

@@ -57,6 +57,6 @@ OLD_TENSORS = Cause("inference path", "tensors {} update(s) old: {}", "load ever
 HIDDEN = Cause("semantics", "{} {} in the sampler and not in the trace", "name every sampling parameter in every"
                ' request; generation_config="vllm" (--parity.explicit-runtime)')
 NOT_IN_TRAINER = Cause("semantics", "{} applied by the sampler and not by the trainer", "sample without it, or score"
-                       " the processed distribution in the trainer too (probe.traces.process_logits)")
+                       " the processed distribution in the trainer too (a mask: --parity.sampling-mask)")
 ROUNDED = Cause("numerics", "weights rounded to bfloat16 on their way into the engine", SAME_DTYPE)
 OTHER_DTYPE = Cause("numerics", "whole body in {} in the engine", SAME_DTYPE)

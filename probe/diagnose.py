@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,8 +14,8 @@ from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import MASK_EDGE, Explanation, Probe
 from probe.search import Search
-from probe.traces import Replay, Trace, Weights, has_mask, save_trace
-from rl import Policy
+from probe.traces import Replay, Trace, Weights, save_trace
+from rl import Policy, has_mask
 
 FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
@@ -286,24 +285,25 @@ def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, s
     return Trace("sampled", rollouts, sampling, meta)
 
 
-def probe_step(
-    config: Any, out: Path, engine: Engine, policy: Policy, sampling: Sampling, metrics: dict[str, Any],
-    prompts: list[list[int]], seeds: list[int], earlier: Weights,
-) -> dict[str, str]:
+def probe_step(run: Any, live: Any, metrics: dict[str, Any], problems: list[Any], earlier: Weights) -> dict[str, str]:
     """Probe the engine after a step of train.py, if the step is planned or its metrics exceed ALARMS.
 
-    One response per seed, over the step's prompts. `config` is train.Config; `earlier` are the policy's weights before
-    the step's update. Writes step_N.npz (the trace), .png and .json (the verdict) to `out`/probe and prints a line.
-    Returns the status for the step's metrics, {} without a probe.
+    PROBE_REQUESTS responses over the step's problems. `run` and `live` are those of train.py; `earlier` are the
+    policy's weights before the step's update. Writes step_N.npz (the trace), .png and .json (the verdict) to the run's
+    folder `probe` and prints a line. Returns the status for the step's metrics, {} without a probe.
     """
+    config, engine = run.config, live.engine
     step, alarm = metrics["step"], alarms(metrics) if config.probe_on_alarm else []
     planned = config.probe_every and (step - 1) % config.probe_every == 0
     if not (alarm or planned):
         return {}
     why = f"alarm of {', '.join(alarm)}" if alarm else "as planned"
-    trace = sample_trace(engine, list(islice(cycle(prompts), len(seeds))), sampling, seeds)
-    verdict = diagnose(policy, trace, [earlier], engine.weight_version, trainer="temperature")
-    path = out / "probe" / f"step_{step:06d}"
+    prompts = [problem.prompt_ids for problem in islice(cycle(problems), PROBE_REQUESTS)]
+    seeds = [2**20 * config.seed + PROBE_REQUESTS * step + index for index in range(PROBE_REQUESTS)]
+    trace = sample_trace(engine, prompts, replace(run.sampling, max_kept=0), seeds)
+    scored = "processed" if run.sampling.max_kept else "temperature"
+    verdict = diagnose(live.policy, trace, [earlier], engine.weight_version, scored)
+    path = run.out / "probe" / f"step_{step:06d}"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(f"{path}.npz", trace)
     plot_verdict(verdict, f"{path}.png")

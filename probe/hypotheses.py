@@ -17,8 +17,8 @@ from engine_adapter import Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.noise import check_other_path
-from probe.traces import NO_MASK, NO_PENALTIES, Replay, Trace, Weights, has_mask
-from rl import Policy
+from probe.traces import NO_MASK, NO_PENALTIES, Replay, Trace, Weights
+from rl import Policy, has_mask
 
 # Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) / sqrt(tokens). Clean
 # traces of 12 architectures in fp32 and bf16 have 0.86 to 1.23 floors; the largest of 640 has 1.3 floors + 2.1 errors.

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import ROUNDING, Explanation, ForwardPass, Noise, Probe, Readout
-from probe.traces import has_mask
+from rl import has_mask
 
 MAX_CAUSES = 3  # of one explanation
 LEAST_SHARE = 0.7  # of the mismatch above the noise floor that an explanation must explain

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine_adapter import Rollout, Sampling
 from probe.noise import rounded_otherwise
-from rl import Policy, make_batch
+from rl import Policy, make_batch, masked_logits
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
@@ -132,16 +132,12 @@ def has_penalties(sampling: Sampling) -> bool:
     return replace(sampling, **NO_PENALTIES) != sampling
 
 
-def has_mask(sampling: Sampling) -> bool:
-    return replace(sampling, **NO_MASK) != sampling
-
-
 def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts: Tensor) -> Tensor:
     """The logits vLLM's sampler draws from, in its order: penalties, temperature, min-p, top-k, top-p.
 
     Shapes: logits (N, V); in_prompt (N, V) bool; counts (N, V), how often each token has been sampled so far -> (N, V),
     -inf where cut off. `in_prompt` and `counts` are used only with penalties.
-    Source: vLLM's v1/sample/sampler.py and ops/topk_topp_sampler.py; V0 applied min-p last.
+    Source: vLLM's v1/sample/sampler.py.
     """
     if has_penalties(sampling):
         repetition, counts = sampling.repetition_penalty, counts.to(logits.dtype)
@@ -151,18 +147,7 @@ def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts
         logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * sampled
     if sampling.temperature == 0:  # greedy: no temperature, no mask
         return logits
-    logits = logits / sampling.temperature
-    if sampling.min_p > 0:
-        ratios = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
-        logits = logits.masked_fill(ratios < sampling.min_p, -math.inf)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -math.inf)
-    if sampling.top_p < 1:
-        ascending, order = logits.sort(dim=-1)
-        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        cut[:, -1] = False  # the likeliest token always stays
-        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -math.inf)
-    return logits
+    return masked_logits(logits / sampling.temperature, sampling)
 
 
 # ------------------------------------------------------------------------------------------------ replay

@@ -120,7 +120,7 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
     batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
-    old, _ = frozen_logprobs(policy, batch, UpdateOptions(temperature=temperature))
+    old = frozen_logprobs(policy, batch, UpdateOptions(temperature=temperature))["logprobs"]
     return mismatch_metrics(old, batch.behavior_logprobs, batch.mask)
 
 

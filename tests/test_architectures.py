@@ -146,7 +146,7 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradient
     assert policy.shares_prompts
     for policy.shares_prompts in (False, True):
         policy.model.zero_grad()
-        logprobs, _ = policy.logprobs(batch, 0.7)
+        logprobs = policy.logprobs(batch, 0.7)
         (logprobs * weights).sum().backward()
         gradients = [each.grad.clone() for each in policy.model.parameters() if each.grad is not None]
         found.append((logprobs.detach(), gradients))
@@ -163,7 +163,7 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     rows = [torch.randint(96, (length,), generator=generator).tolist() for length in (9, 40, 17, 25, 40, 33)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows], torch.zeros(6))
     options = UpdateOptions(temperature=1.0, num_minibatches=1, micro_batch_tokens=120)
-    together, _ = frozen_logprobs(policy, batch, options)  # (6, 39)
+    together = frozen_logprobs(policy, batch, options)["logprobs"]  # (6, 39)
     for index, ids in enumerate(rows):
         alone = torch.tensor(policy.response_logprobs([ids], 4)[0])
         torch.testing.assert_close(together[index][batch.mask[index] > 0], alone, atol=1e-5, rtol=0)

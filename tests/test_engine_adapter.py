@@ -21,12 +21,14 @@ ROOT = Path(__file__).parents[1]
 
 # ------------------------------------------------------------------------------------------------ audit
 DEFAULTS = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
-            "generation_config": "vllm", "inflight_update": "keep", "head_dtype": "float32"}  # fmt: skip
+            "generation_config": "vllm", "inflight_update": "keep", "head_dtype": "float32",
+            "max_logprobs": -1}  # fmt: skip
 WITHOUT = {
     "processed_logprobs": {"logprobs_mode": "raw_logprobs"},
     "explicit_runtime": {"enable_prefix_caching": True, "async_scheduling": True, "generation_config": "auto"},
     "inflight_keep": {"inflight_update": "abort"},
     "fp32_head": {"head_dtype": "bfloat16"},
+    "sampling_mask": {"max_logprobs": 20},
 }
 
 
@@ -61,6 +63,7 @@ def test_fp32_head_on_both_sides_is_closer_than_on_one(engine_folders):
 @pytest.mark.parametrize("flag, dtype", [
     (None, torch.bfloat16), ("fp32_head", torch.bfloat16), ("inflight_keep", torch.float32),
     ("explicit_runtime", torch.float32), ("processed_logprobs", torch.float32),
+    ("sampling_mask", torch.float32),
 ])  # fmt: skip
 def test_audit_reads_each_flag_back_from_the_live_engine(engine_folders, flag, dtype):
     policy = Policy(qwen2(tied=False, dtype=dtype), fp32_head=flag != "fp32_head")

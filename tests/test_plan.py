@@ -67,7 +67,7 @@ def taken(function):
     return memory_gib(peak=True) - before, result
 
 update(policy, optimizer, replace(batch, old_logprobs=batch.behavior_logprobs), job, 1e-5)  # creates the moments
-forward, (old, _) = taken(lambda: frozen_logprobs(policy, batch, job))
+forward, old = taken(lambda: frozen_logprobs(policy, batch, job)["logprobs"])
 backward, _ = taken(lambda: update(policy, optimizer, replace(batch, old_logprobs=old), job, 1e-5))
 print(json.dumps([forward, backward]))
 """

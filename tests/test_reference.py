@@ -86,7 +86,7 @@ def test_states_foreign_tensors_and_penalties_are_refused():
     with pytest.raises(WeightLoadError, match="its policy's own tensors"):
         engine.load(copies, policy.response_logprobs)
     engine.load(policy.weights(), policy.response_logprobs)
-    with pytest.raises(ValueError, match="temperature alone"):
+    with pytest.raises(ValueError, match="without penalties"):
         engine.generate(PROMPTS, 1, Sampling(1.0, 4, presence_penalty=0.5), SEEDS)
     engine.sleep()
     for call in (engine.sleep, lambda: engine.load(policy.weights(), policy.response_logprobs)):

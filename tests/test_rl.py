@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 from conftest import DEVICES, qwen2
@@ -16,7 +17,7 @@ from engine_adapter import Rollout, Sampling
 from objectives import UpdateOptions
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
-from rl import Optimizer, Policy, frozen_logprobs, host_views, make_batch, product, update
+from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, host_views, make_batch, product, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -50,9 +51,9 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
     batch = make_batch(rows, torch.zeros(4))
     for chunk_elements in (2**25, 96 * 2, 1):
         policy = Policy(model, chunk_elements=chunk_elements)
-        assert policy.logprobs(batch, temperature)[1] is None  # an update does not read the entropy
-        with torch.no_grad():
-            logprobs, entropy = policy.logprobs(batch, temperature)
+        measured = policy.measure(batch, UpdateOptions(temperature=temperature))
+        logprobs, entropy = measured["logprobs"], measured["entropy"]
+        assert torch.equal(policy.logprobs(batch, temperature), logprobs)
         for row, rollout in enumerate(rows):
             expected = plain_logprobs(model, rollout, temperature)
             torch.testing.assert_close(logprobs[row][batch.mask[row] > 0].double(), expected, atol=2e-5, rtol=0)
@@ -66,27 +67,32 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
 
 @pytest.mark.parametrize("softcap, scale", [(None, 1.0), (None, 1.4), (3.0, 0.6)])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows):
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, masked):
+    """With kept sets of 1 to 64 ids; one of them has a probability of about exp(-60)."""
     torch.manual_seed(0)
     hidden, targets, loss_weights = torch.randn(64, 48), torch.randint(500, (64,)), torch.randn(64)
     policy = Policy(qwen2(tied=False), chunk_elements=500 * rows)
     policy.head, policy.softcap, policy.scale = torch.nn.Linear(48, 500), softcap, scale
     policy.head.weight.data.copy_(torch.randn(500, 48) / 3)
+    sets = [torch.cat([targets[i : i + 1], torch.randint(500, (i,))]).unique() for i in range(64)]
+    row = policy.head.weight[targets[3]].detach()
+    hidden[3] = -60 / row.square().sum() * row
+    kept = numpy.fromiter((ids.int().numpy() for ids in sets), object) if masked else None
     ours = [hidden.clone().requires_grad_(), policy.head.weight, policy.head.bias]
     exact = [each.detach().double().requires_grad_() for each in ours]
-    logprobs, _ = policy.target_logprobs(ours[0], targets, temperature=0.7)
-    with torch.no_grad():
-        _, entropy = policy.target_logprobs(ours[0], targets, temperature=0.7)
+    logprobs = TargetLogprobs.apply(*ours, targets, kept, policy.projection(0.7))
     loss = (logprobs * loss_weights).sum()
     loss.backward()
     logits = exact[0] @ exact[1].T + exact[2]
     logits = scale / 0.7 * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
+    for row, ids in enumerate(sets if masked else []):
+        logits[row, [token for token in range(500) if token not in ids]] = -math.inf
     expected = torch.log_softmax(logits, dim=-1)
     exact_loss = (expected[torch.arange(64), targets] * loss_weights.double()).sum()
     exact_loss.backward()
     relative = lambda value, truth: ((value.double() - truth).norm() / truth.norm()).item()  # noqa: E731
     assert relative(loss.detach(), exact_loss.detach()) < 1e-6
-    assert relative(entropy, -(expected.exp() * expected).sum(dim=-1).detach()) < 1e-6
     for value, truth in zip(ours, exact, strict=True):
         assert relative(value.grad, truth.grad) < 1e-6
 
@@ -101,7 +107,7 @@ def test_each_distinct_prompt_of_a_micro_batch_is_computed_once(lengths, device)
     rows[2].prompt_ids = rows[3].prompt_ids  # shorter than the others: padded
     policy, seen = Policy(model), []
     model.model.embed_tokens.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape))
-    logprobs, _ = policy.logprobs(make_batch(rows, torch.zeros(4), device), 0.7)
+    logprobs = policy.logprobs(make_batch(rows, torch.zeros(4), device), 0.7)
     assert seen == [(2, 5), (4, max(lengths) - 1)][: 1 + (max(lengths) > 1)]
     for row, rollout in enumerate(rows):
         own = logprobs[row, len(rollout.prompt_ids) - 1 :][: len(rollout.token_ids)].cpu().double()
@@ -114,9 +120,9 @@ def test_rows_that_are_masked_out_change_no_other_row():
     for row in rows:
         row.prompt_ids = rows[0].prompt_ids
     policy, batch = Policy(qwen2(tied=True)), make_batch(rows, torch.zeros(4))
-    whole, _ = policy.logprobs(batch, 0.7)
+    whole = policy.logprobs(batch, 0.7)
     without = torch.tensor([False, True, False, True])
-    fewer, _ = policy.logprobs(batch.without(without), 0.7)
+    fewer = policy.logprobs(batch.without(without), 0.7)
     torch.testing.assert_close(fewer[~without], whole[~without], atol=1e-6, rtol=0)
     assert not fewer[without].any()
 
@@ -138,7 +144,7 @@ def test_chunked_head_has_the_gradient_of_the_plain_one():
     for chunk_elements in (2**25, 96 * 3):
         model = qwen2(tied=True)
         batch = make_batch(rollouts(), torch.zeros(4))
-        Policy(model, chunk_elements=chunk_elements).logprobs(batch, 0.7)[0].sum().backward()
+        Policy(model, chunk_elements=chunk_elements).logprobs(batch, 0.7).sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     for whole, chunked in zip(*gradients, strict=True):
         torch.testing.assert_close(whole, chunked, atol=1e-4, rtol=1e-4)
@@ -162,7 +168,7 @@ def test_what_a_model_does_after_its_head_is_honoured(config):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     rows = rollouts()
     batch = make_batch(rows, torch.zeros(4))
-    logprobs, _ = Policy(model).logprobs(batch, 0.7)
+    logprobs = Policy(model).logprobs(batch, 0.7)
     for row, rollout in enumerate(rows):
         torch.testing.assert_close(
             logprobs[row][batch.mask[row] > 0].double(), plain_logprobs(model, rollout, 0.7), atol=2e-5, rtol=0
@@ -179,8 +185,8 @@ def test_an_unknown_operation_after_the_head_is_refused():
 def test_fp32_head_differs_from_the_model_dtype_head_as_rounding_does():
     model = qwen2(tied=False, dtype=torch.bfloat16)
     batch = make_batch(rollouts(), torch.zeros(4))
-    fine, _ = Policy(model, fp32_head=True).logprobs(batch, 0.7)
-    coarse, _ = Policy(model, fp32_head=False).logprobs(batch, 0.7)
+    fine = Policy(model, fp32_head=True).logprobs(batch, 0.7)
+    coarse = Policy(model, fp32_head=False).logprobs(batch, 0.7)
     assert 1e-4 < (fine - coarse).abs().max() < 0.3
 
 
@@ -209,7 +215,7 @@ def stepped(options: UpdateOptions, advantages=(1.0, -1.0, 0.5, -0.5), lr: float
     model = qwen2(tied=True, dtype=dtype)
     policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
     batch = make_batch(rollouts(), torch.tensor(advantages))
-    old, _ = frozen_logprobs(policy, batch, options)
+    old = frozen_logprobs(policy, batch, options)["logprobs"]
     reference = old - 0.1 * batch.mask
     metrics = update(policy, optimizer, replace(batch, old_logprobs=old, ref_logprobs=reference), options, lr)
     moments = [state["exp_avg"].flatten() for state in optimizer.adamw.state.values()]  # 0.1 * gradient after one step
@@ -256,10 +262,10 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
     sizes = {}
     for dtype in (torch.float32, torch.bfloat16):
         policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts(), torch.zeros(4))
-        before, _ = frozen_logprobs(policy, batch, UpdateOptions())
+        before = frozen_logprobs(policy, batch, UpdateOptions())["logprobs"]
         noise = self_noise(policy, replace(batch, old_logprobs=before), UpdateOptions())
         assert (noise[batch.mask == 0] == 0).all()
-        assert torch.equal(before, frozen_logprobs(policy, batch, UpdateOptions())[0])
+        assert torch.equal(before, frozen_logprobs(policy, batch, UpdateOptions())["logprobs"])
         sizes[dtype] = (noise.abs().sum() / batch.mask.sum()).item()
     assert 0 < sizes[torch.float32] < 1e-5
     assert 1e-3 < sizes[torch.bfloat16] < 0.1
@@ -269,7 +275,7 @@ def test_self_noise_of_exactly_0_in_16_bits_is_an_error():
     policy = Policy(qwen2(tied=True, dtype=torch.bfloat16))
     batch = make_batch(rollouts([(3, 8)] * 4), torch.zeros(4))
     with rounded_otherwise(policy):
-        before, _ = frozen_logprobs(policy, batch, UpdateOptions())
+        before = frozen_logprobs(policy, batch, UpdateOptions())["logprobs"]
     with rounded_otherwise(policy), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
         self_noise(policy, replace(batch, old_logprobs=before), UpdateOptions())
 
@@ -286,7 +292,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs, _ = policy.logprobs(make_batch(rollouts(), torch.zeros(4)), 0.7)
+            logprobs = policy.logprobs(make_batch(rollouts(), torch.zeros(4)), 0.7)
         calls = []
         hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         logprobs.sum().backward()
@@ -314,7 +320,7 @@ def test_a_masked_row_has_no_loss_and_no_share_in_a_token_mean():
         model = qwen2(tied=True)
         policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
         options = UpdateOptions(num_minibatches=1)
-        batch = replace(masked, old_logprobs=frozen_logprobs(policy, masked, options)[0])
+        batch = replace(masked, old_logprobs=frozen_logprobs(policy, masked, options)["logprobs"])
         assert update(policy, optimizer, batch, options, 1e-3)["skipped_updates"] == 0
         moments.append(torch.cat([state["exp_avg"].flatten() for state in optimizer.adamw.state.values()]))
     torch.testing.assert_close(*moments, atol=1e-7, rtol=1e-4)
@@ -389,7 +395,7 @@ def test_a_nan_stops_the_update_before_the_weights_move():
     start = [p.detach().clone() for p in model.parameters()]
     batch = make_batch(rollouts(), torch.tensor([float("nan"), 1.0, 0.0, 0.0]))
     options = UpdateOptions(num_minibatches=1)
-    batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)[0])
+    batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
     with pytest.raises(FloatingPointError):
         update(policy, optimizer, batch, options, 1e-3)
     assert all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
@@ -444,7 +450,7 @@ def test_an_offloaded_optimizer_goes_on_exactly_and_lies_in_its_host_memory_betw
         policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0, offload=offload)
         for _ in range(3):
             batch, options = make_batch(rollouts(), torch.tensor([1.0, -1.0, 0.5, -0.5]), device), UpdateOptions()
-            batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)[0])
+            batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
             update(policy, optimizer, batch, options, 1e-3)
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         weights.append([each.detach().clone() for each in model.parameters()])

@@ -221,7 +221,7 @@ RANDOM_REWARD = """import random
 sample = lambda rng: (str(rng.randrange(10**6)), "")
 reward = lambda problem, response: random.random()
 """
-MASK_TURNS, LARGE_VOCABULARY, LOGIT_SCALE = 9, 32_000, 6.0
+MASK_TURNS, LARGE_VOCABULARY, LOGIT_SCALE = 6, 32_000, 6.0
 
 
 def masks(options: Options) -> None:

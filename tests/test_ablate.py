@@ -15,6 +15,8 @@ from lab.ablate import (
     LEFT_OUT,
     MARKERS,
     METRICS,
+    REFERENCES,
+    V1,
     Metric,
     Options,
     cell,
@@ -78,8 +80,8 @@ def test_render_writes_the_page_of_the_recorded_ladder_without_a_run(tmp_path, c
     assert page.read_text() == f"before\n{MARKERS[0]}\n\n{text}\n{MARKERS[1]}\nafter\n"
     assert text in capsys.readouterr().out
     assert all(f"| {arm} | " in text for arm in ARMS)
-    alone = text.split("**Each fix switched off alone**")[1].splitlines()
-    assert [line.split(" | ")[0].strip("| ") for line in alone if line.startswith("| parity-minus")] == list(LEFT_OUT)
+    alone = text.split("**Each fix switched off alone**")[1].split("**Difference")[0].splitlines()
+    assert [tuple(line.strip("| ").split(" | ")[:2]) for line in alone if "-minus-" in line] == list(LEFT_OUT.items())
     assert "| v1-defaults | 11.2 | 9.5 | 0.2 | 8.9 | 2.8 | 22.7 |" in text  # seed ranges from the reference
 
 
@@ -97,7 +99,11 @@ def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
     switched_off = [set(ARMS[arm]) for arm in ladder]
     assert [len(flags) for flags in switched_off] == [4, 3, 2, 1, 0]
     assert all(fewer < more for more, fewer in pairwise(switched_off))
-    assert {ARMS[arm] for arm in LEFT_OUT} == {(flag,) for flag in switched_off[0]}
+    alone = {arm: set(ARMS[arm]) - set(ARMS[whole]) for arm, whole in LEFT_OUT.items()}
+    assert [{flag} for flag in V1] == [flags for arm, flags in alone.items() if arm.startswith("parity")]
+    assert all(flags == {"--parity.no-sampling-mask"} for arm, flags in alone.items() if arm.startswith("top-p"))
+    for arm, reference in REFERENCES.items():  # of the same mask
+        assert ("--top-p" in ARMS[arm]) == ("--top-p" in ARMS[reference])
 
 
 def test_differences_need_a_distance_above_the_seed_range_and_no_overlap():

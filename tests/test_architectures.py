@@ -163,9 +163,10 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradient
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
-    """Rows of several lengths in micro-batches of several rows, beside each row alone."""
+    """Rows of several lengths and with one prompt, in micro-batches of several rows, beside each row alone."""
     policy, generator = Policy(small_model(name, False)), torch.Generator().manual_seed(0)
-    rows = [torch.randint(96, (length,), generator=generator).tolist() for length in (9, 40, 17, 25, 40, 33)]
+    draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
+    rows = [[5, 6, 7, 8, *draw(length)] for length in (5, 36, 13, 21, 36, 29)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows], torch.zeros(6))
     options = UpdateOptions(temperature=1.0, num_minibatches=1, micro_batch_tokens=120)
     together, _ = frozen_logprobs(policy, batch, options)  # (6, 39)

@@ -345,7 +345,8 @@ class Policy:
 
     # -------------------------------------------------------------------------------------------- weights
     def weights(self) -> dict[str, Tensor]:
-        """Every tensor by its checkpoint name, as views of the live weights; a tied head under its own name too."""
+        """Every tensor by its checkpoint name, a tied head under its own name too: views of the live weights, except
+        that the gate and up projections of experts are copies, because transformers keeps both in one tensor."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self.model, dict(self.model.state_dict()))

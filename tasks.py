@@ -199,7 +199,6 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
 
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
-    import torch
     from safetensors import safe_open
     from transformers import AutoConfig, GenerationConfig
     from transformers.utils import has_file
@@ -219,14 +218,10 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
             stop |= set(declared if isinstance(declared, list) else [declared])
     stop.discard(None)
     text_config, method = config.get_text_config(), getattr(config, "quantization_config", None)
-    experts = [getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     for holds, sentence in (
         (dtypes <= {"F64", "F32", "F16", "BF16"},
          f"model must have floating-point weights, {path} has {', '.join(sorted(dtypes))}"),
         (not method, f"model must not be quantised (it is trained), {path} is: {method!s:.100}"),
-        (torch.cuda.is_available() or all(count in (None, 0, 1) for count in experts),
-         f"model must not be a mixture of experts without a GPU (vLLM's CPU build packs the experts once, a weight load"
-         f" would corrupt them in silence), got {text_config.model_type} in {path}; try a dense model"),
         (stop and all(type(token) is int and token >= 0 for token in stop),
          f"model must name an end-of-sequence token (else no rollout ends), {path} has {stop or None}"),
     ):

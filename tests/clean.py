@@ -1,6 +1,6 @@
 """How often does the probe call a trace without a fault a mismatch? On every architecture of test_architectures.py.
 
-    .venv/bin/python tests/clean.py                    # 350 traces: 37 models x fp32, bf16 (but recurrent ones) x 5
+    .venv/bin/python tests/clean.py                    # 420 traces: 44 models x fp32, bf16 (but recurrent ones) x 5
     .venv/bin/python tests/clean.py --seed 9 --only Gemma2 Llama
 
 The five traces of a model differ in weights, prompts, batch size and temperature. Each model runs in a process of its

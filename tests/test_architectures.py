@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import mismatch, move, started
+from conftest import command, mismatch, move, started, train_here
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_adapter import Rollout, Sampling, WeightLoadError
@@ -26,6 +26,7 @@ SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_lay
              pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
 WINDOW = dict(head_dim=32, sliding_window=16)
 MIXED = dict(layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 STATE = dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=16)
 # By the configuration's class; what follows a comma names a variant of the row before, which is measured untied only.
 OPTIONS = {
@@ -44,6 +45,9 @@ OPTIONS = {
     "Olmo3": MIXED | dict(sliding_window=16), "SmolLM3": {},
     "GPTNeoX": dict(num_key_value_heads=2),  # has no grouped heads: transformers ignores the number, vLLM does not
     "Cohere": dict(logit_scale=0.3), "GPT2": dict(n_embd=64, n_layer=2, n_head=2, n_positions=256),
+    "Qwen3Moe": EXPERTS | dict(head_dim=32), "Qwen2Moe": EXPERTS | dict(shared_expert_intermediate_size=96),
+    "Qwen3Moe, padded experts": EXPERTS | dict(head_dim=32, moe_intermediate_size=48),  # vLLM pads them to 64
+    "Mixtral": dict(head_dim=32, sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
     "FalconH1": STATE | dict(head_dim=32, lm_head_multiplier=0.3),
     "Mamba2": dict(num_heads=4, head_dim=32, n_groups=1, state_size=16, chunk_size=16, intermediate_size=128),
 }  # fmt: skip
@@ -52,6 +56,7 @@ ALWAYS_TIED = ("Gemma2", "Cohere")  # vLLM takes their logits from the embedding
 # process.
 PATCHED = ("Olmo2", "Olmo3", "SmolLM3", "GPTNeoX")
 RECURRENT = ("FalconH1", "Mamba2")
+MIXTURES = ("Qwen3Moe", "Qwen2Moe", "Mixtral")
 EXTRAS = {"Gemma2": "soft-capping", "Granite": "logits / 5", "Cohere": "logits x 0.3", "FalconH1": "logits x 0.3"}
 CASES = [(name, tied) for name in OPTIONS for tied in (True, False)
          if not (name in ALWAYS_TIED and not tied) and not ("," in name and tied)]  # fmt: skip
@@ -158,15 +163,97 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradient
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
-    """Rows of several lengths in micro-batches of several rows, beside each row alone."""
+    """Rows of several lengths and with one prompt, in micro-batches of several rows, beside each row alone."""
     policy, generator = Policy(small_model(name, False)), torch.Generator().manual_seed(0)
-    rows = [torch.randint(96, (length,), generator=generator).tolist() for length in (9, 40, 17, 25, 40, 33)]
+    draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
+    rows = [[5, 6, 7, 8, *draw(length)] for length in (5, 36, 13, 21, 36, 29)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows], torch.zeros(6))
     options = UpdateOptions(temperature=1.0, num_minibatches=1, micro_batch_tokens=120)
     together = frozen_logprobs(policy, batch, options)["logprobs"]  # (6, 39)
     for index, ids in enumerate(rows):
         alone = torch.tensor(policy.response_logprobs([ids], 4)[0])
         torch.testing.assert_close(together[index][batch.mask[index] > 0], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_expert_that_was_routed_to_and_no_other_gets_its_gradient(name):
+    """The oracle is transformers' loop over the experts, in float64."""
+    routed, gradients = [], []
+    for kernel, dtype in (("grouped_mm", torch.float32), ("eager", torch.float64)):
+        model = small_model(name, False, num_experts=16, num_local_experts=16).to(dtype)
+        assert model.config._experts_implementation == "grouped_mm"  # the default, which train.py uses
+        model.set_experts_implementation(kernel)
+        policy, routers = Policy(model), [each for each in model.modules() if type(each).__name__.endswith("Router")]
+        hooks = [each.register_forward_hook(lambda _module, _inputs, output: routed.append(output[2].unique()))
+                 for each in routers]  # fmt: skip
+        batch = make_batch([Rollout([5], None, [6, 7, 8], [0.0, 0.0, 0.0])], torch.zeros(1))
+        policy.logprobs(batch, 0.7)[0].sum().backward()
+        for hook in hooks:
+            hook.remove()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    assert len(routed) == 4
+    assert all(2 <= len(chosen) <= 6 for chosen in routed)  # 3 tokens choose 2 each
+    for name_of, ours in gradients[0].items():
+        theirs = gradients[1][name_of]
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm() + 1e-6
+        if ".experts." in name_of:  # (experts, ...)
+            layer = int(name_of.split(".")[2])
+            assert torch.equal(ours.flatten(1).norm(dim=1).nonzero()[:, 0], routed[layer])
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU build keeps experts in another layout")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_consecutive_loads_pack_the_experts_once_each_bit_by_bit(tmp_path, dtype):
+    small_model("Qwen3Moe", False).save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), dtype, "cpu")
+    with started(str(tmp_path), policy) as engine:
+        from vllm._custom_ops import cpu_prepack_moe_weight as pack
+
+        layers = [each for each in engine._model.modules() if hasattr(each, "w13_weight")]
+        for seed in range(3):
+            move(policy, 0.02, seed)
+            engine.load(policy.weights(), policy.response_logprobs)
+            for layer, ours in zip(layers, policy.model.model.layers, strict=True):
+                kernel, experts = layer.quant_method, ours.mlp.experts
+                isa = getattr(kernel.moe_kernel, "fused_experts", None) or kernel.cpu_fused_moe  # vLLM 0.32, 0.26
+                packed = [pack(weight.data, isa.isa) for weight in (experts.gate_up_proj, experts.down_proj)]
+                assert torch.equal(layer.w13_weight, packed[0])
+                assert torch.equal(layer.w2_weight, packed[1])
+                assert not torch.equal(packed[0], experts.gate_up_proj)
+
+
+@pytest.mark.engine
+def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_stale_expert(tmp_path):
+    """With this seed one of the canary's 12 tokens differs by 0.5 nats in fp16, the mean by 0.12 (allowed: 0.05)."""
+    small_model("Qwen3Moe", False).save_pretrained(tmp_path)
+    for dtype, faulty, word in ((torch.float16, "experts.", "median"), (torch.float32, "0.mlp.experts.1.down", "mean")):
+        policy = Policy.load(str(tmp_path), dtype, "cpu")
+        with started(str(tmp_path), policy) as engine:
+            stale = {name: tensor.clone() for name, tensor in policy.weights().items()}
+            move(policy, 0.02, seed=26)
+            engine.load(policy.weights(), policy.response_logprobs)
+            move(policy, 0.02, seed=27)
+            weights = {name: (stale if faulty in name else policy.weights())[name] for name in stale}
+            with pytest.raises(WeightLoadError, match=f"the canary's {word} "):
+                engine.load(weights, policy.response_logprobs)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["Qwen3Moe", *RECURRENT])
+def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_path, name):
+    out, folder, alone = tmp_path / "run", tmp_path / "model", "" if name in MIXTURES else "--no-eval-with-trainer"
+    small_model(name, False).save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    train_here(command(good, f"--model {folder} --task {{root}}/task.py --out {out} --steps 10 --max-new-tokens 12"
+                       f" --group-size 4 --lr 1e-3 --num-minibatches 1 --eval-problems 2 {alone}"))  # fmt: skip
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
+    assert [row["updates"] for row in rows] == [1] * 10
+    assert max(row["mismatch_abs_mean"] for row in rows) <= 1e-5
+    assert max(row["mismatch_max"] for row in rows) <= 1e-4
+    trained, first = Policy.load(str(out / "policy"), torch.float32, "cpu").weights(), small_model(name, False)
+    assert all((trained[each] != tensor).any() for each, tensor in Policy(first).weights().items())  # expert by expert
+    assert json.loads((out / "config.json").read_text())["trainer"]["shared_prompts"] == (name in MIXTURES)
 
 
 REFUSED = {
@@ -180,11 +267,13 @@ REFUSED = {
                     "cannot start qwen3_5_text .*: No module named 'torchvision'"),
     "XGLM": (dict(d_model=64, ffn_dim=96, num_layers=2, attention_heads=2), ValueError,
              r"cannot start xglm .*: .*\['XGLMForCausalLM'\] are not supported for now"),
+    "GptOss": (MIXED | dict(head_dim=32, num_local_experts=4, num_experts_per_tok=2), WeightLoadError,
+               "vLLM refused the weights, .*: its weight load does not reach the experts of gpt_oss"),
     "Mamba2": (dict(n_groups=2), WeightLoadError, "after load 1 .*, or vLLM computes mamba2 differently: the canary"),
 }  # fmt: skip
 
 
-CPU_ONLY = ("Jamba", "Qwen3_5Text")  # a GPU build has the operator and comes with torchvision
+CPU_ONLY = ("Jamba", "Qwen3_5Text", "GptOss")  # a GPU build has the operator and torchvision; GPT-OSS is untried on it
 
 
 @pytest.mark.parametrize("name", [name for name in REFUSED if name not in CPU_ONLY or not torch.cuda.is_available()])
@@ -206,7 +295,8 @@ def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name, tied
         ours = policy.hidden(ids).double()
         with rounded_otherwise(policy):
             other = policy.hidden(ids).double()
-    apart = ((ours - other).norm() / ours.norm()).item()
+    # Rounding sends a few tokens of a 16-bit mixture to another expert; a lost window changes a third of the tokens.
+    apart = ((ours - other).norm(dim=-1) / ours.norm(dim=-1)).quantile(0.9).item()
     low, high = {torch.float32: (1e-8, 1e-5), torch.bfloat16: (1e-3, 3e-2)}[dtype]
     assert low < apart < high
 
@@ -217,6 +307,15 @@ def test_recurrent_layers_are_refused_in_16_bits_where_vllm_computes_something_e
     policy = Policy.load(str(tmp_path), torch.bfloat16, "cpu")
     refusal = pytest.raises(ValueError, match=r"cannot start falcon_h1 .*: its recurrent layers differ")
     with refusal, started(str(tmp_path), policy):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU splits prompts, as this cache needs")
+def test_a_prefix_cache_of_recurrent_layers_is_refused_on_a_cpu(tmp_path):
+    small_model("FalconH1", True).save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), torch.float32, "cpu")
+    refusal = pytest.raises(ValueError, match=r"falcon_h1 \(.* prefix_cache versioned\): .*Chunked prefill is required")
+    with refusal, started(str(tmp_path), policy, prefix_cache="versioned"):
         pass
 
 

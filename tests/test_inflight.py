@@ -2,13 +2,16 @@
 
 import json
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import command, move, qwen2, started, train_here
+from conftest import command, mismatch_of, move, qwen2, started, train_here
+from test_architectures import RECURRENT, small_model
+from transformers import DynamicCache
 
-from engine_adapter import Flight, ParityFlags, Sampling
+from engine_adapter import Flight, ParityFlags, Rollout, Sampling
 from probe.diagnose import diagnose, sample_trace
 from probe.traces import Trace
 from reference import ReferenceEngine
@@ -282,3 +285,67 @@ def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tm
     assert [(row["updates"], row["skipped_updates"]) for row in rows] == [(0, 2)] * 4
     assert all(row["groups_in_flight"] == 3 for row in rows)
     assert all(row["tokens_wasted"] == row["rollouts_restarted"] == row["staleness_max"] == 0 for row in rows)
+
+
+# ------------------------------------------------------------------------------------------------ recurrent states
+def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the response if `old` computed the caches (the recurrent state, and keys and values) up to
+    the update and `new` goes on from them one token at a time; and if each policy had computed everything itself.
+
+    Shapes: -> (N,), (N,).
+    """
+    ids, before = torch.tensor([rollout.prompt_ids + rollout.token_ids]), rollout.versions.count(rollout.versions[0])
+    first = len(rollout.prompt_ids) - 1
+    cut = first + (before if len(set(rollout.versions)) > 1 else 0)  # the token sampled last is not in the cache yet
+    cache, parts = DynamicCache(config=new.model.config), []
+    word = "cache_params" if new.model.config.model_type == "mamba2" else "past_key_values"
+    for policy, inputs in ((old, ids[:, :cut]), *((new, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
+        body = policy.model.base_model(input_ids=inputs, use_cache=True, **{word: cache})
+        parts.append(policy.logits(body.last_hidden_state[0]))
+    alone = [policy.logits(policy.hidden(ids[:, :-1])[0]) for policy in (old, new)]
+    kept, own = torch.cat(parts), torch.cat([alone[0][:cut], alone[1][cut:]])  # (L - 1, V)
+    scored = (torch.log_softmax(logits.double() / 0.7, dim=-1).gather(1, ids[0, 1:, None])[first:, 0]
+              for logits in (kept, own))  # fmt: skip
+    return tuple(scored)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], **NAMED)
+@torch.no_grad()
+def test_an_update_keeps_recomputes_or_aborts_a_recurrent_state_as_it_does_a_kv_cache(tmp_path, parity, name):
+    small_model(name, False).save_pretrained(tmp_path)
+    policy, sampling = Policy.load(str(tmp_path), torch.float32, "cpu"), Sampling(temperature=0.7, max_new_tokens=24)
+    with started(str(tmp_path), policy, parity) as engine:
+        rollouts = [rollout for size in (2, 24, 70)  # shorter than the convolution, and over several chunks
+                    for rollout in engine.submit(list(range(6, 6 + size)), 2, sampling, size)]
+        for _ in range(12):
+            engine.step()
+        old = deepcopy(policy)
+        update(policy, engine, scale=0.03)
+        while engine.num_unfinished:
+            engine.step()
+    for rollout in rollouts:
+        kept, own = over_a_kept_state(old, policy, rollout)
+        found, aborted = torch.tensor(rollout.logprobs).double(), parity.inflight_update == "abort"
+        assert len(set(rollout.versions)) == (1 if aborted else 2)
+        if aborted:
+            own = over_a_kept_state(policy, policy, rollout)[1]
+        same, other = (kept, own) if parity.inflight_update == "keep" else (own, kept)
+        assert (found - same).abs().max() <= 5e-5
+        assert aborted or (found - other)[12:].abs().mean() > 0.05
+
+
+@pytest.mark.engine
+def test_a_preempted_recurrent_request_gets_its_state_computed_again(tmp_path):
+    """The cache holds 15 blocks of 128 tokens; a request needs one for its state and, beyond 128 tokens, two more."""
+    small_model("FalconH1", False).save_pretrained(tmp_path)
+    policy, sampling = Policy.load(str(tmp_path), torch.float32, "cpu"), Sampling(temperature=0.7, max_new_tokens=40)
+    with started(str(tmp_path), policy, kv_cache_gib=0.001) as engine:
+        groups = [engine.submit(list(range(6, 90)) + [size] * 20, 1, sampling, size) for size in range(12)]
+        preemptions: dict[str, int] = {}
+        while engine.num_unfinished:
+            engine.step()
+            preemptions |= {name: each.num_preemptions for name, each in engine.core.scheduler.requests.items()}
+    assert sum(preemptions.values()) > 0
+    assert mismatch_of(policy, [rollout for group in groups for rollout in group], 0.7)["mismatch_max"] <= 5e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import prompt_ids
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, JambaConfig
+from transformers import AutoTokenizer
 
 from examples.toys import EOS, TOYS, digits, teach, toy_config, toy_tokenizer
 from tasks import Problem, describe_model, load_tokenizer
@@ -53,17 +53,6 @@ def test_a_folder_without_a_tokenizer_is_refused_where_transformers_makes_an_emp
     for describe in (load_tokenizer, describe_model):
         with pytest.raises(ValueError, match="a folder with a tokenizer"):
             describe(str(tmp_path))
-
-
-def test_a_model_with_one_expert_is_no_mixture_of_experts(tmp_path):
-    toy_tokenizer().save_pretrained(tmp_path)
-    save_file({}, tmp_path / "model.safetensors")
-    JambaConfig(num_experts=1).save_pretrained(tmp_path)
-    assert describe_model(str(tmp_path))[0].num_experts == 1
-    if not torch.cuda.is_available():
-        JambaConfig(num_experts=2).save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=r"must not be a mixture of experts without a GPU .* got jamba"):
-            describe_model(str(tmp_path))
 
 
 def test_chat_template_is_used_where_there_is_one():

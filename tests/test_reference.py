@@ -77,14 +77,15 @@ def test_seeds_decide_the_samples_whatever_runs_beside_them():
     assert [r.prompt_ids for r in first] == [p for p in PROMPTS for _ in range(3)]  # group-major
 
 
-def test_states_foreign_tensors_and_penalties_are_refused():
+def test_states_foreign_weights_and_penalties_are_refused():
     policy = Policy(qwen2(tied=False))
     engine = ReferenceEngine(policy)
     with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
         engine.generate(PROMPTS, 1, WARM, SEEDS)
-    copies = {name: tensor.clone() for name, tensor in policy.weights().items()}
-    with pytest.raises(WeightLoadError, match="its policy's own tensors"):
-        engine.load(copies, policy.response_logprobs)
+    earlier = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    move(policy)
+    with pytest.raises(WeightLoadError, match="its policy's own weights"):
+        engine.load(earlier, policy.response_logprobs)
     engine.load(policy.weights(), policy.response_logprobs)
     with pytest.raises(ValueError, match="without penalties"):
         engine.generate(PROMPTS, 1, Sampling(1.0, 4, presence_penalty=0.5), SEEDS)

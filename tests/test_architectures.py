@@ -187,7 +187,7 @@ def test_every_expert_that_was_routed_to_and_no_other_gets_its_gradient(name):
         hooks = [each.register_forward_hook(lambda _module, _inputs, output: routed.append(output[2].unique()))
                  for each in routers]  # fmt: skip
         batch = make_batch([Rollout([5], None, [6, 7, 8], [0.0, 0.0, 0.0])], torch.zeros(1))
-        policy.logprobs(batch, 0.7)[0].sum().backward()
+        policy.logprobs(batch, 0.7).sum().backward()
         for hook in hooks:
             hook.remove()
         gradients.append({n: p.grad for n, p in model.named_parameters()})

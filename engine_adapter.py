@@ -26,8 +26,7 @@ from torch import Tensor
 TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 # Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two agree to 1e-5, and
-# one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding alone gives a few 1e-2 (and for mixtures
-# of experts the median counts).
+# one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding alone gives a few 1e-2.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 # (sequences of equal length, prompt length) -> log-probabilities of the tokens after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
@@ -102,8 +101,7 @@ SETTINGS = [
 class Sampling:
     """All that shapes the sampled distribution; `sampling_params` sets everything else to its neutral value.
 
-    Training uses temperature and mask: `rl.masked_logits` reproduces them. The penalties are for the probe, whose
-    `probe.traces.process_logits` reproduces all of it.
+    Training uses temperature and mask, the probe also the penalties: `probe.traces.process_logits` reproduces all.
     """
 
     temperature: float  # 0 is greedy
@@ -115,8 +113,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # Return the ids that the mask kept for each token, at most so many (more are an error); 0: do not return them.
-    max_kept: int = 0
+    max_kept: int = 0  # Return the ids that the mask kept, at most so many a token (more are an error); 0: none.
 
     def __post_init__(self):
         for name, rule, holds in (

@@ -28,8 +28,6 @@ MAX_LOG_WEIGHT = 20.0
 class Batch:
     """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
 
-    `kept` has an array of token ids for each response token: those that the sampler's mask (top-k, top-p, min-p) kept.
-
     Shapes: per-token values (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included;
     prompt_lengths (B,). Lengths and `kept` are on the CPU.
     """
@@ -41,7 +39,7 @@ class Batch:
     advantages: Tensor
     lengths: Tensor
     prompt_lengths: Tensor
-    kept: numpy.ndarray | None = None  # (B, T) arrays, None without a mask
+    kept: numpy.ndarray | None = None  # (B, T) arrays of the ids that the sampler's mask kept; None without a mask
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
 

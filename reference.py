@@ -4,12 +4,10 @@ It is slow, and by construction it has no mismatch: there is one set of weights 
 beside vLLM's, and the plainest statement of what an engine must do for the loop.
 """
 
-import math
 from collections.abc import Mapping
 from itertools import islice, takewhile
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -71,10 +69,11 @@ class ReferenceEngine(Engine):
             hidden = self.policy.model.base_model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state[:, -1]  # (N, H)
-            tokens, logprobs, kept = _draw(self.policy.logits(hidden), sampling, generators)  # (N,), (N,), N sets
-            drawn = zip(rollouts, tokens.tolist(), logprobs.tolist(), kept, strict=True)
-            for rollout, token, logprob, ids in drawn:
-                rollout.append([token], [logprob], self.weight_version, ids)
+            tokens, logprobs = _draw(self.policy.logits(hidden), sampling, generators)  # (N,), (N, V)
+            chosen = logprobs.gather(1, tokens[:, None])[:, 0]  # (N,)
+            for rollout, token, logprob, row in zip(rollouts, tokens.tolist(), chosen.tolist(), logprobs, strict=True):
+                kept = [row.isfinite().nonzero()[:, 0].int().cpu().numpy()] if sampling.max_kept else []
+                rollout.append([token], [logprob], self.weight_version, kept)
                 if token in sampling.stop_token_ids:
                     rollout.finish_reason = "stop"
                 elif len(rollout.token_ids) == sampling.max_new_tokens:
@@ -115,11 +114,8 @@ class ReferenceEngine(Engine):
         """Nothing to free: the weights are the trainer's."""
 
 
-def _draw(
-    logits: Tensor, sampling: Sampling, generators: list[torch.Generator | None]
-) -> tuple[Tensor, Tensor, list[list[numpy.ndarray]]]:
-    """Tokens (N,) from the masked softmax(logits / temperature), or the likeliest at 0, and their log-probabilities
-    (N,); with `sampling.max_kept` also the ids that the mask kept for each.
+def _draw(logits: Tensor, sampling: Sampling, generators: list[torch.Generator | None]) -> tuple[Tensor, Tensor]:
+    """Tokens (N,) from the masked softmax(logits / temperature), or the likeliest at 0; all log-probabilities (N, V).
 
     A row with a generator of its own is repeatable, whatever is sampled beside it.
     """
@@ -131,7 +127,4 @@ def _draw(
             if generator:
                 noise[row].exponential_(generator=generator)
         race = logprobs - noise.clamp(min=torch.finfo(noise.dtype).tiny).log()
-    tokens = race.argmax(dim=-1)
-    kept = (logprobs > -math.inf).cpu() if sampling.max_kept else []
-    sets = [[row.nonzero()[:, 0].int().numpy()] for row in kept] or [[]] * len(tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], sets
+    return race.argmax(dim=-1), logprobs

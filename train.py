@@ -221,9 +221,7 @@ class FurtherOptions:
     max_staleness: Whole = 8  # Largest staleness of a token in updates; groups with an older token are dropped.
     # Allow `tis` although a parity flag is off: only to study how a correction hides a broken backend.
     tis_over_a_broken_backend: bool = False
-    # Largest set of tokens that the mask of --top-k, --top-p, --min-p may keep; a larger one is an error. If not given:
-    # 512, or with top_k 16 more than it, for tokens as likely as the last one.
-    max_kept: Count | None = None
+    max_kept: Count | None = None  # Largest set that the mask may keep; if not given, 512, or top_k + 16 (for ties).
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait, so memory does not grow.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's choice (CPU 128, GPU 16).
     # versioned: the samples of a group share the KV cache of their prompt, keyed by the weight version. A resumed run

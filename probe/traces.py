@@ -227,6 +227,7 @@ class Replay:
         """
         from transformers import DynamicCache
 
+        name = "cache_params" if self.policy.model.config.model_type == "mamba2" else "past_key_values"
         self.forwards += 2
         body, head = self.policy.model.base_model, self.policy.head.weight
         hidden = torch.zeros(*self.inputs.shape, head.shape[1], dtype=head.dtype, device=self.device)
@@ -235,8 +236,8 @@ class Replay:
                 ids, cache = self.inputs[rows], DynamicCache(config=self.policy.model.config)
                 if prefix:
                     with self.using(old):
-                        body(input_ids=ids[:, :prefix], past_key_values=cache, use_cache=True)
-                states = body(input_ids=ids[:, prefix:], past_key_values=cache, use_cache=True).last_hidden_state
+                        body(input_ids=ids[:, :prefix], **{name: cache}, use_cache=True)
+                states = body(input_ids=ids[:, prefix:], **{name: cache}, use_cache=True).last_hidden_state
                 hidden[rows, prefix:] = states
         return hidden[self.response]
 

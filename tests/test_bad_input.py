@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PYTHON, TASK, command, qwen2, refusal
+from conftest import PYTHON, TASK, close_live_engine, command, qwen2, refusal
 from safetensors.torch import load_file, save_file
 
 MANY_DIGITS = "9" * 6000
@@ -205,6 +205,7 @@ def test_what_the_engine_refuses(good, tmp_path, options, complaint, capsys):
         model = qwen2(tied=True, num_attention_heads=4, num_key_value_heads=2)
         model.save_pretrained(tmp_path / "model")
         options = options.format(head16=tmp_path / "model")
+    close_live_engine()
     said = refusal(command(good, f"--out {tmp_path}/run {options}"), capsys)
     reason = said.partition("error: vLLM ")[2].partition("): ")[2]  # after "cannot start qwen2 (its sizes): "
     assert complaint in reason

@@ -334,6 +334,10 @@ def test_an_update_keeps_recomputes_or_aborts_a_recurrent_state_as_it_does_a_kv_
         same, other = (kept, own) if parity.inflight_update == "keep" else (own, kept)
         assert (found - same).abs().max() <= 5e-5
         assert aborted or (found - other)[12:].abs().mean() > 0.05
+    trace = Trace("in flight", rollouts, sampling, {"dtype": "float32"})
+    word = {"keep": "KV kept", "recompute": "recomputed", "abort": "parity"}[parity.inflight_update]
+    sentence = diagnose(policy, trace, [old.copied_weights()], engine.weight_version).sentence
+    assert word in sentence, sentence
 
 
 @pytest.mark.engine

@@ -107,6 +107,16 @@ def test_the_reference_engine_samples_under_the_same_masks():
     assert not any(rollout.kept for rollout in sampled(engine, max_kept=0, top_k=3))
 
 
+def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution():
+    logits = torch.randn(3, 2000)
+    for row, masked in zip(logits.double(), masked_logits(logits, Sampling(1.0, 1, top_p=0.9)), strict=True):
+        order = row.argsort(descending=True)
+        count = int((row.softmax(0)[order].cumsum(0) < 0.9).sum()) + 1
+        assert count > 512
+        assert set(masked.isfinite().nonzero()[:, 0].tolist()) == set(order[:count].tolist())
+        assert torch.equal(masked[order[:count]], row[order[:count]].float())
+
+
 def test_rows_of_a_batch_take_their_kept_sets_along():
     a = Rollout([5, 6], 0, [7, 8], [0.0] * 2, kept=[torch.tensor([7, 1]).numpy(), torch.tensor([8]).numpy()])
     b = Rollout([9], 0, [4, 3, 2], [0.0] * 3, kept=[torch.tensor(ids).numpy() for ids in ([4], [1, 2, 3], [2, 9])])

@@ -68,13 +68,14 @@ class Record:
         seeds = [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
         if self.only is not None:
             prompts, seeds = [prompts[self.only]], [seeds[self.only]]
-        run = stress.StressRun(engine, policy, prompts, self.sampling, self.seed) if self.stress else None
-        if run and self.only is None:
-            trace = as_trace(engine, run.run(), self.sampling, stress=run.meta(), command=shlex.join(words))
-            print(", ".join(f"{number} {what}" for what, number in run.totals.items()))
-        elif run:
-            trace = as_trace(engine, run.run_alone(), self.sampling)
-            print(f"request {self.only} alone: {run.rows[0].events}")
+        if self.stress:
+            run = stress.StressRun(engine, policy, prompts, self.sampling, self.seed)
+            rollouts = run.run(alone=self.only is not None)
+            print(f"request {self.only} alone: {run.rows[0].events}" if self.only is not None
+                  else ", ".join(f"{number} {what}" for what, number in run.totals.items()))
+            # Request `only` alone is not under pressure.
+            more = {} if self.only is not None else {"stress": run.meta(), "command": shlex.join(words)}
+            trace = as_trace(engine, rollouts, self.sampling, **more)
         else:
             trace = sample_trace(engine, prompts, self.sampling, seeds)
         engine.close()

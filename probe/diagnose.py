@@ -15,7 +15,7 @@ from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import MASK_EDGE, Explanation, Probe
 from probe.search import Search
-from probe.stress import Events, compare, likely
+from probe.stress import BY_CHANCE, Events, compare
 from probe.traces import Replay, Trace, Weights, has_mask, save_trace
 from rl import Policy
 
@@ -100,10 +100,9 @@ class Verdict:
         if not self.events or not self.suspects:
             return []
         replay = f"python -m probe {self.command} --only {self.suspects[0]} --out request_{self.suspects[0]}.npz"
-        kinds = [each.line for each in compare(self.events, self.suspects) if each.chance < UNLIKELY]
+        more_often = [each.sentence for each in compare(self.events, self.suspects) if each.chance < UNLIKELY]
         return [*(f"request {row}: {self.events[row]}" for row in self.suspects[:SHOWN]),
-                *(kinds or ["no kind of pressure is more frequent among these requests"]),
-                f"replay one alone: {replay}"]
+                *(more_often or ["none of this is more frequent among these requests"]), f"replay one alone: {replay}"]
 
     @property
     def suspects(self) -> list[int]:
@@ -178,8 +177,11 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
     known = [updates for updates in probe.earlier if (probe.labels == probe.version - updates).double().mean() > 0.5]
     moved_on = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in known}
     named = [moved_on.get(cause, cause) for cause in named]
-    if met := likely(probe.trace.events, requests["wrong"]):
-        named = [replace(each, name=f"{each.name}, {met}") if each == causes.WRONG_REQUESTS else each for each in named]
+    if causes.WRONG_REQUESTS in named and probe.trace.events:
+        first, *_ = compare(probe.trace.events, requests["wrong"])
+        if first.all_of_them and first.chance < BY_CHANCE:
+            with_kind = replace(causes.WRONG_REQUESTS, name=f"{causes.WRONG_REQUESTS.name}, all with {first.kind}")
+            named = [with_kind if cause == causes.WRONG_REQUESTS else cause for cause in named]
     if _drawn_as_reported(probe, best):
         named = [causes.NOT_IN_FORCE if cause in causes.IN_PLACE_OF_PROCESSED else cause for cause in named]
     elif requests["implausible"]:

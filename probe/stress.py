@@ -1,9 +1,9 @@
 """The engine under pressure on purpose: `python -m probe record --stress`.
 
-The KV cache has room for a third of the running requests, so that vLLM preempts some of them. The token budget of a
-step is smaller than the prompts, so that prompts are computed in chunks. Requests are aborted and submitted again,
-their KV blocks pass on to others, and other weights are loaded and used in between. Every recorded token is sampled
-under the model's own weights, so a healthy engine gives a trace at parity.
+The KV cache has room for a third of the running requests, so that vLLM preempts some. The token budget of a step is
+smaller than the prompts, so that prompts are computed in chunks. Requests are aborted and submitted again, their KV
+blocks pass on to others, and other weights are loaded and used in between. Every recorded token is sampled under the
+model's own weights, so a healthy engine gives a trace at parity.
 """
 
 import math
@@ -19,92 +19,64 @@ import torch
 from engine_adapter import Engine, Rollout, Sampling, reseed
 from rl import Policy
 
-SLOTS = 12  # requests that may run at once
-ROOM = 4  # requests for which the KV cache has room at their full length
+SLOTS, ROOM = 12, 4  # requests that may run at once; those for which the KV cache has room at their full length
 LEAST_BUDGET = 24  # tokens of a step; the canary's four prompts must fit, since their requests have seeds
-LOADS = 2  # of other weights, in between
-DECOY_STEPS = 6  # engine steps under other weights
+LOADS, DECOY_STEPS = 2, 6  # loads of other weights in between; engine steps under them
 FORCED_EVERY = 50  # steps between forced preemptions, beside those in which the preempted requests are computed again
-BY_CHANCE = 1e-6  # probability below which a kind of pressure is named with the wrong requests
-RETRY = "try more --num-prompts, longer --prompt-tokens or a larger --sampling.max-new-tokens"
+BY_CHANCE = 1e-6  # probability below which a kind of pressure is named as the wrong requests' own
+# Kinds of pressure, by the fields of Events.
+KINDS = {"chunks": "several prompt chunks", "single": "first chunks of one token", "preempted": "preemptions",
+         "recycled": "recycled blocks", "restarted": "aborts", "loads": "loads of other weights before"}  # fmt: skip
 
 
 @dataclass
 class Events:
-    """What happened to one request of the trace, since it was last submitted; `restarted` counts all its aborts."""
+    """How much pressure one request of the trace has met since it was last submitted; `restarted` counts all aborts."""
 
     chunks: int = 0  # steps over which its prompt was computed; more than 1: the token budget was exhausted
+    single: int = 0  # times that the first of these steps computed one token, as a decode does (vllm#32118)
     preempted: int = 0
     recycled: int = 0  # KV blocks (a recurrent state is one) that an earlier request had held
     restarted: int = 0  # times that it was aborted and submitted again
-    loads: int = 0  # loads of other weights before it
+    loads: int = 0  # of other weights, before it
 
     def __post_init__(self):
         for name, value in asdict(self).items():
             if not (isinstance(value, int) and value >= 0):
                 raise ValueError(f"meta.stress.requests must have counts, got {value!r} for {name}")
 
+    @property
+    def met(self) -> dict[str, int]:
+        """The counts of the kinds of pressure that the request has met."""
+        return {KINDS[name]: count for name, count in asdict(self).items() if count > (name == "chunks")}
+
     def __str__(self) -> str:
-        shown = {
-            f"prompt in {self.chunks} chunks": self.chunks > 1, f"preempted {_times(self.preempted)}": self.preempted,
-            f"recycled blocks: {self.recycled}": self.recycled,
-            f"aborted and submitted again {_times(self.restarted)}": self.restarted,
-            f"loads of other weights before: {self.loads}": self.loads,
-        }  # fmt: skip
-        return ", ".join(text for text, happened in shown.items() if happened) or "no event"
+        return ", ".join(f"{kind}: {count}" for kind, count in self.met.items()) or "no pressure"
 
 
-# Kind of pressure -> has a request met it?
-KINDS: dict[str, Callable[[Events], bool]] = {
-    "with prompts in chunks": lambda events: events.chunks > 1,
-    "preempted": lambda events: events.preempted > 0,
-    "with recycled blocks": lambda events: events.recycled > 0,
-    "aborted and submitted again": lambda events: events.restarted > 0,
-    "after other weights": lambda events: events.loads > 0,
-}
-
-
-class Met(NamedTuple):
-    """A kind of pressure and the wrong requests: `hits` of the `met` requests that met it, `missed` of the others."""
+class Comparison(NamedTuple):
+    """A kind of pressure; P(at least so many of the wrong requests met it) by chance; whether all did; a sentence."""
 
     kind: str
-    hits: int
-    met: int
-    missed: int
-    others: int
-
-    @property
-    def chance(self) -> float:
-        """P(so many hits or more) if the wrong requests were a random choice: the hypergeometric distribution."""
-        wrong, total = self.hits + self.missed, self.met + self.others
-        ways = sum(math.comb(self.met, hits) * math.comb(self.others, wrong - hits)
-                   for hits in range(self.hits, min(self.met, wrong) + 1))  # fmt: skip
-        return ways / math.comb(total, wrong)
-
-    @property
-    def line(self) -> str:
-        return (f"wrong among those {self.kind}: {self.hits} of {self.met}, among the others {self.missed} of"
-                f" {self.others} (by chance: {self.chance:.0e})")
+    chance: float
+    all_of_them: bool
+    sentence: str
 
 
-def compare(events: list[Events], wrong: list[int]) -> list[Met]:
-    """How often requests that met a kind of pressure are wrong; first the kind that chance explains least."""
-    counts = []
-    for kind, is_met in KINDS.items():
-        rows = {row for row, each in enumerate(events) if is_met(each)}
-        hits = len(rows & set(wrong))
-        counts.append(Met(kind, hits, len(rows), len(wrong) - hits, len(events) - len(rows)))
-    return sorted(counts, key=lambda each: each.chance)
+def compare(events: list[Events], wrong: list[int]) -> list[Comparison]:
+    """Whether the wrong requests have met each kind of pressure more often; first what chance explains least.
 
-
-def likely(events: list[Events], wrong: list[int]) -> str:
-    """What all wrong requests have met, if chance does not explain it."""
-    first, *_ = compare(events, wrong) if events and wrong else [None]
-    return f"all of them {first.kind}" if first and first.chance < BY_CHANCE and not first.missed else ""
-
-
-def _times(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")
+    The chance is the tail of the hypergeometric distribution: the wrong requests as a random choice of all.
+    """
+    found = []
+    for kind in KINDS.values():
+        rows = {row for row, each in enumerate(events) if kind in each.met}
+        hits, others = len(rows & set(wrong)), len(events) - len(rows)
+        ways = sum(math.comb(len(rows), k) * math.comb(others, len(wrong) - k) for k in range(hits, len(wrong) + 1))
+        chance = ways / math.comb(len(events), len(wrong))
+        text = f"wrong among requests with {kind}: {hits} of {len(rows)}, among others {len(wrong) - hits} of {others}"
+        found.append(Comparison(kind, chance, hits == len(wrong), f"{text} (by chance: {chance:.0e})"))
+    return sorted(found, key=lambda each: each.chance)
 
 
 # ------------------------------------------------------------------------------------------------ the engine
@@ -132,16 +104,13 @@ def other_weights(policy: Policy, seed: int) -> Iterator[None]:
     """The policy with noise on all weights, a tenth of each tensor's RMS; then its own weights again, bit by bit."""
     own, generator = policy.copied_weights(), torch.Generator().manual_seed(seed)
     try:
-        with torch.no_grad():
-            for parameter in policy.model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                rms = parameter.float().pow(2).mean().sqrt().item()
-                parameter.add_(max(0.1 * rms, 0.01) * noise)  # biases are often zeros
+        for parameter in policy.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.data.add_(max(0.1 * parameter.data.float().pow(2).mean().sqrt().item(), 0.01) * noise)
         yield
     finally:
-        with torch.no_grad():
-            for name, parameter in policy.model.named_parameters():
-                parameter.copy_(own[name])
+        for name, parameter in policy.model.named_parameters():
+            parameter.data.copy_(own[name])
 
 
 # ------------------------------------------------------------------------------------------------ the run
@@ -154,6 +123,10 @@ class Watched:
     events: Events
     computed: int = 0  # tokens in its cache
     chunks: int = 0  # of the prompt, since it was last preempted
+
+    @property
+    def started(self) -> bool:
+        return self.computed > 0 or self.events.preempted > 0
 
 
 @dataclass
@@ -181,66 +154,59 @@ class StressRun:
         # running requests are preempted at once, now and then, by vLLM's own call.
         grows = num_blocks(self.engine, 1) < num_blocks(self.engine, longest)
         self.forced_every = math.inf if grows else FORCED_EVERY + math.ceil(ROOM * longest / budget)
-        reseed(self.seed, "stress")  # no seeds of single requests: the CPU cannot chunk the prompt of such a request
 
-    def run(self) -> list[Rollout]:
-        """The responses under pressure. Raises: ValueError that names each kind of pressure that did not happen."""
+    def run(self, alone: bool = False) -> list[Rollout]:
+        """The responses; `alone`: without pressure, for a replay. Raises: ValueError names the kinds that none has met.
+
+        The requests have no seeds, because the CPU cannot compute the prompt of a request with a seed in chunks.
+        """
+        reseed(self.seed, "stress")
         self.rows = [self._submit(prompt, Events()) for prompt in self.prompts]
         while self.engine.num_unfinished:
-            self._step()
-            finished = sum(each.rollout.finish_reason is not None for each in self.rows)
-            if self.totals["loads"] < LOADS and finished * (LOADS + 1) >= len(self.rows) * (self.totals["loads"] + 1):
-                self._load_in_between()
-            elif self.totals["aborted"] < len(self.rows) // 4 and self.chance.random() < 0.2:
-                started = [row for row in self._unfinished() if _started(self.rows[row])]
-                self._abort_and_submit(self.chance.sample(started, min(1, len(started))))
-            if self.totals["steps"] % self.forced_every == 0:
-                self.engine.llm.reset_prefix_cache(reset_running_requests=True)
-        missing = [kind for kind, met in KINDS.items() if not any(met(each.events) for each in self.rows)]
-        if missing:
-            raise ValueError(f"pressure must be of every kind, no request has met: {', '.join(missing)}; {RETRY}")
-        return self._rollouts()
-
-    def run_alone(self) -> list[Rollout]:
-        """The responses one after the other, without pressure of others: for a replay."""
-        for prompt in self.prompts:
-            self.rows.append(self._submit(prompt, Events()))
-            while self.engine.num_unfinished:
-                self._step()
-        return self._rollouts()
+            self._step(self.rows)
+            if not alone:
+                self._press()
+        missing = {*KINDS.values()} - {kind for each in self.rows for kind in each.events.met}
+        if missing and not alone:
+            raise ValueError(f"pressure must be of every kind, no request has met: {', '.join(sorted(missing))}; try"
+                             " more --num-prompts, longer --prompt-tokens or a larger --max-new-tokens")
+        for each in self.rows:  # each load has its own version; all loads of the policy's weights get the last one's
+            assert set(each.rollout.versions) <= self.own_versions, f"{each.rollout.versions=} {self.own_versions=}"
+            each.rollout.versions = [self.engine.weight_version] * len(each.rollout.token_ids)
+        return [each.rollout for each in self.rows]
 
     def meta(self) -> dict[str, Any]:
         """For the trace: counts over the run, and the events of each request."""
         return {"totals": self.totals, "requests": [asdict(each.events) for each in self.rows]}
 
-    def _rollouts(self) -> list[Rollout]:
-        """Every load has its own version. All loads of the policy's weights get the label of the last one."""
-        for each in self.rows:
-            assert set(each.rollout.versions) <= self.own_versions, f"{each.rollout.versions=} {self.own_versions=}"
-            each.rollout.versions = [self.engine.weight_version] * len(each.rollout.token_ids)
-        return [each.rollout for each in self.rows]
+    def _press(self) -> None:
+        """Between two steps: the next load of other weights, an abort, or a forced preemption, if it is time."""
+        unfinished = [row for row, each in enumerate(self.rows) if each.rollout.finish_reason is None]
+        finished, loads = len(self.rows) - len(unfinished), self.totals["loads"]
+        started = [row for row in unfinished if self.rows[row].started]
+        if loads < LOADS and finished * (LOADS + 1) >= len(self.rows) * (loads + 1):
+            self._load_in_between(unfinished)
+        elif started and self.totals["aborted"] < len(self.rows) // 4 and self.chance.random() < 0.2:
+            self._abort_and_submit([self.chance.choice(started)])
+        if self.totals["steps"] % self.forced_every == 0:
+            self.engine.llm.reset_prefix_cache(reset_running_requests=True)
 
-    # ---------------------------------------------------------------------------------------------- requests
     def _submit(self, prompt: list[int], events: Events) -> Watched:
         (rollout,) = self.engine.submit(prompt, 1, self.sampling)
         *_, request = self.engine.core.scheduler.requests.values()
         return Watched(request, rollout, events)
-
-    def _unfinished(self) -> list[int]:
-        return [row for row, each in enumerate(self.rows) if each.rollout.finish_reason is None]
 
     def _abort_and_submit(self, rows: list[int]) -> None:
         """Give up the requests of these rows and queue them again; only one that had started counts as aborted."""
         self.engine.abort([self.rows[row].rollout for row in rows])
         for row in rows:
             each = self.rows[row]
-            self.totals["aborted"] += _started(each)
-            events = Events(restarted=each.events.restarted + _started(each), loads=self.totals["loads"])
+            self.totals["aborted"] += each.started
+            events = Events(restarted=each.events.restarted + each.started, loads=self.totals["loads"])
             self.rows[row] = self._submit(self.prompts[row], events)
 
-    def _load_in_between(self) -> None:
+    def _load_in_between(self, rows: list[int]) -> None:
         """Abort all, let the same prompts run under other weights, abort these too, and load the policy's weights."""
-        rows = self._unfinished()
         self.engine.abort([self.rows[row].rollout for row in rows])
         with other_weights(self.policy, self.seed):
             self.engine.load(self.policy.weights(), self.policy.response_logprobs)
@@ -253,10 +219,10 @@ class StressRun:
         self.totals["loads"] += 1
         self._abort_and_submit(rows)
 
-    def _step(self, decoys: list[Watched] | None = None) -> None:
+    def _step(self, watched: list[Watched]) -> None:
         self.engine.step()
         self.totals["steps"] += 1
-        for each in self.rows if decoys is None else decoys:
+        for each in watched:
             self._watch(each)
 
     def _watch(self, each: Watched) -> None:
@@ -267,14 +233,11 @@ class StressRun:
             events.preempted, each.computed, each.chunks = request.num_preemptions, 0, 0
         if each.computed < min(request.num_computed_tokens, request.num_prompt_tokens):
             each.chunks += 1
+            events.single += each.computed == 0 and request.num_computed_tokens == 1
             events.chunks = max(events.chunks, each.chunks)
         each.computed = request.num_computed_tokens
         for block in chain(*self.engine.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
-            if self.owners.setdefault(block, request.request_id) != request.request_id:
-                events.recycled += 1
-                self.totals["recycled"] += 1
+            recycled = self.owners.get(block, request.request_id) != request.request_id
+            events.recycled += recycled
+            self.totals["recycled"] += recycled
             self.owners[block] = request.request_id
-
-
-def _started(each: Watched) -> bool:
-    return each.computed > 0 or each.events.preempted > 0

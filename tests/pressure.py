@@ -29,6 +29,7 @@ from test_architectures import small_model
 
 from engine_adapter import Engine, ParityFlags, Sampling
 from probe.diagnose import Verdict, as_trace, diagnose
+from probe.search import FEW
 from probe.stress import KINDS, StressRun, start_engine
 from probe.traces import Trace
 from rl import Policy
@@ -98,7 +99,7 @@ class Fault:
         self.caches = [cache for name in self.group.layer_names for cache in context[name].kv_cache]
 
     def __enter__(self):
-        self.core, (self.builder,) = self.engine.llm.engine_core, self.group.metadata_builders
+        self.core, self.builder = self.engine.llm.engine_core, self.builder_of()
         self.output, self.build = self.core.get_output, self.builder.build
         self.core.get_output, self.builder.build = self._step, self._build
         return self
@@ -106,12 +107,20 @@ class Fault:
     def __exit__(self, *_):
         self.core.get_output, self.builder.build = self.output, self.build
 
+    def builder_of(self):
+        """vLLM's builder of the metadata of the recurrent layers, or of the attention layers where there are none."""
+        (builder,) = self.group.metadata_builders
+        return builder
+
     # What a subclass overrides.
     def before_step(self) -> None:
         """Change the live objects between two steps."""
 
     def change(self, request: object, metadata: object, row: int, tokens: slice) -> bool:
-        """Change the metadata of a request that is prefilled from its first token on. Returns whether it did."""
+        """Change the metadata of a request that is computed from its first token on. Returns whether it did.
+
+        `row` is its place in the batch, where prefills come last.
+        """
         return False
 
     def plant(self, request) -> None:
@@ -150,11 +159,10 @@ class Fault:
         common = options.get("common_attn_metadata") or arguments[1]
         starts, names = common.query_start_loc_cpu.tolist(), self.runner.input_batch.req_ids
         computed = common.compute_num_computed_tokens().tolist()
-        first = common.num_reqs - (metadata.num_prefills if self.recurrent else common.num_reqs)
-        for row in range(first, common.num_reqs):
+        for row in range(common.num_reqs):
             request = self.requests.get(names[row])
             wanted = request is not None and computed[row] == 0 and not self.enough
-            if wanted and self.change(request, metadata, row - first, slice(starts[row], starts[row + 1])):
+            if wanted and self.change(request, metadata, row, slice(starts[row], starts[row + 1])):
                 self.plant(request)
         return metadata
 
@@ -167,7 +175,7 @@ class NotReset(Fault):
         if request.num_preemptions:
             return False
         if self.recurrent:
-            metadata.has_initial_states_p[row], metadata.prep_initial_states = True, True
+            metadata.has_initial_states_p[row - metadata.num_decodes] = metadata.prep_initial_states = True
         else:
             metadata.slot_mapping[tokens] = -1  # these tokens are not written
         return True
@@ -194,9 +202,10 @@ class KeptOverPreemption(Fault):
             return True
         if request.request_id not in self.states:
             return False
-        metadata.has_initial_states_p[row], metadata.prep_initial_states = True, True
+        prefill = row - metadata.num_decodes
+        metadata.has_initial_states_p[prefill] = metadata.prep_initial_states = True
         for cache, state in zip(self.caches, self.states[request.request_id], strict=True):
-            cache[metadata.state_indices_tensor_p[row]] = state
+            cache[metadata.state_indices_tensor_p[prefill]] = state
         return True
 
 
@@ -242,8 +251,31 @@ class OthersBlock(Fault):
         return request.num_computed_tokens > size and request.num_output_tokens > 0
 
 
-FAULTS = {"not reset": NotReset, "kept over a preemption": KeptOverPreemption, "chunk skipped": Skipped,
-          "another's block": OthersBlock}  # fmt: skip
+class OneTokenAsDecode(Fault):
+    """A first chunk of one token is classified as a decode, which reads the state as it is: vllm#32118, AI21's fault.
+
+    The option of vLLM's own split of a batch that repaired it is set back. Attention: no counterpart.
+    """
+
+    def __enter__(self):
+        self.globals = type(self.builder_of())._compute_common_metadata.__globals__
+        self.split = self.globals["split_decodes_and_prefills"]
+        self.globals["split_decodes_and_prefills"] = self._split
+        return super().__enter__()
+
+    def __exit__(self, *_):
+        self.globals["split_decodes_and_prefills"] = self.split
+        super().__exit__()
+
+    def _split(self, *arguments, treat_short_extends_as_decodes: bool, **options):
+        return self.split(*arguments, treat_short_extends_as_decodes=not self.enough, **options)
+
+    def change(self, request, metadata, row, tokens) -> bool:
+        return row < metadata.num_decodes
+
+
+FAULTS = {"not reset": NotReset, "one token as decode": OneTokenAsDecode, "kept over a preemption": KeptOverPreemption,
+          "chunk skipped": Skipped, "another's block": OthersBlock}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -258,28 +290,33 @@ def faulty(
 
 
 def main() -> int:
+    """Prints both tables. A run in which the fault could not reach any request must be parity."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--faults", nargs="*", default=list(FAULTS))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--fault-seeds", type=int, default=3)
-    parser.add_argument("--plants", type=float, default=PLANTS, help="requests with the fault; inf: all")
+    parser.add_argument("--plants", nargs="*", type=float, default=[PLANTS, math.inf], help="inf: all that can")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     bench, began, clean, planted = Bench(), time.perf_counter(), [], []
     for name in arguments.models:
         clean += [clean_row(bench, name, seed) for seed in range(arguments.seeds)]
-        for fault, seed in product(arguments.faults, range(100, 100 + arguments.fault_seeds)):
-            verdict, spoiled = faulty(bench, name, fault, seed, arguments.plants)
-            right = bool(spoiled) and verdict.layers == ["inference path"] and verdict.requests["wrong"] == spoiled
-            planted.append([name, fault, seed, verdict.blamed or verdict.status, len(spoiled),
+        seeds = range(100, 100 + arguments.fault_seeds)
+        for fault, plants, seed in product(arguments.faults, arguments.plants, seeds):
+            if name == "qwen2" and FAULTS[fault] is OneTokenAsDecode:
+                continue
+            verdict, spoiled = faulty(bench, name, fault, seed, plants)
+            named = verdict.layers == ["inference path"] or len(spoiled) > (1 - FEW) * REQUESTS or not spoiled
+            right = named and verdict.requests["wrong"] == spoiled
+            planted.append([name, fault, plants, seed, verdict.blamed or verdict.status, len(spoiled),
                             len(set(verdict.requests["wrong"]) & set(spoiled)), len(verdict.requests["wrong"]),
                             f"{verdict.start.noise.mean:.1e}", "yes" if right else "NO"])  # fmt: skip
             if arguments.verbose or not right:
                 print(name, fault, seed, verdict.sentence, *verdict.under_pressure, sep="\n    ", flush=True)
     bench.close()
-    print_table(["model", "seed", *COUNTED, *KINDS, "mismatch / floor", "verdict"], clean)
-    names = "model", "fault", "seed", "verdict", "spoiled", "of these found", "listed", "mean mismatch, nats", "right"
+    print_table(["model", "seed", *COUNTED, *KINDS.values(), "mismatch / floor", "verdict"], clean)
+    names = "model", "fault", "in", "seed", "verdict", "spoiled", "found", "listed", "nats", "right"
     print_table(names, planted)
     alarms, missed = sum(row[-1] != "parity" for row in clean), sum(row[-1] != "yes" for row in planted)
     print(f"{alarms} false alarms in {len(clean)} clean runs; {missed} of {len(planted)} faults not found with exactly"
@@ -290,7 +327,7 @@ def main() -> int:
 def clean_row(bench: Bench, name: str, seed: int) -> list:
     run = bench.run(name, seed)
     verdict = diagnose(bench.policy, trace_of(run))
-    met = [sum(kind(each.events) for each in run.rows) for kind in KINDS.values()]
+    met = [sum(kind in each.events.met for each in run.rows) for kind in KINDS.values()]
     ratio = verdict.start.noise.mean / verdict.start.floor.mean
     return [name, seed, *(run.totals[what] for what in COUNTED), *met, f"{ratio:.2f}", verdict.status]
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -96,7 +96,8 @@ class Fault:
         recurrent = [group for group in self.groups if "mamba" in type(group.kv_cache_spec).__name__.lower()]
         self.recurrent, self.group = bool(recurrent), (recurrent or self.groups)[0]
         context = self.engine.llm.vllm_config.compilation_config.static_forward_context
-        self.caches = [cache for name in self.group.layer_names for cache in context[name].kv_cache]
+        caches = [context[name].kv_cache for name in self.group.layer_names]
+        self.caches = list(chain(*caches)) if recurrent else caches  # a recurrent layer has two
 
     def __enter__(self):
         self.core, self.builder = self.engine.llm.engine_core, self.builder_of()
@@ -213,12 +214,23 @@ class Skipped(Fault):
     """Some tokens of a prompt that is computed in chunks count as computed and are not."""
 
     def before_step(self) -> None:
-        for request in self.requests.values():
-            left = request.num_prompt_tokens - request.num_computed_tokens
-            wanted = request.request_id not in self.pending and not self.enough
-            if wanted and request.num_computed_tokens > 0 and left > SKIPPED:
+        for name in sorted(self.requests.keys() - self.pending.keys()):
+            request = self.requests[name]
+            start, left = request.num_computed_tokens, request.num_prompt_tokens - request.num_computed_tokens
+            if start > 0 and left > SKIPPED and not self.enough and (self.recurrent or self._emptied(request)):
                 self.plant(request)
                 request.num_computed_tokens += SKIPPED
+
+    def _emptied(self, request) -> bool:
+        """Set the keys and values to 0, if they lie in one block: what the same request has left there before is right.
+        """
+        block, first = divmod(request.num_computed_tokens, self.group.kv_cache_spec.block_size)
+        if first == 0 or first + SKIPPED > self.group.kv_cache_spec.block_size:
+            return False
+        blocks = self.engine.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        for cache in self.caches:  # (blocks, heads, tokens, 2 * head size)
+            cache[blocks[self.group.kv_cache_group_id][block], :, first : first + SKIPPED] = 0
+        return True
 
 
 class OthersBlock(Fault):
@@ -302,9 +314,10 @@ def main() -> int:
     bench, began, clean, planted = Bench(), time.perf_counter(), [], []
     for name in arguments.models:
         clean += [clean_row(bench, name, seed) for seed in range(arguments.seeds)]
-        seeds = range(100, 100 + arguments.fault_seeds)
-        for fault, plants, seed in product(arguments.faults, arguments.plants, seeds):
-            if name == "qwen2" and FAULTS[fault] is OneTokenAsDecode:
+        # A seed is used once: what the same requests have left in the same blocks would be right.
+        cases = product(arguments.faults, arguments.plants, range(arguments.fault_seeds))
+        for seed, (fault, plants, _) in enumerate(cases, 100):
+            if not possible(name, fault, plants):
                 continue
             verdict, spoiled = faulty(bench, name, fault, seed, plants)
             named = verdict.layers == ["inference path"] or len(spoiled) > (1 - FEW) * REQUESTS or not spoiled
@@ -322,6 +335,13 @@ def main() -> int:
     print(f"{alarms} false alarms in {len(clean)} clean runs; {missed} of {len(planted)} faults not found with exactly"
           f" their requests; {time.perf_counter() - began:.0f} s")
     return int(alarms + missed > 0)
+
+
+def possible(name: str, fault: str, plants: float) -> bool:
+    """Attention has no state to misread; a block of another's in every request would reach all of them."""
+    if name == "qwen2" and fault == "one token as decode":
+        return False
+    return fault != "another's block" or plants <= REQUESTS
 
 
 def clean_row(bench: Bench, name: str, seed: int) -> list:

@@ -233,8 +233,7 @@ class Engine:
             model=model, dtype=_name(dtype), load_format="dummy", skip_tokenizer_init=True, seed=seed,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
             max_num_seqs=slots, max_num_batched_tokens=token_budget or max(8192, max_model_len), block_size=block_size,
-            # The CPU cannot split a seeded request: its generator has no offset.
-            enable_chunked_prefill=self.on_gpu or token_budget is not None,
+            enable_chunked_prefill=self.on_gpu or token_budget is not None,  # the CPU cannot split a seeded request
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30), num_gpu_blocks_override=kv_blocks,
             gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
             enforce_eager=not cuda_graphs, enable_sleep_mode=self.on_gpu, disable_log_stats=True,

@@ -37,7 +37,10 @@ def bench():
 
 # ------------------------------------------------------------------------------------------------ the live engine
 def test_the_same_arguments_give_the_same_run_and_a_mild_run_is_an_error_that_names_what_is_missing(bench):
-    first, again = (pressure.trace_of(bench.run("qwen2", 1, REQUESTS)) for _ in range(2))
+    first = pressure.trace_of(bench.run("qwen2", 1, REQUESTS))
+    run = bench.run("qwen2", 1, REQUESTS)
+    torch.rand(1)  # the state of torch's generator is not one of the arguments
+    again = pressure.trace_of(run)
     assert [r.token_ids for r in again.rollouts] == [r.token_ids for r in first.rollouts]
     assert again.events == first.events
     with pytest.raises(ValueError, match=r"no request has met: .*preemptions.*; try more --num-prompts"):
@@ -54,6 +57,7 @@ class TestUnderPressure:
         assert verdict.status == "parity", verdict.sentence
         assert verdict.under_pressure == []
         assert all(run.totals[what] > 0 for what in pressure.COUNTED), run.totals
+        assert {version for rollout in trace.rollouts for version in rollout.versions} == {run.engine.weight_version}
         for events, prompt in zip(trace.events, run.prompts, strict=True):
             assert events.chunks >= math.ceil(len(prompt) / LEAST_BUDGET)
             assert len(prompt) > 1 or events.chunks == 1
@@ -127,10 +131,10 @@ def test_malformed_events_of_a_trace_are_bad_input(tmp_path, requests, complaint
 
 
 def under_pressure(spoiled: list[int], events: dict[int, Events]) -> tuple[Trace, Policy]:
-    """A stored clean trace with other values in some rows, as if it had been recorded under pressure."""
+    """A stored clean trace with the tokens of some rows reversed, as if it had been recorded under pressure."""
     trace = stored()
     for row in spoiled:
-        trace.rollouts[row].logprobs = [value - 0.3 for value in trace.rollouts[row].logprobs]
+        trace.rollouts[row].token_ids.reverse()
     requests = [asdict(events.get(row, Events(chunks=1))) for row in range(len(trace.rollouts))]
     meta = trace.meta | {"stress": {"requests": requests}, "command": "record --stress --seed 3"}
     return replace(trace, meta=meta), Policy.load(str(DATA / "tiny-qwen2"), torch.float32, "cpu")
@@ -160,6 +164,9 @@ def test_more_than_a_few_wrong_requests_are_named_under_pressure_alone():
     assert verdict.requests["wrong"] == list(preempted)
     plain = {key: value for key, value in trace.meta.items() if key != "stress"}
     assert diagnose(policy, replace(trace, meta=plain)).status == "unexplained"
+    nearly_all = list(range(4, 64))
+    verdict = diagnose(policy, under_pressure(nearly_all, {})[0])
+    assert (verdict.status, verdict.requests["wrong"]) == ("unexplained", nearly_all)
 
 
 def test_the_chance_of_wrong_requests_is_that_of_enumeration():

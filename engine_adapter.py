@@ -215,7 +215,7 @@ class Engine:
         self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *, max_model_len: int,
         dtype: torch.dtype = torch.float32, max_num_seqs: int = 256, kv_cache_gib: float = 0.25,
         block_size: int | None = None, prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
-        seed: int = 0, allow_untested_vllm: bool = False,
+        kv_blocks: int | None = None, token_budget: int | None = None, seed: int = 0, allow_untested_vllm: bool = False,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first: Engine.live.close()")
@@ -241,9 +241,9 @@ class Engine:
         arguments = dict(
             model=model, dtype=_name(dtype), load_format="dummy", skip_tokenizer_init=True, seed=seed,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
-            max_num_seqs=slots, max_num_batched_tokens=max(8192, max_model_len), block_size=block_size,
-            enable_chunked_prefill=self.on_gpu,  # the CPU cannot split a seeded request: its generator has no offset
-            kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+            max_num_seqs=slots, max_num_batched_tokens=token_budget or max(8192, max_model_len), block_size=block_size,
+            enable_chunked_prefill=self.on_gpu or token_budget is not None,  # the CPU cannot split a seeded request
+            kv_cache_memory_bytes=int(kv_cache_gib * 2**30), num_gpu_blocks_override=kv_blocks,
             gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
             enforce_eager=not cuda_graphs, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
         )

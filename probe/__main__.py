@@ -1,17 +1,18 @@
 """Measure the mismatch between engine and trainer on the same tokens, and name the layer that causes it.
 
-`record` samples with the installed vLLM and writes a trace. `diagnose` computes the trainer's log-probabilities of a
-trace's tokens and names the layer, the cause and the setting that repairs it. If no hypothesis explains the mismatch,
-the verdict is "unexplained" and lists what was excluded.
+`record` samples with the installed vLLM and writes a trace; `--stress` puts the engine under pressure. `diagnose`
+computes the trainer's log-probabilities of a trace's tokens and names the layer, the cause and the setting that repairs
+it. If no hypothesis explains the mismatch, the verdict is "unexplained" and lists what was excluded.
 
 Exit status: 0 parity, 1 mismatch, 2 bad input, 3 the probe itself failed.
 """
 
 import json
+import shlex
 import sys
 import traceback
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -20,7 +21,8 @@ import tyro
 
 from engine_adapter import Engine, ParityFlags, Sampling
 from objectives import Count, Rule, check_rules
-from probe.diagnose import diagnose, plot_verdict, print_verdict, sample_trace
+from probe import stress
+from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
 from probe.traces import Weights, load_traces, save_trace
 from records import one_line, stage
 from rl import Policy
@@ -45,27 +47,49 @@ class Record:
     seed: Annotated[int, Rule("in [0, 2^32)", lambda value: 0 <= value < 2**32)] = 0
     parity: ParityFlags = field(default_factory=ParityFlags)  # The four backend fixes, each switchable alone.
     dtype: Dtype = "float32"  # Of the model in the engine.
+    # Put the engine under pressure: preemptions, prompts in chunks, aborted requests, other weights in between.
+    stress: bool = False
+    only: int | None = None  # Sample this request of the workload alone: the same prompt and engine settings.
 
     def __post_init__(self):
         check_rules(self)
+        if self.only is not None and not 0 <= self.only < self.num_prompts:
+            raise ValueError(f"only must be a request of the workload, in [0, {self.num_prompts}), got {self.only}")
 
-    def run(self) -> int:
+    def run(self, words: list[str]) -> int:
         check_writable(self.out)
         policy = load_policy(self.model, self.dtype, self.parity.fp32_head)
         contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-        low, high = self.prompt_tokens
-        engine = Engine(self.model, contract, self.parity, dtype=policy.model.dtype, seed=self.seed,
-                        max_model_len=high + self.sampling.max_new_tokens)
+        longest = self.prompt_tokens[1], self.prompt_tokens[1] + self.sampling.max_new_tokens
+        start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype, seed=self.seed)
+        engine = stress.start_engine(start, *longest) if self.stress else start(max_model_len=longest[1])
         engine.load(policy.weights(), policy.response_logprobs)
-        generator, vocabulary = torch.Generator().manual_seed(self.seed), policy.head.weight.shape[0]
-        lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
-        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+        prompts = self._prompts(policy.head.weight.shape[0])
         seeds = [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
-        trace = sample_trace(engine, prompts, self.sampling, seeds)
+        if self.only is not None:
+            prompts, seeds = [prompts[self.only]], [seeds[self.only]]
+        if self.stress:
+            run = stress.StressRun(engine, policy, prompts, self.sampling, self.seed)
+            rollouts = run.run(alone=self.only is not None)
+            print(f"request {self.only} alone: {run.rows[0].events}" if self.only is not None
+                  else ", ".join(f"{number} {what}" for what, number in run.totals.items()))
+            # Request `only` alone is not under pressure.
+            more = {} if self.only is not None else {"stress": run.meta(), "command": shlex.join(words)}
+            trace = as_trace(engine, rollouts, self.sampling, **more)
+        else:
+            trace = sample_trace(engine, prompts, self.sampling, seeds)
         engine.close()
         save_trace(self.out, trace)
         print(f"{self.out}: {sum(len(r.token_ids) for r in trace.rollouts)} tokens, vLLM {trace.meta['vllm']}")
         return 0
+
+    def _prompts(self, vocabulary: int) -> list[list[int]]:
+        """Random tokens. Under pressure every fourth prompt has one token."""
+        generator, (low, high) = torch.Generator().manual_seed(self.seed), self.prompt_tokens
+        lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
+        if self.stress:
+            lengths = [length if index % 4 else 1 for index, length in enumerate(lengths)]
+        return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 @dataclass(frozen=True)
@@ -85,7 +109,7 @@ class Diagnose:
     plot: str | None = None  # Write a plot of the last trace to this file.
     brief: bool = False  # Print one line per group, without the table.
 
-    def run(self) -> int:
+    def run(self, _words: list[str]) -> int:
         if not self.traces:
             raise ValueError("traces must be at least one file, got none")
         for path in filter(None, (self.json, self.plot)):
@@ -139,8 +163,9 @@ def check_writable(path: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     try:
         commands, prog = {"record": Record, "diagnose": Diagnose}, "python -m probe"
-        command = tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=__doc__, args=arguments)
-        status = command.run()
+        words = sys.argv[1:] if arguments is None else arguments
+        command = tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=__doc__, args=words)
+        status = command.run(words)
     except ValueError as error:
         print("error:", one_line(error).removeprefix("ValueError: "), file=sys.stderr)
         status = 2

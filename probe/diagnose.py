@@ -9,15 +9,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine, Sampling
+from engine_adapter import Engine, Rollout, Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import MASK_EDGE, Explanation, Probe
 from probe.search import Search
+from probe.stress import BY_CHANCE, Events, compare
 from probe.traces import Replay, Trace, Weights, save_trace
 from rl import Policy, has_mask
 
 FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
+UNLIKELY = 0.05  # probability by chance below which a kind of pressure is shown beside the wrong requests
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
 
 # ------------------------------------------------------------------------------------------------ verdict
@@ -33,6 +35,8 @@ class Verdict:
     knows_earlier: bool  # earlier weights were given
     replay: Replay = field(repr=False)
     logprobs: Tensor = field(repr=False)  # (N,) the trainer's
+    events: list[Events] = field(default_factory=list)  # of each request, if the trace is of an engine under pressure
+    command: str = "record --stress ..."  # that recorded the trace
 
     @property
     def best(self) -> Explanation:
@@ -90,6 +94,21 @@ class Verdict:
         return ". ".join(parts)
 
     @property
+    def under_pressure(self) -> list[str]:
+        """Of a trace under pressure: what the wrong requests have met, and how to replay one; a line each."""
+        if not self.events or not self.suspects:
+            return []
+        replay = f"python -m probe {self.command} --only {self.suspects[0]} --out request_{self.suspects[0]}.npz"
+        more_often = [each.sentence for each in compare(self.events, self.suspects) if each.chance < UNLIKELY]
+        return [*(f"request {row}: {self.events[row]}" for row in self.suspects[:SHOWN]),
+                *(more_often or ["none of this is more frequent among these requests"]), f"replay one alone: {replay}"]
+
+    @property
+    def suspects(self) -> list[int]:
+        """All rows with a finding that is a fault."""
+        return sorted({row for finding, rows in self.requests.items() if finding != "repetitive" for row in rows})
+
+    @property
     def table(self) -> list[Explanation]:
         """One row per hypothesis: the best, each single cause, and the five closest combinations."""
         rows: dict[tuple[Cause, ...], Explanation] = {self.best.causes: self.best}
@@ -111,7 +130,7 @@ class Verdict:
             "causes": [asdict(cause) for cause in self.causes], "mismatch": asdict(self.start.noise),
             "floor": asdict(self.start.floor), "best": row(self.best), "second": self.second and row(self.second),
             "requests": self.requests, "hypotheses": [row(each) for each in self.table],
-            "forwards": self.replay.forwards,
+            "forwards": self.replay.forwards, "under_pressure": self.under_pressure,
         }
 
 
@@ -136,11 +155,12 @@ def diagnose(
     start = replace(probe.explain(probe.current, probe.trainer), causes=(),
                     floor=probe.floor(probe.current, replace(probe.trainer, head="float32")))
     found = Search(probe).run()
-    requests = _requests(probe, found[0])
+    requests = _requests(probe, found[0], start)
     named = _causes(probe, found[0], start, requests) if found[0].fits else []
     if requests["not finite"]:
         named.append(causes.NOT_FINITE)
-    return Verdict(trace.name, named, requests, start, found, bool(probe.earlier), probe.replay, logprobs)
+    verdict = Verdict(trace.name, named, requests, start, found, bool(probe.earlier), probe.replay, logprobs)
+    return replace(verdict, events=trace.events, command=trace.meta.get("command", verdict.command))
 
 
 def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[str, list[int]]) -> list[Cause]:
@@ -156,6 +176,11 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
     known = [updates for updates in probe.earlier if (probe.labels == probe.version - updates).double().mean() > 0.5]
     moved_on = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in known}
     named = [moved_on.get(cause, cause) for cause in named]
+    if causes.WRONG_REQUESTS in named and probe.trace.events:
+        first, *_ = compare(probe.trace.events, requests["wrong"])
+        if first.all_of_them and first.chance < BY_CHANCE:
+            with_kind = replace(causes.WRONG_REQUESTS, name=f"{causes.WRONG_REQUESTS.name}, all with {first.kind}")
+            named = [with_kind if cause == causes.WRONG_REQUESTS else cause for cause in named]
     if _drawn_as_reported(probe, best):
         named = [causes.NOT_IN_FORCE if cause in causes.IN_PLACE_OF_PROCESSED else cause for cause in named]
     elif requests["implausible"]:
@@ -175,12 +200,14 @@ def _drawn_as_reported(probe: Probe, best: Explanation) -> bool:
     return (reported - declared)[~outside].sum().item() > -math.log(FALSE_ALARM)
 
 
-def _requests(probe: Probe, best: Explanation) -> dict[str, list[int]]:
+def _requests(probe: Probe, best: Explanation, start: Explanation) -> dict[str, list[int]]:
     """Rows of the trace by finding: wrong values, values that are not finite, implausible tokens, repetition."""
     wrong = (best.wrong if best.apart is None else best.apart).nonzero()[:, 0].tolist()
+    if not best.fits and probe.trace.events:
+        wrong = start.wrong.nonzero()[:, 0].tolist()
     broken = sorted(set(probe.replay.rows[probe.broken].tolist()))
     return {
-        "wrong": wrong if best.fits or len(wrong) <= 0.5 * len(best.wrong) else [],
+        "wrong": wrong if best.fits or probe.trace.events or len(wrong) <= 0.5 * len(best.wrong) else [],
         "not finite": broken,
         "implausible": [row for row in _implausible(probe, best) if row not in wrong + broken],
         "repetitive": [row for row, r in enumerate(probe.trace.rollouts) if _repeats(r.token_ids)],
@@ -210,6 +237,8 @@ def _implausible(probe: Probe, best: Explanation) -> list[int]:
             parts.append(torch.stack([noise, sharper, flatter]))
     ratios = torch.cat(parts, dim=1)  # (3, N)
     sums = replay.row_sums(ratios.masked_fill(~ratios.isfinite(), 0.0))  # (3, B); outside a mask: see Probe.explain
+    if best.apart is not None:  # these are wrong anyway, and their sum would blame all others
+        sums = sums.masked_fill(best.apart, 0.0)
     together = sums.sum(dim=1, keepdim=True)  # (3, 1)
     limit = math.log(3 * len(replay.lengths) / FALSE_ALARM)
     return (torch.maximum(sums, together) > limit).any(dim=0).nonzero()[:, 0].tolist()
@@ -234,7 +263,7 @@ def print_verdict(verdict: Verdict) -> None:
         mark = "*" if each is verdict.best and each.fits else " "
         figures = (each.noise.mean, each.noise.rms, each.noise.max, each.noise.k3, each.floor.mean)
         print(f"{mark}{short:<71} {' '.join(f'{figure:8.1e}' for figure in figures)} {each.share(verdict.start):8.0%}")
-    print(f"=> {verdict.sentence}", flush=True)
+    print(f"=> {verdict.sentence}", *verdict.under_pressure, sep="\n   ", flush=True)
 
 
 def plot_verdict(verdict: Verdict, path: str) -> None:
@@ -277,12 +306,16 @@ def alarms(metrics: dict[str, Any]) -> list[str]:
     return [name for name, limit in ALARMS.items() if not values[f"fresh_{name}"] <= limit]
 
 
-def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> Trace:
-    """One response per prompt from a live engine, with the engine's audit."""
-    rollouts = engine.generate(prompts, 1, sampling, seeds)
+def as_trace(engine: Engine, rollouts: list[Rollout], sampling: Sampling, **more: Any) -> Trace:
+    """What a live engine has sampled, with the engine's audit; `more` goes into the trace's meta."""
     meta = {"vllm": engine.version, "dtype": engine.settings["model_dtype"], "audit": engine.settings,
             "stop_token_ids": list(sampling.stop_token_ids)}
-    return Trace("sampled", rollouts, sampling, meta)
+    return Trace("sampled", rollouts, sampling, meta | more)
+
+
+def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> Trace:
+    """One response per prompt from a live engine."""
+    return as_trace(engine, engine.generate(prompts, 1, sampling, seeds), sampling)
 
 
 def probe_step(run: Any, live: Any, metrics: dict[str, Any], problems: list[Any], earlier: Weights) -> dict[str, str]:

@@ -17,7 +17,7 @@ from rl import has_mask
 
 MAX_CAUSES = 3  # of one explanation
 LEAST_SHARE = 0.7  # of the mismatch above the noise floor that an explanation must explain
-FEW = 0.2  # share of the sequences that can at most be "a few wrong requests"
+FEW = 0.2  # share of the sequences that can at most be "a few wrong requests"; under pressure so many must be right
 PROJECTIONS = 64  # random projections of the tokens, to find the old tensors
 MAX_ROUNDS = 5  # of the search for old tensors
 MAX_EARLIER = 6  # tokens by which an update may come earlier than the old weights' values seem to end
@@ -352,10 +352,10 @@ class Search:
     # ---------------------------------------------------------------------------------------------- a few requests
     def _few_wrong(self) -> list[Explanation]:
         """Explanations that hold for all but a few sequences, which are listed as wrong requests."""
-        found = []
+        found, most = [], 1 - FEW if self.probe.trace.events else FEW
         for explanation in self.found.values():
             wrong = explanation.wrong
-            if 0 < wrong.sum() <= FEW * len(wrong) and len(explanation.causes) < MAX_CAUSES:
+            if 0 < wrong.sum() <= most * len(wrong) and len(explanation.causes) < MAX_CAUSES:
                 residual = self.probe.residual(explanation.forward, explanation.readout)
                 rest = Noise.of(self.replay, residual.masked_fill(wrong[self.replay.rows], math.nan))
                 named = (*explanation.causes, causes.WRONG_REQUESTS)

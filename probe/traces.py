@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine_adapter import Rollout, Sampling
 from probe.noise import rounded_otherwise
+from probe.stress import Events
 from rl import Policy, make_batch, masked_logits
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
@@ -38,6 +39,11 @@ class Trace:
     rollouts: list[Rollout]
     sampling: Sampling
     meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def events(self) -> list[Events]:
+        """What each request has met, if the engine was under pressure."""
+        return [Events(**each) for each in self.meta.get("stress", {}).get("requests", [])]
 
 
 def save_trace(path: str, trace: Trace) -> None:
@@ -111,7 +117,10 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]], meta: dic
     settings |= {"stop_token_ids": tuple(settings["stop_token_ids"]), "top_k": max(0, settings.get("top_k", 0))}
     try:
         rollouts = [Rollout(*row) for row in zip(prompts, seeds, tokens, logprobs, versions, strict=True)]
-        return Trace(name, rollouts, Sampling(**settings), meta)
+        trace = Trace(name, rollouts, Sampling(**settings), meta)
+        if "stress" in meta and len(trace.events) != len(rollouts):
+            raise ValueError(f"meta.stress.requests must have {len(rollouts)} rows, got {len(trace.events)}")
+        return trace
     except (TypeError, ValueError) as error:
         raise ValueError(f"groups.{name}: {error}") from error
 

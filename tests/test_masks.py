@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS, SEEDS, command, qwen2, started, train_here
+from conftest import DEVICES, PROMPTS, SEEDS, command, qwen2, started, train_here
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from objectives import UpdateOptions, mismatch_metrics
@@ -24,7 +24,7 @@ def sampled(engine: Engine, max_kept: int = 96, **mask) -> list[Rollout]:
 
 def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str, float], dict[str, float]]:
     """The mismatch of some rollouts, and the means of what `measure` returns."""
-    batch = make_batch(rollouts, torch.zeros(len(rollouts)))
+    batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
     options = UpdateOptions(temperature=1.3, num_minibatches=1, micro_batch_tokens=100, **mask)
     values = frozen_logprobs(policy, batch, options)
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
@@ -35,7 +35,7 @@ def check_kept_sets(policy: Policy, rollouts: list[Rollout], **mask) -> None:
     """Each kept set is the support of the masked distribution, one token at a time, and has the sampled token."""
     sampling = Sampling(1.3, 12, **mask)
     for rollout in rollouts[::5]:
-        ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
+        ids = torch.tensor([rollout.prompt_ids + rollout.token_ids], device=policy.device)
         with torch.no_grad():
             logits = policy.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / 1.3
         support = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked_logits(logits, sampling)]
@@ -44,15 +44,16 @@ def check_kept_sets(policy: Policy, rollouts: list[Rollout], **mask) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_takes_its_softmax_over_them(
-        engine_folders, mask):
-    policy = Policy(qwen2(tied=False))
+        engine_folders, device, mask):
+    policy = Policy(qwen2(tied=False).to(device))
     with started(engine_folders[False], policy) as engine:
         rollouts = sampled(engine, **mask)
     check_kept_sets(policy, rollouts, **mask)
     assert 1.5 < sum(len(kept) for r in rollouts for kept in r.kept) / sum(len(r.kept) for r in rollouts) < 96
     found, means = measured(policy, rollouts, **mask)
-    assert found["mismatch_abs_mean"] <= 1e-5
+    assert found["mismatch_abs_mean"] <= (1e-5 if device == "cpu" else 1e-3)
     assert means["outside_frac"] == 0
     assert means["kept_mass"] < 0.99
 

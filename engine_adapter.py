@@ -34,7 +34,7 @@ TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 
 @dataclass(frozen=True)
 class ParityFlags:
-    """The four backend fixes, and the sampler's mask in the trainer. Off is the usual default, made explicit."""
+    """The five fixes, four in the engine and one in the trainer. Off is the usual default, made explicit."""
 
     # Semantics: log-probabilities of the distribution the sampler drew from (temperature applied); off: raw ones.
     processed_logprobs: bool = True
@@ -121,7 +121,6 @@ class Sampling:
              self.temperature == 0 or 0.01 <= self.temperature < math.inf),
             ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
             ("top_k", "a whole number, at least 0 (0 is off)", isinstance(self.top_k, int) and self.top_k >= 0),
-            ("max_kept", "0 (none is returned), or at least top_k", self.max_kept == 0 or self.max_kept >= self.top_k),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
             ("repetition_penalty", "positive and finite", 0 < self.repetition_penalty < math.inf),
@@ -145,7 +144,7 @@ class Rollout:
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
     sampling: Sampling | None = None  # None in a trace that was read from a file
-    kept: list[numpy.ndarray] = field(default_factory=list)  # the mask's kept ids; empty without `sampling.max_kept`
+    kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept; [] without `max_kept`
 
     def append(self, token_ids: list[int], logprobs: list[float], version: int, kept: list[numpy.ndarray]) -> None:
         """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
@@ -360,7 +359,7 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout, ids, logprobs = self._requests[output.request_id], *output.new_logprobs[:2]  # (n, 1 + K), twice
-            kept = _kept_ids(ids[:, 1:], logprobs[:, 1:], rollout.sampling) if rollout.sampling.max_kept else []
+            kept = kept_sets(ids[:, 1:], logprobs[:, 1:], rollout.sampling) if rollout.sampling.max_kept else []
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version, kept)
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
@@ -588,16 +587,16 @@ def reseed(*stream: int | str) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def _kept_ids(ids: numpy.ndarray, logprobs: numpy.ndarray, sampling: Sampling) -> list[numpy.ndarray]:
-    """The kept ids of each token: those of the K likeliest whose processed log-probability is not -inf.
+def kept_sets(ids: numpy.ndarray, logprobs: numpy.ndarray, sampling: Sampling) -> list[numpy.ndarray]:
+    """The ids that the sampler's mask kept for each token: those whose processed log-probability is not -inf.
 
-    Shapes: (n, K), (n, K), each row in descending order. Raises: ValueError if a set is larger than `max_kept`.
+    Shapes: (n, K), (n, K) -> n arrays. Raises: ValueError if a set is larger than `max_kept`.
     """
-    sizes = (logprobs > -math.inf).sum(axis=1).tolist()
-    if max(sizes) > sampling.max_kept:
+    kept = [row[finite] for row, finite in zip(ids, logprobs > -math.inf, strict=True)]  # copies
+    if max(map(len, kept)) > sampling.max_kept:
         raise ValueError(f"max_kept must be at least the size of each set of tokens that the sampler's mask keeps, got"
                          f" {sampling.max_kept}, one has more ({sampling}); raise --max-kept or give --top-k")
-    return [row[:size].copy() for row, size in zip(ids, sizes, strict=True)]
+    return kept
 
 
 def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> Any:
@@ -613,7 +612,7 @@ def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> An
         frequency_penalty=sampling.frequency_penalty,
         # Everything else that could change the distribution, at its neutral value.
         min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None,
-        # Of the sampled token and, with `max_kept`, of the likeliest: the entry beyond `max_kept` must be cut off.
+        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see if a set is larger.
         logprobs=min(sampling.max_kept + 1, vocab_size) if sampling.max_kept else 0, detokenize=False,
     )
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
-import numpy
 import torch
 from einops import rearrange, reduce
 from torch import Tensor
@@ -39,7 +38,7 @@ class Batch:
     advantages: Tensor
     lengths: Tensor
     prompt_lengths: Tensor
-    kept: numpy.ndarray | None = None  # (B, T) arrays of the ids that the sampler's mask kept; None without a mask
+    kept: Any = None  # (B, T) numpy arrays of the ids that the sampler's mask kept; None without a mask
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
 
@@ -69,10 +68,10 @@ class Batch:
 
     def without(self, rows: Tensor) -> "Batch":
         """The batch with some rows (B,) masked out. They have no loss but count in the B of `loss_weights`."""
-        kept = ~rows.to(self.mask.device)[:, None]
+        remaining = ~rows.to(self.mask.device)[:, None]
         named = {name: getattr(self, name) for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs")}
         # The log-probabilities are set to 0 too: new ones are 0 outside the mask, and exp(0 - old) can overflow.
-        return replace(self, **{name: value if value is None else value * kept for name, value in named.items()})
+        return replace(self, **{name: value if value is None else value * remaining for name, value in named.items()})
 
 
 # ------------------------------------------------------------------------------------------------ advantages
@@ -223,10 +222,8 @@ def tis_weights(
     if kind == "off":
         return TisWeights(torch.ones_like(mask), torch.zeros_like(mask, dtype=torch.bool))
     if kind == "sequence":
-        log_weight = mismatch.sum(dim=1, keepdim=True).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).expand_as(mask)
-    else:
-        log_weight = mismatch
-    weights = torch.exp(log_weight)
+        mismatch = mismatch.sum(dim=1, keepdim=True).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).expand_as(mask)
+    weights = torch.exp(mismatch)
     if kind == "masked":
         outside = (weights < floor) | (weights > cap)
         return TisWeights(weights.masked_fill(outside, 0.0), outside)
@@ -246,8 +243,8 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
     """How far the engine's log-probabilities are from the trainer's, on the same tokens and with the same weights.
 
     mismatch = old - behavior; `mismatch_kl` is its k3 = expm1(d) - d, the estimate of KL(behavior || old). Of the
-    untruncated weights exp(mismatch), `mismatch_ratio` is the mean and `ess` the effective sample size. Without
-    `sampling_mask` that mean is the probability that the sampler's mask keeps.
+    untruncated weights exp(mismatch), `mismatch_ratio` is the mean and `ess` the effective sample size. With
+    top-k, top-p or min-p and without `sampling_mask`, that mean is the mean probability of the tokens they keep.
 
     Shapes: (B, T), (B, T), (B, T) -> floats. Units: nats.
     Raises: FloatingPointError if a value on a response token is not finite.
@@ -304,7 +301,7 @@ class GrpoOptions:
     temperature: Positive = 0.7  # Of sampler and trainer; at 1, raw and processed log-probabilities are equal.
     # The sampler's mask; the trainer takes the softmax over the tokens that the mask kept (parity.sampling_mask).
     top_k: Whole = 0  # Keep the K likeliest tokens; 0 is off.
-    # Keep the likeliest tokens whose probabilities sum up to top_p; 1 is off.
+    # Keep the fewest likeliest tokens whose probabilities sum to at least top_p; 1 is off.
     top_p: TopP = 1.0
     # Keep tokens with at least min_p times the probability of the likeliest one; 0 is off.
     min_p: Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)] = 0.0

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from itertools import islice, takewhile
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
-from engine_adapter import COUNTERS, Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
+from engine_adapter import COUNTERS, Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError, kept_sets
 from rl import Policy, masked_logits
 
 
@@ -71,9 +72,11 @@ class ReferenceEngine(Engine):
             ).last_hidden_state[:, -1]  # (N, H)
             tokens, logprobs = _draw(self.policy.logits(hidden), sampling, generators)  # (N,), (N, V)
             chosen = logprobs.gather(1, tokens[:, None])[:, 0]  # (N,)
-            for rollout, token, logprob, row in zip(rollouts, tokens.tolist(), chosen.tolist(), logprobs, strict=True):
-                kept = [row.isfinite().nonzero()[:, 0].int().cpu().numpy()] if sampling.max_kept else []
-                rollout.append([token], [logprob], self.weight_version, kept)
+            all_ids = numpy.broadcast_to(numpy.arange(logprobs.shape[1], dtype=numpy.int32), logprobs.shape)  # (N, V)
+            kept = kept_sets(all_ids, logprobs.cpu().numpy(), sampling) if sampling.max_kept else []
+            drawn = zip(rollouts, tokens.tolist(), chosen.tolist(), strict=True)
+            for row, (rollout, token, logprob) in enumerate(drawn):
+                rollout.append([token], [logprob], self.weight_version, kept[row : row + 1])
                 if token in sampling.stop_token_ids:
                     rollout.finish_reason = "stop"
                 elif len(rollout.token_ids) == sampling.max_new_tokens:
@@ -119,12 +122,11 @@ def _draw(logits: Tensor, sampling: Sampling, generators: list[torch.Generator |
 
     A row with a generator of its own is repeatable, whatever is sampled beside it.
     """
-    race = logprobs = logits.log_softmax(dim=-1)  # (N, V)
-    if sampling.temperature:
-        logprobs = masked_logits(logits / sampling.temperature, sampling).log_softmax(dim=-1)
-        noise = torch.empty_like(logprobs).exponential_()  # argmax of p / noise draws from p, if noise is exponential
-        for row, generator in enumerate(generators):
-            if generator:
-                noise[row].exponential_(generator=generator)
-        race = logprobs - noise.clamp(min=torch.finfo(noise.dtype).tiny).log()
-    return race.argmax(dim=-1), logprobs
+    if not sampling.temperature:
+        return logits.argmax(dim=-1), logits.log_softmax(dim=-1)
+    logprobs = masked_logits(logits / sampling.temperature, sampling).log_softmax(dim=-1)  # (N, V)
+    noise = torch.empty_like(logprobs).exponential_()  # argmax of p / noise draws from p, if the noise is exponential
+    for row, generator in enumerate(generators):
+        if generator:
+            noise[row].exponential_(generator=generator)
+    return (logprobs - noise.clamp(min=torch.finfo(noise.dtype).tiny).log()).argmax(dim=-1), logprobs

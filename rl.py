@@ -27,7 +27,8 @@ def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device
     """
     for rollout in rollouts:
         assert len(rollout.logprobs) == len(rollout.token_ids), f"{len(rollout.logprobs)=} {len(rollout.token_ids)=}"
-        assert len(rollout.kept) in (0, len(rollout.token_ids)), f"{len(rollout.kept)=} {len(rollout.token_ids)=}"
+        masked = len(rollout.token_ids) if rollouts[0].kept else 0
+        assert len(rollout.kept) == masked, f"{len(rollout.kept)=} {masked=}: of all tokens, or of none"
     prompt_lengths = torch.tensor([len(r.prompt_ids) for r in rollouts])
     ends = prompt_lengths + torch.tensor([len(r.token_ids) for r in rollouts])
     columns = torch.arange(int(ends.max()))
@@ -39,7 +40,7 @@ def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device
     behavior_logprobs = torch.zeros(row.shape).masked_scatter(row & response, flat_logprobs)
     per_token = ids[:, :-1], ids[:, 1:], (row & response).float()[:, 1:], behavior_logprobs[:, 1:]  # (B, T)
     kept = None
-    if any(rollout.kept for rollout in rollouts):
+    if rollouts[0].kept:
         kept = numpy.full(per_token[2].shape, None)  # (B, T), of arrays
         kept[per_token[2].bool().numpy()] = numpy.fromiter((each for r in rollouts for each in r.kept), object)
     return Batch(*(each.to(device) for each in per_token), advantages.to(device), ends - 1, prompt_lengths, kept)
@@ -71,8 +72,8 @@ def masked_logits(logits: Tensor, sampling: Sampling | UpdateOptions) -> Tensor:
     return logits
 
 
-def keep(logits: Tensor, kept: numpy.ndarray | None, part: slice) -> Tensor:
-    """(n, V) logits of the targets in `part`, with -inf outside their kept sets, in place. `kept`: N arrays of ids."""
+def mask_outside(logits: Tensor, kept: numpy.ndarray | None, part: slice) -> Tensor:
+    """-inf outside the kept sets of the targets in `part`, in place: (n, V) -> (n, V). `kept`: N arrays of ids."""
     if kept is None or not len(logits):
         return logits
     rows = numpy.repeat(numpy.arange(len(logits)), [len(ids) for ids in kept[part]])
@@ -138,7 +139,7 @@ class TargetLogprobs(torch.autograd.Function):
         cast, scored = projection.cast(weight), []
         for part in projection.parts(len(hidden)):
             logits, _ = projection.logits(hidden[part], cast, bias)  # (n, V)
-            scored.append(_choose(keep(logits, kept, part), targets[part]))
+            scored.append(_target_logprobs(mask_outside(logits, kept, part), targets[part]))
         logprobs, norms = map(torch.cat, zip(*scored, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, norms)
         ctx.projection, ctx.kept = projection, kept
@@ -152,7 +153,7 @@ class TargetLogprobs(torch.autograd.Function):
         bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
         for part in projection.parts(len(hidden)):
             logits, slope = projection.logits(hidden[part], cast, bias)  # (n, V)
-            logits_grad = keep(logits, ctx.kept, part).sub_(norms[part, None]).exp_()
+            logits_grad = mask_outside(logits, ctx.kept, part).sub_(norms[part, None]).exp_()
             logits_grad.mul_(-gradient[part, None]).scatter_add_(1, targets[part, None], gradient[part, None])
             product_grad = logits_grad.mul_(slope).to(dtype)
             hidden_grads.append(product(product_grad, cast, dtype).to(hidden.dtype))
@@ -165,7 +166,7 @@ class TargetLogprobs(torch.autograd.Function):
         return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None, None
 
 
-def _choose(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _target_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(n, V), (n,) -> log softmax(logits)[target] (n,), and log sum exp(logits) (n,)."""
     norms = logits.logsumexp(dim=-1)
     return logits.gather(-1, targets[:, None])[:, 0] - norms, norms
@@ -242,7 +243,7 @@ class Policy:
 
     # -------------------------------------------------------------------------------------------- log-probabilities
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        """log softmax(logits / temperature)[target], 0 outside the mask: (B, T), nats.
+        """log softmax(logits / temperature)[target], 0 outside `batch.mask`: (B, T), nats.
 
         The softmax is over the kept set that the sampler returned with the token, if it has a mask (top-k, top-p,
         min-p) and `parity.sampling_mask` is on; otherwise over the whole vocabulary.
@@ -254,24 +255,25 @@ class Policy:
 
     @torch.no_grad()
     def measure(self, batch: Batch, options: UpdateOptions) -> dict[str, Tensor]:
-        """`logprobs` and, of the same distribution, `entropy`, -sum p log p: (B, T) by name, 0 outside the mask, nats.
+        """`logprobs` and, of the same distribution, `entropy`, -sum p log p: (B, T) by name, nats, 0 as in `logprobs`.
 
-        If the sampler has a mask, it is also computed here, from the trainer's own logits: `kept_mass` is the
-        probability that it keeps, of the softmax over the vocabulary. `outside_frac` is 1 where it cuts the target off,
-        because rounding (or staleness) has moved the target over the border.
+        With top-k, top-p or min-p the trainer also applies the sampler's mask to its own logits. `kept_mass`: the
+        probability of the tokens that this mask keeps, in the softmax over the vocabulary. `outside_frac`: 1 if this
+        mask cuts off the sampled token (by rounding or staleness), else 0.
         """
         response, measured = batch.mask > 0, []  # (B, T), N of them true
         head, (hidden, targets, kept) = self.projection(options.temperature), self._response(batch, response)
         weight, bias = head.cast(self.head.weight), getattr(self.head, "bias", None)
         for part in head.parts(len(hidden)):
             logits, _ = head.logits(hidden[part], weight, bias)  # (n, V)
-            own = {}
+            recomputed = {}
             if has_mask(options):
-                chosen, norms = _choose(masked_logits(logits, options), targets[part])
-                own = {"kept_mass": (norms - logits.logsumexp(dim=-1)).exp(), "outside_frac": chosen.isinf().float()}
-            logprobs, norms = _choose(keep(logits, kept, part), targets[part])
+                chosen, norms = _target_logprobs(masked_logits(logits, options), targets[part])
+                kept_mass = (norms - logits.logsumexp(dim=-1)).exp()  # (n,)
+                recomputed = {"kept_mass": kept_mass, "outside_frac": chosen.isinf().float()}
+            logprobs, norms = _target_logprobs(mask_outside(logits, kept, part), targets[part])
             entropy = torch.special.entr(logits.sub_(norms[:, None]).exp_()).sum(dim=-1)
-            measured.append({"logprobs": logprobs, "entropy": entropy} | own)
+            measured.append({"logprobs": logprobs, "entropy": entropy} | recomputed)
         flat = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}  # (N,) each
         return {name: torch.zeros_like(batch.mask).masked_scatter(response, flat[name]) for name in flat}
 
@@ -287,9 +289,9 @@ class Policy:
         Prompts are padded on the left: all P of them end in the same column.
         """
 
-        def body(ids: Tensor, kept: Tensor, positions: Tensor) -> Tensor:
-            """The last hidden states of `ids`, after what is in the cache; `kept` is false where there is padding."""
-            return self.model.base_model(input_ids=ids, attention_mask=kept, position_ids=positions,
+        def body(ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
+            """The last hidden states of `ids`, after what is in the cache; `real` is false where there is padding."""
+            return self.model.base_model(input_ids=ids, attention_mask=real, position_ids=positions,
                                          past_key_values=cache, use_cache=True).last_hidden_state
 
         cache, lengths, last = DynamicCache(config=self.model.config), batch.prompt_lengths, batch.inputs.shape[1] - 1
@@ -301,14 +303,14 @@ class Policy:
         prompts, rows = prompts.unique(dim=0, return_inverse=True)  # (P, S), (B,)
         if len(prompts) == len(rows):
             return self.hidden(batch.inputs)[response]  # nothing to share
-        kept = prompts >= 0  # (P, S)
-        hidden = body(prompts.clamp(min=0), kept, (kept.cumsum(dim=1) - 1).clamp(min=0))[:, -1:].index_select(0, rows)
+        real = prompts >= 0  # (P, S)
+        hidden = body(prompts.clamp(min=0), real, (real.cumsum(dim=1) - 1).clamp(min=0))[:, -1:].index_select(0, rows)
         if after.shape[1]:
             for layer in cache.layers:
                 layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
-            kept = torch.cat([kept[rows], kept.new_ones(after.shape)], dim=1)  # (B, S + R)
+            real = torch.cat([real[rows], real.new_ones(after.shape)], dim=1)  # (B, S + R)
             responses = batch.inputs.gather(1, after.clamp(max=last))
-            hidden = torch.cat([hidden, body(responses, kept, after)], dim=1)  # (B, R + 1, H)
+            hidden = torch.cat([hidden, body(responses, real, after)], dim=1)  # (B, R + 1, H)
         scored = torch.cat([starts - 1, after], dim=1)  # (B, R + 1), the columns of `hidden`
         return hidden[response.gather(1, scored.clamp(max=last)) & (scored <= last)]
 

@@ -147,8 +147,6 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
     """
     config, errors = run.config, 0
     problems = run.task.held_out[: config.eval_problems]
-    usual = replace(run.sampling, max_kept=0, temperature=config.eval_temperature or config.temperature,
-                    top_p=config.eval_top_p or config.top_p)
 
     def mean_reward(engine: Engine, mode: str, samples: int, sampling: Sampling) -> float:
         nonlocal errors
@@ -159,12 +157,12 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
         errors += sum(each["error"] is not None for each in scored)
         return mean(each["reward"] for each in scored)
 
-    greedy = mean_reward(live.engine, "greedy", 1, replace(usual, temperature=0.0))
-    alone = sampled = mean_reward(live.engine, "sampled", config.eval_samples, usual)
+    greedy = mean_reward(live.engine, "greedy", 1, replace(run.eval_sampling, temperature=0.0))
+    alone = sampled = mean_reward(live.engine, "sampled", config.eval_samples, run.eval_sampling)
     if config.eval_with_trainer and config.engine == "vllm":  # the reference engine is the trainer alone
         trainer = reference_engine(run, live.policy)
         trainer.load(live.policy.weights(), live.policy.response_logprobs)
-        alone = mean_reward(trainer, "trainer", config.eval_samples, usual)
+        alone = mean_reward(trainer, "trainer", config.eval_samples, run.eval_sampling)
     metrics = {"eval_reward": sampled, "eval_reward_greedy": greedy, "eval_reward_errors": errors}
     return metrics | ({"eval_reward_trainer": alone, "eval_gap": sampled - alone} if config.eval_with_trainer else {})
 
@@ -221,7 +219,7 @@ class FurtherOptions:
     max_staleness: Whole = 8  # Largest staleness of a token in updates; groups with an older token are dropped.
     # Allow `tis` although a parity flag is off: only to study how a correction hides a broken backend.
     tis_over_a_broken_backend: bool = False
-    max_kept: Count | None = None  # Largest set that the mask may keep; if not given, 512, or top_k + 16 (for ties).
+    max_kept: Count | None = None  # Largest set that the mask may keep; if not given, 512, or above top_k (for ties).
     max_num_seqs: Count = 512  # Sequences the engine decodes at once; the others wait, so memory does not grow.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's choice (CPU 128, GPU 16).
     # versioned: the samples of a group share the KV cache of their prompt, keyed by the weight version. A resumed run
@@ -263,12 +261,14 @@ class Config(FurtherOptions, EngineOptions, UpdateOptions, TaskOptions, RunOptio
             (self.engine == "vllm" or not set(self.parity.off()) - {"fp32_head", "sampling_mask"},
              f"engine must be vllm to leave out a fix of vLLM's (the reference has no such faults), got transformers"
              f" without {', '.join(set(self.parity.off()) - {'fp32_head', 'sampling_mask'})}"),
-            (has_mask(self) or (self.parity.sampling_mask and self.max_kept is None),
-             "sampling_mask must be on and max_kept not be given without a mask (they would do nothing); try --top-k,"
-             " --top-p or --min-p"),
-            (not has_mask(self) or self.parity.processed_logprobs or not self.parity.sampling_mask,
-             "sampling_mask must be off with a mask and raw log-probabilities (only the processed ones show what the"
-             " mask kept); try --parity.no-sampling-mask"),
+            (has_mask(self) or self.parity.sampling_mask,
+             "sampling_mask must be on without top_k, top_p and min_p (there is no mask to leave out); give one"),
+            (self.max_kept is None or self.kept_limit,
+             f"max_kept must be given with top_k, top_p or min_p and sampling_mask only (else no kept set is returned),"
+             f" got {self.max_kept}"),
+            (not self.kept_limit or self.parity.processed_logprobs,
+             "sampling_mask needs processed_logprobs if top_k, top_p or min_p is given (raw log-probabilities do not"
+             " show which tokens were kept); try --parity.no-sampling-mask"),
             (self.prefix_cache == "off" or (self.engine == "vllm" and self.parity.explicit_runtime),
              "prefix_cache must be off with the reference engine (it has none) and without explicit_runtime (which"
              f" switches V1's own cache on), got {self.prefix_cache}"),
@@ -291,11 +291,10 @@ class Config(FurtherOptions, EngineOptions, UpdateOptions, TaskOptions, RunOptio
 
 
     @property
-    def largest_kept_set(self) -> int:
+    def kept_limit(self) -> int:
         """`Sampling.max_kept` of the training; 0: the trainer takes the softmax over the whole vocabulary."""
-        usual = self.top_k + 16 if self.top_k else 512
+        usual = self.top_k + self.top_k // 4 + 16 if self.top_k else 512  # many logits of a 16-bit head are equal
         return (self.max_kept or usual) if has_mask(self) and self.parity.sampling_mask else 0
-
 
 Flat = tyro.conf.OmitArgPrefixes
 
@@ -331,6 +330,7 @@ class Run:
     task: Task
     tokenizer: Any
     sampling: Sampling
+    eval_sampling: Sampling
     max_model_len: int
     dropped_prompts: int
 
@@ -418,11 +418,13 @@ def prepare(config: Config) -> Run:
     if record and record["problems"]["sha256"] != task.fingerprint:
         raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids, config.top_k, config.top_p,
-                        config.min_p, max_kept=config.largest_kept_set)
+                        config.min_p, max_kept=config.kept_limit)
+    eval_sampling = replace(sampling, max_kept=0, temperature=config.eval_temperature or config.temperature,
+                            top_p=config.eval_top_p or config.top_p)
     max_model_len = config.max_new_tokens + max(len(problem.prompt_ids) for problem in task.train + task.held_out)
     path = str(toy_model(config.cache_dir, config.seed, config.task)) if config.model == "toy" else config.model
     dropped = len(prompts) - len(task.train) - len(task.held_out)
-    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped)
+    return Run(config, out, path, task, tokenizer, sampling, eval_sampling, max_model_len, dropped)
 
 
 def find_task(config: Config) -> Task:

@@ -1,6 +1,6 @@
 """Benchmarks of one machine: what a training step costs over the bare work, how time and memory grow with the number of
 rollouts, what groups in flight gain when a few responses are long, how much time it saves to compute each prompt once
-for its group, and what the head in chunks saves and what the sampler's masks cost.
+for its group, what the head in chunks saves, and what the sampler's masks cost.
 
 The bare work is the cheapest known way to do the same, directly on the step's own engine and model: vLLM samples for
 the same prompts, without seeds and log-probabilities; plain transformers computes a forward (old log-probabilities) and
@@ -251,7 +251,7 @@ def masks(options: Options) -> None:
 def masked_step(run: Run, live: Live, step: int, mask: dict[str, float]) -> list[float]:
     """Seconds of three phases and of the whole step, and the mean size of the kept sets."""
     config = replace(run.config, **mask)
-    run = replace(run, config=config, sampling=replace(run.sampling, **mask, max_kept=config.largest_kept_set))
+    run = replace(run, config=config, sampling=replace(run.sampling, **mask, max_kept=config.kept_limit))
     live.flight.sampling = run.sampling
     metrics, batch, _ = train_step(run, live, step)
     sizes = [] if batch.kept is None else [len(ids) for ids in batch.kept.flat if ids is not None]

@@ -123,8 +123,8 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
 
         def loss() -> torch.Tensor:
             hidden = policy.hidden(ids)[:, -config.max_new_tokens :].flatten(0, 1)  # (N, H)
-            targets, head = ids.new_zeros(len(hidden)), policy.projection(config.temperature)
-            return TargetLogprobs.apply(hidden, policy.head.weight, None, targets, None, head).sum()
+            head, bias = policy.projection(config.temperature), getattr(policy.head, "bias", None)
+            return TargetLogprobs.apply(hidden, policy.head.weight, bias, ids.new_zeros(len(hidden)), None, head).sum()
 
         forward = memory.added_by(torch.no_grad()(loss))
         backward = memory.added_by(lambda: optimizer.backward(loss()))

@@ -43,9 +43,9 @@ class Record:
     prompt_tokens: Annotated[
         tuple[int, int], Rule("two numbers, 1 <= shortest <= longest", lambda value: 1 <= value[0] <= value[1])
     ] = (4, 48)
-    # Seed of the prompts; request i is sampled with the seed 1000 (seed + 1) + i.
+    # Seed of the prompts; request i is sampled with the seed 1000 (seed + 1) + i (with --stress without a seed).
     seed: Annotated[int, Rule("in [0, 2^32)", lambda value: 0 <= value < 2**32)] = 0
-    parity: ParityFlags = field(default_factory=ParityFlags)  # The four backend fixes, each switchable alone.
+    parity: ParityFlags = field(default_factory=ParityFlags)  # The fixes; sampling_mask has no effect.
     dtype: Dtype = "float32"  # Of the model in the engine.
     # Put the engine under pressure: preemptions, prompts in chunks, aborted requests, other weights in between.
     stress: bool = False
@@ -102,7 +102,7 @@ class Diagnose:
     earlier: tuple[str, ...] = ()  # Folders with the trainer's weights 1, 2, ... updates back, newest first.
     version: int | None = None  # Weight version of `model`; if not given, the newest version in the trace.
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, the trace's dtype.
-    # Distribution that the trainer scores: with all sampling parameters, or with the temperature alone (train.py).
+    # Distribution that the trainer scores: with all sampling parameters, or with the temperature alone.
     trainer: Literal["processed", "temperature"] = "processed"
     trainer_head: Literal["float32", "model"] = "float32"  # Dtype of the trainer's final projection.
     json: str | None = None  # Write all verdicts with their figures to this file.

@@ -142,7 +142,8 @@ def diagnose(
     """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
 
     `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter name. `trainer` is
-    the distribution that the trainer scores (train.py: the temperature alone). The policy's weights do not change.
+    the distribution that the trainer scores: all sampling parameters, or the temperature alone (train.py without
+    sampling_mask). The policy's weights do not change.
 
     Raises: ValueError if a token is outside the vocabulary or the trainer's own values are not finite.
     """

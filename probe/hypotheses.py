@@ -171,7 +171,7 @@ class Probe:
 
     `version` is the weight version of the trainer (if not given: the newest in the trace). `trainer` is the
     distribution that the trainer scores: processed with all sampling parameters, or with the temperature alone as in
-    train.py.
+    train.py without sampling_mask.
     """
 
     def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights], version: int | None = None,

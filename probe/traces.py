@@ -121,7 +121,7 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]], meta: dic
         if "stress" in meta and len(trace.events) != len(rollouts):
             raise ValueError(f"meta.stress.requests must have {len(rollouts)} rows, got {len(trace.events)}")
         return trace
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"groups.{name}: {error}") from error
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DEVICES, PROMPTS, SEEDS, command, qwen2, started, train_here
+from conftest import DEVICES, PROMPTS, SEEDS, command, move, qwen2, started, train_here
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from objectives import UpdateOptions, mismatch_metrics
 from reference import ReferenceEngine
-from rl import Optimizer, Policy, frozen_logprobs, keep, make_batch, masked_logits, update
+from rl import Optimizer, Policy, frozen_logprobs, make_batch, mask_outside, masked_logits, update
 from train import Config, build, evaluate, prepare
 
 MASKS = [dict(top_p=0.9), dict(top_k=5), dict(top_k=5, top_p=0.9), dict(min_p=0.05),
@@ -91,6 +91,20 @@ def test_requests_with_other_masks_or_none_run_beside_each_other(engine_folders)
     assert not any(rollout.kept for rollout in groups[2])
 
 
+def test_a_rollout_that_is_aborted_and_submitted_again_forgets_its_kept_sets(engine_folders):
+    policy = Policy(qwen2(tied=False))
+    with started(engine_folders[False], policy, ParityFlags(inflight_keep=False)) as engine:
+        rollouts = engine.submit(PROMPTS[0], 4, Sampling(1.3, 12, top_k=5, max_kept=9))
+        for _ in range(5):
+            engine.step()
+        assert all(len(rollout.kept) == 5 for rollout in rollouts)
+        move(policy)
+        engine.load(policy.weights(), policy.response_logprobs)
+        while engine.num_unfinished:
+            engine.step()
+    check_kept_sets(policy, rollouts, top_k=5)
+
+
 def test_the_reference_engine_samples_under_the_same_masks():
     policy = Policy(qwen2(tied=False))
     engine = ReferenceEngine(policy)
@@ -126,9 +140,9 @@ def test_rows_of_a_batch_take_their_kept_sets_along():
     last = batch.without(torch.tensor([False, True, False])).rows(torch.tensor([1, 2]))
     for micro, sets in ((batch, [[7, 1], [8], [4], [1, 2, 3], [2, 9], [7, 1], [8]]), (last, [[7, 1], [8]])):
         kept = micro.kept[(micro.mask > 0).numpy()]
-        masked = torch.cat([keep(torch.zeros(1, 10), kept, slice(i, i + 1)) for i in range(len(sets))])
+        masked = torch.cat([mask_outside(torch.zeros(1, 10), kept, slice(i, i + 1)) for i in range(len(sets))])
         assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked] == list(map(set, sets))
-        assert torch.equal(masked, keep(torch.zeros(len(sets), 10), kept, slice(None)))
+        assert torch.equal(masked, mask_outside(torch.zeros(len(sets), 10), kept, slice(None)))
     with pytest.raises(AssertionError, match="kept"):
         make_batch([replace(a, kept=a.kept[:1])], torch.zeros(1))
 
@@ -194,7 +208,7 @@ def test_an_evaluation_can_have_another_temperature_and_top_p_than_the_training(
     config = Config(model=str(good / "model"), task=str(good / "task.jsonl"), out=str(tmp_path), num_prompts=4,
                     top_k=7, top_p=0.5)  # fmt: skip
     run = prepare(config)
-    assert (run.sampling.top_k, run.sampling.top_p, run.sampling.max_kept) == (7, 0.5, 23)
+    assert (run.sampling.top_k, run.sampling.top_p, run.sampling.max_kept) == (7, 0.5, 24)
     assert prepare(replace(config, max_kept=9)).sampling == replace(run.sampling, max_kept=9)
     same = []
     for changes in ({}, {"eval_temperature": 0.01}, {"eval_top_p": 0.001}, {"eval_temperature": 2, "eval_top_p": 1}):

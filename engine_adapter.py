@@ -277,7 +277,8 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         for name in ModelRegistry.models.keys() & set(self._config.architectures or ()):
-            ModelRegistry.models[name].load_model_cls()  # raises the ImportError that vLLM would not show
+            # Raises the ImportError that vLLM would not show. vLLM then starts no process to look at the class (13 s).
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         config = EngineArgs(**arguments).create_engine_config()
         if config.model_config.has_inner_state and not self.on_gpu and self.dtype != torch.float32:
             raise ValueError("its recurrent layers differ by 0.04 to 7 nats in 16 bits on a CPU; try float32")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
+SAMPLED, LIKELY = 0, slice(1, None)  # columns of vLLM's log-probabilities: the sampled token, the K likeliest
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 # Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two agree to 1e-5, and
 # one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding alone gives a few 1e-2.
@@ -360,8 +361,8 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout, ids, logprobs = self._requests[output.request_id], *output.new_logprobs[:2]  # (n, 1 + K), twice
-            kept = kept_sets(ids[:, 1:], logprobs[:, 1:], rollout.sampling) if rollout.sampling.max_kept else []
-            rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version, kept)
+            kept = kept_sets(ids[:, LIKELY], logprobs[:, LIKELY], rollout.sampling) if rollout.sampling.max_kept else []
+            rollout.append(output.new_token_ids, logprobs[:, SAMPLED].tolist(), self.weight_version, kept)
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]

@@ -71,11 +71,10 @@ class ReferenceEngine(Engine):
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state[:, -1]  # (N, H)
             tokens, logprobs = _draw(self.policy.logits(hidden), sampling, generators)  # (N,), (N, V)
-            chosen = logprobs.gather(1, tokens[:, None])[:, 0]  # (N,)
+            chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
             all_ids = numpy.broadcast_to(numpy.arange(logprobs.shape[1], dtype=numpy.int32), logprobs.shape)  # (N, V)
             kept = kept_sets(all_ids, logprobs.cpu().numpy(), sampling) if sampling.max_kept else []
-            drawn = zip(rollouts, tokens.tolist(), chosen.tolist(), strict=True)
-            for row, (rollout, token, logprob) in enumerate(drawn):
+            for row, (rollout, token, logprob) in enumerate(zip(rollouts, tokens.tolist(), chosen, strict=True)):
                 rollout.append([token], [logprob], self.weight_version, kept[row : row + 1])
                 if token in sampling.stop_token_ids:
                     rollout.finish_reason = "stop"

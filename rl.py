@@ -195,8 +195,8 @@ class Policy:
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for compilation, and so the
         # trainer's body too. This attribute switches the patch off for one object.
         model.base_model.do_not_compile = True
-        self.head = model.get_output_embeddings()
-        config = model.config.get_text_config()
+        self.head, config = model.get_output_embeddings(), model.config.get_text_config()
+        self.head_bias = getattr(self.head, "bias", None)  # (V,)
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2: cap * tanh(logits / cap)
         # Cohere multiplies by logit_scale, Falcon-H1 by lm_head_multiplier; Granite divides by logits_scaling.
         self.scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
@@ -250,22 +250,24 @@ class Policy:
         """
         response = batch.mask > 0  # (B, T), N of them true
         head, (hidden, targets, kept) = self.projection(temperature), self._response(batch, response)
-        logprobs = TargetLogprobs.apply(hidden, self.head.weight, getattr(self.head, "bias", None), targets, kept, head)
+        logprobs = TargetLogprobs.apply(hidden, self.head.weight, self.head_bias, targets, kept, head)
         return torch.zeros_like(batch.mask).masked_scatter(response, logprobs)
 
     @torch.no_grad()
-    def measure(self, batch: Batch, options: UpdateOptions) -> dict[str, Tensor]:
+    def measure(self, batch: Batch, options: UpdateOptions, metrics: bool = True) -> dict[str, Tensor]:
         """`logprobs` and, of the same distribution, `entropy`, -sum p log p: (B, T) by name, nats, 0 as in `logprobs`.
 
         With top-k, top-p or min-p the trainer also applies the sampler's mask to its own logits. `kept_mass`: the
         probability of the tokens that this mask keeps, in the softmax over the vocabulary. `outside_frac`: 1 if this
-        mask cuts off the sampled token (by rounding or staleness), else 0.
+        mask cuts off the sampled token (by rounding or staleness), else 0. Without `metrics` only `logprobs`.
         """
+        if not metrics:
+            return {"logprobs": self.logprobs(batch, options.temperature)}
         response, measured = batch.mask > 0, []  # (B, T), N of them true
         head, (hidden, targets, kept) = self.projection(options.temperature), self._response(batch, response)
-        weight, bias = head.cast(self.head.weight), getattr(self.head, "bias", None)
+        weight = head.cast(self.head.weight)
         for part in head.parts(len(hidden)):
-            logits, _ = head.logits(hidden[part], weight, bias)  # (n, V)
+            logits, _ = head.logits(hidden[part], weight, self.head_bias)  # (n, V)
             recomputed = {}
             if has_mask(options):
                 chosen, norms = _target_logprobs(masked_logits(logits, options), targets[part])
@@ -323,15 +325,14 @@ class Policy:
             layer.training = False
         return hidden
 
-    def projection(self, temperature: float) -> Projection:
+    def projection(self, temperature: float, head_dtype: torch.dtype | None = None) -> Projection:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         # The only line of the trainer that applies the temperature.
-        return Projection(self._head_dtype, rows, self.scale / temperature, self.softcap)
+        return Projection(head_dtype or self._head_dtype, rows, self.scale / temperature, self.softcap)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head is computed in `head_dtype`, if given."""
-        dtype, bias = head_dtype or self._head_dtype, getattr(self.head, "bias", None)
-        return Projection(dtype, len(hidden), self.scale, self.softcap).logits(hidden, self.head.weight, bias)[0]
+        return self.projection(1.0, head_dtype).logits(hidden, self.head.weight, self.head_bias)[0]
 
     @property
     def _head_dtype(self) -> torch.dtype:
@@ -488,12 +489,11 @@ def _accumulate(master: Tensor, parameter: Tensor) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ update
-def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions) -> dict[str, Tensor]:
+def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions, metrics: bool = True) -> dict[str, Tensor]:
     """`policy.measure` of the whole batch, in the micro-batches of `update`: tensors (B, T) by name."""
     measured: dict[str, Tensor] = {}
     for rows in chain(*batch.cut(options.num_minibatches, options.micro_batch_tokens)):
-        micro = batch.rows(rows)
-        for name, values in policy.measure(micro, options).items():
+        for name, values in policy.measure(batch.rows(rows), options, metrics).items():
             measured.setdefault(name, torch.zeros_like(batch.mask))[rows, : values.shape[1]] = values
     return measured
 

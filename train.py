@@ -86,8 +86,8 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     with clock("old_logprobs"):
         measured = frozen_logprobs(policy, batch, config)  # (B, T) by name, before any update
         batch = replace(batch, old_logprobs=measured.pop("logprobs"))
-        if live.reference is not None:
-            batch = replace(batch, ref_logprobs=frozen_logprobs(live.reference, batch, config)["logprobs"])
+        if reference := live.reference:
+            batch = replace(batch, ref_logprobs=frozen_logprobs(reference, batch, config, metrics=False)["logprobs"])
     sampled |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
     sampled |= measure_mismatch(batch, rollouts, engine.weight_version)
     if config.self_noise_every and (step - 1) % config.self_noise_every == 0:
@@ -289,12 +289,12 @@ class Config(FurtherOptions, EngineOptions, UpdateOptions, TaskOptions, RunOptio
         """Linear warm-up times linear decay to zero after the last step; steps count from 1."""
         return self.lr * min(1.0, step / (self.lr_warmup_steps + 1)) * (1 - (step - 1) / self.steps)
 
-
     @property
     def kept_limit(self) -> int:
         """`Sampling.max_kept` of the training; 0: the trainer takes the softmax over the whole vocabulary."""
         usual = self.top_k + self.top_k // 4 + 16 if self.top_k else 512  # many logits of a 16-bit head are equal
         return (self.max_kept or usual) if has_mask(self) and self.parity.sampling_mask else 0
+
 
 Flat = tyro.conf.OmitArgPrefixes
 

@@ -60,7 +60,7 @@ def self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> Tensor:
     """`old_logprobs` minus their recomputation with `rounded_otherwise` and smaller micro-batches: (B, T)."""
     smaller = replace(options, micro_batch_tokens=-(-options.micro_batch_tokens // 3))
     with rounded_otherwise(policy):
-        other = frozen_logprobs(policy, batch, smaller)["logprobs"]
+        other = frozen_logprobs(policy, batch, smaller, metrics=False)["logprobs"]
     unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to the same value
     check_other_path(policy, batch.old_logprobs[unsure], other[unsure])
     return batch.old_logprobs - other

@@ -6,6 +6,7 @@ an engine, in this process or in a child process, has the marker `engine`; `make
 
 import gc
 import json
+import math
 import os
 import re
 import shutil
@@ -134,6 +135,32 @@ def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.add_(scale * torch.randn_like(parameter))
+
+
+def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling: Sampling) -> list[float]:
+    """Probabilities of one token, entry by entry, in plain Python."""
+    row = list(row)
+    for token, count in enumerate(counts):
+        if token in prompt or count:
+            rate = sampling.repetition_penalty
+            row[token] = row[token] / rate if row[token] > 0 else row[token] * rate
+        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
+    row = [value / (sampling.temperature or 1.0) for value in row]
+    kept = set(range(len(row)))
+    if sampling.temperature:
+        kept = {t for t in kept if math.exp(row[t] - max(row)) >= sampling.min_p}
+        if sampling.top_k:
+            bar = sorted((row[t] for t in kept), reverse=True)[: sampling.top_k][-1]
+            kept = {t for t in kept if row[t] >= bar}
+        total, mass, nucleus = sum(math.exp(row[t]) for t in kept), 0.0, set()
+        for token in sorted(kept, key=lambda t: -row[t]):
+            if mass >= sampling.top_p and nucleus:
+                break
+            nucleus.add(token)
+            mass += math.exp(row[token]) / total
+        kept = nucleus
+    total = sum(math.exp(row[t]) for t in kept)
+    return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
 
 
 # ------------------------------------------------------------------------------------------------ small models

@@ -67,6 +67,6 @@ def test_the_counts_stay_within_their_limits():
     print(f"top level: {len(TOP)} files, {top} lines, {top_words / top:.0%} docstrings and comments")
     print(f"all: {everything} lines, {words / everything:.0%} docstrings and comments")
     assert len(TOP) <= 8
-    assert top <= 2854  # the aim is 2,200
+    assert top <= 2853  # the aim is 2,200
     assert everything <= 6510  # the aim is 4,900
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250

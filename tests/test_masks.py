@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DEVICES, PROMPTS, SEEDS, command, move, qwen2, started, train_here
+from conftest import DEVICES, PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
 
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from objectives import UpdateOptions, mismatch_metrics
@@ -32,13 +32,14 @@ def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str,
 
 
 def check_kept_sets(policy: Policy, rollouts: list[Rollout], **mask) -> None:
-    """Each kept set is the support of the masked distribution, one token at a time, and has the sampled token."""
+    """Each kept set is the support of the distribution in `by_the_book`, and has the sampled token."""
     sampling = Sampling(1.3, 12, **mask)
     for rollout in rollouts[::5]:
         ids = torch.tensor([rollout.prompt_ids + rollout.token_ids], device=policy.device)
         with torch.no_grad():
-            logits = policy.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / 1.3
-        support = [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked_logits(logits, sampling)]
+            logits = policy.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].tolist()
+        rows = [by_the_book(row, set(), [0] * len(row), sampling) for row in logits]
+        support = [{token for token, probability in enumerate(row) if probability} for row in rows]
         assert [set(ids.tolist()) for ids in rollout.kept] == support
         assert all(token in kept for token, kept in zip(rollout.token_ids, support, strict=True))
 
@@ -172,8 +173,11 @@ def test_the_update_does_not_depend_on_micro_batches_and_lowers_the_loss_over_th
         options = UpdateOptions(temperature=1.3, num_minibatches=1, micro_batch_tokens=micro_batch_tokens)
         batch = make_batch(rollouts, torch.tensor([1.0, -1.0, 0.5, -0.5]))
         batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
-        metrics = update(policy, Optimizer(policy.model, 0.0), batch, options, lr=1e-3)
+        optimizer = Optimizer(policy.model, 0.0)
+        metrics, later = (update(policy, optimizer, batch, options, lr=1e-3) for _ in range(2))
         gradients.append(metrics["grad_norm"])
+        assert metrics["loss"] == pytest.approx(-(4 * 1.0 - 2 * 1.0 + 6 * 0.5 - 1 * 0.5) / 13)  # ratios of 1
+        assert later["loss"] < metrics["loss"] - 0.05
         assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert gradients == pytest.approx(gradients[:1] * 3, rel=1e-4)
     assert batch.old_logprobs[0].abs().max() == 0  # the only kept token has probability 1

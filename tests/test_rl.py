@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy
 import pytest
 import torch
-from conftest import DEVICES, qwen2
+from conftest import DEVICES, by_the_book, qwen2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
@@ -63,6 +63,17 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
     probabilities = torch.softmax(model(ids).logits.double()[0, 2] / temperature, -1)
     expected = -(probabilities * probabilities.log()).sum().item()
     assert entropy[0, 2].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_without_metrics_only_the_log_probabilities_are_computed_and_they_are_the_same():
+    policy, batch = Policy(qwen2(tied=True), chunk_elements=96 * 3), make_batch(rollouts(), torch.zeros(4))
+    options = UpdateOptions(temperature=0.7, top_p=0.9, num_minibatches=1, micro_batch_tokens=13)
+    measured = frozen_logprobs(policy, batch, options)
+    alone = frozen_logprobs(policy, batch, options, metrics=False)
+    assert measured.keys() == {"logprobs", "entropy", "kept_mass", "outside_frac"}
+    assert alone.keys() == {"logprobs"}
+    assert torch.equal(alone["logprobs"], measured["logprobs"])
+    assert not alone["logprobs"].requires_grad
 
 
 @pytest.mark.parametrize("softcap, scale", [(None, 1.0), (None, 1.4), (3.0, 0.6)])
@@ -528,32 +539,6 @@ def test_rows_are_cut_to_the_longest_of_them():
 
 
 # ------------------------------------------------------------------------------------------------ processed logits
-def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling: Sampling) -> list[float]:
-    """Probabilities of one token, entry by entry, in plain Python."""
-    row = list(row)
-    for token, count in enumerate(counts):
-        if token in prompt or count:
-            rate = sampling.repetition_penalty
-            row[token] = row[token] / rate if row[token] > 0 else row[token] * rate
-        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
-    row = [value / (sampling.temperature or 1.0) for value in row]
-    kept = set(range(len(row)))
-    if sampling.temperature:
-        kept = {t for t in kept if math.exp(row[t] - max(row)) >= sampling.min_p}
-        if sampling.top_k:
-            bar = sorted((row[t] for t in kept), reverse=True)[: sampling.top_k][-1]
-            kept = {t for t in kept if row[t] >= bar}
-        total, mass, nucleus = sum(math.exp(row[t]) for t in kept), 0.0, set()
-        for token in sorted(kept, key=lambda t: -row[t]):
-            if mass >= sampling.top_p and nucleus:
-                break
-            nucleus.add(token)
-            mass += math.exp(row[token]) / total
-        kept = nucleus
-    total = sum(math.exp(row[t]) for t in kept)
-    return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
-
-
 @pytest.mark.parametrize("options", [
     {}, {"temperature": 0.3}, {"temperature": 0.0, "top_k": 2, "presence_penalty": 1.0}, {"top_k": 3}, {"top_p": 0.6},
     {"min_p": 0.1}, {"top_k": 5, "top_p": 0.7}, {"min_p": 0.05, "top_k": 6, "top_p": 0.95}, {"repetition_penalty": 1.5},

@@ -210,6 +210,7 @@ class Engine:
     """
 
     live: ClassVar["Engine | None"] = None  # one in a process, because vLLM's parallel groups are global
+    check_exact: ClassVar[None] = None  # a method of SharedEngine
 
     def __init__(
         self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *, max_model_len: int,
@@ -227,6 +228,7 @@ class Engine:
 
         self.contract = {name: tuple(shape) for name, shape in contract.items()}
         self.parity, self.prefix_cache, self.dtype, self.max_num_seqs = parity, prefix_cache, dtype, max_num_seqs
+        self.canary_tolerance = CANARY_TOLERANCE[dtype]
         # What `audit` must find, by the names of SETTINGS.
         self._wanted = {each.name: each.on if getattr(parity, each.flag) else each.off for each in SETTINGS}
         self._wanted |= {"enable_prefix_caching": True} if prefix_cache == "versioned" else {}
@@ -415,20 +417,8 @@ class Engine:
         self._check_weights(weights)
         aborted = self._interrupt() if changed else []
         self.state = "broken"  # until the canary has passed
-        # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
-        unnamed = {"lm_head.weight"} - self._names if self._tied else set()
-        sent = ((name, tensor.detach()) for name, tensor in weights.items() if name not in unnamed)
-        # vLLM's CPU build packs experts only when it makes their kernel. Without a kernel, the load makes a new one.
-        packed = [method for method in self._experts if method.moe_kernel is not None and not self.on_gpu]
         started = time.perf_counter()
-        try:
-            for method in packed:
-                method.moe_kernel = None
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
-            if any(method.moe_kernel is None for method in packed):
-                raise ValueError(f"its weight load does not reach the experts of {self._config.model_type}")
-        except Exception as error:
-            raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}") from error
+        num_bytes = self._transfer(weights)
         if self.on_gpu:
             torch.cuda.synchronize()
         loaded = time.perf_counter()
@@ -451,9 +441,25 @@ class Engine:
             self.counters["rollouts_restarted"] += 1
             rollout.restart()
             self._submit([rollout])
-        num_bytes = sum(tensor.nbytes for name, tensor in weights.items() if name not in unnamed)
         return {"load_bytes": num_bytes, "load_s": loaded - started, "load_gb_s": num_bytes / (loaded - started) / 1e9,
                 "canary_s": time.perf_counter() - awake}
+
+    def _transfer(self, weights: Mapping[str, Tensor]) -> int:
+        """Copy the tensors into vLLM's model; returns their bytes."""
+        # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
+        unnamed = {"lm_head.weight"} - self._names if self._tied else set()
+        sent = ((name, tensor.detach()) for name, tensor in weights.items() if name not in unnamed)
+        # vLLM's CPU build packs experts only when it makes their kernel. Without a kernel, the load makes a new one.
+        packed = [method for method in self._experts if method.moe_kernel is not None and not self.on_gpu]
+        try:
+            for method in packed:
+                method.moe_kernel = None
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
+            if any(method.moe_kernel is None for method in packed):
+                raise ValueError(f"its weight load does not reach the experts of {self._config.model_type}")
+        except Exception as error:
+            raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}") from error
+        return sum(tensor.nbytes for name, tensor in weights.items() if name not in unnamed)
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -507,12 +513,12 @@ class Engine:
         # In 16 bits rounding sends a few tokens to another expert, and one such token can differ by several nats.
         middle = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
         difference = middle((torch.tensor(theirs) - torch.tensor(ours)).abs()).item()  # over (prompts, new tokens)
-        if not difference <= CANARY_TOLERANCE[self.dtype]:
+        if not difference <= self.canary_tolerance:
             other = f", or vLLM computes {self._config.model_type} differently" if self.weight_version == 1 else ""
             raise WeightLoadError(
                 f"after load {self.weight_version} the engine does not hold the trainer's weights{other}: the canary's"
                 f" {middle.__name__} |trainer - engine| is {difference:.2e} nats, more than"
-                f" {CANARY_TOLERANCE[self.dtype]:.0e}"
+                f" {self.canary_tolerance:.0e}"
             )
 
     # ---------------------------------------------------------------------------------------------- audit

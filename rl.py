@@ -4,7 +4,8 @@ Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from engine_adapter import Rollout, Sampling
 from objectives import OBJECTIVES, Batch, UpdateOptions, loss_weights, weighted_loss
 
 HEAD_CHUNK_ELEMENTS = 2**25  # logits that the head computes at once, n * V: 128 MiB in fp32
+FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently (docs/exact.md)
 
 
 def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
@@ -97,15 +100,16 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Projection:
-    """The head: logits = scale * cap(hidden W^T + bias), cap(z) = softcap * tanh(z / softcap) if there is a softcap.
+    """The head: logits = scale * cap(hidden W^T + bias) / temperature, cap(z) = softcap * tanh(z / softcap), if any.
 
-    The product is computed in `dtype`, the rest in fp32. `scale` is the model's logit scale divided by the temperature.
+    The product is computed in `dtype`, the rest in fp32 and in the order of vLLM's sampler.
     """
 
     dtype: torch.dtype
     rows: int  # of a chunk
     scale: float = 1.0
     softcap: float | None = None
+    temperature: float = 1.0
 
     def parts(self, count: int) -> list[slice]:
         """The chunks of `count` rows; one that is empty if there are none."""
@@ -117,12 +121,13 @@ class Projection:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number for all."""
-        logits, slope = product(hidden, weight.T, self.dtype), self.scale
+        padded = pad(hidden, (0, 0, 0, max(0, FEWEST_ROWS - len(hidden))))
+        logits, slope = product(padded, weight.T, self.dtype)[: len(hidden)], self.scale / self.temperature
         logits = (logits if bias is None else logits + bias.to(self.dtype)).float()
         if self.softcap is not None:
             capped = torch.tanh(logits / self.softcap)
-            logits, slope = self.softcap * capped, self.scale * (1 - capped.square())
-        return (logits if self.scale == 1.0 else logits * self.scale), slope
+            logits, slope = self.softcap * capped, slope * (1 - capped.square())
+        return (logits if self.scale == 1.0 else logits * self.scale).div_(self.temperature), slope
 
 
 class TargetLogprobs(torch.autograd.Function):
@@ -136,24 +141,23 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
                 kept: numpy.ndarray | None, projection: Projection):
-        cast, scored = projection.cast(weight), []
+        cast, logprobs = projection.cast(weight), []
         for part in projection.parts(len(hidden)):
             logits, _ = projection.logits(hidden[part], cast, bias)  # (n, V)
-            scored.append(_target_logprobs(mask_outside(logits, kept, part), targets[part]))
-        logprobs, norms = map(torch.cat, zip(*scored, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, norms)
+            logprobs.append(_at(targets[part], mask_outside(logits, kept, part).log_softmax(dim=-1)))
+        ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.projection, ctx.kept = projection, kept
-        return logprobs
+        return torch.cat(logprobs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):
-        hidden, weight, bias, targets, norms = ctx.saved_tensors
+        hidden, weight, bias, targets = ctx.saved_tensors
         projection, dtype, cast = ctx.projection, ctx.projection.dtype, ctx.projection.cast(weight)
         hidden_grads, weight_grad = [], torch.zeros(weight.shape, device=weight.device)
         bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
         for part in projection.parts(len(hidden)):
             logits, slope = projection.logits(hidden[part], cast, bias)  # (n, V)
-            logits_grad = mask_outside(logits, ctx.kept, part).sub_(norms[part, None]).exp_()
+            logits_grad = mask_outside(logits, ctx.kept, part).softmax(dim=-1)
             logits_grad.mul_(-gradient[part, None]).scatter_add_(1, targets[part, None], gradient[part, None])
             product_grad = logits_grad.mul_(slope).to(dtype)
             hidden_grads.append(product(product_grad, cast, dtype).to(hidden.dtype))
@@ -166,10 +170,9 @@ class TargetLogprobs(torch.autograd.Function):
         return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None, None
 
 
-def _target_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, V), (n,) -> log softmax(logits)[target] (n,), and log sum exp(logits) (n,)."""
-    norms = logits.logsumexp(dim=-1)
-    return logits.gather(-1, targets[:, None])[:, 0] - norms, norms
+def _at(targets: Tensor, values: Tensor) -> Tensor:
+    """Each row's value at its target: (n,), (n, V) -> (n,)."""
+    return values.gather(-1, targets[:, None])[:, 0]
 
 
 # ------------------------------------------------------------------------------------------------ policy
@@ -192,6 +195,8 @@ class Policy:
         attention_alone = not model._is_stateful and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
         self.shares_prompts = attention_alone and not gradient_checkpointing
         self.checkpointed = _checkpointed_layers(model) if gradient_checkpointing else []
+        # Set by the engine of --exact: as `shared_hidden`, with vLLM's attention kernel.
+        self.kernel_hidden: Callable[[Batch, Tensor], Tensor] | None = None
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for compilation, and so the
         # trainer's body too. This attribute switches the patch off for one object.
         model.base_model.do_not_compile = True
@@ -270,18 +275,22 @@ class Policy:
             logits, _ = head.logits(hidden[part], weight, self.head_bias)  # (n, V)
             recomputed = {}
             if has_mask(options):
-                chosen, norms = _target_logprobs(masked_logits(logits, options), targets[part])
-                kept_mass = (norms - logits.logsumexp(dim=-1)).exp()  # (n,)
-                recomputed = {"kept_mass": kept_mass, "outside_frac": chosen.isinf().float()}
-            logprobs, norms = _target_logprobs(mask_outside(logits, kept, part), targets[part])
-            entropy = torch.special.entr(logits.sub_(norms[:, None]).exp_()).sum(dim=-1)
+                masked = masked_logits(logits, options)
+                kept_mass = (masked.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp()  # (n,)
+                recomputed = {"kept_mass": kept_mass, "outside_frac": _at(targets[part], masked).isinf().float()}
+            scores = mask_outside(logits, kept, part).log_softmax(dim=-1)  # (n, V)
+            logprobs = _at(targets[part], scores)
+            entropy = torch.special.entr(scores.exp_()).sum(dim=-1)
             measured.append({"logprobs": logprobs, "entropy": entropy} | recomputed)
         flat = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}  # (N,) each
         return {name: torch.zeros_like(batch.mask).masked_scatter(response, flat[name]) for name in flat}
 
     def _response(self, batch: Batch, response: Tensor) -> tuple[Tensor, Tensor, numpy.ndarray | None]:
         """Last hidden states (N, H), targets (N,) and N kept sets of the response tokens."""
-        hidden = self.shared_hidden(batch, response) if self.shares_prompts else self.hidden(batch.inputs)[response]
+        if self.kernel_hidden is not None:
+            hidden = self.kernel_hidden(batch, response)
+        else:
+            hidden = self.shared_hidden(batch, response) if self.shares_prompts else self.hidden(batch.inputs)[response]
         return hidden, batch.targets[response], None if batch.kept is None else batch.kept[response.cpu().numpy()]
 
     def shared_hidden(self, batch: Batch, response: Tensor) -> Tensor:
@@ -328,7 +337,7 @@ class Policy:
     def projection(self, temperature: float, head_dtype: torch.dtype | None = None) -> Projection:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         # The only line of the trainer that applies the temperature.
-        return Projection(head_dtype or self._head_dtype, rows, self.scale / temperature, self.softcap)
+        return Projection(head_dtype or self._head_dtype, rows, self.scale, self.softcap, temperature)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head is computed in `head_dtype`, if given."""
@@ -498,7 +507,10 @@ def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions, metric
     return measured
 
 
-def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float) -> dict[str, Any]:
+def update(
+    policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float,
+    check_exact: Callable[[Tensor, Batch, Tensor], int] | None = None,
+) -> dict[str, Any]:
     """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches whose losses simply add up.
 
     A minibatch without signal (all its groups are flat or masked, and there is no KL term) takes no step and counts in
@@ -506,9 +518,13 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
     that fp16 has lost, `updates` those that changed the weights. Diagnostics are means over all minibatches with a
     signal, None if none had one.
 
+    A batch without `old_logprobs` takes the engine's in their place: `check_exact` compares them with the trainer's own
+    where no optimizer step has been taken yet, and returns the number of tokens, `exact_tokens`.
+
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
-    losses, norms, sums = [], [], {}
+    losses, norms, sums, exact = [], [], {}, batch.old_logprobs is None
+    batch, checked = replace(batch, old_logprobs=batch.behavior_logprobs) if exact else batch, 0
     optimizer.move(to_host=False)
     for micro_batches in batch.cut(options.num_minibatches, options.micro_batch_tokens):
         rows = torch.cat(micro_batches)
@@ -520,6 +536,7 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
         for micro_rows, micro_weights in zip(micro_batches, weights.split(list(map(len, micro_batches))), strict=True):
             micro = batch.rows(micro_rows)
             logprobs = policy.logprobs(micro, options.temperature)  # (rows, T)
+            checked += check_exact(logprobs.detach(), micro, micro_rows) if exact and not norms else 0
             loss, terms = weighted_loss(logprobs, micro, micro_weights[:, : logprobs.shape[1]], options)
             optimizer.backward(loss)
             losses[-1] += loss.item()
@@ -529,10 +546,10 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
         norms.append(optimizer.step(lr, options.grad_clip))
     optimizer.move(to_host=True)
     finite, weight = [norm for norm in norms if math.isfinite(norm)], sums.pop("weight", None)
-    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old"))
+    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old", "entropy", "mismatch_kl"))
     return unmeasured | {name: float(value / weight) for name, value in sums.items()} | {
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite), "overflowed_updates": len(norms) - len(finite),
         "skipped_updates": options.num_minibatches - len(norms),
-    }
+    } | ({"exact_tokens": checked} if exact else {})

@@ -35,6 +35,7 @@ from objectives import (
 )
 from reference import ReferenceEngine, kv_bytes_per_token
 from rl import Optimizer, Policy, frozen_logprobs, has_mask, make_batch, update
+from shared_engine import SharedEngine
 from tasks import CALL_LIMIT_S, Problem, Task, describe_model, encode, load_task, score
 
 
@@ -83,13 +84,17 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     sampled = rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version)
     advantages = OBJECTIVES[config.objective].advantages(rewards, config.group_size)  # (B,)
     batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
+    fresh = torch.tensor([[min(rollout.versions) == engine.weight_version] for rollout in rollouts]).to(batch.mask)
     with clock("old_logprobs"):
-        measured = frozen_logprobs(policy, batch, config)  # (B, T) by name, before any update
-        batch = replace(batch, old_logprobs=measured.pop("logprobs"))
+        if (step - 1) % config.old_logprobs_every == 0:
+            measured = frozen_logprobs(policy, batch, config)  # (B, T) by name, before any update
+            batch = replace(batch, old_logprobs=measured.pop("logprobs"))
+            sampled |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
+            sampled |= measure_mismatch(batch, fresh)
         if reference := live.reference:
             batch = replace(batch, ref_logprobs=frozen_logprobs(reference, batch, config, metrics=False)["logprobs"])
-    sampled |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
-    sampled |= measure_mismatch(batch, rollouts, engine.weight_version)
+    if config.exact and batch.old_logprobs is not None:
+        sampled["exact_tokens"] = engine.check_exact(batch.old_logprobs, replace(batch, mask=batch.mask * fresh))
     if config.self_noise_every and (step - 1) % config.self_noise_every == 0:
         from probe.noise import measure_self_noise
 
@@ -97,7 +102,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     if config.mask_truncated:
         batch = batch.without(torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]))
     with clock("update"):
-        metrics = update(policy, live.optimizer, batch, config, config.lr_at(step))
+        metrics = update(policy, live.optimizer, batch, config, config.lr_at(step), engine.check_exact)
 
     with clock("sync"):
         engine.wake()
@@ -127,12 +132,11 @@ def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: 
     }
 
 
-def measure_mismatch(batch: Batch, rollouts: list[Rollout], version: int) -> dict[str, float | None]:
-    """`mismatch_metrics` of the batch and, as fresh_..., of the rollouts sampled with the current weights alone.
+def measure_mismatch(batch: Batch, fresh: torch.Tensor) -> dict[str, float | None]:
+    """`mismatch_metrics` of the batch and, as fresh_..., of the rows sampled with the current weights alone: (B, 1).
 
     Older rollouts are stale as well, and staleness is not the backend's fault. fresh_... is None if all are older.
     """
-    fresh = torch.tensor([[min(rollout.versions) == version] for rollout in rollouts]).to(batch.mask)  # (B, 1)
     policies = batch.old_logprobs, batch.behavior_logprobs
     metrics = mismatch_metrics(*policies, batch.mask)
     backend = mismatch_metrics(*policies, batch.mask * fresh) if fresh.any() else dict.fromkeys(metrics)
@@ -159,7 +163,7 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
 
     greedy = mean_reward(live.engine, "greedy", 1, replace(run.eval_sampling, temperature=0.0))
     alone = sampled = mean_reward(live.engine, "sampled", config.eval_samples, run.eval_sampling)
-    if config.eval_with_trainer and config.engine == "vllm":  # the reference engine is the trainer alone
+    if config.eval_with_trainer and config.engine != "transformers":  # the reference engine is the trainer alone
         trainer = reference_engine(run, live.policy)
         trainer.load(live.policy.weights(), live.policy.response_logprobs)
         alone = mean_reward(trainer, "trainer", config.eval_samples, run.eval_sampling)
@@ -196,8 +200,11 @@ class TaskOptions:
 class EngineOptions:
     """The sampler, and its share of the memory."""
 
-    # vllm, or the trainer's own modules (reference.py): slow, without mismatch, the known-good curve.
-    engine: Literal["vllm", "transformers"] = "vllm"
+    # vllm; shared: vLLM around the trainer's own module (shared_engine.py), no copy and no load of the weights;
+    # transformers: the trainer's own module alone (reference.py), slow, without mismatch, the known-good curve.
+    engine: Literal["vllm", "shared", "transformers"] = "vllm"
+    # With --engine shared, on a CPU: the trainer scores with vLLM's attention kernel; a mismatch above 0 stops the run.
+    exact: bool = False
     kv_cache_gib: Positive = 0.25  # Size of the engine's KV cache; fixed: the trainer needs the free memory later.
 
 
@@ -215,6 +222,9 @@ class FurtherOptions:
     cache_dir: Name = str(Path(__file__).parent / ".cache")  # Where the toy model is kept once it has been taught.
     gradient_checkpointing: bool = False  # Compute each layer again in backward: less memory, more time.
     offload_optimizer: bool = False  # Keep master weights and moments in pinned host memory except during the update.
+    # With --exact, steps between separate passes for old_logprobs, entropy and mismatch metrics. In the other steps the
+    # engine's values serve, and the update checks the first minibatch.
+    old_logprobs_every: Count = 1
     inflight_groups: Whole = 0  # Groups in flight (N) beyond the P of a step, unfinished while the weights change.
     max_staleness: Whole = 8  # Largest staleness of a token in updates; groups with an older token are dropped.
     # Allow `tis` although a parity flag is off: only to study how a correction hides a broken backend.
@@ -258,7 +268,7 @@ class Config(FurtherOptions, EngineOptions, UpdateOptions, TaskOptions, RunOptio
             (not (self.parity.inflight_keep and self.parity.inflight_otherwise != "abort"),
              f"inflight_otherwise must not be given with inflight_keep (it would do nothing), got"
              f" {self.parity.inflight_otherwise}; try --parity.no-inflight-keep"),
-            (self.engine == "vllm" or not set(self.parity.off()) - {"fp32_head", "sampling_mask"},
+            (self.engine != "transformers" or not set(self.parity.off()) - {"fp32_head", "sampling_mask"},
              f"engine must be vllm to leave out a fix of vLLM's (the reference has no such faults), got transformers"
              f" without {', '.join(set(self.parity.off()) - {'fp32_head', 'sampling_mask'})}"),
             (has_mask(self) or self.parity.sampling_mask,
@@ -269,7 +279,12 @@ class Config(FurtherOptions, EngineOptions, UpdateOptions, TaskOptions, RunOptio
             (not self.kept_limit or self.parity.processed_logprobs,
              "sampling_mask needs processed_logprobs if top_k, top_p or min_p is given (raw log-probabilities do not"
              " show which tokens were kept); try --parity.no-sampling-mask"),
-            (self.prefix_cache == "off" or (self.engine == "vllm" and self.parity.explicit_runtime),
+            (not self.exact or (self.engine == "shared" and not self.parity.off() and not self.gradient_checkpointing),
+             "exact must be off without --engine shared, without a parity fix and with gradient_checkpointing"),
+            (self.old_logprobs_every == 1 or (self.exact and not self.inflight_groups and not self.self_noise_every),
+             "old_logprobs_every must be 1 without exact, with groups in flight and with self_noise_every (they need"
+             f" the trainer's own values), got {self.old_logprobs_every}"),
+            (self.prefix_cache == "off" or (self.engine != "transformers" and self.parity.explicit_runtime),
              "prefix_cache must be off with the reference engine (it has none) and without explicit_runtime (which"
              f" switches V1's own cache on), got {self.prefix_cache}"),
             # Fix the backend first, then correct the remaining mismatch.
@@ -391,7 +406,7 @@ class Live:
 
 def prepare(config: Config) -> Run:
     """Check all that can be checked before a model is loaded or taught. Raises: ValueError."""
-    if config.engine == "vllm":
+    if config.engine != "transformers":
         check_vllm_version(config.allow_untested_vllm)
     record, out = _earlier_record(config), Path(config.out).absolute()  # a task may change the working directory
     for name in ("offload_optimizer", "cuda_graphs"):
@@ -529,13 +544,15 @@ def start_engine(run: Run, policy: Policy) -> Engine:
     config = run.config
     if config.engine == "transformers":
         return reference_engine(run, policy)
-    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    return Engine(
-        run.model_path, contract, config.parity, dtype=policy.model.dtype, max_model_len=run.max_model_len,
-        max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib, block_size=config.block_size,
-        prefix_cache=config.prefix_cache, cuda_graphs=config.cuda_graphs, seed=config.seed,
-        allow_untested_vllm=config.allow_untested_vllm,
+    options = dict(
+        max_model_len=run.max_model_len, max_num_seqs=config.max_num_seqs, kv_cache_gib=config.kv_cache_gib,
+        block_size=config.block_size, prefix_cache=config.prefix_cache, cuda_graphs=config.cuda_graphs,
+        seed=config.seed, allow_untested_vllm=config.allow_untested_vllm,
     )
+    if config.engine == "shared":
+        return SharedEngine(policy, run.model_path, config.parity, exact=config.exact, **options)
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    return Engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
 
 
 def reference_engine(run: Run, policy: Policy) -> ReferenceEngine:

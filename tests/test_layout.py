@@ -1,4 +1,4 @@
-"""The layout: few files, five levels of imports, no circle, vllm in one file. `pytest -s` prints the counts."""
+"""The layout: few files, five levels of imports, no circle, vllm in two files. `pytest -s` prints the counts."""
 
 import ast
 from functools import cache
@@ -40,11 +40,12 @@ def test_imports_have_five_levels_and_no_circle():
     assert "TYPE_CHECKING" not in "".join(path.read_text() for path in FILES.values())
 
 
-def test_the_top_level_imports_folders_lazily_and_vllm_is_imported_in_one_file():
+def test_the_top_level_imports_folders_lazily_and_vllm_is_imported_in_two_files():
     for name in FILES:
         rooms = {module.split(".")[0] for module in imports(name, lazy=False)}
         assert "." in name or not rooms & set(FOLDERS), name
-        assert name == "engine_adapter" or "vllm" not in {module.split(".")[0] for module in imports(name, lazy=True)}
+        used = {module.split(".")[0] for module in imports(name, lazy=True)}
+        assert "vllm" not in used or name in ("engine_adapter", "shared_engine"), name
 
 
 def test_the_counts_stay_within_their_limits():
@@ -66,7 +67,7 @@ def test_the_counts_stay_within_their_limits():
     (top, top_words), (everything, words) = count(TOP), count(list(FILES.values()))
     print(f"top level: {len(TOP)} files, {top} lines, {top_words / top:.0%} docstrings and comments")
     print(f"all: {everything} lines, {words / everything:.0%} docstrings and comments")
-    assert len(TOP) <= 8
-    assert top <= 2853  # the aim is 2,200
-    assert everything <= 6510  # the aim is 4,900
+    assert len(TOP) <= 9
+    assert top <= 3073  # the aim is 2,200
+    assert everything <= 6830  # the aim is 4,900
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250

@@ -1,0 +1,94 @@
+"""What `--exact` promises, and what is to blame where the promise is broken. Each `engine` is a SharedEngine."""
+
+import torch
+from torch import Tensor
+
+from engine_adapter import Engine, Rollout, Sampling
+from objectives import Batch
+from rl import make_batch
+
+TOGETHER, COMPARED = 64, 8  # rows of a product; tokens that are also computed alone
+
+
+class ExactError(RuntimeError):
+    """A log-probability of the trainer is not the sampler's, bit for bit."""
+
+
+def check_exact(engine: Engine, logprobs: Tensor, batch: Batch, rows: Tensor | None = None) -> int:
+    """Compare the trainer's log-probabilities with the sampler's where `batch.mask` is 1: (B, T).
+
+    `rows` (B,): where each row of a micro-batch stands in the batch.
+
+    Returns the number of tokens compared. Raises: ExactError with the first token that differs, and the cause.
+    """
+    differing = (logprobs != batch.behavior_logprobs) & (batch.mask > 0)  # NaN differs from itself
+    if not differing.any():
+        return int(batch.mask.sum())
+    row, column = differing.nonzero()[0].tolist()
+    prompt = int(batch.prompt_lengths[row])
+    ids, request = batch.inputs[row, :prompt].tolist(), row if rows is None else int(rows[row])
+    raise ExactError(
+        f"exact: token {column + 1 - prompt} of request {request} (after a prompt of {prompt} tokens) has"
+        f" log-probability {batch.behavior_logprobs[row, column]:.9g} in the engine and {logprobs[row, column]:.9g} in"
+        f" the trainer; {int(differing.sum())} of {int(batch.mask.sum())} tokens differ, inputs"
+        f" {tuple(batch.inputs.shape)}, {engine.policy.model.dtype}. Cause: {cause(engine, ids)}")
+
+
+def cause(engine: Engine, prompt_ids: list[int]) -> str:
+    """Why a request with this prompt is not exact: the first test that fails tells."""
+    if engine.policy.kernel_hidden != engine.kernel_hidden:
+        return f"the trainer scored with {engine.policy.model.config._attn_implementation}, not with vLLM's kernel"
+    if reason := why_not(engine):
+        return reason
+    if not _agrees(engine, [2 * [token] for token in range(4)], 3):
+        return "the engine's kernel, products or sampler compute other values than the trainer's"
+    if not _agrees(engine, [prompt_ids], 1):
+        return "the KV cache holds prompts of other weights (a stale prefix cache)"
+    return "the weights were changed after this token was sampled (new samples are exact)"
+
+
+def _agrees(engine: Engine, prompts: list[list[int]], new_tokens: int) -> bool:
+    """Sample now and score now: are the values equal?"""
+    sampling = Sampling(temperature=1.0, max_new_tokens=new_tokens)
+    rollouts = [engine._submit([Rollout(ids, seed, sampling=sampling)])[0] for seed, ids in enumerate(prompts)]
+    while any(rollout.finish_reason is None for rollout in rollouts):
+        engine.step()
+    batch = make_batch(rollouts, torch.zeros(len(rollouts)))
+    with torch.no_grad():
+        return torch.equal(engine.policy.logprobs(batch, 1.0), batch.behavior_logprobs)
+
+
+@torch.no_grad()
+def why_not(engine: Engine) -> str | None:
+    """Why a value depends on what is computed beside it, on this machine and with these threads; None if it does not.
+
+    Single tokens are computed alone and beside others; with several threads the longest prompt too.
+    """
+    if engine.on_gpu:
+        return "the kernels of a GPU have not been measured"
+    policy, longest = engine.policy, engine.llm.vllm_config.model_config.max_model_len
+    kind = f"({policy.model.config.model_type}, {engine.dtype}, {torch.get_num_threads()} threads)"
+    ids = [token * 7 % len(policy.head.weight) for token in range(max(longest, TOGETHER))]
+    pairs = [ids[row : row + 2] for row in range(TOGETHER)]
+    together = _hidden(engine, pairs, [1] * TOGETHER)  # (TOGETHER, H)
+    alone = torch.cat([_hidden(engine, [pair], [1]) for pair in pairs[:COMPARED]])  # (COMPARED, H)
+    logits = torch.cat([policy.logits(each[None]) for each in alone])
+    if not (torch.equal(alone, together[:COMPARED]) and torch.equal(logits, policy.logits(together)[:COMPARED])):
+        return f"a product of few rows is rounded differently {kind}; experts in float32 have such products"
+    if torch.get_num_threads() > 1:  # which divide the queries of a long prompt according to what is beside it
+        prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
+        rows, lengths = [prompt + ids[:COMPARED] for prompt in prompts], list(map(len, prompts))
+        alone = _hidden(engine, rows[:1], lengths[:1])  # (COMPARED, H)
+        besides = [_hidden(engine, rows[row::-1], lengths[row::-1])[-COMPARED:] for row in (1, 2, 3)]
+        if not all(torch.equal(each, alone) for each in besides):
+            return (f"vLLM's kernel computes a prompt of {lengths[0]} tokens differently alone and beside others"
+                    f" {kind}; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
+    return None
+
+
+def _hidden(engine: Engine, sequences: list[list[int]], prompt_lengths: list[int]) -> Tensor:
+    """Last hidden states from which the tokens after the prompts are predicted: (N, H)."""
+    rollouts = [Rollout(ids[:length], None, ids[length:], [0.0] * (len(ids) - length))
+                for ids, length in zip(sequences, prompt_lengths, strict=True)]
+    batch = make_batch(rollouts, torch.zeros(len(rollouts)))
+    return engine.kernel_hidden(batch, batch.mask > 0)

@@ -1,0 +1,180 @@
+"""One module on both sides: vLLM V1 samples with the trainer's own transformers module (`--engine shared`, `--exact`).
+
+vLLM schedules, keeps the KV cache, computes attention and samples; the module computes the rest, from the only copy of
+the weights. With `exact` the trainer scores with vLLM's attention kernel too: equal values bit for bit (docs/exact.md).
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
+
+from engine_adapter import Engine, ParityFlags, WeightLoadError
+from objectives import Batch
+from rl import FEWEST_ROWS, Policy
+
+NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
+
+
+class SharedEngine(Engine):
+    """An `Engine` around a live `Policy`, whose weights the optimizer changes in place; otherwise the same interface.
+
+    Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the tokens beside it.
+    """
+
+    def __init__(self, policy: Policy, model: str, parity: ParityFlags, *, exact: bool = False, **options: Any):
+        if exact:
+            os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # threads that share a row's keys change the order of its sums
+        self.policy, self._model, self._layers = policy, None, {}
+        self._addresses = {name: weight.data_ptr() for name, weight in policy.model.named_parameters()}
+        shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
+        super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
+        self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
+        if exact:
+            from probe.inexact import check_exact, why_not
+
+            if reason := why_not(self):
+                self.close()
+                raise ValueError(f"exact must be off here: {reason}")
+            self.canary_tolerance, policy.kernel_hidden = 0.0, self.kernel_hidden
+            self.check_exact = partial(check_exact, self)
+
+    @torch.no_grad()
+    def _start(self, arguments: dict[str, Any]) -> None:
+        from vllm import ModelRegistry
+
+        model, config = self.policy.model, self.policy.model.config.get_text_config()
+        ATTENTION.register(NAME, self._attend)
+        self.hidden(*torch.zeros(2, 2, dtype=torch.long, device=model.device))
+        rope = str(getattr(config, "rope_parameters", ""))
+        if model._is_stateful or len(self._layers) < config.num_hidden_layers or re.search("dynamic|longrope", rope):
+            raise ValueError("it has recurrent layers, attention of another kind, or rotary frequencies that depend on"
+                             " the longest row of a batch; try --engine vllm")
+        ModelRegistry.register_model(NAME, _vllm_class(self))
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"architectures": [NAME]}
+        super()._start(arguments)
+        self._experts = [weight for weight in model.parameters() if weight.ndim == 3]
+
+    # ---------------------------------------------------------------------------------------------- the module
+    def hidden(self, ids: Tensor, positions: Tensor, rows: SimpleNamespace | None = None) -> Tensor:
+        """Last hidden states of N tokens: (N,), (N,) -> (N, H); with `rows` for the trainer, otherwise for vLLM."""
+        config, more = self.policy.model.config, max(0, FEWEST_ROWS - len(ids))
+        self._rows, self._count, self._usual = rows, len(ids), config._attn_implementation
+        ids, positions = pad(ids, (0, more))[None], pad(positions, (0, more))[None]
+        config._attn_implementation = NAME
+        try:
+            states = self.policy.model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+            return states.last_hidden_state[0, : self._count]
+        finally:
+            config._attn_implementation = self._usual
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any):
+        """What the module calls in each layer: (1, heads, N, size), (1, key heads, N, size) -> (1, N, heads, size).
+
+        With rows, the gradient is that of the trainer's usual attention at the same queries, keys and values.
+        """
+        if self._model is None:  # the first forward pass: note the arguments of vLLM's Attention
+            if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
+                self._layers[module.layer_idx] = dict(
+                    num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=query.shape[3],
+                    scale=options.get("scaling") or query.shape[3] ** -0.5, logits_soft_cap=options.get("softcap"),
+                    per_layer_sliding_window=options.get("sliding_window"))
+            return torch.zeros_like(query).transpose(1, 2), None
+        layer, rows, padding = self._model.layers[module.layer_idx], self._rows, query.shape[2] - self._count
+        inputs = [rearrange(each, "1 h n d -> n h d")[: self._count].contiguous() for each in (query, key, value)]
+        if rows is None:
+            return pad(layer(*inputs).view_as(inputs[0]), (0, 0, 0, 0, 0, padding))[None], None
+        engines, layer.kv_cache = layer.kv_cache, layer.kv_cache.new_zeros((rows.blocks, *layer.kv_cache.shape[1:]))
+        with torch.no_grad():
+            attended = layer(inputs[0], *(each[rows.cached] for each in inputs[1:])).view_as(inputs[0])
+        layer.kv_cache = engines
+        if query.requires_grad:
+            size, window = rows.index.shape[1], layer.impl.sliding_window
+            visible = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - (window if window > 0 else size))
+            mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+            by_row = (rearrange(pad(each, (0, 0, 0, 0, 0, 1))[rows.index], "b t h d -> b h t d") for each in inputs)
+            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            usual, _ = ATTENTION.get_interface(self._usual, eager)(module, *by_row, mask[None, None], **options)
+            usual = usual.flatten(0, 1)[rows.places]  # (N, heads, size)
+            attended = attended + (usual - usual.detach())  # adds 0
+        return pad(attended, (0, 0, 0, 0, 0, padding))[None], None
+
+    def kernel_hidden(self, batch: Batch, response: Tensor) -> Tensor:
+        """`Policy.shared_hidden` with vLLM's kernel, over N tokens row by row, each distinct prompt once: -> (n, H)."""
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        config, columns = self.llm.vllm_config, torch.arange(batch.inputs.shape[1])
+        real, prompt = (columns < each[:, None] for each in (batch.lengths, batch.prompt_lengths))  # (B, T)
+        prompts = batch.inputs.where(prompt, -1)
+        _, owners, inverse = numpy.unique(prompts, axis=0, return_index=True, return_inverse=True)
+        owner = torch.from_numpy(owners[inverse])  # (B,): the row that computes this row's prompt
+        computed = real & ~(prompt & (owner != torch.arange(len(owner)))[:, None])  # (B, T)
+        index = (computed.flatten().cumsum(0) - 1).view_as(computed)
+        index = index[owner].where(prompt, index).where(real, computed.sum())  # (B, T): each input's token, or N
+        row, position = computed.nonzero(as_tuple=True)  # (N,) each
+        # As in the engine, a prompt is one query and each later token another one: some kernels round by query length.
+        begins = ((position == 0) | (position >= batch.prompt_lengths[row])).nonzero()[:, 0]  # (Q,)
+        starts, size = torch.cat([begins, torch.tensor([len(row)])]), config.cache_config.block_size
+        blocks = torch.arange(len(owner) * -(-len(columns) // size)).view(len(owner), -1)  # (B, blocks of a row)
+        slots = (blocks[:, :1] * size + columns)[real]  # (M,): where the keys and values of all inputs go
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.int(), query_start_loc_cpu=starts.int(), seq_lens=position[starts[1:] - 1].int() + 1,
+            num_reqs=len(begins), num_actual_tokens=len(row), max_query_len=int(starts.diff().max()),
+            max_seq_len=len(columns), block_table_tensor=blocks[row[begins]].int(), slot_mapping=slots)
+        metadata = {name: built for groups in self.runner.attn_groups for group in groups
+                    for built in [group.get_metadata_builder().build(0, common)] for name in group.layer_names}
+        places = row * len(columns) + position  # (N,): in the flattened `index`
+        rows = SimpleNamespace(index=index, places=places, cached=index[real], blocks=blocks.numel())
+        with set_forward_context(metadata, config, len(row), slot_mapping=dict.fromkeys(metadata, slots)):
+            return self.hidden(batch.inputs[computed], position, rows)[index[response]]
+
+    # ---------------------------------------------------------------------------------------------- what is checked
+    def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        super()._check_weights(weights)
+        now, given = self.policy.model.named_parameters(), {tensor.data_ptr() for tensor in weights.values()}
+        if wrong := [name for name, weight in now if weight.data_ptr() != self._addresses[name]
+                     or (weight.ndim < 3 and weight.data_ptr() not in given)]:  # those of experts come as copies
+            raise WeightLoadError(f"weights must be the trainer's, where they were at first, not {', '.join(wrong)}")
+
+    def _transfer(self, weights: Mapping[str, Tensor]) -> int:
+        return 0
+
+
+def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
+    """The model that vLLM runs. The trainer's module stays outside its tree, which vLLM fills with random weights."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    class TrainersModule(torch.nn.Module):
+        lm_head = property(lambda self: engine.policy.head)
+        parameters = engine.policy.model.parameters
+
+        def __init__(self, *, vllm_config: Any, prefix: str = ""):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(
+                Attention(**arguments, cache_config=vllm_config.cache_config, prefix=f"layers.{index}.attn")
+                for index, arguments in sorted(engine._layers.items()))
+            self.head = LogitsProcessor(len(engine.policy.head.weight))
+            self.head.forward = engine.policy.logits
+
+        def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+            return engine.policy.model.get_input_embeddings()(input_ids)
+
+        def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **_) -> Tensor:
+            return engine.hidden(input_ids, positions)
+
+        def compute_logits(self, hidden: Tensor) -> Tensor:
+            return self.head(hidden)
+
+    return TrainersModule

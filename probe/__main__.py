@@ -4,7 +4,7 @@
 computes the trainer's log-probabilities of a trace's tokens and names the layer, the cause and the setting that repairs
 it. If no hypothesis explains the mismatch, the verdict is "unexplained" and lists what was excluded.
 
-Exit status: 0 parity, 1 mismatch, 2 bad input, 3 the probe itself failed.
+Exit status: 0 exact or parity, 1 mismatch, 2 bad input, 3 the probe itself failed.
 """
 
 import json
@@ -131,7 +131,7 @@ class Diagnose:
             Path(self.json).write_text(json.dumps(records, indent=1))
         if self.plot:
             plot_verdict(verdict, self.plot)
-        return int(any(record["status"] != "parity" for record in records))
+        return int(any(record["status"] not in ("exact", "parity") for record in records))
 
     def _trainer(self, dtype: str) -> tuple[Policy, list[Weights]]:
         """The trainer and its earlier weights in one dtype."""

@@ -255,7 +255,7 @@ class Replay:
         return hidden[self.response]
 
     # ---------------------------------------------------------------------------------------------- log-probabilities
-    def logits(self, hidden: Tensor, head_dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    def logits(self, hidden: Tensor, head_dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Tensor]]:
         """(N, H) -> chunks of (indices of tokens (n,), logits (n, V) in fp32); the head computes in `head_dtype`."""
         rows = max(1, self.policy.chunk_elements // self.policy.head.weight.shape[0])
         for chunk in torch.arange(len(hidden), device=self.device).split(rows):

@@ -60,8 +60,9 @@ class SharedEngine(Engine):
         if model._is_stateful or len(self._layers) < config.num_hidden_layers or re.search("dynamic|longrope", rope):
             raise ValueError("it has recurrent layers, attention of another kind, or rotary frequencies that depend on"
                              " the longest row of a batch; try --engine vllm")
-        ModelRegistry.register_model(NAME, _vllm_class(self))
-        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"architectures": [NAME]}
+        name = f"{NAME}_{len(ModelRegistry.models)}"  # a new one: vLLM remembers the class of a folder and a name
+        ModelRegistry.register_model(name, _vllm_class(self))
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"architectures": [name]}
         super()._start(arguments)
         self._experts = [weight for weight in model.parameters() if weight.ndim == 3]
 
@@ -139,7 +140,6 @@ class SharedEngine(Engine):
         with set_forward_context(metadata, config, len(row), slot_mapping=dict.fromkeys(metadata, slots)):
             return self.hidden(batch.inputs[computed], position, rows)[index[response]]
 
-    # ---------------------------------------------------------------------------------------------- what is checked
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
         super()._check_weights(weights)
         now, given = self.policy.model.named_parameters(), {tensor.data_ptr() for tensor in weights.values()}

@@ -9,8 +9,8 @@ or, from a program that holds an `LLM` already (the state of that engine is reco
     from record_vllm import record
     record(llm, "TRACE.npz")
 
-The workload: 64 prompts of 4 to 48 random token ids, 64 new tokens each, a seed per request. This file loads no weights
-into the engine and changes no setting. The trace names the versions, the settings in force, and what could not be read.
+The workload: 64 prompts of 4 to 48 random token ids, 128 new tokens each, a seed per request. This file loads no
+weights into the engine and changes no setting. The trace names versions, settings, and what could not be read.
 `python -m probe diagnose --model PATH TRACE.npz` says which layer is at fault; it runs elsewhere, without vLLM.
 Exit status: 0 recorded, 2 bad input.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy
 
-NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, (4, 48), 64
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, (4, 48), 128
 SAMPLING = {"temperature": 0.7}  # at temperature 1 raw log-probabilities do not show
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
            "frequency_penalty": 0.0}  # named in every request, so that no default of the model acts # fmt: skip

@@ -44,7 +44,8 @@ def test_the_top_level_imports_folders_lazily_and_vllm_is_imported_in_one_file()
     for name in FILES:
         rooms = {module.split(".")[0] for module in imports(name, lazy=False)}
         assert "." in name or not rooms & set(FOLDERS), name
-        assert name == "engine_adapter" or "vllm" not in {module.split(".")[0] for module in imports(name, lazy=True)}
+        allowed = name in ("engine_adapter", "examples.record_vllm")  # a recorder runs where nothing of ours is
+        assert allowed or "vllm" not in {module.split(".")[0] for module in imports(name, lazy=True)}
 
 
 def test_the_counts_stay_within_their_limits():

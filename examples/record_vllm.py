@@ -32,6 +32,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "
            "frequency_penalty": 0.0}  # named in every request, so that no default of the model acts # fmt: skip
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton", "flash-attn",
             "flashinfer-python", "xformers")  # fmt: skip
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}  # vLLM sets more later
 SETTINGS = {  # name in the trace: places in vLLM's VllmConfig, the first that exists counts
     "dtype": ["model_config.dtype"], "quantization": ["model_config.quantization"],
     "logprobs_mode": ["model_config.logprobs_mode"], "max_logprobs": ["model_config.max_logprobs"],
@@ -84,19 +85,25 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
         "format": 1, "groups": {name: sampling}, "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "versions": versions(), "engine": f"vLLM {generation_of(llm)}", "device": device(),
         "python": sys.version.split()[0],
-        "settings": settings, "not_read": unread, "engine_args": given or "those of a running LLM",
-        "environment": {key: value for key, value in sorted(os.environ.items()) if key.startswith("VLLM_")
-                        and not any(word in key for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))},
+        "settings": settings, "not_read": unread, "engine_args": given and public(given),
+        "environment": public(ENVIRONMENT),
         "model": model_of(config), "workload": {"seed": seed, "new_tokens": new_tokens, "ignore_eos": True},
     }  # fmt: skip
     arrays = {"prompt_ids": table(prompts, -1, numpy.int32), f"{name}/tokens": table(tokens, -1, numpy.int32),
               f"{name}/logprobs": table(logprobs, 0.0, numpy.float32), f"{name}/seeds": numpy.array(seeds),
               "meta": numpy.array(json.dumps(meta, default=str))}  # fmt: skip
     numpy.savez_compressed(out, **arrays)
-    print(f"{out}: {sum(map(len, tokens))} tokens of {meta['engine']}, {versions()}, {meta['device']}")
-    print("settings: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
+    print(f"{out}: {sum(map(len, tokens))} tokens of {meta['engine']} on {meta['device']}")
+    for section in ("versions", "settings"):
+        print(f"{section}: {', '.join(f'{name} {value}' for name, value in meta[section].items())}")
     print(f"not read: {', '.join(unread) or 'nothing'}")
     return meta
+
+
+def public(values):
+    """Without what may be a secret: a trace is passed on."""
+    return {key: value for key, value in sorted(values.items())
+            if not key.lower().endswith(("key", "token", "secret", "password"))}  # fmt: skip
 
 
 def settings_of(config):

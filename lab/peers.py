@@ -40,7 +40,7 @@ class Options:
     seed: int = 0  # Decides the model and the problems.
     engine: str = '{"dtype": "float32"}'  # JSON: vLLM's arguments in place of TRL's own, which name no dtype.
     record: int = 0  # Of one run: traces of so many batches, in `out`/traces (examples/record_trl.py).
-    curves: str | None = None  # Draw this PNG: rewards of the runs in the folders `out`/*, and of the stored default job.
+    curves: str | None = None  # Draw this PNG: rewards of the runs in the folders `out`/*, and of the stored runs.
     translated: bool = False  # Of one run: lab.translate's options alone, with TRL's own schedule and without TIS.
 
 

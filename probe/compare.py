@@ -7,7 +7,7 @@ from probe.diagnose import Verdict
 from probe.traces import Trace
 
 GREW = 1.5  # times the mean mismatch before; smaller differences are noise (docs/probe.md, false alarms)
-SECTIONS = ("versions", "settings", "audit")  # of a trace's meta; their names are listed without the section
+SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; their entries are compared one by one
 FIRST = ("vllm", "engine", "logprobs_mode", "head", "head_dtype", "enable_prefix_caching", "prefix_caching",
          "async_scheduling", "dtype", "torch", "transformers")  # fmt: skip
 NOT_COMPARED = ("groups", "format", "args", "engine_args", "workload", "not_read", "seeds", "v0", "model", "stress",
@@ -92,4 +92,4 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[
     one, two = flat
     names = sorted(one.keys() | two.keys(), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
     return {name: (one.get(name, "absent"), two.get(name, "absent")) for name in names
-            if one.get(name, "absent") != two.get(name, "absent")}  # fmt: skip
+            if (one.get(name) or None) != (two.get(name) or None)}  # fmt: skip

@@ -70,7 +70,7 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     shutil.copy(ROOT / "examples" / "record_vllm.py", tmp_path)
     (tmp_path / "both.py").write_text(TWO_WAYS_IN)
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True,
-              "kv_cache_memory_bytes": 2**28, "gpu_memory_utilization": 0.1}  # fmt: skip
+              "kv_cache_memory_bytes": 2**28, "gpu_memory_utilization": 0.1, "hf_token": "secret"}  # fmt: skip
     quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, "both.py", "--model", str(tmp_path / "model"), "--out", "default.npz", "--new-tokens", "32",
@@ -84,7 +84,7 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     assert [len(r.token_ids) for r in fixed.rollouts] == [32] * 64
     assert default.meta["settings"]["logprobs_mode"] == "raw_logprobs"
     assert default.meta["settings"]["enable_prefix_caching"] is True
-    assert default.meta["engine_args"] == engine
+    assert default.meta["engine_args"] == {name: value for name, value in engine.items() if name != "hf_token"}
     assert default.meta["versions"]["vllm"].startswith("0.")
     assert "secret" not in json.dumps(default.meta)
     assert [r.prompt_ids for r in default.rollouts] == [r.prompt_ids for r in fixed.rollouts]

@@ -87,7 +87,8 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
         "python": sys.version.split()[0],
         "settings": settings, "not_read": unread, "engine_args": given and public(given),
         "environment": public(ENVIRONMENT),
-        "model": model_of(config), "workload": {"seed": seed, "new_tokens": new_tokens, "ignore_eos": True},
+        "model": model_of(config, given is not None),
+        "workload": {"seed": seed, "new_tokens": new_tokens, "ignore_eos": True},
     }  # fmt: skip
     arrays = {"prompt_ids": table(prompts, -1, numpy.int32), f"{name}/tokens": table(tokens, -1, numpy.int32),
               f"{name}/logprobs": table(logprobs, 0.0, numpy.float32), f"{name}/seeds": numpy.array(seeds),
@@ -146,12 +147,12 @@ def device():
         return platform.processor() or platform.machine()
 
 
-def model_of(config):
-    """What tells one model from another: sizes, and a hash over samples of the weight files of a local folder."""
-    hf, folder = config.model_config.hf_config, Path(config.model_config.model)
+def model_of(config, from_its_files):
+    """What tells one model from another: sizes, and a hash of the weight files if the engine holds their weights."""
+    hf, path = config.model_config.hf_config, config.model_config.model
     sizes = {name: getattr(hf, name, None) for name in
              ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")}  # fmt: skip
-    return {"path": str(folder), "config": sizes, "weights": weights_of(folder)}
+    return {"path": path, "config": sizes, "weights": weights_of(path) if from_its_files else None}
 
 
 def weights_of(folder):

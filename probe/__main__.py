@@ -181,14 +181,17 @@ class Compare:
 
 
 def check_model(policy: Policy, trace: Trace, path: str) -> None:
-    """Raises: ValueError if the trace names a model of another architecture or size."""
+    """Raises: ValueError if the trace names a model of another size, or other weight files."""
+    from examples.record_vllm import weights_of
+
     stated = trace.meta.get("model")
-    sizes = stated.get("config", {}) if isinstance(stated, dict) else {}
-    differ = {name: (value, getattr(policy.model.config, name, None)) for name, value in sizes.items()
-              if value is not None and value != getattr(policy.model.config, name, None)}
-    if differ:
-        name, (theirs, ours) = next(iter(differ.items()))
-        raise ValueError(f"model must be that of the trace, whose {name} is {theirs}; {path} has {ours}")
+    for name, theirs in (stated.get("config", {}) if isinstance(stated, dict) else {}).items():
+        ours = getattr(policy.model.config, name, None)
+        if theirs is not None and theirs != ours:
+            raise ValueError(f"model must be that of the trace, whose {name} is {theirs}; {path} has {ours}")
+    recorded, present = stated.get("weights") if isinstance(stated, dict) else None, weights_of(path)
+    if None not in (recorded, present) and recorded != present:
+        raise ValueError(f"model must be that of the trace, the weight files in {path} are not those that it names")
 
 
 def check_dtype(dtype: str) -> str:
@@ -202,7 +205,7 @@ def trainers_own(trace: Trace, reported: torch.Tensor, recomputed: torch.Tensor)
     if not trace.trainer_logprobs:
         return []
     own = torch.tensor([value for row in trace.trainer_logprobs for value in row], dtype=torch.float64)
-    differences = [(own - other.cpu()).abs().mean().item() for other in (reported, recomputed)]
+    differences = [(own - other.cpu()).abs().nanmean().item() for other in (reported, recomputed)]
     return ["   the trainer's own log-probabilities: mean |difference| {:.1e} nats to the reported, {:.1e} to those"
             " recomputed here\n".format(*differences)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from examples.record_vllm import weights_of
 from probe.__main__ import main
 
 DATA = Path(__file__).parent / "data"
@@ -76,12 +77,18 @@ def other(name: str, kind=numpy.roll) -> numpy.ndarray:
     (dict(meta={"model": {"weights": "b"}}), "the traces must be of one model, their weight files differ"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(tmp_path, capsys, change, complaint):
-    before = changed(tmp_path / "before.npz", meta={"model": {"weights": "a"}})
+    before = changed(tmp_path / "before.npz", meta={"model": {"weights": weights_of(MODEL)}})
     path = changed(tmp_path / "after.npz", **change)
     assert compare(before, path) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {complaint.format(model=MODEL, path=path)}")
     assert error.count("\n") == 1
+
+
+def test_other_weights_of_the_same_size_are_refused(tmp_path, capsys):
+    traces = [changed(tmp_path / name, meta={"model": {"weights": "b"}}) for name in ("one.npz", "two.npz")]
+    assert compare(*traces) == 2
+    assert f"the weight files in {MODEL} are not those that it names" in capsys.readouterr().err
 
 
 def test_a_truncated_trace_and_an_unknown_group_are_one_sentence(tmp_path, capsys):

@@ -69,5 +69,5 @@ def test_the_counts_stay_within_their_limits():
     print(f"all: {everything} lines, {words / everything:.0%} docstrings and comments")
     assert len(TOP) <= 8
     assert top <= 2854  # the aim is 2,200
-    assert everything <= 7400  # the aim is 4,900; 380 are recorders, which stand alone
+    assert everything <= 7250  # the aim is 4,900; 384 are recorders, which stand alone
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250

@@ -4,13 +4,13 @@ In an environment with TRL 1.16 this command trains with TRL, on the model, prob
 train.py. With `--trl-python` it runs train.py and TRL in turns and prints a Markdown table.
 """
 
+import json
 import os
 import random
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -19,8 +19,11 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
+from examples.record_trl import TraceRecorder
 from lab import table
+from lab.compare import STORED
 from lab.curves import steps_of
+from lab.translate import to_trl
 from records import append_rows
 from train import Config, prepare
 
@@ -35,6 +38,10 @@ class Options:
     generation: Literal["vllm", "transformers"] = "vllm"  # Of one run: vLLM in TRL's process, or `generate`.
     steps: int = 30  # Batches of rollouts; each is two optimizer steps.
     seed: int = 0  # Decides the model and the problems.
+    engine: str = '{"dtype": "float32"}'  # JSON: vLLM's arguments in place of TRL's own, which name no dtype.
+    record: int = 0  # Of one run: traces of so many batches, in `out`/traces (examples/record_trl.py).
+    curves: str | None = None  # Draw this PNG: rewards of the runs in the folders `out`/*, and of the stored runs.
+    translated: bool = False  # Of one run: lab.translate's options alone, with TRL's own schedule and without TIS.
 
 
 def sync_weights(generation: Any) -> None:
@@ -68,7 +75,8 @@ def train(options: Options) -> None:
     from trl.generation import vllm_generation
 
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
-    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")  # TRL names none: vLLM rounds to bfloat16
+    start, arguments_of_vllm = vllm_generation.LLM, json.loads(options.engine)
+    vllm_generation.LLM = lambda **given: start(**given | arguments_of_vllm)
     config = Config(out=options.out, steps=options.steps, seed=options.seed)
     run, rng, updates = prepare(config), random.Random(config.seed), config.num_minibatches
     problems = {problem.question: problem for problem in run.task.train}
@@ -77,23 +85,23 @@ def train(options: Options) -> None:
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [run.task.reward(problems[asked], text) for asked, text in zip(prompts, completions, strict=True)]
 
-    arguments = GRPOConfig(
-        per_device_train_batch_size=config.num_prompts * config.group_size // updates, steps_per_generation=updates,
-        max_steps=config.steps * updates, logging_steps=updates, num_generations=config.group_size, seed=config.seed,
-        max_completion_length=config.max_new_tokens, temperature=config.temperature, shuffle_dataset=False,
-        loss_type="bnpo", epsilon=config.clip[0], epsilon_high=config.clip[1], max_grad_norm=config.grad_clip,
-        use_vllm=options.generation == "vllm", vllm_max_model_length=run.max_model_len, bf16=False, use_cpu=True,
-        gradient_checkpointing=False, output_dir=options.out, save_strategy="no", report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+    logged = {} if options.translated else {"vllm_importance_sampling_correction": True}  # else TRL logs no mismatch
+    arguments = GRPOConfig(**to_trl(config)[0] | logged | dict(
+        use_vllm=options.generation == "vllm", vllm_max_model_length=run.max_model_len, use_cpu=True,
+        output_dir=options.out, save_strategy="no", report_to="none", disable_tqdm=True,
+    ))  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=torch.float32, attn_implementation="sdpa")
     adamw = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=config.weight_decay, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda done: config.lr_at(done // updates + 1))
     trainer = GRPOTrainer(model, reward, arguments, Dataset.from_dict({"prompt": questions}),
-                          processing_class=run.tokenizer, optimizers=(adamw, schedule))  # fmt: skip
+                          processing_class=run.tokenizer,
+                          optimizers=(None, None) if options.translated else (adamw, schedule))  # fmt: skip
     if trainer._tokenize_prompts(questions)[0] != [problems[question].prompt_ids for question in questions]:
         raise ValueError("questions must have the same token ids in TRL as in train.py, they differ")
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Recorder)
+    if options.record:
+        trainer.add_callback(TraceRecorder(trainer, run.out / "traces", options.record))
     trainer.train()
     print("seconds a step {:.2f}, reward {:.3f}".format(*summary(run.out)))
 
@@ -125,6 +133,25 @@ def compare(options: Options) -> None:
     print(table(["", "seconds a step", "times train.py's", "reward, last 5 steps"], rows))
 
 
+def draw(options: Options) -> None:
+    """Mean and range of the reward per step, over the seeds of TRL's runs and over as many stored runs of train.py."""
+    from matplotlib.figure import Figure
+
+    theirs = [steps_of(folder) for folder in sorted(Path(options.out).iterdir())]
+    ours = json.loads((STORED / "default.json").read_text())["runs"][: len(theirs)]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for label, runs in ((f"train.py, {len(ours)} seeds", ours), (f"TRL, translated, {len(theirs)} seeds", theirs)):
+        rewards = [[row["reward"] for row in run if row.get("reward") is not None] for run in runs]
+        steps, columns = range(1, len(rewards[0]) + 1), [*zip(*rewards, strict=True)]
+        axis.plot(steps, [*map(fmean, columns)], label=label)
+        axis.fill_between(steps, [*map(min, columns)], [*map(max, columns)], alpha=0.2)
+        print(label, *(f"step {at}: {fmean(columns[at - 1]):.3f}" for at in (1, 5, 10, 20, 40, len(columns))), sep=", ")
+    axis.set(xlabel="step", ylabel="reward of the samples")
+    axis.legend()
+    figure.savefig(options.curves, dpi=110)
+
+
 if __name__ == "__main__":
     options = tyro.cli(Options, description=__doc__)
-    (compare if options.trl_python else train)(options)
+    (draw if options.curves else compare if options.trl_python else train)(options)

@@ -2,10 +2,12 @@
 
 `record` samples with the installed vLLM and writes a trace; `--stress` puts the engine under pressure. `diagnose`
 computes the trainer's log-probabilities of a trace's tokens and names the layer, the cause and the setting that repairs
-it. If no hypothesis explains the mismatch, the verdict is "unexplained" and lists what was excluded. `locate` tells
-whether a mismatch comes from the model's code, from attention or from batching; its exit status is never 1.
+it. If no hypothesis explains the mismatch, the verdict is "unexplained" and lists what was excluded. `compare` does so
+for two traces of one workload, before and after an upgrade, and says what changed. `locate` tells whether a mismatch
+comes from the model's code, from attention or from batching; its exit status is never 1.
 
-Exit status: 0 exact or parity, 1 mismatch, 2 bad input, 3 the probe itself failed.
+Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse), 2 bad input, 3 the
+probe itself failed.
 """
 
 import json
@@ -23,9 +25,10 @@ import tyro
 from engine_adapter import Engine, ParityFlags, Sampling
 from objectives import Count, Rule, check_rules
 from probe import stress
+from probe.compare import Change, differing, same_workload
 from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
 from probe.locate import locate
-from probe.traces import Weights, load_traces, save_trace
+from probe.traces import Trace, Weights, load_traces, save_trace
 from records import one_line, stage
 from rl import Policy
 
@@ -133,7 +136,7 @@ class Diagnose:
     """Explain the mismatch in traces."""
 
     model: str  # Folder or hub name of the trainer's weights.
-    traces: tyro.conf.Positional[tuple[str, ...]]  # Trace files, .npz or .json; docs/probe.md describes the layout.
+    traces: tyro.conf.Positional[tuple[str, ...]]  # Trace files, .npz or .json; docs/trace-format.md has the layout.
     group: str | None = None  # Diagnose only this group of the traces.
     earlier: tuple[str, ...] = ()  # Folders with the trainer's weights 1, 2, ... updates back, newest first.
     version: int | None = None  # Weight version of `model`; if not given, the newest version in the trace.
@@ -157,12 +160,14 @@ class Diagnose:
         trainer, records = cache(self._trainer), []
         for trace in traces:
             policy, earlier = trainer(self.dtype or trace.meta.get("dtype", "float32"))
+            check_model(policy, trace, self.model)
             verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
             records.append(verdict.record())
             if self.brief:
                 print(f"{verdict.trace}: {verdict.headline}", flush=True)
             else:
                 print_verdict(verdict)
+                print(*trainers_own(trace, verdict.replay.reported, verdict.logprobs), end="")
         if self.json:
             Path(self.json).write_text(json.dumps(records, indent=1))
         if self.plot:
@@ -171,15 +176,74 @@ class Diagnose:
 
     def _trainer(self, dtype: str) -> tuple[Policy, list[Weights]]:
         """The trainer and its earlier weights in one dtype."""
-        if dtype not in get_args(Dtype):
-            raise ValueError(f"meta.dtype of a trace must be one of {', '.join(get_args(Dtype))}, got {dtype}")
-        policy = load_policy(self.model, dtype, self.trainer_head == "float32")
+        policy = load_policy(self.model, check_dtype(dtype), self.trainer_head == "float32")
         earlier = [load_policy(path, dtype, policy.fp32_head).copied_weights() for path in self.earlier]
         shapes = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
         for path, weights in zip(self.earlier, earlier, strict=True):
             if {name: tensor.shape for name, tensor in weights.items()} != shapes:
                 raise ValueError(f"earlier must have the tensors of {self.model}, {path} has others")
         return policy, earlier
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compare two traces of one workload, before and after an upgrade."""
+
+    traces: tyro.conf.Positional[tuple[str, str]]  # Before and after, .npz or .json (docs/trace-format.md).
+    model: str  # Folder or hub name of the weights that both engines had.
+    group: str | None = None  # Compare only this group; if not given, all that both traces have.
+    dtype: Dtype | None = None  # Dtype of the trainer; if not given, that of each trace.
+    json: str | None = None  # Write both verdicts of each group to this file.
+
+    def run(self, _words: list[str]) -> int:
+        if self.json:
+            check_writable(self.json)
+        before, after = map(load_traces, self.traces)
+        pairs = same_workload(before, after, self.group)
+        policy = cache(lambda dtype: load_policy(self.model, check_dtype(dtype), True))
+        changes = []
+        for pair in pairs:
+            verdicts = []
+            for path, trace in zip(self.traces, pair, strict=True):
+                trainer = policy(self.dtype or trace.meta.get("dtype", "float32"))
+                check_model(trainer, trace, self.model)
+                verdicts.append(diagnose(trainer, trace))
+                print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
+            changes.append(Change(*verdicts, differing(pair[0].meta, pair[1].meta)))
+            print(f"=> {changes[-1].sentence}", flush=True)
+        if self.json:
+            Path(self.json).write_text(json.dumps([change.record() for change in changes], indent=1))
+        return int(any(change.word == "worse" for change in changes))
+
+
+def check_model(policy: Policy, trace: Trace, path: str) -> None:
+    """Raises: ValueError if the trace names a model of another size, or other weight files."""
+    from examples.record_vllm import weights_of
+
+    stated = trace.meta.get("model")
+    for name, theirs in (stated.get("config", {}) if isinstance(stated, dict) else {}).items():
+        ours = getattr(policy.model.config, name, None)
+        if theirs is not None and theirs != ours:
+            raise ValueError(f"model must be that of the trace, whose {name} is {theirs}; {path} has {ours}")
+    recorded, present = stated.get("weights") if isinstance(stated, dict) else None, weights_of(path)
+    if None not in (recorded, present) and recorded != present:
+        raise ValueError(f"model must be that of the trace, the weight files in {path} are not those that it names")
+
+
+def check_dtype(dtype: str) -> str:
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"meta.dtype of a trace must be one of {', '.join(get_args(Dtype))}, got {dtype}")
+    return dtype
+
+
+def trainers_own(trace: Trace, reported: torch.Tensor, recomputed: torch.Tensor) -> list[str]:
+    """A line on the log-probabilities of the trainer that made the trace, if the trace has them."""
+    if not trace.trainer_logprobs:
+        return []
+    own = torch.tensor([value for row in trace.trainer_logprobs for value in row], dtype=torch.float64)
+    differences = [(own - other.cpu()).abs().nanmean().item() for other in (reported, recomputed)]
+    return ["   the trainer's own log-probabilities: mean |difference| {:.1e} nats to the reported, {:.1e} to those"
+            " recomputed here\n".format(*differences)]
 
 
 def load_policy(path: str, dtype: str, fp32_head: bool) -> Policy:
@@ -198,7 +262,8 @@ def check_writable(path: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     try:
-        commands, prog = {"record": Record, "diagnose": Diagnose, "locate": Locate}, "python -m probe"
+        commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "locate": Locate}
+        prog = "python -m probe"
         words = sys.argv[1:] if arguments is None else arguments
         command = tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=__doc__, args=words)
         status = command.run(words)

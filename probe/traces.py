@@ -26,6 +26,7 @@ from rl import Policy, make_batch, masked_logits
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
 NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
+FORMAT = 1  # version of the trace format (docs/trace-format.md); a file without one is read as 1
 NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 Weights = dict[str, Tensor]  # another version of the trainer's weights, by parameter name
 
@@ -33,12 +34,16 @@ Weights = dict[str, Tensor]  # another version of the trainer's weights, by para
 # ------------------------------------------------------------------------------------------------ trace
 @dataclass(frozen=True)
 class Trace:
-    """Sequences sampled with one `sampling`, with the log-probabilities that the engine reported; `meta` is free."""
+    """Sequences sampled with one `sampling`, with the log-probabilities that the engine reported; `meta` is free.
+
+    `trainer_logprobs` are those of the trainer that used the tokens, a row per rollout, if a recorder wrote them.
+    """
 
     name: str
     rollouts: list[Rollout]
     sampling: Sampling
     meta: dict[str, Any] = field(default_factory=dict)
+    trainer_logprobs: list[list[float]] = field(default_factory=list)
 
     @property
     def events(self) -> list[Events]:
@@ -47,8 +52,8 @@ class Trace:
 
 
 def save_trace(path: str, trace: Trace) -> None:
-    """Write the trace as an npz file with one group; docs/probe.md describes the layout."""
-    meta = trace.meta | {"groups": {trace.name: asdict(trace.sampling)}}
+    """Write the trace as an npz file with one group; docs/trace-format.md describes the layout."""
+    meta = {"format": FORMAT} | trace.meta | {"groups": {trace.name: asdict(trace.sampling)}}
     arrays, seeds = {"meta": numpy.array(json.dumps(meta))}, [rollout.seed for rollout in trace.rollouts]
     if None not in seeds:
         arrays[f"{trace.name}/seeds"] = numpy.array(seeds, numpy.int64)
@@ -64,22 +69,24 @@ def save_trace(path: str, trace: Trace) -> None:
 
 
 def load_traces(path: str) -> list[Trace]:
-    """Read every group of an npz or JSON trace; docs/probe.md describes the layout.
+    """Read every group of an npz or JSON trace; docs/trace-format.md describes the layout.
 
     Raises: ValueError naming the field that is missing or malformed.
     """
     try:
         record = json.loads(Path(path).read_text()) if path.endswith(".json") else _read_npz(path)
+        if (version := record["meta"].get("format", FORMAT)) != FORMAT:
+            raise ValueError(f"meta.format must be {FORMAT} (newer ones need a newer probe), got {version!r}")
         prompts, groups = _ids(record["prompt_ids"], "prompt_ids"), record["groups"]
         if not groups:
             raise ValueError("groups must name at least one group")
         return [_trace(name, group, prompts, record["meta"]) for name, group in groups.items()]
     except KeyError as error:
-        raise ValueError(f"{path}: {error} is missing (docs/probe.md has the layout)") from error
+        raise ValueError(f"{path}: {error} is missing (docs/trace-format.md has the layout)") from error
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: meta, prompt_ids and groups must be as in docs/probe.md: {error}") from error
+        raise ValueError(f"{path}: meta, prompt_ids and groups must be as in docs/trace-format.md: {error}") from error
     except Exception as error:  # json, numpy and zipfile raise many types
-        raise ValueError(f"{path}: {error} (docs/probe.md has the layout)") from error
+        raise ValueError(f"{path}: {error} (docs/trace-format.md has the layout)") from error
 
 
 def _read_npz(path: str) -> dict[str, Any]:
@@ -110,6 +117,7 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]], meta: dic
 
     logprobs = per_token("logprobs", float)
     versions = per_token("versions", int) if "versions" in group else [[]] * len(tokens)
+    ours = per_token("trainer_logprobs", float) if "trainer_logprobs" in group else []
     seeds = map(int, group.get("seeds", range(len(tokens))))
     if unknown := sampling.keys() - {each.name for each in fields(Sampling)}:
         raise ValueError(f"groups.{name} has {', '.join(sorted(unknown))}, which the probe does not reproduce")
@@ -117,7 +125,7 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]], meta: dic
     settings |= {"stop_token_ids": tuple(settings["stop_token_ids"]), "top_k": max(0, settings.get("top_k", 0))}
     try:
         rollouts = [Rollout(*row) for row in zip(prompts, seeds, tokens, logprobs, versions, strict=True)]
-        trace = Trace(name, rollouts, Sampling(**settings), meta)
+        trace = Trace(name, rollouts, Sampling(**settings), meta, ours)
         if "stress" in meta and len(trace.events) != len(rollouts):
             raise ValueError(f"meta.stress.requests must have {len(rollouts)} rows, got {len(trace.events)}")
         return trace

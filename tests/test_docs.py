@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import engine_adapter
 import objectives
-from lab import ablate, bench, bench_gpu, compare, peers, plan
+from lab import ablate, bench, bench_gpu, compare, peers, plan, translate
 from lab.ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
-from probe.__main__ import Diagnose, Record
+from probe.__main__ import Compare, Diagnose, Record
 from tasks import load_task
 from train import CommandLine, Config
 
@@ -68,7 +68,14 @@ COMMANDS = (
     (r"-m pytest -m gpu tests$", "GPU: without one these tests are skipped"),
     (r"-m probe$|-m probe record --model PATH",
      "test_probe.py::test_a_recorded_workload_is_parity_with_every_sampling_parameter_set"),
-    (r"-m probe diagnose --model (PATH|tests/data/tiny-qwen2) .*npz",
+    (r"-m probe compare ", "test_compare_traces.py::test_the_story_of_the_migration_in_four_sentences"),
+    (r"-m lab.translate ",
+     "test_translate.py::test_the_default_job_in_trl_takes_the_same_number_of_samples_and_steps"),
+    (r"record_vllm.py ", "test_recorders.py::test_record_vllm_from_a_folder_of_its_own_in_both_ways"),
+    (r"record_transformers.py ", "test_recorders.py::test_the_worked_example_of_the_trace_format_is_parity"),
+    (r"record_verl.py ", "test_recorders.py::test_the_recorder_for_verl_reads_padded_and_jagged_batches"),
+    (r"record_prime_rl.py ", "test_recorders.py::test_the_recorder_for_prime_rl_reads_both_layouts"),
+    (r"-m probe diagnose --model (PATH|runs/\S+|tests/data/tiny-qwen2) .*(npz|json)",
      "test_probe.py::test_exit_status_is_1_for_a_mismatch_and_the_json_has_its_figures"),
     (r"-m probe record --stress ",
      "test_stress.py::test_record_with_stress_is_parity_and_one_request_is_replayed_alone"),
@@ -126,13 +133,13 @@ def test_each_entry_of_the_table_stands_for_a_command(pattern):
 
 
 OPTIONS = {"train": CommandLine, "lab.plan": plan.Options, "lab.ablate": ablate.Options, "lab.bench": bench.Options,
-           "lab.compare": compare.Options, "lab.peers": peers.Options}  # fmt: skip
+           "lab.compare": compare.Options, "lab.peers": peers.Options, "lab.translate": translate.Options}  # fmt: skip
 
 
 def parse(module: str, words: list[str]) -> None:
     """The options of a command, read by its own parser and checked. Raises: SystemExit or ValueError if refused."""
     if module == "probe":
-        tyro.extras.subcommand_cli_from_dict({"record": Record, "diagnose": Diagnose}, args=words)
+        tyro.extras.subcommand_cli_from_dict({"record": Record, "diagnose": Diagnose, "compare": Compare}, args=words)
     elif module == "train":
         tyro.cli(CommandLine, args=words).config()
     elif module == "lab.bench_gpu":
@@ -156,7 +163,9 @@ def test_each_command_has_options_that_exist(command):
     elif words[:1] == ["train.py"] and words != ["train.py", "--help"]:
         parse("train", words[1:])
     elif words and words[0] != "train.py":
-        source = (ROOT / words[0]).read_text()
+        copied = {path.name: path for path in ROOT.glob("examples/*.py")}  # the reader runs copies of these
+        copied |= {"record_transformers.py": ROOT / "docs" / "trace-format.md"}
+        source = copied.get(words[0], ROOT / words[0]).read_text()
         assert all(f'"{word}"' in source for word in words if word.startswith("--"))
 
 
@@ -206,7 +215,7 @@ def test_each_relative_link_exists(page):
 
 
 def test_readme_links_each_page_once():
-    linked = re.findall(r"\]\((docs/\w+\.md)\)", README.read_text())
+    linked = re.findall(r"\]\((docs/[\w-]+\.md)\)", README.read_text())
     assert sorted(linked) == sorted(f"docs/{page.name}" for page in PAGES[1:])
 
 

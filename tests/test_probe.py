@@ -281,8 +281,10 @@ def json_trace(**changes) -> dict:
 
 
 @pytest.mark.parametrize("record, complaint", [
-    ({}, "'prompt_ids' is missing"),
-    ([], "meta, prompt_ids and groups must be as in docs/probe.md"),
+    ({}, "'meta' is missing"),
+    ({"meta": {}}, "'prompt_ids' is missing"),
+    ({"meta": {"format": 2}}, "meta.format must be 1 (newer ones need a newer probe), got 2"),
+    ([], "meta, prompt_ids and groups must be as in docs/trace-format.md"),
     ({"prompt_ids": [[1]], "meta": {}}, "'groups' is missing"),
     (json_trace() | {"groups": {}}, "groups must name at least one group"),
     (json_trace(tokens=[]), "g/tokens must have a non-empty row for each non-empty row of prompt_ids"),
@@ -293,6 +295,7 @@ def json_trace(**changes) -> dict:
     (json_trace(logprobs=[[-0.5]]), "g/logprobs must have the shape of g/tokens"),
     (json_trace(logprobs=[[-0.5, -1.0], [-1.0]]), "g/logprobs must have the shape of g/tokens"),
     (json_trace(logprobs=[[-0.5, None]]), "g/logprobs must be numbers"),
+    (json_trace(trainer_logprobs=[[-0.5]]), "g/trainer_logprobs must have the shape of g/tokens"),
     (json_trace(versions=[[1]]), "g/versions must have the shape of g/tokens"),
     (json_trace(sampling={}), "temperature"),
     (json_trace(sampling={"temperature": -1.0}), "temperature must be 0 (greedy) or at least 0.01"),

@@ -1,0 +1,159 @@
+"""The experiment of a run as options of another trainer, for those who outgrow one device (docs/outgrow.md).
+
+Prints TRL's GRPOConfig or verl's overrides for the options in RUN/config.json, then a comment for each thing that the
+other trainer does otherwise or cannot express. The names are those of TRL 1.16.0 and verl 0.9.1.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from engine_adapter import ParityFlags
+from objectives import OBJECTIVES
+from records import one_sentence, stage
+from rl import has_mask
+from train import Config
+
+Translation = tuple[dict[str, Any], list[str]]  # options by name, notes
+
+
+@dataclass(frozen=True)
+class Options:
+    """A run and the trainer that takes over."""
+
+    run: tyro.conf.Positional[str]  # Folder of a run of train.py.
+    to: Literal["trl", "verl"]  # TRL 1.16.0 or verl 0.9.1.
+
+
+def read(run: str) -> Config:
+    with stage(f"reading the run in {run}"):
+        options = json.loads((Path(run) / "config.json").read_text())["config"]
+        known = {each.name for each in fields(Config)}
+        options = {name: value for name, value in options.items() if name in known}
+        return Config(**options | {"parity": ParityFlags(**options["parity"])})
+
+
+def shared_notes(config: Config) -> list[str]:
+    """What neither TRL nor verl has."""
+    parity = config.parity
+    return [sentence for holds, sentence in (
+        (has_mask(config) and parity.sampling_mask, "top_k, top_p, min_p: the trainer's softmax is over the whole"
+         " vocabulary there, not over the tokens that the sampler kept (docs/masks.md)"),
+        (config.inflight_groups, f"inflight_groups {config.inflight_groups}: this is another trainer there (TRL: async"
+         " GRPO; verl: fully async); their pause mode and cache reset decide what becomes of kept KV"),
+        (config.prefix_cache == "versioned", "prefix_cache versioned: both reset the cache at each load instead"),
+        (True, f"learning rate: here {config.lr_warmup_steps} steps of warm-up times a linear decay to 0, the same for"
+         " all minibatches of a step"),
+        (True, "a minibatch whose groups are all flat takes an optimizer step there, here it takes none"),
+        (True, "no canary, no audit, no check of weights and loss there: record traces of the first steps"
+         " (docs/audit.md)"),
+    ) if holds]  # fmt: skip
+
+
+def to_trl(config: Config) -> Translation:
+    objective, (low, high), updates = config.objective, config.clip, config.num_minibatches
+    options = dict(
+        per_device_train_batch_size=config.num_prompts * config.group_size // updates, steps_per_generation=updates,
+        max_steps=config.steps * updates, logging_steps=updates, num_generations=config.group_size, seed=config.seed,
+        max_completion_length=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k,
+        top_p=config.top_p, min_p=config.min_p or None, learning_rate=config.lr, lr_scheduler_type="linear",
+        warmup_steps=config.lr_warmup_steps * updates, weight_decay=config.weight_decay,
+        max_grad_norm=config.grad_clip, beta=config.kl_coef, epsilon=0.2 if low is None else low, epsilon_high=high,
+        loss_type={"gspo": "grpo", "dr_grpo": "dr_grpo", "cispo": "cispo"}.get(objective, "bnpo"),
+        importance_sampling_level="sequence" if objective == "gspo" else "token",
+        scale_rewards="none" if objective == "dr_grpo" else "group",
+        mask_truncated_completions=config.mask_truncated, shuffle_dataset=False, bf16=config.dtype == "bfloat16",
+        fp16=config.dtype == "float16", gradient_checkpointing=config.gradient_checkpointing,
+        use_vllm=config.engine == "vllm", vllm_mode="colocate", cast_lm_head_to_fp32=config.parity.fp32_head
+        and config.dtype != "float32", vllm_importance_sampling_correction=config.tis != "off",
+    )  # fmt: skip
+    if config.tis != "off":
+        mode = {"token": "token_truncate", "sequence": "sequence_truncate", "masked": "token_mask"}[config.tis]
+        floor = {"vllm_importance_sampling_clip_min": config.tis_floor} if config.tis == "masked" else {}
+        options |= {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": config.tis_cap} | floor
+    parity = config.parity
+    return options, [sentence for holds, sentence in (
+        (config.old_policy == "rollout", "old_policy rollout: TRL forms the ratio with its own recomputed values"),
+        (config.tis == "off", "tis off: TRL then logs no mismatch (sampling/sampling_logp_difference)"),
+        (not parity.processed_logprobs, "raw log-probabilities: TRL always asks for processed ones when colocated"),
+        (parity.explicit_runtime, "runtime: GRPOConfig has no option for vLLM's prefix cache (TRL resets it at each"
+         " load) nor for async scheduling"),
+        (True, f"dtype {config.dtype}: GRPOConfig has no option for the engine's, and vLLM's `auto` rounds a float32"
+         " model to bfloat16 (docs/audit.md). bf16=True is autocast over float32 weights"),
+        (parity.fp32_head and config.dtype != "float32", "fp32 head: cast_lm_head_to_fp32 is the trainer's side only;"
+         " GRPOConfig has no option for the engine's"),
+        (config.objective == "grpo", "bnpo is the token mean of one device's minibatch; with several devices or"
+         " gradient accumulation, dapo is nearer"),
+        (config.objective == "cispo", "cispo: TRL counts tokens with A > 0 in its clip rate"),
+    ) if holds] + shared_notes(config)  # fmt: skip
+
+
+def to_verl(config: Config) -> Translation:
+    actor, rollout, objective = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", config.objective
+    (low, high), tis = config.clip, "null" if config.tis == "off" else config.tis
+    engine, correction, parity = f"+{rollout}.engine_kwargs.vllm", "algorithm.rollout_correction", config.parity
+    cap = f"'{config.tis_floor}_{config.tis_cap}'" if config.tis == "masked" else config.tis_cap
+    mean = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
+    options = {
+        "actor_rollout_ref.model.path": config.model, "data.train_batch_size": config.num_prompts,
+        "data.max_response_length": config.max_new_tokens, "data.shuffle": False,
+        "trainer.total_training_steps": config.steps, f"{rollout}.name": "vllm", f"{rollout}.n": config.group_size,
+        f"{rollout}.temperature": config.temperature, f"{rollout}.top_p": config.top_p,
+        f"{rollout}.top_k": config.top_k or -1, f"{rollout}.dtype": config.dtype,
+        f"{rollout}.calculate_log_probs": True,
+        f"{rollout}.logprobs_mode": "processed_logprobs" if parity.processed_logprobs else "raw_logprobs",
+        f"{rollout}.enable_prefix_caching": not parity.explicit_runtime,
+        "algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": objective != "dr_grpo",
+        f"{actor}.ppo_mini_batch_size": config.num_prompts // config.num_minibatches, f"{actor}.ppo_epochs": 1,
+        f"{actor}.policy_loss.loss_mode": objective if objective in ("gspo", "cispo") else "vanilla",
+        f"{actor}.loss_agg_mode": mean[OBJECTIVES[objective].normalizer],
+        f"{actor}.clip_ratio_low": 1.0 if low is None else low,
+        f"{actor}.clip_ratio_high": high - 1 if objective == "cispo" else high, f"{actor}.clip_ratio_c": 1e6,
+        f"{actor}.use_kl_loss": config.kl_coef > 0, f"{actor}.kl_loss_coef": config.kl_coef,
+        f"{actor}.kl_loss_type": "low_var_kl", f"{actor}.entropy_coeff": 0, f"{actor}.grad_clip": config.grad_clip,
+        f"{actor}.optim.lr": config.lr, f"{actor}.optim.weight_decay": config.weight_decay,
+        f"{actor}.optim.lr_warmup_steps": config.lr_warmup_steps,
+        f"{correction}.bypass_mode": config.old_policy == "rollout",
+        f"{correction}.rollout_is": "token" if tis == "masked" else tis, f"{correction}.rollout_is_threshold": cap,
+    }  # fmt: skip
+    if objective == "dr_grpo":
+        options[f"{actor}.loss_scale_factor"] = config.max_new_tokens
+    if parity.explicit_runtime:
+        options[f"{engine}.async_scheduling"] = False
+    if parity.fp32_head and config.dtype != "float32":
+        options[f"{engine}.hf_overrides.head_dtype"] = "float32"
+    return options, [sentence for holds, sentence in (
+        (config.engine == "transformers", "engine transformers: verl samples with an engine of its own"),
+        (config.min_p, f"min_p {config.min_p}: rollout has no such option"),
+        (parity.fp32_head and config.dtype != "float32", "fp32 head: verl 0.9.1 has no option for the trainer's side"),
+        (True, "clip_ratio_c 1e6 switches verl's second clip (dual clip) off"),
+        (objective != "dr_grpo", "advantages are divided by std + 1e-6 there, here by std + 1e-4"),
+        (config.mask_truncated, "mask_truncated: verl 0.9.1 has no option"),
+        (True, "verl's schedules are constant and cosine"),
+        (config.task == "toy" or not config.task.endswith(".parquet"), f"task {config.task}: verl reads parquet files"
+         " (data.train_files) and a reward function (reward.custom_reward_function.path)"),
+    ) if holds] + shared_notes(config)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0, or 2 for bad input."""
+    with one_sentence(2):
+        words = tyro.cli(Options, args=arguments, description=__doc__)
+        config = read(words.run)
+        options, notes = (to_trl if words.to == "trl" else to_verl)(config)
+        if words.to == "trl":
+            print("from trl import GRPOConfig\n\nconfig = GRPOConfig(")
+            print(*(f"    {name}={value!r}," for name, value in options.items()), ")", sep="\n")
+        else:
+            lines = [f"    {name}={value}" for name, value in options.items()]
+            print("python -m verl.trainer.main_ppo", *lines, sep=" \\\n")
+        print(*(f"# {note}" for note in notes), sep="\n")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

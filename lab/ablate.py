@@ -52,6 +52,7 @@ THREE = ("--old-policy", "recompute")  # the three-policy form
 TIS = (*THREE, "--tis", "token", "--tis-over-a-broken-backend")
 TOP_P = ("--top-p", "0.9")
 NO_MASK = (*TOP_P, "--parity.no-sampling-mask")
+EXACT = ("--engine", "shared", "--exact")
 ARMS: dict[str, tuple[str, ...]] = {
     "reference": ("--engine", "transformers"),
     "v1-defaults": V1,
@@ -59,12 +60,16 @@ ARMS: dict[str, tuple[str, ...]] = {
     "+runtime": (PAUSE, HEAD),
     "+inflight": (HEAD,),
     "parity": (),  # with the fp32 head, the last fix
+    "shared": ("--engine", "shared"),
+    "exact": EXACT,
     "parity-minus-processed": (RAW,),
     "parity-minus-runtime": (RUNTIME,),
     "parity-minus-inflight": (PAUSE,),
     "parity-minus-fp32-head": (HEAD,),
     "parity+three": THREE,
     "parity+tis": (*THREE, "--tis", "token"),
+    "exact+three": (*EXACT, *THREE),
+    "exact+tis": (*EXACT, *THREE, "--tis", "token"),
     "v1-defaults+three": (*V1, *THREE),
     "v1-defaults+tis": (*V1, *TIS),
     "parity-minus-processed+three": (RAW, *THREE),
@@ -81,8 +86,8 @@ LEFT_OUT = {  # arms without one fix, and the arm with all of them
     "parity-minus-processed": "parity", "parity-minus-runtime": "parity", "parity-minus-inflight": "parity",
     "parity-minus-fp32-head": "parity", "top-p-minus-mask": "top-p", "top-p-minus-mask+three": "top-p+three",
 }
-REFERENCES = {"parity": "reference", "v1-defaults": "reference", "top-p": "top-p-reference",
-              "top-p-minus-mask": "top-p-reference"}  # fmt: skip
+REFERENCES = {"parity": "reference", "shared": "reference", "exact": "reference", "v1-defaults": "reference",
+              "top-p": "top-p-reference", "top-p-minus-mask": "top-p-reference"}  # fmt: skip
 FINAL, LAST = slice(-5, None), slice(-1, None)
 EARLY = slice(10)  # later, a failing run has collapsed to a nearly uniform policy, whose ratios are rarely clipped
 
@@ -244,7 +249,7 @@ def cell(name: str, arm: Arm) -> str:
     if name not in arm:
         return "not measured"
     spread = f" ± {seed_range(arm[name]) / 2:{form}}" if len(arm[name]) > 1 else ", one seed"
-    return f"{mean(arm[name]):{form}}{spread}"
+    return f"{mean(arm[name]):{form}}{spread}".replace("0.0e+00", "0")
 
 
 def differences(arm: Arm, base: Arm) -> str:
@@ -259,7 +264,7 @@ def differences(arm: Arm, base: Arm) -> str:
         overlap = max(ours) >= min(theirs) and max(theirs) >= min(ours)
         if apart[name] > 1 and not overlap and name != "tokens_s":
             texts.append(f"{metric.title}: {mean(ours):{metric.form}} ({mean(theirs):{metric.form}})")
-    return "; ".join(texts) or "nothing"
+    return "; ".join(texts).replace("0.0e+00", "0") or "nothing"
 
 
 def report(options: Options, record: dict[str, Any]) -> str:

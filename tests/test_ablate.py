@@ -139,7 +139,7 @@ def test_a_log_panel_shows_a_mismatch_of_exactly_0(tmp_path):
     both = {name: ([tmp_path / name], "mismatch") for name in ("exact", "parity")}
     shown = [{"exact": both["exact"]}, {"parity": both["parity"]}, both, both, both, both]
     drawn = plot({f"{index} (log)": lines for index, lines in enumerate(shown)}, tmp_path / "p.png")
-    assert [axis.get_yscale() for axis in drawn.axes] == ["linear", "log", *4 * ["symlog"]]
+    assert [axis.get_yscale() for axis in drawn.axes] == ["linear", *5 * ["symlog"]]
     assert drawn.axes[2].get_ylim()[0] <= 0 < drawn.axes[1].get_ylim()[0]
 
 

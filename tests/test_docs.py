@@ -59,7 +59,7 @@ COMMANDS = (
     (r"-m lab.compare runs/",
      "test_compare.py::test_a_stored_run_is_within_its_spread_and_a_worse_one_is_not"),
     (r"-m lab.peers --", "minutes: whole runs, in an environment with TRL"),
-    (r"make bench$|-m lab.bench (growth --rollouts 64 256 1024 4096|phases|prompts|masks|head)$|-m lab.bench shared",
+    (r"make bench$|-m lab.bench (growth --rollouts 64 256 1024 4096|phases|prompts|masks|head|shared)$",
      "minutes: a benchmark for a machine that does nothing else"),
     (r"-m lab.bench_gpu (sleep|parity|speed|step)\S*( --cuda-graphs)?$",
      "test_plan.py::test_each_case_of_the_gpu_benchmark_runs_at_a_small_size"),

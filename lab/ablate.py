@@ -243,18 +243,13 @@ def distances(arm: Arm, base: Arm) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------ reporting
-def figure(name: str, value: float) -> str:
-    """A value of a metric; exactly 0 as "0", not as "0.0e+00"."""
-    form = METRICS[name].form
-    return "0" if value == 0 and form.endswith("e") else f"{value:{form}}"
-
-
 def cell(name: str, arm: Arm) -> str:
-    """mean ± half the seed range."""
+    """mean ± half the seed range; exactly 0 is "0"."""
+    form = METRICS[name].form
     if name not in arm:
         return "not measured"
-    spread = f" ± {figure(name, seed_range(arm[name]) / 2)}" if len(arm[name]) > 1 else ", one seed"
-    return f"{figure(name, mean(arm[name]))}{spread}"
+    spread = f" ± {seed_range(arm[name]) / 2:{form}}" if len(arm[name]) > 1 else ", one seed"
+    return f"{mean(arm[name]):{form}}{spread}".replace("0.0e+00", "0")
 
 
 def differences(arm: Arm, base: Arm) -> str:
@@ -265,11 +260,11 @@ def differences(arm: Arm, base: Arm) -> str:
     """
     texts, apart = [], distances(arm, base)
     for name in sorted(apart, key=apart.get, reverse=True):
-        ours, theirs = arm[name], base[name]
+        ours, theirs, metric = arm[name], base[name], METRICS[name]
         overlap = max(ours) >= min(theirs) and max(theirs) >= min(ours)
         if apart[name] > 1 and not overlap and name != "tokens_s":
-            texts.append(f"{METRICS[name].title}: {figure(name, mean(ours))} ({figure(name, mean(theirs))})")
-    return "; ".join(texts) or "nothing"
+            texts.append(f"{metric.title}: {mean(ours):{metric.form}} ({mean(theirs):{metric.form}})")
+    return "; ".join(texts).replace("0.0e+00", "0") or "nothing"
 
 
 def report(options: Options, record: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Benchmarks of one machine: what a training step costs over the bare work, how time and memory grow with the number of
 rollouts, what groups in flight gain when a few responses are long, how much time it saves to compute each prompt once
-for its group, what the head in chunks saves, and what the sampler's masks cost.
+for its group, what the head in chunks saves, what the sampler's masks cost, and what one module on both sides costs.
 
 The bare work is the cheapest known way to do the same, directly on the step's own engine and model: vLLM samples for
 the same prompts, without seeds and log-probabilities; plain transformers computes a forward (old log-probabilities) and
@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -33,7 +34,7 @@ from records import memory_gib, reset_peak
 from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, make_batch, update
 from train import Config, Live, Run, build, prepare, train_step
 
-Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head"]
+Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head", "shared"]
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class Options:
 
     # inflight: groups in flight. growth: time and memory by rollouts. phases: a step and the bare work. prompts: each
     # prompt computed once for its group. masks: a step with top-k, top-p, min-p. head: in one piece and in chunks.
+    # shared: the engine around the trainer's module, with and without --exact.
     cases: tyro.conf.Positional[tuple[Case, ...]] = ("inflight", "growth", "phases")
     rollouts: tuple[int, ...] = (1024, 4096, 16384)  # Case growth: numbers of rollouts per step.
-    rounds: int = 20  # Case phases: pairs of a step and its bare work.
+    rounds: int = 20  # Cases phases and shared: pairs of a step and its bare work; turns over the engines.
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Case shared: of the model.
 
 
 @contextmanager
@@ -300,7 +303,41 @@ def head(options: Options) -> None:
                  f"in chunks with {HEAD_KEPT_IDS} kept ids a token, s", "GiB"], rows))
 
 
-CASES = {"inflight": inflight, "growth": growth, "phases": phases, "prompts": prompts, "masks": masks, "head": head}
+SHARED = {"vllm": {}, "shared": dict(engine="shared"), "exact": dict(engine="shared", exact=True),
+          "exact, no separate pass": dict(engine="shared", exact=True, old_logprobs_every=10**6)}  # fmt: skip
+
+
+def serve(pipe: Any, config: dict) -> None:
+    """In a process of its own: take a step for each number received, until 0, and send its metrics."""
+    with running(**config) as (run, live):
+        for step in iter(pipe.recv, 0):
+            pipe.send(train_step(run, live, step)[0])
+    pipe.send({})
+
+
+def shared(options: Options) -> None:
+    """Seconds and peak memory of a step by engine; the processes take turns."""
+    context, pipes = get_context("spawn"), []
+    for config in SHARED.values():
+        ours, theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, config | {"dtype": options.dtype}), daemon=True).start()
+        theirs.close()  # so that `recv` fails if the process ends
+        pipes.append(ours)
+    turns = [[pipe.send(step) or pipe.recv() for pipe in pipes] for step in [*range(1, options.rounds + 3), 0]]
+    rows, names = [], [f"{phase}_s" for phase in ("step", "generate", "old_logprobs", "update", "sync")]
+    by_engine = [*zip(*turns[2:-1], strict=True)]  # two turns warm up
+    for engine, steps in zip(SHARED, by_engine, strict=True):
+        ratios = quantiles(step["step_s"] / first["step_s"] for step, first in zip(steps, by_engine[0], strict=True))
+        peak = max(value for step in steps for name, value in step.items() if name.endswith("_gib"))
+        rows.append([engine, *(f"{1e3 * median(step[name] for step in steps):.1f}" for name in names),
+                     "{1:.3f} ({0:.3f} to {2:.3f})".format(*ratios), f"{peak:.2f}"])
+    print(f"\nMilliseconds, medians of {options.rounds} turns over all engines; {options.dtype}, threads:"
+          f" {torch.get_num_threads()}. Ratio: to the step of vllm in the same turn, median and quartiles\n")
+    print(table(["engine", *names, "ratio", "peak, GiB"], rows))
+
+
+CASES = {"inflight": inflight, "growth": growth, "phases": phases, "prompts": prompts, "masks": masks, "head": head,
+         "shared": shared}
 
 
 def main(arguments: list[str] | None = None) -> None:

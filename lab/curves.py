@@ -11,7 +11,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> None:
+def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> Any:
     """Six panels by title, each with lines by label: folders of runs and a metric, drawn as mean and range."""
     from matplotlib.figure import Figure
 
@@ -27,14 +27,11 @@ def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> No
                 axis.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2)
                 axis.legend(fontsize=8)
         axis.set(title=title, xlabel="step")
-        drawn = [value for line in axis.get_lines() for value in line.get_ydata()]
-        positive = [value for value in drawn if value > 0]
-        if title.endswith("(log)") and positive:
-            if 0 in drawn:  # below the smallest positive value the axis is linear, so that 0 is on it
-                axis.set_yscale("symlog", linthresh=min(positive))
-            else:
-                axis.set_yscale("log")
+        positive = [value for line in axis.get_lines() for value in line.get_ydata() if value > 0]
+        if title.endswith("(log)") and positive:  # linear below the smallest of these values, so that 0 is on the axis
+            axis.set_yscale("symlog", linthresh=min(positive))
     figure.savefig(path, dpi=110)
+    return figure
 
 
 def plot_curves(out: Path) -> None:

@@ -14,7 +14,7 @@ import json
 import shlex
 import sys
 import traceback
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -55,17 +55,14 @@ class Workload:
     def __post_init__(self):
         check_rules(self)
 
-    @property
-    def seeds(self) -> list[int]:
-        return [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
-
-    def prompts(self, vocabulary: int, every_fourth_short: bool = False) -> list[list[int]]:
-        """Random tokens."""
+    def requests(self, vocabulary: int, every_fourth_short: bool = False) -> tuple[list[list[int]], list[int]]:
+        """Prompts of random tokens, and the seeds of their responses."""
         generator, (low, high) = torch.Generator().manual_seed(self.seed), self.prompt_tokens
         lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
         if every_fourth_short:
             lengths = [length if index % 4 else 1 for index, length in enumerate(lengths)]
-        return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+        return prompts, [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,7 @@ class Record(Workload):
         start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype, seed=self.seed)
         engine = stress.start_engine(start, *longest) if self.stress else start(max_model_len=longest[1])
         engine.load(policy.weights(), policy.response_logprobs)
-        prompts, seeds = self.prompts(policy.head.weight.shape[0], every_fourth_short=self.stress), self.seeds
+        prompts, seeds = self.requests(policy.head.weight.shape[0], every_fourth_short=self.stress)
         if self.only is not None:
             prompts, seeds = [prompts[self.only]], [seeds[self.only]]
         if self.stress:
@@ -113,21 +110,15 @@ class Record(Workload):
 class Locate(Workload):
     """Tell whether a mismatch comes from the model's code, from attention or from batching."""
 
-    json: str | None = None  # Write the figures to this file.
-
     def run(self, _words: list[str]) -> int:
-        if self.json:
-            check_writable(self.json)
         policy = load_policy(self.model, self.dtype, self.parity.fp32_head)
-        longest = self.prompt_tokens[1] + self.sampling.max_new_tokens
-        found = locate(policy, self.model, self.parity, self.prompts(policy.head.weight.shape[0]), self.seeds,
-                       self.sampling, max_model_len=longest, seed=self.seed)
-        print(f"{'recording, trainer':<48} {'mean':>8} {'max':>8} {'differ':>8}")
-        for step in found.steps:
-            print(f"{step.title:<48} {step.mean:8.1e} {step.max:8.1e} {step.differing:8.1%}")
-        print(f"=> {found.sentence}")
-        if self.json:
-            Path(self.json).write_text(json.dumps(asdict(found) | {"sentence": found.sentence}, indent=1))
+        prompts, seeds = self.requests(policy.head.weight.shape[0])
+        steps, sentence = locate(policy, self.model, self.parity, prompts, seeds, self.sampling, seed=self.seed,
+                                 max_model_len=self.prompt_tokens[1] + self.sampling.max_new_tokens)
+        print(f"{'recording, trainer':<40} {'mean':>8} {'max':>8} {'differ':>8}")
+        for title, mismatch in steps.items():
+            print(f"{title:<40} {mismatch.mean():8.1e} {mismatch.max():8.1e} {(mismatch > 0).double().mean():8.1%}")
+        print(f"=> {sentence}")
         return 0
 
 

@@ -28,7 +28,7 @@ class Verdict:
     """What the probe found in one trace."""
 
     trace: str
-    causes: list[Cause]  # none: parity or unexplained
+    causes: list[Cause]  # none: exact, parity or unexplained
     requests: dict[str, list[int]]  # rows of the trace by finding
     start: Explanation  # the trainer as it is
     found: list[Explanation]  # all hypotheses tried, the best first
@@ -74,10 +74,9 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict in words, with repairs and figures."""
-        if self.status == "exact":
-            parts = [f"exact: all {len(self.logprobs)} tokens are equal bit for bit", self.figures]
-        elif self.status == "parity":
-            parts = [f"parity: {self.figures}"]
+        if self.status in ("exact", "parity"):
+            equal = f"all {len(self.logprobs)} tokens are equal bit for bit. " if self.status == "exact" else ""
+            parts = [f"{self.status}: {equal}{self.figures}"]
         elif self.status == "mismatch":
             note = f" ({self.best.forward.note})" if self.best.forward.note else ""
             repairs = "; ".join(dict.fromkeys(cause.repair for cause in self.causes))

@@ -223,12 +223,11 @@ class Replay:
     def all_hidden(self, weights: Weights | None = None) -> Tensor:
         """Last hidden states at all response tokens: (N, H); under the policy's own weights as `Policy.logprobs`."""
         self.forwards += 1
-        kernel_hidden, parts = self.policy.kernel_hidden, self.split_rows(self.rows_per_pass)
-        if weights is None and kernel_hidden is not None:
-            batches = map(self.batch.rows, parts)
-            return torch.cat([kernel_hidden(batch, batch.mask > 0) for batch in batches])
+        if weights is None and self.policy.kernel_hidden is not None:
+            batches = map(self.batch.rows, self.split_rows(self.rows_per_pass))
+            return torch.cat([self.policy.kernel_hidden(batch, batch.mask > 0) for batch in batches])
         with self.using(weights):
-            return torch.cat([self.hidden(rows) for rows in parts])
+            return torch.cat([self.hidden(rows) for rows in self.split_rows(self.rows_per_pass)])
 
     def second_path(self) -> Tensor:
         """`all_hidden` along a second numerical path; the difference is the noise floor: (N, H).

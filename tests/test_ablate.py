@@ -10,6 +10,7 @@ import pytest
 from conftest import qwen2, refusal
 
 from examples.toys import toy_tokenizer
+from lab import bench
 from lab.ablate import (
     ARMS,
     LEFT_OUT,
@@ -30,6 +31,7 @@ from lab.ablate import (
     spreads,
     write_page,
 )
+from lab.curves import plot
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,7 +81,8 @@ def test_render_writes_the_page_of_the_recorded_ladder_without_a_run(tmp_path, c
     text = (tmp_path / "ablation.md").read_text()
     assert page.read_text() == f"before\n{MARKERS[0]}\n\n{text}\n{MARKERS[1]}\nafter\n"
     assert text in capsys.readouterr().out
-    assert all(f"| {arm} | " in text for arm in ARMS)
+    recorded = json.loads((tmp_path / "ablation.json").read_text())["arms"]
+    assert all(f"| {arm} | " in text for arm in recorded)
     alone = text.split("**Each fix switched off alone**")[1].split("**Difference")[0].splitlines()
     assert [tuple(line.strip("| ").split(" | ")[:2]) for line in alone if "-minus-" in line] == list(LEFT_OUT.items())
     assert "| v1-defaults | 12.5 | 7.1 | 0.1 | 8.9 | 2.7 | 19.8 |" in text  # seed ranges from the reference
@@ -124,6 +127,20 @@ def test_metrics_skip_steps_without_a_value():
     assert spreads([{**dict.fromkeys(METRICS), "ess": 1.0}, {**dict.fromkeys(METRICS), "ess": 2.0}]) == {"ess": (1, 2)}
     assert cell("reward", {"reward": (0.5,)}) == "0.50, one seed"
     assert cell("reward", {"reward": (0.4, 0.6, 0.5)}) == "0.50 ± 0.10"
+    assert cell("mismatch", {"mismatch": (0.0, 0.0)}) == "0 ± 0"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_log_panel_shows_a_mismatch_of_exactly_0(tmp_path):
+    for name, values in (("exact", (0.0, 0.0)), ("parity", (1e-3, 1e-2))):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": step, "mismatch": value}) for step, value in enumerate(values, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
+    both = {name: ([tmp_path / name], "mismatch") for name in ("exact", "parity")}
+    shown = [{"exact": both["exact"]}, {"parity": both["parity"]}, both, both, both, both]
+    drawn = plot({f"{index} (log)": lines for index, lines in enumerate(shown)}, tmp_path / "p.png")
+    assert [axis.get_yscale() for axis in drawn.axes] == ["linear", *5 * ["symlog"]]
+    assert drawn.axes[2].get_ylim()[0] <= 0 < drawn.axes[1].get_ylim()[0]
 
 
 def test_arms_with_equal_options_share_a_run(tmp_path):
@@ -155,3 +172,13 @@ def test_a_page_without_both_markers_is_refused(tmp_path):
     path.write_text(f"{MARKERS[1]}\n{MARKERS[0]}\n")
     with pytest.raises(ValueError, match="page must hold the lines"):
         write_page(path, "new")
+
+
+def test_the_benchmark_of_engines_takes_turns_over_processes(good, monkeypatch, capsys):
+    small = dict(model=str(good / "model"), task=str(good / "task.py"), num_prompts=2, group_size=2, max_new_tokens=4)
+    monkeypatch.setattr(bench, "SHARED", {name: small | dict(engine="transformers") for name in ("one", "other")})
+    bench.main(["shared", "--rounds", "2"])
+    *_, one, other = capsys.readouterr().out.strip().splitlines()
+    assert one.startswith("| one | ")
+    assert " | 1.000 (1.000 to 1.000) | " in one
+    assert other.count("|") == one.count("|") == 9

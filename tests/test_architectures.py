@@ -69,8 +69,8 @@ def dtypes_of(name: str) -> list[torch.dtype]:
     return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
 
 
-def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
-    torch.manual_seed(0)
+def small_model(name: str, tied: bool, seed: int = 0, **changes) -> PreTrainedModel:
+    torch.manual_seed(seed)
     options = SIZES | OPTIONS.get(name, {}) | changes | {"tie_word_embeddings": tied}
     config = getattr(transformers, name.split(",")[0] + "Config")(**options)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping

@@ -239,7 +239,7 @@ class Policy:
     def audit(self) -> dict[str, str | bool]:
         """What is in force on the trainer's side."""
         return {
-            "attention": self.model.config._attn_implementation,
+            "attention": self.model.config._attn_implementation + (" (values by vLLM)" if self.kernel_hidden else ""),
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self._head_dtype).removeprefix("torch."),
             "gradient_checkpointing": bool(self.checkpointed),
@@ -278,9 +278,9 @@ class Policy:
                 masked = masked_logits(logits, options)
                 kept_mass = (masked.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp()  # (n,)
                 recomputed = {"kept_mass": kept_mass, "outside_frac": _at(targets[part], masked).isinf().float()}
-            scores = mask_outside(logits, kept, part).log_softmax(dim=-1)  # (n, V)
-            logprobs = _at(targets[part], scores)
-            entropy = torch.special.entr(scores.exp_()).sum(dim=-1)
+            logits = mask_outside(logits, kept, part).log_softmax(dim=-1)  # (n, V); the name frees the logits
+            logprobs = _at(targets[part], logits)
+            entropy = torch.special.entr(logits.exp_()).sum(dim=-1)
             measured.append({"logprobs": logprobs, "entropy": entropy} | recomputed)
         flat = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}  # (N,) each
         return {name: torch.zeros_like(batch.mask).masked_scatter(response, flat[name]) for name in flat}
@@ -507,10 +507,8 @@ def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions, metric
     return measured
 
 
-def update(
-    policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float,
-    check_exact: Callable[[Tensor, Batch, Tensor], int] | None = None,
-) -> dict[str, Any]:
+def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float,
+           check_exact: Callable[[Tensor, Batch, Tensor], int] | None = None) -> dict[str, Any]:
     """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches whose losses simply add up.
 
     A minibatch without signal (all its groups are flat or masked, and there is no KL term) takes no step and counts in
@@ -546,7 +544,7 @@ def update(
         norms.append(optimizer.step(lr, options.grad_clip))
     optimizer.move(to_host=True)
     finite, weight = [norm for norm in norms if math.isfinite(norm)], sums.pop("weight", None)
-    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old", "entropy", "mismatch_kl"))
+    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old"))
     return unmeasured | {name: float(value / weight) for name, value in sums.items()} | {
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,

@@ -52,6 +52,7 @@ THREE = ("--old-policy", "recompute")  # the three-policy form
 TIS = (*THREE, "--tis", "token", "--tis-over-a-broken-backend")
 TOP_P = ("--top-p", "0.9")
 NO_MASK = (*TOP_P, "--parity.no-sampling-mask")
+EXACT = ("--engine", "shared", "--exact")
 ARMS: dict[str, tuple[str, ...]] = {
     "reference": ("--engine", "transformers"),
     "v1-defaults": V1,
@@ -59,12 +60,16 @@ ARMS: dict[str, tuple[str, ...]] = {
     "+runtime": (PAUSE, HEAD),
     "+inflight": (HEAD,),
     "parity": (),  # with the fp32 head, the last fix
+    "shared": ("--engine", "shared"),
+    "exact": EXACT,
     "parity-minus-processed": (RAW,),
     "parity-minus-runtime": (RUNTIME,),
     "parity-minus-inflight": (PAUSE,),
     "parity-minus-fp32-head": (HEAD,),
     "parity+three": THREE,
     "parity+tis": (*THREE, "--tis", "token"),
+    "exact+three": (*EXACT, *THREE),
+    "exact+tis": (*EXACT, *THREE, "--tis", "token"),
     "v1-defaults+three": (*V1, *THREE),
     "v1-defaults+tis": (*V1, *TIS),
     "parity-minus-processed+three": (RAW, *THREE),
@@ -81,8 +86,8 @@ LEFT_OUT = {  # arms without one fix, and the arm with all of them
     "parity-minus-processed": "parity", "parity-minus-runtime": "parity", "parity-minus-inflight": "parity",
     "parity-minus-fp32-head": "parity", "top-p-minus-mask": "top-p", "top-p-minus-mask+three": "top-p+three",
 }
-REFERENCES = {"parity": "reference", "v1-defaults": "reference", "top-p": "top-p-reference",
-              "top-p-minus-mask": "top-p-reference"}  # fmt: skip
+REFERENCES = {"parity": "reference", "shared": "reference", "exact": "reference", "v1-defaults": "reference",
+              "top-p": "top-p-reference", "top-p-minus-mask": "top-p-reference"}  # fmt: skip
 FINAL, LAST = slice(-5, None), slice(-1, None)
 EARLY = slice(10)  # later, a failing run has collapsed to a nearly uniform policy, whose ratios are rarely clipped
 
@@ -238,13 +243,18 @@ def distances(arm: Arm, base: Arm) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------ reporting
+def figure(name: str, value: float) -> str:
+    """A value of a metric; exactly 0 as "0", not as "0.0e+00"."""
+    form = METRICS[name].form
+    return "0" if value == 0 and form.endswith("e") else f"{value:{form}}"
+
+
 def cell(name: str, arm: Arm) -> str:
     """mean ± half the seed range."""
-    form = METRICS[name].form
     if name not in arm:
         return "not measured"
-    spread = f" ± {seed_range(arm[name]) / 2:{form}}" if len(arm[name]) > 1 else ", one seed"
-    return f"{mean(arm[name]):{form}}{spread}"
+    spread = f" ± {figure(name, seed_range(arm[name]) / 2)}" if len(arm[name]) > 1 else ", one seed"
+    return f"{figure(name, mean(arm[name]))}{spread}"
 
 
 def differences(arm: Arm, base: Arm) -> str:
@@ -255,10 +265,10 @@ def differences(arm: Arm, base: Arm) -> str:
     """
     texts, apart = [], distances(arm, base)
     for name in sorted(apart, key=apart.get, reverse=True):
-        ours, theirs, metric = arm[name], base[name], METRICS[name]
+        ours, theirs = arm[name], base[name]
         overlap = max(ours) >= min(theirs) and max(theirs) >= min(ours)
         if apart[name] > 1 and not overlap and name != "tokens_s":
-            texts.append(f"{metric.title}: {mean(ours):{metric.form}} ({mean(theirs):{metric.form}})")
+            texts.append(f"{METRICS[name].title}: {figure(name, mean(ours))} ({figure(name, mean(theirs))})")
     return "; ".join(texts) or "nothing"
 
 

@@ -26,7 +26,14 @@ def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> No
                 axis.plot(steps, [*map(mean, values)], label=label)
                 axis.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2)
                 axis.legend(fontsize=8)
-        axis.set(title=title, xlabel="step", yscale="log" if title.endswith("(log)") else "linear")
+        axis.set(title=title, xlabel="step")
+        drawn = [value for line in axis.get_lines() for value in line.get_ydata()]
+        positive = [value for value in drawn if value > 0]
+        if title.endswith("(log)") and positive:
+            if 0 in drawn:  # below the smallest positive value the axis is linear, so that 0 is on it
+                axis.set_yscale("symlog", linthresh=min(positive))
+            else:
+                axis.set_yscale("log")
     figure.savefig(path, dpi=110)
 
 

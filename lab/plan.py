@@ -123,7 +123,7 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
 
         def loss() -> torch.Tensor:
             hidden = policy.hidden(ids)[:, -config.max_new_tokens :].flatten(0, 1)  # (N, H)
-            head, bias = policy.projection(config.temperature), getattr(policy.head, "bias", None)
+            head, bias = policy.projection(config.temperature), policy.head_bias
             return TargetLogprobs.apply(hidden, policy.head.weight, bias, ids.new_zeros(len(hidden)), None, head).sum()
 
         forward = memory.added_by(torch.no_grad()(loss))
@@ -165,9 +165,10 @@ def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: in
     idle = replace(update, gradients=0, activations=0)
     if config.offload_optimizer:
         idle = replace(idle, masters=0, moments=0)
-    vllm, cache = config.engine == "vllm", config.kv_cache_gib * GIB
+    vllm, cache = config.engine != "transformers", config.kv_cache_gib * GIB
+    copy = update.weights if config.engine == "vllm" else 0  # the shared engine has the trainer's
     penalties = (config.max_num_seqs + CANARY_PROMPTS) * model_config.vocab_size * 4  # vLLM's `output_bin_counts`
-    engine = dict(engine=update.weights + penalties if vllm else 0, kv_cache=cache)
+    engine = dict(engine=copy + penalties if vllm else 0, kv_cache=cache)
     stays_awake = vllm and config.inflight_groups and config.parity.inflight_keep  # sleep would drop the kept KV cache
     asleep = engine if stays_awake else {}
     awake = replace(idle, **engine, sampling=sampling_bytes(config, model_config))

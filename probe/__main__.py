@@ -2,16 +2,17 @@
 
 `record` samples with the installed vLLM and writes a trace; `--stress` puts the engine under pressure. `diagnose`
 computes the trainer's log-probabilities of a trace's tokens and names the layer, the cause and the setting that repairs
-it. If no hypothesis explains the mismatch, the verdict is "unexplained" and lists what was excluded.
+it. If no hypothesis explains the mismatch, the verdict is "unexplained" and lists what was excluded. `locate` tells
+whether a mismatch comes from the model's code, from attention or from batching; its exit status is never 1.
 
-Exit status: 0 parity, 1 mismatch, 2 bad input, 3 the probe itself failed.
+Exit status: 0 exact or parity, 1 mismatch, 2 bad input, 3 the probe itself failed.
 """
 
 import json
 import shlex
 import sys
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -23,6 +24,7 @@ from engine_adapter import Engine, ParityFlags, Sampling
 from objectives import Count, Rule, check_rules
 from probe import stress
 from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
+from probe.locate import locate
 from probe.traces import Weights, load_traces, save_trace
 from records import one_line, stage
 from rl import Policy
@@ -31,12 +33,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)  # at temperature 1 raw log-probabilities do not show
 
 
-@dataclass(frozen=True)
-class Record:
-    """Sample a fixed workload (prompts of random tokens) with the installed vLLM and write a trace."""
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and prompts of random tokens."""
 
     model: str  # Folder or hub name of a Hugging Face causal language model.
-    out: str  # Output file for the trace, .npz.
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = WORKLOAD_SAMPLING
     num_prompts: Count = 64  # Concurrent requests.
     # Shortest and longest prompt, in tokens; lengths are uniform between the two.
@@ -46,13 +47,35 @@ class Record:
     # Seed of the prompts; request i is sampled with the seed 1000 (seed + 1) + i (with --stress without a seed).
     seed: Annotated[int, Rule("in [0, 2^32)", lambda value: 0 <= value < 2**32)] = 0
     parity: ParityFlags = field(default_factory=ParityFlags)  # The fixes; sampling_mask has no effect.
-    dtype: Dtype = "float32"  # Of the model in the engine.
+    dtype: Dtype = "float32"  # Of the model, in the engine too.
+
+    def __post_init__(self):
+        check_rules(self)
+
+    @property
+    def seeds(self) -> list[int]:
+        return [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
+
+    def prompts(self, vocabulary: int, every_fourth_short: bool = False) -> list[list[int]]:
+        """Random tokens."""
+        generator, (low, high) = torch.Generator().manual_seed(self.seed), self.prompt_tokens
+        lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
+        if every_fourth_short:
+            lengths = [length if index % 4 else 1 for index, length in enumerate(lengths)]
+        return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Workload):
+    """Sample a fixed workload (prompts of random tokens) with the installed vLLM and write a trace."""
+
+    out: str  # Output file for the trace, .npz.
     # Put the engine under pressure: preemptions, prompts in chunks, aborted requests, other weights in between.
     stress: bool = False
     only: int | None = None  # Sample this request of the workload alone: the same prompt and engine settings.
 
     def __post_init__(self):
-        check_rules(self)
+        super().__post_init__()
         if self.only is not None and not 0 <= self.only < self.num_prompts:
             raise ValueError(f"only must be a request of the workload, in [0, {self.num_prompts}), got {self.only}")
 
@@ -64,8 +87,7 @@ class Record:
         start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype, seed=self.seed)
         engine = stress.start_engine(start, *longest) if self.stress else start(max_model_len=longest[1])
         engine.load(policy.weights(), policy.response_logprobs)
-        prompts = self._prompts(policy.head.weight.shape[0])
-        seeds = [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
+        prompts, seeds = self.prompts(policy.head.weight.shape[0], every_fourth_short=self.stress), self.seeds
         if self.only is not None:
             prompts, seeds = [prompts[self.only]], [seeds[self.only]]
         if self.stress:
@@ -83,13 +105,27 @@ class Record:
         print(f"{self.out}: {sum(len(r.token_ids) for r in trace.rollouts)} tokens, vLLM {trace.meta['vllm']}")
         return 0
 
-    def _prompts(self, vocabulary: int) -> list[list[int]]:
-        """Random tokens. Under pressure every fourth prompt has one token."""
-        generator, (low, high) = torch.Generator().manual_seed(self.seed), self.prompt_tokens
-        lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
-        if self.stress:
-            lengths = [length if index % 4 else 1 for index, length in enumerate(lengths)]
-        return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+@dataclass(frozen=True, kw_only=True)
+class Locate(Workload):
+    """Tell whether a mismatch comes from the model's code, from attention or from batching."""
+
+    json: str | None = None  # Write the figures to this file.
+
+    def run(self, _words: list[str]) -> int:
+        if self.json:
+            check_writable(self.json)
+        policy = load_policy(self.model, self.dtype, self.parity.fp32_head)
+        longest = self.prompt_tokens[1] + self.sampling.max_new_tokens
+        found = locate(policy, self.model, self.parity, self.prompts(policy.head.weight.shape[0]), self.seeds,
+                       self.sampling, max_model_len=longest, seed=self.seed)
+        print(f"{'recording, trainer':<48} {'mean':>8} {'max':>8} {'differ':>8}")
+        for step in found.steps:
+            print(f"{step.title:<48} {step.mean:8.1e} {step.max:8.1e} {step.differing:8.1%}")
+        print(f"=> {found.sentence}")
+        if self.json:
+            Path(self.json).write_text(json.dumps(asdict(found) | {"sentence": found.sentence}, indent=1))
+        return 0
 
 
 @dataclass(frozen=True)
@@ -131,7 +167,7 @@ class Diagnose:
             Path(self.json).write_text(json.dumps(records, indent=1))
         if self.plot:
             plot_verdict(verdict, self.plot)
-        return int(any(record["status"] != "parity" for record in records))
+        return int(any(record["status"] not in ("exact", "parity") for record in records))
 
     def _trainer(self, dtype: str) -> tuple[Policy, list[Weights]]:
         """The trainer and its earlier weights in one dtype."""
@@ -162,7 +198,7 @@ def check_writable(path: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     try:
-        commands, prog = {"record": Record, "diagnose": Diagnose}, "python -m probe"
+        commands, prog = {"record": Record, "diagnose": Diagnose, "locate": Locate}, "python -m probe"
         words = sys.argv[1:] if arguments is None else arguments
         command = tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=__doc__, args=words)
         status = command.run(words)

@@ -48,10 +48,12 @@ class Verdict:
         return next((each for each in self.found if not set(self.best.causes) <= set(each.causes)), None)
 
     @property
-    def status(self) -> Literal["parity", "mismatch", "unexplained"]:
+    def status(self) -> Literal["exact", "parity", "mismatch", "unexplained"]:
         if not self.best.fits:
             return "unexplained"
-        return "mismatch" if self.causes else "parity"
+        if self.causes:
+            return "mismatch"
+        return "exact" if torch.equal(self.logprobs, self.replay.reported) else "parity"
 
     @property
     def layers(self) -> list[str]:
@@ -72,7 +74,9 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict in words, with repairs and figures."""
-        if self.status == "parity":
+        if self.status == "exact":
+            parts = [f"exact: all {len(self.logprobs)} tokens are equal bit for bit", self.figures]
+        elif self.status == "parity":
             parts = [f"parity: {self.figures}"]
         elif self.status == "mismatch":
             note = f" ({self.best.forward.note})" if self.best.forward.note else ""

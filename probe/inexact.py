@@ -43,8 +43,8 @@ def cause(engine: Engine, prompt_ids: list[int]) -> str:
     if not _agrees(engine, [2 * [token] for token in range(4)], 3):
         return "the engine's kernel, products or sampler compute other values than the trainer's"
     if not _agrees(engine, [prompt_ids], 1):
-        return "the KV cache holds prompts of other weights (a stale prefix cache)"
-    return "the weights were changed after this token was sampled (new samples are exact)"
+        return "a prompt in the prefix cache is stale, or so long that the kernel computes its end differently alone"
+    return "the weights were changed after this token was sampled, or vLLM preempted the request; new samples are exact"
 
 
 def _agrees(engine: Engine, prompts: list[list[int]], new_tokens: int) -> bool:

@@ -37,13 +37,13 @@ def blockwise_attention(
 
 @contextmanager
 def rounded_otherwise(policy: Policy) -> Iterator[None]:
-    """The model with `blockwise_attention`; recurrent layers scan in chunks of half the size."""
+    """The model with `blockwise_attention`, without the kernel of --exact; recurrent layers scan in half the chunks."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     AttentionInterface.register("blockwise", blockwise_attention)
     AttentionMaskInterface.register("blockwise", eager_mask)
-    usual = policy.model.config._attn_implementation
+    usual, kernel_hidden, policy.kernel_hidden = policy.model.config._attn_implementation, policy.kernel_hidden, None
     chunk_sizes = {layer: layer.chunk_size for layer in policy.model.modules() if hasattr(layer, "chunk_size")}
     policy.model.set_attn_implementation("blockwise")
     for layer, size in chunk_sizes.items():
@@ -52,6 +52,7 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
         yield
     finally:
         policy.model.set_attn_implementation(usual)
+        policy.kernel_hidden = kernel_hidden
         for layer, size in chunk_sizes.items():
             layer.chunk_size = size
 

@@ -168,7 +168,7 @@ class Replay:
 
     def __init__(self, policy: Policy, trace: Trace):
         self.policy, self.device = policy, policy.device
-        batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)), self.device)
+        self.batch = batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)), self.device)
         self.inputs, self.response = batch.inputs, batch.mask > 0  # (B, L)
         vocabulary = policy.head.weight.shape[0]
         largest = max(max(r.prompt_ids + r.token_ids) for r in trace.rollouts)
@@ -213,10 +213,14 @@ class Replay:
         return states[:, padding:][self.response[rows]]
 
     def all_hidden(self, weights: Weights | None = None) -> Tensor:
-        """Last hidden states at all response tokens: (N, H)."""
+        """Last hidden states at all response tokens: (N, H); under the policy's own weights as `Policy.logprobs`."""
         self.forwards += 1
+        kernel_hidden, parts = self.policy.kernel_hidden, self.split_rows(self.rows_per_pass)
+        if weights is None and kernel_hidden is not None:
+            batches = map(self.batch.rows, parts)
+            return torch.cat([kernel_hidden(batch, batch.mask > 0) for batch in batches])
         with self.using(weights):
-            return torch.cat([self.hidden(rows) for rows in self.split_rows(self.rows_per_pass)])
+            return torch.cat([self.hidden(rows) for rows in parts])
 
     def second_path(self) -> Tensor:
         """`all_hidden` along a second numerical path; the difference is the noise floor: (N, H).
@@ -251,7 +255,7 @@ class Replay:
         return hidden[self.response]
 
     # ---------------------------------------------------------------------------------------------- log-probabilities
-    def logits(self, hidden: Tensor, head_dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    def logits(self, hidden: Tensor, head_dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Tensor]]:
         """(N, H) -> chunks of (indices of tokens (n,), logits (n, V) in fp32); the head computes in `head_dtype`."""
         rows = max(1, self.policy.chunk_elements // self.policy.head.weight.shape[0])
         for chunk in torch.arange(len(hidden), device=self.device).split(rows):

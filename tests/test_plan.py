@@ -86,6 +86,13 @@ def test_a_real_pass_and_a_real_update_take_the_planned_memory_within_15_percent
     assert (update_parts.gradients + update_parts.activations) / GIB == pytest.approx(update, rel=0.15)
 
 
+def test_the_shared_engine_has_no_copy_of_the_weights():
+    with_copy, shared = planned(), planned(engine="shared")
+    assert with_copy["generate"].engine - shared["generate"].engine == with_copy["generate"].weights
+    assert shared["generate"].engine > 0  # the sampler's counts
+    assert shared["generate"].kv_cache == with_copy["generate"].kv_cache
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_masters_moments_and_gradients_are_those_of_a_real_optimizer(dtype):
     model = qwen2(tied=True, dtype=dtype)

@@ -60,8 +60,9 @@ class SharedEngine(Engine):
         if model._is_stateful or len(self._layers) < config.num_hidden_layers or re.search("dynamic|longrope", rope):
             raise ValueError("it has recurrent layers, attention of another kind, or rotary frequencies that depend on"
                              " the longest row of a batch; try --engine vllm")
-        ModelRegistry.register_model(NAME, _vllm_class(self))
-        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"architectures": [NAME]}
+        name = f"{NAME}_{id(self)}"  # of this engine alone: vLLM caches the class by this name and the model's path
+        ModelRegistry.register_model(name, _vllm_class(self))
+        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"architectures": [name]}
         super()._start(arguments)
         self._experts = [weight for weight in model.parameters() if weight.ndim == 3]
 

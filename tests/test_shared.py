@@ -431,7 +431,7 @@ def test_steps_without_a_pass_for_old_logprobs_train_the_same_weights_and_check_
         for row, other in zip(rows, fewer, strict=True):
             measured = row["step"] in (1, 4)
             assert ("mismatch_max" in other) == ("ess" in other) == ("fresh_mismatch_kl" in other) == measured
-            assert (other["entropy"] is not None) == (other["mismatch_kl"] is not None) == measured
+            assert ("entropy" in other) == ("mismatch_kl" in other) == measured
             assert 0 < other["exact_tokens"] <= row["exact_tokens"] == row["tokens"]
             assert measured == (other["exact_tokens"] == other["tokens"])
             assert {name: value for name, value in row.items() if name in ("loss", "grad_norm", "ratio_mean")} == {
@@ -501,7 +501,7 @@ def forget_the_cache_salt(live: Live) -> None:
 FAULTS = {
     "another kernel": (score_with_sdpa, {}, "the trainer scored with sdpa, not with vLLM's kernel"),
     "a stale prefix cache": (forget_the_cache_salt, dict(prefix_cache="versioned", block_size=32, num_prompts=8),
-                             r"the KV cache holds prompts of other weights \(a stale prefix cache\)"),
+                             "a prompt in the prefix cache is stale"),
     "a changed weight": (change_a_weight_while_asleep, {}, "the weights were changed after this token was sampled"),
 }  # fmt: skip
 TOLD = (r"^exact: token \d+ of request \d+ \(after a prompt of \d+ tokens\) has log-probability -\d.* in the engine and"

@@ -4,6 +4,7 @@ A process holds one live engine at a time, because vLLM's parallel groups are gl
 an engine, in this process or in a child process, has the marker `engine`; `make check` leaves these tests out.
 """
 
+import atexit
 import gc
 import json
 import math
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from objectives import UpdateOptions, mismatch_metrics
 from rl import Policy, frozen_logprobs, make_batch
+from shared_engine import SharedEngine
 
 logging.disable_progress_bar()
 
@@ -37,6 +39,9 @@ DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
 STARTERS = {"started", "bench"}  # a test that names one of these, a function or a fixture, gets the marker `engine`
 NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
 shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
+# vLLM unfreezes all objects when it closes, and then collects garbage three times in all imported modules (1.3 s).
+thaw, gc.unfreeze = gc.unfreeze, lambda: None
+atexit.register(thaw)
 
 
 def pytest_configure(config):
@@ -90,19 +95,24 @@ def train_here(arguments: list[str]) -> None:
 
 @contextmanager
 def started(
-    folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, **options
+    folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, kind: str = "vllm", **options
 ) -> Iterator[Engine]:
     """A live engine for the architecture in `folder`. It holds the policy's weights, or with `load=False` none at all.
 
-    The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then.
+    The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. Of the kind
+    "shared" or "exact" it is a SharedEngine, which stays alive for the same policy object only.
     """
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64,
-                                                "dtype": policy.model.dtype} | options  # fmt: skip
-    key = repr((folder, contract, parity, options))
+    parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64} | options
+    usual = options if kind != "vllm" else {"dtype": policy.model.dtype} | options
+    key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), usual))
     if shared.get(Engine.live) != key or not load or Engine.live.state not in ("ready", "empty"):
         close_live_engine()
-        shared[Engine(folder, contract, parity, **options)] = key
+        policy.kernel_hidden = None  # of an engine that has been closed
+        if kind == "vllm":
+            shared[Engine(folder, contract, parity, **usual)] = key
+        else:
+            shared[SharedEngine(policy, folder, parity, exact=kind == "exact", **usual)] = key
     engine = Engine.live
     engine.abort(list(engine._requests.values()))  # left unfinished
     try:

@@ -354,25 +354,29 @@ def test_a_tied_head_that_is_not_sent_is_loaded_or_refused(engine_folders):
 def test_sleep_wake_load_generate_is_the_only_order(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy, load=False) as engine:
-        with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
-            engine.generate(PROMPTS, 1, WARM, SEEDS)
-        with pytest.raises(EngineStateError, match="wake needs an engine that is asleep"):
-            engine.wake()
-        engine.load(policy.weights(), policy.response_logprobs)
-        engine.sleep()
-        with pytest.raises(EngineStateError, match=r"asleep: wake\(\) it first"):
-            engine.generate(PROMPTS, 1, WARM, SEEDS)
-        with pytest.raises(EngineStateError, match=r"wake\(\) it first"):
-            engine.load(policy.weights(), policy.response_logprobs)
-        with pytest.raises(EngineStateError, match="sleep needs an engine that is ready"):
-            engine.sleep()
-        with pytest.raises(EngineStateError, match="audit needs an engine that is empty or ready"):
-            engine.audit()
+        check_states(policy, engine)
+
+
+def check_states(policy: Policy, engine: Engine) -> None:
+    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
+        engine.generate(PROMPTS, 1, WARM, SEEDS)
+    with pytest.raises(EngineStateError, match="wake needs an engine that is asleep"):
         engine.wake()
-        with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
-            engine.generate(PROMPTS, 1, WARM, SEEDS)
+    engine.load(policy.weights(), policy.response_logprobs)
+    engine.sleep()
+    with pytest.raises(EngineStateError, match=r"asleep: wake\(\) it first"):
+        engine.generate(PROMPTS, 1, WARM, SEEDS)
+    with pytest.raises(EngineStateError, match=r"wake\(\) it first"):
         engine.load(policy.weights(), policy.response_logprobs)
-        assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+    with pytest.raises(EngineStateError, match="sleep needs an engine that is ready"):
+        engine.sleep()
+    with pytest.raises(EngineStateError, match="audit needs an engine that is empty or ready"):
+        engine.audit()
+    engine.wake()
+    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
+        engine.generate(PROMPTS, 1, WARM, SEEDS)
+    engine.load(policy.weights(), policy.response_logprobs)
+    assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
 @pytest.mark.parametrize("keep", [False, True])

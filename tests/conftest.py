@@ -40,8 +40,8 @@ STARTERS = {"started", "bench"}  # a test that names one of these, a function or
 NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
 shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
 # vLLM unfreezes all objects when it closes, and then collects garbage three times in all imported modules (1.3 s).
-thaw, gc.unfreeze = gc.unfreeze, lambda: None
-atexit.register(thaw)
+atexit.register(gc.unfreeze)
+gc.unfreeze = lambda: None
 
 
 def pytest_configure(config):

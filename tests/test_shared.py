@@ -3,7 +3,6 @@
 `python tests/test_shared.py [NAME ...]` prints the table of docs/exact.md: every architecture of the matrix.
 """
 
-import gc
 import json
 import re
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import PROMPTS as GROUPS
-from conftest import SEEDS, WARM, close_live_engine, command, mismatch, move, qwen2, refusal, started, thaw, train_here
+from conftest import SEEDS, WARM, close_live_engine, command, mismatch, move, qwen2, refusal, started, train_here
 from test_architectures import ALWAYS_TIED, MIXTURES, OPTIONS, PROMPTS, RECURRENT, SAMPLING, small_model
 from test_engine_adapter import check_states
 from test_inflight import ABORT, KEEP, RECOMPUTE, over_a_kept_state
@@ -151,24 +150,16 @@ def test_the_shared_engine_has_the_states_of_the_engine(engine_folders):
         assert is_exact(policy, engine)
 
 
-def num_copies(weights: dict[str, torch.Tensor]) -> int:
-    """Tensors of this process in other places than the weights that begin with the values of one of them."""
-    thaw()  # vLLM froze its objects, and frozen ones are not listed
-    known = {tensor.data_ptr() for tensor in weights.values()}
-    live = [each for each in gc.get_objects() if type(each) is torch.Tensor or isinstance(each, torch.nn.Parameter)]
-    live = [each.data.flatten()[:16] for each in live if each.numel() > 1000 and each.data_ptr() not in known]
-    return sum(torch.equal(each, weight.flatten()[:16]) for each in live for weight in weights.values())
-
-
-def test_the_engine_has_no_copy_of_the_weights_and_samples_from_the_trainers_own(engine_folders):
-    for kind in ("vllm", "exact"):  # vLLM's own model has copies
-        policy = first_policy()
-        with started(engine_folders[False], policy, load=False, kind=kind) as engine:
-            loaded = engine.load(policy.weights(), policy.response_logprobs)
-            assert (loaded["load_bytes"] == 0) == (num_copies(policy.weights()) == 0) == (kind == "exact")
-    own = torch.nn.Module.named_parameters(engine._model), torch.nn.Module.named_buffers(engine._model)
-    assert not list(own[0])
-    assert sum(buffer.numel() for _, buffer in own[1]) < 100
+def test_vllms_model_has_no_parameter_of_its_own(engine_folders):
+    """All that a load, a sleep or the dummy initialisation of vLLM could write to."""
+    policy = first_policy()
+    with started(engine_folders[False], policy, kind="exact") as engine:
+        assert engine.load(policy.weights(), policy.response_logprobs)["load_bytes"] == 0
+        assert not list(torch.nn.Module.named_parameters(engine._model))
+        assert sum(buffer.numel() for buffer in torch.nn.Module.buffers(engine._model)) < 100
+        assert {type(each).__name__ for each in engine._model.modules()} & {"Qwen2ForCausalLM", "Qwen2Model"} == set()
+        assert all(torch.equal(ours, first) for ours, first in
+                   zip(policy.model.parameters(), qwen2(tied=False).parameters(), strict=True))  # fmt: skip
 
 
 def test_an_optimizer_step_in_place_is_seen_by_the_next_sample(engine_folders):
@@ -542,7 +533,7 @@ def test_one_wrong_token_is_found_wherever_it_is(engine_folders):
     with started(engine_folders[False], policy, kind="exact") as engine:
         values, batch = scored(policy, engine.generate(GROUPS, 4, WARM, SEEDS))
         assert engine.check_exact(values, batch) == batch.mask.sum() > 100
-        for row, column in batch.mask.nonzero()[::17].tolist():
+        for row, column in batch.mask.nonzero()[::40].tolist():
             token, size = column + 1 - int(batch.prompt_lengths[row]), int(batch.prompt_lengths[row])
             place = rf"^exact: token {token} of request {row} \(after a prompt of {size} tokens\) .*; 1 of {{}} tokens"
             right = values[row, column]

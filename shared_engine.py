@@ -42,7 +42,6 @@ class SharedEngine(Engine):
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
             from probe.inexact import check_exact, why_not
-
             if reason := why_not(self):
                 self.close()
                 raise ValueError(f"exact must be off here: {reason}")
@@ -82,7 +81,7 @@ class SharedEngine(Engine):
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any):
         """What the module calls in each layer: (1, heads, N, size), (1, key heads, N, size) -> (1, N, heads, size).
 
-        With rows, the gradient is that of the trainer's usual attention at the same queries, keys and values.
+        With rows, the gradient is that of the trainer's usual attention at these queries, keys and values, in fp32.
         """
         if self._model is None:  # the first forward pass: note the arguments of vLLM's Attention
             if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
@@ -102,12 +101,13 @@ class SharedEngine(Engine):
         if query.requires_grad:
             size, window = rows.index.shape[1], layer.impl.sliding_window
             visible = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - (window if window > 0 else size))
-            mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
-            by_row = (rearrange(pad(each, (0, 0, 0, 0, 0, 1))[rows.index], "b t h d -> b h t d") for each in inputs)
+            mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+            by_row = (pad(each.float(), (0, 0, 0, 0, 0, 1)).index_select(0, rows.index.flatten()) for each in inputs)
+            by_row = (rearrange(each, "(b t) h d -> b h t d", t=size) for each in by_row)  # fp32: faster on a CPU
             eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             usual, _ = ATTENTION.get_interface(self._usual, eager)(module, *by_row, mask[None, None], **options)
-            usual = usual.flatten(0, 1)[rows.places]  # (N, heads, size)
-            attended = attended + (usual - usual.detach())  # adds 0
+            usual = usual.flatten(0, 1).index_select(0, rows.places)  # (N, heads, size)
+            attended = attended + (usual - usual.detach()).to(query.dtype)  # adds 0
         return pad(attended, (0, 0, 0, 0, 0, padding))[None], None
 
     def kernel_hidden(self, batch: Batch, response: Tensor) -> Tensor:
@@ -135,8 +135,8 @@ class SharedEngine(Engine):
             max_seq_len=len(columns), block_table_tensor=blocks[row[begins]].int(), slot_mapping=slots)
         metadata = {name: built for groups in self.runner.attn_groups for group in groups
                     for built in [group.get_metadata_builder().build(0, common)] for name in group.layer_names}
-        places = row * len(columns) + position  # (N,): in the flattened `index`
-        rows = SimpleNamespace(index=index, places=places, cached=index[real], blocks=blocks.numel())
+        rows = SimpleNamespace(index=index, places=computed.flatten().nonzero()[:, 0], cached=index[real],
+                               blocks=blocks.numel())
         with set_forward_context(metadata, config, len(row), slot_mapping=dict.fromkeys(metadata, slots)):
             return self.hidden(batch.inputs[computed], position, rows)[index[response]]
 

@@ -392,7 +392,7 @@ def test_with_exact_a_correction_changes_nothing_bit_for_bit(good, tmp_path, dty
         rows, weights = from_the_start(run, live, state, 3)
         assert all(row["mismatch_max"] == row["mismatch_kl"] == 0 for row in rows)
         assert all(row["mismatch_ratio"] == row["ess"] == 1 for row in rows)  # the weights' mean and effective size
-        assert all(row["exact_tokens"] == row["tokens"] > 0 and row["updates"] == 2 for row in rows)
+        assert all(row["exact_tokens"] == row["tokens"] > 0 < row["updates"] for row in rows)
         assert not equal(weights, state["policy"])
         for tis in ("token", "sequence", "masked"):
             corrected, after = from_the_start(changed(run, tis=tis), live, state, 3)
@@ -551,14 +551,14 @@ def test_one_wrong_token_is_found_wherever_it_is(engine_folders):
         assert engine.check_exact(values, replace(batch, behavior_logprobs=outside)) == batch.mask.sum()
 
 
-def test_a_broken_promise_ends_the_command_with_its_sentence(good, tmp_path, capsys, monkeypatch):
+def test_a_broken_promise_ends_the_command_with_its_sentence(good, tmp_path, capfd, monkeypatch):
     usual = Live.state_dict
     monkeypatch.setattr(Live, "state_dict", lambda live: change_a_weight_while_asleep(live) or usual(live))
     with pytest.raises(SystemExit) as stop:  # the checkpoint after step 2 plants the fault
         train_here(command(good, f"--out {tmp_path}/run --task {{root}}/task.py --engine shared --exact --steps 4",
                            "--checkpoint-every=2", "--eval-problems=2", "--no-eval-with-trainer", "--temperature=1.3"))
     assert stop.value.code == 1
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert re.search("^error: .*exact: token .* Cause: the weights were changed after this token", said, re.M)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]

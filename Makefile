@@ -1,4 +1,4 @@
-# make train: the default job. make test: linter and all tests, 8 minutes on two cores. make check: linter and the tests
+# make train: the default job. make test: linter and all tests, 10 minutes on two cores. make check: linter and the tests
 # that start no engine, 90 seconds. make setup: the environment only. All work on a fresh clone.
 PYTHON ?= python3
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)

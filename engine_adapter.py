@@ -146,6 +146,12 @@ class Rollout:
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
     sampling: Sampling | None = None  # None in a trace that was read from a file
     kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept; [] without `max_kept`
+    prompt_version: int | None = None  # of the first part of the prompt, if a load found the prompt half computed
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version from which any of it was computed, prompt included; None before the first token."""
+        return min(filter(None, (self.prompt_version, *self.versions[:1])), default=None)
 
     def append(self, token_ids: list[int], logprobs: list[float], version: int, kept: list[numpy.ndarray]) -> None:
         """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
@@ -158,7 +164,8 @@ class Rollout:
 
     def restart(self) -> None:
         """Forget what has been sampled."""
-        self.token_ids, self.logprobs, self.versions, self.kept, self.finish_reason = [], [], [], [], None
+        self.token_ids, self.logprobs, self.versions, self.kept = [], [], [], []
+        self.finish_reason = self.prompt_version = None
 
 
 class EngineStateError(RuntimeError):
@@ -478,6 +485,10 @@ class Engine:
             # and its output does not show that. So preemptions are counted.
             self.counters["kv_lost"] += sum(request.num_preemptions > before for request, before in self._kept)
             self._kept = [(request, request.num_preemptions) for request in self.core.scheduler.running]
+            for request, _ in self._kept:
+                rollout = self._requests[request.request_id]
+                if request.num_computed_tokens and not rollout.token_ids and rollout.prompt_version is None:
+                    rollout.prompt_version = self.weight_version
         elif self.parity.inflight_update == "recompute":
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineStateError("vLLM did not give up the KV cache of the running requests")
@@ -647,6 +658,11 @@ class Group:
         """The weight version of each token that has been sampled so far."""
         return [version for rollout in self.rollouts for version in rollout.versions]
 
+    @property
+    def oldest_version(self) -> float:
+        """That of its rollouts; infinity before the first token."""
+        return min((r.oldest_version for r in self.rollouts if r.oldest_version is not None), default=math.inf)
+
 
 class Flight:
     """Groups in flight: some stay unfinished in the engine while the weights change.
@@ -692,7 +708,7 @@ class Flight:
     def after_update(self) -> None:
         """Drop the groups that are too old. Raises: RuntimeError if the engine runs other rollouts than theirs."""
         oldest = self.engine.weight_version - self.max_staleness
-        for group in [group for group in self.groups if min(group.versions, default=oldest) < oldest]:
+        for group in [group for group in self.groups if group.oldest_version < oldest]:
             self.groups.remove(group)
             self.engine.abort(group.rollouts)
             self.engine.counters["groups_dropped"] += 1

@@ -199,15 +199,19 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
         old.unlink()
 
 
-def newest_checkpoint(out: Path, checkpoint_every: int) -> dict[str, Any] | None:
-    """The newest checkpoint whose file is unchanged, None before the first one.
+def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
+    """The newest checkpoint whose file is unchanged, None before the first one. `run` is its run's fingerprint.
 
-    Raises: ValueError if there must be one and none of them can be read.
+    Raises: ValueError if there must be one and none of them can be read, or if it is of another run or step.
     """
     paths = sorted(out.glob("checkpoints/*.pt"), reverse=True)
     for path in paths:
         if path.stem.endswith(_digest(path)):
-            return torch.load(path, weights_only=True, map_location="cpu")
+            state = torch.load(path, weights_only=True, map_location="cpu")
+            if state.get("run") != run or not path.name.startswith(f"step_{state['step']:06d}-"):
+                raise ValueError(f"checkpoints must be those of this run, {path} is of another run or step (other"
+                                 " options or problems); move it away, or try another --out")
+            return state
         print(f"checkpoint DAMAGED, trying the one before it: {path}", flush=True)
     table = out / "metrics.jsonl"  # without a checkpoint: step 0 and at most checkpoint_every steps
     if paths or (table.exists() and table.read_bytes().count(b"\n") > checkpoint_every + 1):

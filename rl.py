@@ -4,7 +4,9 @@ Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -190,8 +192,11 @@ class Policy:
     def __init__(self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS,
                  gradient_checkpointing: bool = False, check: bool = True):
         self.model, self.fp32_head, self.chunk_elements = model.eval(), fp32_head, chunk_elements  # eval: no dropout
+        layers = DynamicCache(config=model.config).layers
+        if any(getattr(layer, "sliding_window", 2) < 2 for layer in layers):
+            raise ValueError("sliding_window must be at least 2 (at 1 transformers' KV cache keeps all keys), got 1")
         # Each distinct prompt of a micro-batch is computed once, but a recurrent state would see the padding.
-        kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
+        kinds = {type(layer).__name__ for layer in layers}
         attention_alone = not model._is_stateful and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
         self.shares_prompts = attention_alone and not gradient_checkpointing
         self.checkpointed = _checkpointed_layers(model) if gradient_checkpointing else []
@@ -228,6 +233,7 @@ class Policy:
                 f"the checkpoint in {path} must have every tensor of {type(model).__name__}: missing"
                 f" {sorted(report['missing_keys'])}, wrongly shaped {sorted(map(str, report['mismatched_keys']))}"
             )
+        _check_unexpected(model, path, sorted(report["unexpected_keys"]))
         if bad := [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]:
             raise ValueError(f"the checkpoint in {path} must be finite, it is not in {', '.join(bad)}")
         return cls(model.to(device), fp32_head, gradient_checkpointing=gradient_checkpointing)
@@ -364,8 +370,21 @@ class Policy:
         return revert_weight_conversion(self.model, dict(self.model.state_dict()))
 
     def copied_weights(self) -> dict[str, Tensor]:
-        """A copy of every parameter by its name, for the probe."""
+        """A copy of every parameter by its name."""
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    @contextmanager
+    def using(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """The policy with these weights in its parameters. Tensors are swapped, not copied, and swapped back."""
+        parameters = dict(self.model.named_parameters())
+        own = {name: parameters[name].data for name in weights or ()}
+        try:
+            for name in own:
+                parameters[name].data = weights[name]
+            yield
+        finally:
+            for name, tensor in own.items():
+                parameters[name].data = tensor
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -387,6 +406,19 @@ def attention_for(config: Any) -> str:
 
     has_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
     return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
+
+
+def _check_unexpected(model: torch.nn.Module, path: str, names: list[str]) -> None:
+    """Print the tensors that the model does not use.
+
+    Raises: ValueError if one of them differs from a tensor of the model in a number only: config.json has fewer layers.
+    """
+    patterns = {re.sub(r"\d+", "N", name) for name in model.state_dict()}
+    if more := [name for name in names if re.sub(r"\d+", "N", name) in patterns]:
+        raise ValueError(f"config.json must be that of the checkpoint in {path}, which has {len(more)} more tensors of"
+                         f" {type(model).__name__}: {', '.join(more[:8])}")
+    if names:
+        print(f"tensors of the checkpoint that {type(model).__name__} does not have: {', '.join(names)}", flush=True)
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -9,6 +9,7 @@ import json
 import random
 import signal
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Annotated, Any, Literal
@@ -27,6 +28,7 @@ from objectives import (
     Name,
     Positive,
     Rule,
+    Temperature,
     TopP,
     UpdateOptions,
     Whole,
@@ -57,7 +59,7 @@ def train(run: Run, live: Live, first_step: int) -> None:
             metrics |= evaluate(run, live, step)
         run.log(metrics)
         if last or step % config.checkpoint_every == 0:
-            records.save_checkpoint(run.out, step, live.state_dict())
+            records.save_checkpoint(run.out, step, live.state_dict() | {"run": run.fingerprint})
     run.save_policy(live.policy, run.out / "policy")
     live.engine.close()
     from lab.curves import plot_curves
@@ -84,15 +86,17 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     sampled = rollout_metrics(rollouts, rewards, config.group_size, engine.weight_version)
     advantages = OBJECTIVES[config.objective].advantages(rewards, config.group_size)  # (B,)
     batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
-    fresh = torch.tensor([[min(rollout.versions) == engine.weight_version] for rollout in rollouts]).to(batch.mask)
+    fresh = torch.tensor([[rollout.oldest_version == engine.weight_version] for rollout in rollouts]).to(batch.mask)
     with clock("old_logprobs"):
         if (step - 1) % config.old_logprobs_every == 0:
             measured = frozen_logprobs(policy, batch, config)  # (B, T) by name, before any update
             batch = replace(batch, old_logprobs=measured.pop("logprobs"))
             sampled |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
             sampled |= measure_mismatch(batch, fresh)
-        if reference := live.reference:
-            batch = replace(batch, ref_logprobs=frozen_logprobs(reference, batch, config, metrics=False)["logprobs"])
+        if live.reference:
+            with policy.using(live.reference):  # the same arithmetic for both sides of the divergence
+                reference = frozen_logprobs(policy, batch, config, metrics=False)
+            batch = replace(batch, ref_logprobs=reference["logprobs"])
     if config.exact and batch.old_logprobs is not None:
         sampled["exact_tokens"] = engine.check_exact(batch.old_logprobs, replace(batch, mask=batch.mask * fresh))
     if config.self_noise_every and (step - 1) % config.self_noise_every == 0:
@@ -127,7 +131,7 @@ def rollout_metrics(rollouts: list[Rollout], rewards: torch.Tensor, group_size: 
         "trunc_frac": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,
-        "staleness_max": version - min(versions),
+        "staleness_max": version - min(rollout.oldest_version for rollout in rollouts),
         "staleness_mean": version - mean(versions),
     }
 
@@ -238,8 +242,9 @@ class FurtherOptions:
     cuda_graphs: bool = False  # Decode with CUDA graphs, captured without compilation; not measured on a GPU yet.
     allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.
     eval_problems: Count = 256  # Held-out problems per evaluation (or all there are).
-    eval_samples: Count = 1  # Sampled answers per problem; the greedy evaluation has one.
-    eval_temperature: Positive | None = None  # Of sampled evaluations; if not given, that of the training.
+    # Sampled answers per problem; the greedy evaluation has one.
+    eval_samples: Annotated[int, Rule("in [1, 65536]", lambda value: 1 <= value <= 2**16)] = 1
+    eval_temperature: Temperature | None = None  # Of sampled evaluations; if not given, that of the training.
     eval_top_p: TopP | None = None  # Of sampled evaluations; if not given, that of the training.
     eval_with_trainer: bool = True  # Evaluate without the engine as well (eval_gap); slow if the model is large.
     checkpoint_every: Count = 20  # Steps between checkpoints, and after the last; the newest two are kept.
@@ -333,6 +338,7 @@ class CommandLine:
 
 # ------------------------------------------------------------------------------------------------ set-up
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
+NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir"}  # options that a resumed run may change
 
 
 @dataclass(frozen=True)
@@ -348,6 +354,12 @@ class Run:
     eval_sampling: Sampling
     max_model_len: int
     dropped_prompts: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the options and the problems: equal for a run and its resumption."""
+        options = {name: value for name, value in asdict(self.config).items() if name not in NOT_OF_THE_EXPERIMENT}
+        return sha256(json.dumps([options, self.task.fingerprint]).encode()).hexdigest()
 
     def score(self, problems: list[Problem], rollouts: list[Rollout]) -> list[dict[str, Any]]:
         """A row per rollout, as in samples.jsonl: what was asked and answered, its reward, and what failed."""
@@ -387,7 +399,7 @@ class Live:
     """What changes from step to step."""
 
     policy: Policy
-    reference: Policy | None
+    reference: dict[str, torch.Tensor] | None  # the first policy's weights by name, for --kl-coef
     optimizer: Optimizer
     engine: Engine
     flight: Flight
@@ -467,8 +479,8 @@ def _earlier_record(config: Config) -> dict[str, Any] | None:
     with records.stage(f"reading {path}"):
         record = json.loads(path.read_text())
         theirs, _ = dict(record["config"]), record["problems"]["sha256"]  # KeyError if one is missing
-    ours, free = asdict(config), {"resume", "out", "cache_dir"}
-    if changed := [name for name in ours.keys() - free if ours[name] != theirs.get(name)]:
+    ours = asdict(config)
+    if changed := [name for name in ours.keys() - NOT_OF_THE_EXPERIMENT if ours[name] != theirs.get(name)]:
         raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
     return record
 
@@ -498,12 +510,12 @@ def _fitting(config: Config, task: Task, context: int | None) -> Task:
 def build(run: Run) -> tuple[Live, int]:
     """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
     config = run.config
-    state = records.newest_checkpoint(run.out, config.checkpoint_every) if config.resume else None
+    state = records.newest_checkpoint(run.out, config.checkpoint_every, run.fingerprint) if config.resume else None
     policy = load_policy(run)
     if policy.model._is_stateful and (config.eval_with_trainer or config.engine == "transformers"):
         raise ValueError("engine must be vllm and eval_with_trainer off with recurrent layers (transformers cannot drop"
                          f" a row of their state), got {config.engine}; try --engine vllm --no-eval-with-trainer")
-    reference = load_policy(run) if config.kl_coef else None  # the first policy, resumed or not
+    reference = policy.copied_weights() if config.kl_coef else None  # of the first policy, resumed or not
     optimizer = Optimizer(policy.model, config.weight_decay, config.offload_optimizer)
     engine = start_engine(run, policy)
     flight = Flight(engine, config.group_size, run.sampling, config.max_staleness)

@@ -54,6 +54,8 @@ class Workload:
 
     def __post_init__(self):
         check_rules(self)
+        if self.sampling.temperature > 2:
+            raise ValueError(f"temperature must be at most 2, vLLM's range, got {self.sampling.temperature}")
 
     def requests(self, vocabulary: int, every_fourth_short: bool = False) -> tuple[list[list[int]], list[int]]:
         """Prompts of random tokens, and the seeds of their responses."""

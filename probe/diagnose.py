@@ -231,7 +231,7 @@ def _implausible(probe: Probe, best: Explanation) -> list[int]:
     replay, readout = probe.replay, best.readout
     sampling, _ = probe.distributions[readout.distribution if readout.fitted else "processed"]
     parts = []  # (3, n) each
-    with replay.using(best.forward.weights):
+    with replay.policy.using(best.forward.weights):
         for chunk, logits in replay.logits(best.forward.hidden, probe.heads[readout.head]):
             logprobs, sampled = replay.logprobs(logits, sampling, chunk, torch.float64)
             support = logprobs.isfinite().sum(dim=-1)

@@ -211,7 +211,7 @@ class Probe:
     def read(self, hidden: Tensor, weights: Weights | None, *names: str) -> dict[tuple[str, str, str], Tensor]:
         """Log-probabilities (N,) of the sampled and the likeliest token in some distributions, as in a ForwardPass."""
         values, replay = defaultdict(list), self.replay
-        with replay.using(weights):
+        with replay.policy.using(weights):
             for head, dtype in self.heads.items():
                 for chunk, logits in replay.logits(hidden, dtype):
                     for name in names:

@@ -116,7 +116,7 @@ class Search:
                 yield probe.forward_pass(causes.ROUNDED, weights=rounded)
         weights = {name: tensor.to(other) for name, tensor in parameters.items()}
         forward = probe.forward_pass(causes.OTHER_DTYPE.of(str(other).removeprefix("torch.")), weights=weights)
-        with self.replay.using(weights):
+        with self.replay.policy.using(weights):
             forward.second = probe.forward_pass(weights=weights, hidden=self.replay.second_path())
         yield forward
 
@@ -314,7 +314,7 @@ class Search:
                       if not torch.equal(parameter, weights[name])}
         names, current = list(parameters), {name: parameter.detach() for name, parameter in parameters.items()}
         remaining, effects = [], []  # one entry per random projection of the tokens
-        with torch.enable_grad(), self.replay.using({name: weights[name] for name in old}):
+        with torch.enable_grad(), self.replay.policy.using({name: weights[name] for name in old}):
             steps = [(current[name] if name in old else weights[name]).float() - parameters[name].detach().float()
                      for name in names]
             for mismatch, signs in self._projections(readout):

@@ -7,7 +7,6 @@ row. Log-probabilities in nats, float64.
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -193,19 +192,6 @@ class Replay:
         self.rows_per_pass = max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
         self.forwards = 0  # forward passes over the whole trace so far
 
-    @contextmanager
-    def using(self, weights: Weights | None) -> Iterator[None]:
-        """The policy with these weights in its parameters. Tensors are swapped, not copied, and swapped back."""
-        parameters = dict(self.policy.model.named_parameters())
-        own = {name: parameters[name].data for name in weights or ()}
-        try:
-            for name in own:
-                parameters[name].data = weights[name]
-            yield
-        finally:
-            for name, tensor in own.items():
-                parameters[name].data = tensor
-
     # ---------------------------------------------------------------------------------------------- hidden states
     def split_rows(self, size: int) -> tuple[Tensor, ...]:
         """The indices of the rows in parts of `size` rows, each for one forward pass."""
@@ -226,7 +212,7 @@ class Replay:
         if weights is None and self.policy.kernel_hidden is not None:
             batches = map(self.batch.rows, self.split_rows(self.rows_per_pass))
             return torch.cat([self.policy.kernel_hidden(batch, batch.mask > 0) for batch in batches])
-        with self.using(weights):
+        with self.policy.using(weights):
             return torch.cat([self.hidden(rows) for rows in self.split_rows(self.rows_per_pass)])
 
     def second_path(self) -> Tensor:
@@ -255,7 +241,7 @@ class Replay:
             for rows in (num_old == prefix).nonzero()[:, 0].split(self.rows_per_pass):
                 ids, cache = self.inputs[rows], DynamicCache(config=self.policy.model.config)
                 if prefix:
-                    with self.using(old):
+                    with self.policy.using(old):
                         body(input_ids=ids[:, :prefix], **{name: cache}, use_cache=True)
                 states = body(input_ids=ids[:, prefix:], **{name: cache}, use_cache=True).last_hidden_state
                 hidden[rows, prefix:] = states

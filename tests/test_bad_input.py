@@ -9,6 +9,8 @@ import torch
 from conftest import PYTHON, TASK, close_live_engine, command, qwen2, refusal
 from safetensors.torch import load_file, save_file
 
+from rl import Policy
+
 MANY_DIGITS = "9" * 6000
 
 
@@ -28,10 +30,12 @@ OPTIONS = {
     "--num-minibatches 3": "num_minibatches must divide",
     "--micro-batch-tokens 0": "micro_batch_tokens must be at least 1", "--eval-every 0": "eval_every must be",
     "--checkpoint-every 0": "checkpoint_every must be", "--eval-samples 0": "eval_samples must be",
-    "--max-num-seqs 0": "max_num_seqs must be", "--temperature 0": "temperature must be positive",
-    "--temperature 0.001": "temperature must be 0 (greedy) or at least 0.01", "--out=": "out must be a name",
-    "--model=": "model must be a name", "--temperature nan": "temperature must be positive",
-    "--temperature inf": "temperature must be positive", "--lr inf": "lr must be positive and finite",
+    "--max-num-seqs 0": "max_num_seqs must be", "--temperature 0": "temperature must be in [0.01, 2]",
+    "--group-size 1000000000000000": "and at most 65536, got", "--eval-samples 65537": "must be in [1, 65536]",
+    "--temperature 0.001": "temperature must be in [0.01, 2], vLLM's range, got 0.001", "--out=": "out must be a name",
+    "--temperature 2.5": "temperature must be in [0.01, 2], vLLM's range, got 2.5",
+    "--model=": "model must be a name", "--temperature nan": "temperature must be in [0.01, 2]",
+    "--temperature inf": "temperature must be in [0.01, 2]", "--lr inf": "lr must be positive and finite",
     "--lr nan": "lr must be", "--lr 0": "lr must be", "--lr x": "could not convert string to float",
     "--grad-clip 0": "grad_clip must be", "--kl-coef -1": "kl_coef must be", "--kl-coef nan": "kl_coef must be",
     "--weight-decay -1": "weight_decay must be", "--kv-cache-gib 0": "kv_cache_gib must be",
@@ -42,11 +46,11 @@ OPTIONS = {
     "--dtype int8": "invalid choice 'int8'", "--engine sglang": "invalid choice 'sglang'",
     "--no-such-option": "Unrecognized options: --no-such-option", "--top-p 0": "top_p must be in (0, 1]",
     "--top-p 1.1": "top_p must be in (0, 1]", "--top-k -1": "top_k must be non-negative", "--min-p 1": "min_p must be",
-    "--eval-top-p 0": "eval_top_p must be in (0, 1]", "--eval-temperature 0": "eval_temperature must be positive",
+    "--eval-top-p 0": "eval_top_p must be in (0, 1]", "--eval-temperature 0": "eval_temperature must be in [0.01, 2]",
     "--max-kept 8": "max_kept must be given with top_k,", "--max-kept 0": "max_kept must be at least 1",
     "--top-k 9 --max-kept 9 --parity.no-sampling-mask": "max_kept must be given with top_k, top_p or min_p and",
     "--parity.no-sampling-mask": "there is no mask to leave out",
-    "--eval-temperature 0.001": "temperature must be 0 (greedy) or at least 0.01",
+    "--eval-temperature 0.001": "temperature must be in [0.01, 2]",
     "--top-p 0.9 --parity.no-processed-logprobs": "try --parity.no-sampling-mask",
     "--tis token --top-p 0.9 --parity.no-sampling-mask": "a correction hides the broken backend",
     "--repetition-penalty 1.1": "Unrecognized options: --repetition-penalty", "--offload-optimizer": "without a GPU",
@@ -169,6 +173,11 @@ MODELS = {
     "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 999), "header too large"),
     "a shard missing": (shards, "model-00002-of-00002.safetensors"),
     "a tensor missing": (lambda f: tensors(f, lambda t: t.pop(NORM)), f"missing ['{NORM}']"),
+    "fewer layers": (lambda f: rewrite(f, num_hidden_layers=1, layer_types=None), "more tensors of Qwen2ForCausalLM"),
+    "window of one": (
+        lambda f: rewrite(f, use_sliding_window=True, sliding_window=1, max_window_layers=0, layer_types=None),
+        "sliding_window must be at least 2",
+    ),
     "another shape": (lambda f: tensors(f, lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
     "nan": (lambda f: tensors(f, lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
     "int8": (lambda f: tensors(f, lambda t: t.update({n: t[n].char() for n in t})), "must have floating-point weights"),
@@ -191,6 +200,13 @@ MODELS = {
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "Expecting property name"),
     "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "Weights only load failed"),
 }  # fmt: skip
+
+
+def test_tensors_that_the_architecture_does_not_have_are_named(good, tmp_path, capsys):
+    shutil.copytree(good / "model", tmp_path / "model")
+    tensors(tmp_path / "model", lambda table: table.update({"value_head.weight": torch.ones(3)}))
+    Policy.load(str(tmp_path / "model"), torch.float32, "cpu")
+    assert "that Qwen2ForCausalLM does not have: value_head.weight\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -178,6 +178,43 @@ def test_every_group_is_accounted_for_with_asynchronous_scheduling_too(engine_fo
     check_every_group(engine_folders, "vllm", replace(parity, explicit_runtime=False), room)
 
 
+@pytest.mark.engine
+@PARITIES
+def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folders, parity):
+    """Prompts of 136 tokens, 128 to an engine step: the load finds half of the first request's prompt computed."""
+    prompt = torch.randint(12, 96, (136,), generator=torch.Generator().manual_seed(0)).tolist()
+    with backend("vllm", engine_folders, parity, token_budget=128) as (policy, engine):
+        flight = Flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
+        flight.submit([Problem("0", "0", "test", prompt)])
+        steps_of(flight, 1)
+        assert [rollout.token_ids for rollout in flight.groups[0].rollouts] == [[], []]
+        old = engine.weight_version
+        update(policy, engine, scale=0.05)
+        group, new = flight.groups[0], engine.weight_version
+        flight.max_staleness = 1
+        flight.after_update()
+        first, second = (rollout for each in flight.take(1) for rollout in each.rollouts)
+        assert first.versions == second.versions == [new] * 8
+        kept = parity == KEEP
+        assert [first.oldest_version, second.oldest_version] == [old if kept else new, new]
+        assert group.oldest_version == first.oldest_version
+        mismatches = [mismatch_of(policy, [each] * 2, 1.0)["mismatch_abs_mean"] for each in (first, second)]
+        assert mismatches[1] < 1e-5
+        assert (mismatches[0] > 0.01) == kept, mismatches
+
+
+@pytest.mark.engine
+def test_a_group_whose_half_computed_prompt_is_too_old_is_dropped(engine_folders):
+    prompt = torch.randint(12, 96, (136,), generator=torch.Generator().manual_seed(0)).tolist()
+    with backend("vllm", engine_folders, token_budget=128) as (policy, engine):
+        flight = Flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
+        flight.submit([Problem("0", "0", "test", prompt)])
+        steps_of(flight, 1)
+        update(policy, engine)
+        flight.after_update()
+        assert flight.counts()["groups_dropped"] == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_too_old_is_dropped_and_counted(engine_folders, kind):
     endless = Sampling(temperature=1.0, max_new_tokens=100)

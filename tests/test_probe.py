@@ -123,8 +123,7 @@ def drawn(policy: Policy, num_rows: int) -> Trace:
 
 def report(policy: Policy, trace: Trace, weights: Weights) -> None:
     """Report log-probabilities under these weights, along the second numerical path as another engine would."""
-    probe = Probe(policy, trace, [])
-    with torch.no_grad(), probe.replay.using(weights):
+    with torch.no_grad(), policy.using(weights):
         other = Probe(policy, trace, []).second
     values = other.logprobs(Readout()).split([len(r.token_ids) for r in trace.rollouts])
     for rollout, row in zip(trace.rollouts, values, strict=True):

@@ -16,7 +16,7 @@ from records import locked
 
 # The reference engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
-         " --num-minibatches 1 --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 3")  # fmt: skip
+         " --num-minibatches 1 --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 2")  # fmt: skip
 
 
 def timeless(out: Path) -> list[dict]:
@@ -81,6 +81,27 @@ def test_a_folder_with_a_runs_files_and_no_config_is_not_taken_for_a_new_one(goo
     before = sorted(path.name for path in copy.rglob("*"))
     assert "has a run's files without config.json" in refusal(options(good, copy), capsys)
     assert sorted(path.name for path in copy.rglob("*")) == before
+
+
+OTHERS = {"another seed": "--seed 5", "another rate": "--lr 5e-3", "another temperature": "--temperature 1.5"}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_checkpoint_of_another_run_is_refused(good, copy, tmp_path, kind, capsys):
+    out = tmp_path / "other"
+    train_here([*options(good, out), *OTHERS[kind].split()])
+    checkpoint(copy, 4).unlink()
+    stranger = checkpoint(out, 4).rename(copy / "checkpoints" / checkpoint(out, 4).name)
+    before = {path: path.read_bytes() for path in copy.glob("*.jsonl")}
+    assert f"{stranger} is of another run or step" in refusal([*options(good, copy), "--resume"], capsys)
+    assert {path: path.read_bytes() for path in copy.glob("*.jsonl")} == before
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(good, copy, capsys):
+    whole = checkpoint(copy, 3)
+    checkpoint(copy, 4).unlink()
+    renamed = whole.rename(whole.with_name(whole.name.replace("step_000003", "step_000004")))
+    assert f"{renamed} is of another run or step" in refusal([*options(good, copy), "--resume"], capsys)
 
 
 def test_checkpoints_that_are_all_damaged_are_refused(good, copy, capsys):

@@ -1,0 +1,45 @@
+"""A reward that is the same for all responses moves no weight, with every engine, dtype and option.
+
+Without a KL term no optimizer step is taken. With a KL term the gradient is that of KL(pi || ref) between equal
+weights. It is exactly 0 only if the same arithmetic computes both sides, and AdamW turns any other value into full
+steps.
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import PYTHON, command, train_here
+from safetensors.torch import load_file
+
+BACKENDS = {"vllm": "", "shared": "--engine shared", "exact": "--engine shared --exact",
+            "transformers": "--engine transformers"}  # fmt: skip
+KL = "--kl-coef 0.05"
+OPTIONS = {
+    "no kl": "",
+    "kl": KL,
+    "kl, tis, in flight": f"{KL} --tis sequence --inflight-groups 4 --max-staleness 2",
+    "kl, tis, masks": f"{KL} --tis masked --top-k 20 --top-p 0.9 --min-p 0.01",
+    "kl, checkpointing": f"{KL} --gradient-checkpointing",
+}
+CASES = [pytest.param(backend, options, dtype, marks=[pytest.mark.engine] * (backend != "transformers"))
+         for backend in BACKENDS for options in OPTIONS for dtype in ("float32", "bfloat16", "float16")
+         if (backend, options) != ("exact", "kl, checkpointing")]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend, options, dtype", CASES)
+def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, options, dtype):
+    (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
+    train_here(command(good, f"--out {tmp_path}/run --task {tmp_path}/task.py --steps 3 --lr 1e-4 --lr-warmup-steps 0"
+                       " --max-new-tokens 6 --micro-batch-tokens 40 --eval-problems 1 --no-eval-with-trainer"
+                       f" --dtype {dtype} {BACKENDS[backend]} {OPTIONS[options]}"))  # fmt: skip
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert len(steps) == 3
+    if "kl" in options.split(", "):
+        assert [(step["kl_ref"], step["grad_norm"], step["updates"]) for step in steps] == [(0.0, 0.0, 2)] * 3
+    else:
+        assert [step["skipped_updates"] for step in steps] == [2] * 3
+    before = load_file(good / "model" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "policy" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].to(after[name].dtype), after[name]) for name in before)

@@ -217,7 +217,6 @@ class Engine:
     """
 
     live: ClassVar["Engine | None"] = None  # one in a process, because vLLM's parallel groups are global
-    check_exact: ClassVar[None] = None  # a method of SharedEngine
 
     def __init__(
         self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *, max_model_len: int,
@@ -375,6 +374,10 @@ class Engine:
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
+
+    def verify(self, batch: Any) -> dict[str, int]:
+        """What the engine promises of a batch: nothing; `exact_tokens` of an exact SharedEngine."""
+        return {}
 
     # ---------------------------------------------------------------------------------------------- sleep, wake, load
     def _require(self, call: str, *states: str) -> None:

@@ -276,8 +276,6 @@ Name = Annotated[str, Rule("a name", bool)]
 Count = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 Whole = Annotated[int, Rule("non-negative", lambda value: value >= 0)]
 Positive = Annotated[float, Rule("positive and finite", lambda value: 0 < value < math.inf)]
-TopP = Annotated[float, Rule("in (0, 1]", lambda value: 0 < value <= 1)]
-Temperature = Annotated[float, Rule("in [0.01, 2], vLLM's range", lambda value: 0.01 <= value <= 2)]
 NonNegative = Annotated[float, Rule("non-negative and finite", lambda value: 0 <= value < math.inf)]
 
 
@@ -301,11 +299,12 @@ class GrpoOptions:
         int, Rule("at least 2 (the group's mean is the baseline) and at most 65536", lambda value: 2 <= value <= 2**16)
     ] = 8
     max_new_tokens: Count = 8  # Longest response in tokens; the toy answers with 5, end of sequence included.
-    temperature: Temperature = 0.7  # Of sampler and trainer; at 1, raw and processed log-probabilities are equal.
+    # Of sampler and trainer; at 1, raw and processed log-probabilities are equal.
+    temperature: Annotated[float, Rule("in [0.01, 2], vLLM's range", lambda value: 0.01 <= value <= 2)] = 0.7
     # The sampler's mask; the trainer takes the softmax over the tokens that the mask kept (parity.sampling_mask).
     top_k: Whole = 0  # Keep the K likeliest tokens; 0 is off.
     # Keep the fewest likeliest tokens whose probabilities sum to at least top_p; 1 is off.
-    top_p: TopP = 1.0
+    top_p: Annotated[float, Rule("in (0, 1]", lambda value: 0 < value <= 1)] = 1.0
     # Keep tokens with at least min_p times the probability of the likeliest one; 0 is off.
     min_p: Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)] = 0.0
     lr: Positive = 1e-3  # AdamW's peak learning rate, for the toy; a pretrained model needs a thousandth of it.

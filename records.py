@@ -145,8 +145,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     if metrics.get("trunc_frac") == 1.0:
         texts.append(" | ALL TRUNCATED: raise --max-new-tokens")
     texts += [text for name, text in EVALUATED.items() if name in metrics]
-    unmeasured = dict.fromkeys(("mismatch_kl", "entropy"), 0.0)  # in steps that --old-logprobs-every leaves out
-    shown = unmeasured | {name: 0.0 if value is None else value for name, value in metrics.items()}
+    shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
     return "".join(texts).format(**shown, steps=steps)
 
 

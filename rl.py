@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -539,8 +539,9 @@ def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions, metric
     return measured
 
 
-def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float,
-           check_exact: Callable[[Tensor, Batch, Tensor], int] | None = None) -> dict[str, Any]:
+def update(
+    policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float
+) -> dict[str, Any]:
     """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches whose losses simply add up.
 
     A minibatch without signal (all its groups are flat or masked, and there is no KL term) takes no step and counts in
@@ -548,13 +549,9 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
     that fp16 has lost, `updates` those that changed the weights. Diagnostics are means over all minibatches with a
     signal, None if none had one.
 
-    A batch without `old_logprobs` takes the engine's in their place: `check_exact` compares them with the trainer's own
-    where no optimizer step has been taken yet, and returns the number of tokens, `exact_tokens`.
-
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
-    losses, norms, sums, exact = [], [], {}, batch.old_logprobs is None
-    batch, checked = replace(batch, old_logprobs=batch.behavior_logprobs) if exact else batch, 0
+    losses, norms, sums = [], [], {}
     optimizer.move(to_host=False)
     for micro_batches in batch.cut(options.num_minibatches, options.micro_batch_tokens):
         rows = torch.cat(micro_batches)
@@ -566,7 +563,6 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
         for micro_rows, micro_weights in zip(micro_batches, weights.split(list(map(len, micro_batches))), strict=True):
             micro = batch.rows(micro_rows)
             logprobs = policy.logprobs(micro, options.temperature)  # (rows, T)
-            checked += check_exact(logprobs.detach(), micro, micro_rows) if exact and not norms else 0
             loss, terms = weighted_loss(logprobs, micro, micro_weights[:, : logprobs.shape[1]], options)
             optimizer.backward(loss)
             losses[-1] += loss.item()
@@ -582,4 +578,4 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOp
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite), "overflowed_updates": len(norms) - len(finite),
         "skipped_updates": options.num_minibatches - len(norms),
-    } | ({"exact_tokens": checked} if exact else {})
+    }

@@ -41,12 +41,12 @@ class SharedEngine(Engine):
         super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
-            from probe.inexact import check_exact, why_not
+            from probe.inexact import verify, why_not
             if reason := why_not(self):
                 self.close()
                 raise ValueError(f"exact must be off here: {reason}")
             self.canary_tolerance, policy.kernel_hidden = 0.0, self.kernel_hidden
-            self.check_exact = partial(check_exact, self)
+            self.verify = partial(verify, self)
 
     @torch.no_grad()
     def _start(self, arguments: dict[str, Any]) -> None:

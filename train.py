@@ -28,8 +28,6 @@ from objectives import (
     Name,
     Positive,
     Rule,
-    Temperature,
-    TopP,
     UpdateOptions,
     Whole,
     check_rules,
@@ -88,17 +86,15 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
     fresh = torch.tensor([[rollout.oldest_version == engine.weight_version] for rollout in rollouts]).to(batch.mask)
     with clock("old_logprobs"):
-        if (step - 1) % config.old_logprobs_every == 0:
-            measured = frozen_logprobs(policy, batch, config)  # (B, T) by name, before any update
-            batch = replace(batch, old_logprobs=measured.pop("logprobs"))
-            sampled |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
-            sampled |= measure_mismatch(batch, fresh)
+        measured = frozen_logprobs(policy, batch, config)  # (B, T) by name, before any update
+        batch = replace(batch, old_logprobs=measured.pop("logprobs"))
+        sampled |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
+        sampled |= measure_mismatch(batch, fresh)
         if live.reference:
             with policy.using(live.reference):  # the same arithmetic for both sides of the divergence
                 reference = frozen_logprobs(policy, batch, config, metrics=False)
             batch = replace(batch, ref_logprobs=reference["logprobs"])
-    if config.exact and batch.old_logprobs is not None:
-        sampled["exact_tokens"] = engine.check_exact(batch.old_logprobs, replace(batch, mask=batch.mask * fresh))
+    sampled |= engine.verify(replace(batch, mask=batch.mask * fresh))
     if config.self_noise_every and (step - 1) % config.self_noise_every == 0:
         from probe.noise import measure_self_noise
 
@@ -106,7 +102,7 @@ def train_step(run: Run, live: Live, step: int) -> tuple[dict[str, Any], Batch, 
     if config.mask_truncated:
         batch = batch.without(torch.tensor([rollout.finish_reason == "length" for rollout in rollouts]))
     with clock("update"):
-        metrics = update(policy, live.optimizer, batch, config, config.lr_at(step), engine.check_exact)
+        metrics = update(policy, live.optimizer, batch, config, config.lr_at(step))
 
     with clock("sync"):
         engine.wake()
@@ -153,7 +149,7 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
     A policy can adapt to a broken backend: `eval_gap` is how much better the engine looks than the trainer alone.
     Every answer goes to samples.jsonl.
     """
-    config, errors = run.config, 0
+    config, sampling, errors = run.config, replace(run.sampling, max_kept=0), 0
     problems = run.task.held_out[: config.eval_problems]
 
     def mean_reward(engine: Engine, mode: str, samples: int, sampling: Sampling) -> float:
@@ -165,12 +161,12 @@ def evaluate(run: Run, live: Live, step: int) -> dict[str, float]:
         errors += sum(each["error"] is not None for each in scored)
         return mean(each["reward"] for each in scored)
 
-    greedy = mean_reward(live.engine, "greedy", 1, replace(run.eval_sampling, temperature=0.0))
-    alone = sampled = mean_reward(live.engine, "sampled", config.eval_samples, run.eval_sampling)
+    greedy = mean_reward(live.engine, "greedy", 1, replace(sampling, temperature=0.0))
+    alone = sampled = mean_reward(live.engine, "sampled", config.eval_samples, sampling)
     if config.eval_with_trainer and config.engine != "transformers":  # the reference engine is the trainer alone
         trainer = reference_engine(run, live.policy)
         trainer.load(live.policy.weights(), live.policy.response_logprobs)
-        alone = mean_reward(trainer, "trainer", config.eval_samples, run.eval_sampling)
+        alone = mean_reward(trainer, "trainer", config.eval_samples, sampling)
     metrics = {"eval_reward": sampled, "eval_reward_greedy": greedy, "eval_reward_errors": errors}
     return metrics | ({"eval_reward_trainer": alone, "eval_gap": sampled - alone} if config.eval_with_trainer else {})
 
@@ -226,9 +222,6 @@ class FurtherOptions:
     cache_dir: Name = str(Path(__file__).parent / ".cache")  # Where the toy model is kept once it has been taught.
     gradient_checkpointing: bool = False  # Compute each layer again in backward: less memory, more time.
     offload_optimizer: bool = False  # Keep master weights and moments in pinned host memory except during the update.
-    # With --exact, steps between separate passes for old_logprobs, entropy and mismatch metrics. In the other steps the
-    # engine's values serve, and the update checks the first minibatch.
-    old_logprobs_every: Count = 1
     inflight_groups: Whole = 0  # Groups in flight (N) beyond the P of a step, unfinished while the weights change.
     max_staleness: Whole = 8  # Largest staleness of a token in updates; groups with an older token are dropped.
     # Allow `tis` although a parity flag is off: only to study how a correction hides a broken backend.
@@ -244,8 +237,6 @@ class FurtherOptions:
     eval_problems: Count = 256  # Held-out problems per evaluation (or all there are).
     # Sampled answers per problem; the greedy evaluation has one.
     eval_samples: Annotated[int, Rule("in [1, 65536]", lambda value: 1 <= value <= 2**16)] = 1
-    eval_temperature: Temperature | None = None  # Of sampled evaluations; if not given, that of the training.
-    eval_top_p: TopP | None = None  # Of sampled evaluations; if not given, that of the training.
     eval_with_trainer: bool = True  # Evaluate without the engine as well (eval_gap); slow if the model is large.
     checkpoint_every: Count = 20  # Steps between checkpoints, and after the last; the newest two are kept.
     self_noise_every: Whole = 0  # Steps between measurements of the mismatch's noise floor (probe/noise.py); 0: none.
@@ -286,9 +277,6 @@ class Config(FurtherOptions, EngineOptions, UpdateOptions, TaskOptions, RunOptio
              " show which tokens were kept); try --parity.no-sampling-mask"),
             (not self.exact or (self.engine == "shared" and not self.parity.off() and not self.gradient_checkpointing),
              "exact must be off without --engine shared, without a parity fix and with gradient_checkpointing"),
-            (self.old_logprobs_every == 1 or (self.exact and not self.inflight_groups and not self.self_noise_every),
-             "old_logprobs_every must be 1 without exact, with groups in flight and with self_noise_every (they need"
-             f" the trainer's own values), got {self.old_logprobs_every}"),
             (self.prefix_cache == "off" or (self.engine != "transformers" and self.parity.explicit_runtime),
              "prefix_cache must be off with the reference engine (it has none) and without explicit_runtime (which"
              f" switches V1's own cache on), got {self.prefix_cache}"),
@@ -351,7 +339,6 @@ class Run:
     task: Task
     tokenizer: Any
     sampling: Sampling
-    eval_sampling: Sampling
     max_model_len: int
     dropped_prompts: int
 
@@ -446,12 +433,10 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"a resumed run must keep its problems, {config.task} has others now")
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_token_ids, config.top_k, config.top_p,
                         config.min_p, max_kept=config.kept_limit)
-    eval_sampling = replace(sampling, max_kept=0, temperature=config.eval_temperature or config.temperature,
-                            top_p=config.eval_top_p or config.top_p)
     max_model_len = config.max_new_tokens + max(len(problem.prompt_ids) for problem in task.train + task.held_out)
     path = str(toy_model(config.cache_dir, config.seed, config.task)) if config.model == "toy" else config.model
     dropped = len(prompts) - len(task.train) - len(task.held_out)
-    return Run(config, out, path, task, tokenizer, sampling, eval_sampling, max_model_len, dropped)
+    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped)
 
 
 def find_task(config: Config) -> Task:

@@ -303,8 +303,7 @@ def head(options: Options) -> None:
                  f"in chunks with {HEAD_KEPT_IDS} kept ids a token, s", "GiB"], rows))
 
 
-SHARED = {"vllm": {}, "shared": dict(engine="shared"), "exact": dict(engine="shared", exact=True),
-          "exact, no separate pass": dict(engine="shared", exact=True, old_logprobs_every=10**6)}  # fmt: skip
+SHARED = {"vllm": {}, "shared": dict(engine="shared"), "exact": dict(engine="shared", exact=True)}
 
 
 def serve(pipe: Any, config: dict) -> None:

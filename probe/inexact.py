@@ -14,24 +14,23 @@ class ExactError(RuntimeError):
     """A log-probability of the trainer is not the sampler's, bit for bit."""
 
 
-def check_exact(engine: Engine, logprobs: Tensor, batch: Batch, rows: Tensor | None = None) -> int:
-    """Compare the trainer's log-probabilities with the sampler's where `batch.mask` is 1: (B, T).
-
-    `rows` (B,): where each row of a micro-batch stands in the batch.
+def verify(engine: Engine, batch: Batch) -> dict[str, int]:
+    """Compare `old_logprobs` with the sampler's values where `batch.mask` is 1.
 
     Returns the number of tokens compared. Raises: ExactError with the first token that differs, and the cause.
     """
-    differing = (logprobs != batch.behavior_logprobs) & (batch.mask > 0)  # NaN differs from itself
+    differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)  # NaN differs from itself
+    compared = int(batch.mask.sum())
     if not differing.any():
-        return int(batch.mask.sum())
+        return {"exact_tokens": compared}
     row, column = differing.nonzero()[0].tolist()
     prompt = int(batch.prompt_lengths[row])
-    ids, request = batch.inputs[row, :prompt].tolist(), row if rows is None else int(rows[row])
     raise ExactError(
-        f"exact: token {column + 1 - prompt} of request {request} (after a prompt of {prompt} tokens) has"
-        f" log-probability {batch.behavior_logprobs[row, column]:.9g} in the engine and {logprobs[row, column]:.9g} in"
-        f" the trainer; {int(differing.sum())} of {int(batch.mask.sum())} tokens differ, inputs"
-        f" {tuple(batch.inputs.shape)}, {engine.policy.model.dtype}. Cause: {cause(engine, ids)}")
+        f"exact: token {column + 1 - prompt} of request {row} (after a prompt of {prompt} tokens) has"
+        f" log-probability {batch.behavior_logprobs[row, column]:.9g} in the engine and"
+        f" {batch.old_logprobs[row, column]:.9g} in the trainer; {int(differing.sum())} of {compared} tokens differ,"
+        f" inputs {tuple(batch.inputs.shape)}, {engine.policy.model.dtype}."
+        f" Cause: {cause(engine, batch.inputs[row, :prompt].tolist())}")
 
 
 def cause(engine: Engine, prompt_ids: list[int]) -> str:

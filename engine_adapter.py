@@ -54,6 +54,11 @@ class ParityFlags:
     # is dropped and computed again under the new weights.
     inflight_otherwise: Literal["abort", "recompute"] = "abort"
 
+    def __post_init__(self):
+        if self.inflight_keep and self.inflight_otherwise != "abort":
+            raise ValueError("inflight_otherwise must not be given with inflight_keep (it would do nothing), got"
+                             f" {self.inflight_otherwise}; try --parity.no-inflight-keep")
+
     @property
     def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
         return "keep" if self.inflight_keep else self.inflight_otherwise

@@ -9,11 +9,10 @@ P prompts, G group size, B = P * G rows, group-major, T target positions. Every 
 the targets. `mask` is 1.0 on response tokens, the end-of-sequence token included, else 0.0. Log-probabilities in nats.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange, reduce
@@ -91,6 +90,9 @@ def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = Tru
 
 
 # ------------------------------------------------------------------------------------------------ surrogates
+Clip = tuple[float | None, float]  # distances (low, high) of the ratio from 1; cispo: (None, the absolute cap)
+
+
 class TokenLoss(NamedTuple):
     """What a surrogate returns: `loss` (B, T), still to be weighted and summed; `clipped` (B, T) bool."""
 
@@ -98,7 +100,7 @@ class TokenLoss(NamedTuple):
     clipped: Tensor
 
 
-def grpo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, options: "UpdateOptions") -> TokenLoss:
+def grpo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
     """GRPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = exp(logprobs - old_logprobs).
 
     Shapes: (B, T), (B, T) -> (B, T).
@@ -106,10 +108,10 @@ def grpo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, options: "UpdateO
     Yu et al. 2025, arXiv 2503.14476. verl clips a second time where A < 0: the loss is at most -3 A ("dual clip").
     """
     ratio = torch.exp((logprobs - old_logprobs) * batch.mask)
-    return _clipped(ratio, batch.advantages[:, None], *options.clip)
+    return _clipped(ratio, batch.advantages[:, None], *clip)
 
 
-def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, options: "UpdateOptions") -> TokenLoss:
+def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token of its row.
 
     Shapes: (B, T), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's loss.
@@ -118,17 +120,17 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, options: "UpdateO
     """
     length = batch.mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
     ratio = torch.exp(((logprobs - old_logprobs) * batch.mask).sum(dim=1, keepdim=True) / length)  # (B, 1)
-    return _clipped(ratio.expand_as(batch.mask), batch.advantages[:, None], *options.clip)
+    return _clipped(ratio.expand_as(batch.mask), batch.advantages[:, None], *clip)
 
 
-def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, options: "UpdateOptions") -> TokenLoss:
+def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
     """CISPO: -sg(min(r, clip_high)) A logprobs per token: the weight is capped, no token loses its gradient.
 
     Shapes: (B, T), (B, T) -> (B, T). `clip_high` is the absolute cap.
     Source: MiniMax-M1, 2025, arXiv 2506.13585; cap 5 as in ScaleRL, arXiv 2510.13786. `clipped` counts A < 0 too; TRL's
     clip rate counts A > 0 only.
     """
-    _, cap = options.clip
+    _, cap = clip
     advantages = batch.advantages[:, None]  # (B, 1)
     ratio = torch.exp((logprobs - old_logprobs) * batch.mask).detach()
     loss = -ratio.clamp(max=cap) * advantages * logprobs * batch.mask
@@ -148,15 +150,15 @@ Normalizer = Literal["token", "sequence", "constant"]
 class Objective(NamedTuple):
     """A row of OBJECTIVES.
 
-    `surrogate(logprobs, old_logprobs, batch, options)` returns a TokenLoss for one micro-batch. Its `old_logprobs` are
-    those of `options.old_policy`. `advantages(rewards, group_size)` maps (B,) to (B,). `clip` has the papers' usual
-    bounds (low, high), unless the user gives others; low is None where the surrogate has an upper bound only.
+    `surrogate(logprobs, old_logprobs, batch, clip)` returns a TokenLoss for one micro-batch. Its `old_logprobs` are
+    the denominator of the ratio: the trainer's own before the update, or the engine's. `advantages(rewards,
+    group_size)` maps (B,) to (B,). `clip` has the papers' usual bounds, unless the user gives others.
     """
 
-    surrogate: Callable[[Tensor, Tensor, Batch, "UpdateOptions"], TokenLoss]
+    surrogate: Callable[[Tensor, Tensor, Batch, Clip], TokenLoss]
     normalizer: Normalizer = "token"
     advantages: Callable[[Tensor, int], Tensor] = group_advantages
-    clip: tuple[float | None, float] = (0.2, 0.2)
+    clip: Clip = (0.2, 0.2)
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -264,88 +266,10 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
     }
 
 
-# ------------------------------------------------------------------------------------------------ options
-class Rule(NamedTuple):
-    """What the value of an option must be, in words and as a test; part of the option's type."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-Name = Annotated[str, Rule("a name", bool)]
-Count = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
-Whole = Annotated[int, Rule("non-negative", lambda value: value >= 0)]
-Positive = Annotated[float, Rule("positive and finite", lambda value: 0 < value < math.inf)]
-NonNegative = Annotated[float, Rule("non-negative and finite", lambda value: 0 <= value < math.inf)]
-
-
-def check_rules(options: Any) -> None:
-    """Raises: ValueError that names the first option whose value breaks a rule of its type. None is not checked."""
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
-        value = getattr(options, name)
-        for rule in (rule for kind in (hint, *get_args(hint)) for rule in getattr(kind, "__metadata__", ())):
-            if isinstance(rule, Rule) and value is not None and not rule.holds(value):
-                raise ValueError(f"{name} must be {rule.words}, got {value}")
-
-
-@dataclass(frozen=True)
-class GrpoOptions:
-    """What is sampled and what is learnt from it."""
-
-    objective: Literal[tuple(OBJECTIVES)] = "grpo"  # Formulas and sources in objectives.py.
-    num_prompts: Count = 128  # Problems per step (P).
-    # Samples per problem (G).
-    group_size: Annotated[
-        int, Rule("at least 2 (the group's mean is the baseline) and at most 65536", lambda value: 2 <= value <= 2**16)
-    ] = 8
-    max_new_tokens: Count = 8  # Longest response in tokens; the toy answers with 5, end of sequence included.
-    # Of sampler and trainer; at 1, raw and processed log-probabilities are equal.
-    temperature: Annotated[float, Rule("in [0.01, 2], vLLM's range", lambda value: 0.01 <= value <= 2)] = 0.7
-    # The sampler's mask; the trainer takes the softmax over the tokens that the mask kept (parity.sampling_mask).
-    top_k: Whole = 0  # Keep the K likeliest tokens; 0 is off.
-    # Keep the fewest likeliest tokens whose probabilities sum to at least top_p; 1 is off.
-    top_p: Annotated[float, Rule("in (0, 1]", lambda value: 0 < value <= 1)] = 1.0
-    # Keep tokens with at least min_p times the probability of the likeliest one; 0 is off.
-    min_p: Annotated[float, Rule("in [0, 1)", lambda value: 0 <= value < 1)] = 0.0
-    lr: Positive = 1e-3  # AdamW's peak learning rate, for the toy; a pretrained model needs a thousandth of it.
-
-
-@dataclass(frozen=True)
-class FurtherGrpoOptions:
-    """Clipping, corrections and the optimizer."""
-
-    # Denominator of the ratio. recompute: the trainer before the update (three policies); rollout: the engine (two).
-    old_policy: Literal["recompute", "rollout"] = "recompute"
-    # Lower clip distance of the ratio; if not given, the value usual for the objective.
-    clip_low: Annotated[float | None, Rule("in [0, 1)", lambda value: 0 <= value < 1)] = None
-    clip_high: Positive | None = None  # Upper clip distance (cispo: the absolute cap); if not given, the usual one.
-    kl_coef: NonNegative = 0.0  # Weight of the KL to the initial policy; above 0 a frozen copy of it stays in memory.
-    # Truncated importance sampling for the remaining mismatch; refused while a parity fix is off.
-    tis: Tis = "off"
-    tis_cap: Positive = 2.0  # Largest importance weight (token, sequence: truncated to it; masked: dropped above it).
-    tis_floor: NonNegative = 0.5  # Smallest importance weight that masked keeps (IcePop's value).
-    mask_truncated: bool = False  # No loss for responses cut off at max_new_tokens; they stay in the baseline (DAPO).
-    num_minibatches: Count = 2  # Optimizer steps per batch; from the second on the ratio leaves 1 and the clip binds.
-    micro_batch_tokens: Count = 4096  # Tokens per forward and backward, padding included; only memory depends on it.
-    lr_warmup_steps: Whole = 5  # Linear warm-up: Adam's second moments are noise at first.
-    weight_decay: NonNegative = 0.0  # Decoupled; a few hundred steps of RL have nothing to regularise.
-    grad_clip: Positive = 1.0  # Largest gradient norm per optimizer step.
-
-
-@dataclass(frozen=True)
-class UpdateOptions(FurtherGrpoOptions, GrpoOptions):
-    """All that one update needs to know; part of train.Config."""
-
-    @property
-    def clip(self) -> tuple[float, float]:
-        """(low, high), the objective's usual bounds where the user gives none."""
-        low, high = OBJECTIVES[self.objective].clip
-        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
-
-
 # ------------------------------------------------------------------------------------------------ the loss
 def weighted_loss(
-    logprobs: Tensor, batch: Batch, weights: Tensor, options: UpdateOptions
+    logprobs: Tensor, batch: Batch, weights: Tensor, *, objective: str, clip: Clip, old_policy: str,
+    kl_coef: float, tis: Tis, tis_cap: float, tis_floor: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch, and its diagnostics, weighted alike.
 
@@ -353,17 +277,16 @@ def weighted_loss(
 
     Shapes: logprobs (B, T), weights (B, T) -> (), and () by name.
     """
-    old_logprobs = batch.old_logprobs if options.old_policy == "recompute" else batch.behavior_logprobs
-    loss, clipped = OBJECTIVES[options.objective].surrogate(logprobs, old_logprobs, batch, options)
-    policies = batch.old_logprobs, batch.behavior_logprobs
-    tis, cut = tis_weights(options.tis, *policies, batch.mask, options.tis_cap, options.tis_floor)
-    loss = tis * loss
+    denominator = batch.old_logprobs if old_policy == "recompute" else batch.behavior_logprobs
+    loss, clipped = OBJECTIVES[objective].surrogate(logprobs, denominator, batch, clip)
+    correction, cut = tis_weights(tis, batch.old_logprobs, batch.behavior_logprobs, batch.mask, tis_cap, tis_floor)
+    loss = correction * loss
     terms = {"clip_rate": clipped, "tis_clip_frac": cut, "weight": torch.ones_like(weights)}
-    if options.kl_coef:
+    if kl_coef:
         terms["kl_ref"] = kl_k3(logprobs, batch.ref_logprobs)
-        loss = loss + options.kl_coef * terms["kl_ref"]
+        loss = loss + kl_coef * terms["kl_ref"]
     with torch.no_grad():
-        terms["ratio_mean"] = torch.exp(logprobs - old_logprobs)
+        terms["ratio_mean"] = torch.exp(logprobs - denominator)
         terms["kl_new_old"] = kl_k3(batch.old_logprobs, logprobs)
         sums = {name: (term * weights).sum() for name, term in terms.items()}
     return (loss * weights).sum(), sums

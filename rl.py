@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+from config import GrpoConfig
 from engine_adapter import Rollout, Sampling
-from objectives import OBJECTIVES, Batch, UpdateOptions, loss_weights, weighted_loss
+from objectives import OBJECTIVES, Batch, loss_weights, weighted_loss
 
 HEAD_CHUNK_ELEMENTS = 2**25  # logits that the head computes at once, n * V: 128 MiB in fp32
 FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently (docs/exact.md)
@@ -51,12 +52,12 @@ def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device
     return Batch(*(each.to(device) for each in per_token), advantages.to(device), ends - 1, prompt_lengths, kept)
 
 
-def has_mask(sampling: Sampling | UpdateOptions) -> bool:
+def has_mask(sampling: Sampling | GrpoConfig) -> bool:
     """Whether the sampler can cut a token off."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def masked_logits(logits: Tensor, sampling: Sampling | UpdateOptions) -> Tensor:
+def masked_logits(logits: Tensor, sampling: Sampling | GrpoConfig) -> Tensor:
     """(N, V) logits after temperature, with -inf where the sampler's mask cuts them off: min-p, then top-k, then top-p.
 
     Source: vLLM's v1/sample/sampler.py and ops/topk_topp_sampler.py; V0 applied min-p last.
@@ -265,7 +266,7 @@ class Policy:
         return torch.zeros_like(batch.mask).masked_scatter(response, logprobs)
 
     @torch.no_grad()
-    def measure(self, batch: Batch, options: UpdateOptions, metrics: bool = True) -> dict[str, Tensor]:
+    def measure(self, batch: Batch, grpo: GrpoConfig, metrics: bool = True) -> dict[str, Tensor]:
         """`logprobs` and, of the same distribution, `entropy`, -sum p log p: (B, T) by name, nats, 0 as in `logprobs`.
 
         With top-k, top-p or min-p the trainer also applies the sampler's mask to its own logits. `kept_mass`: the
@@ -273,15 +274,15 @@ class Policy:
         mask cuts off the sampled token (by rounding or staleness), else 0. Without `metrics` only `logprobs`.
         """
         if not metrics:
-            return {"logprobs": self.logprobs(batch, options.temperature)}
+            return {"logprobs": self.logprobs(batch, grpo.temperature)}
         response, measured = batch.mask > 0, []  # (B, T), N of them true
-        head, (hidden, targets, kept) = self.projection(options.temperature), self._response(batch, response)
+        head, (hidden, targets, kept) = self.projection(grpo.temperature), self._response(batch, response)
         weight = head.cast(self.head.weight)
         for part in head.parts(len(hidden)):
             logits, _ = head.logits(hidden[part], weight, self.head_bias)  # (n, V)
             recomputed = {}
-            if has_mask(options):
-                masked = masked_logits(logits, options)
+            if has_mask(grpo):
+                masked = masked_logits(logits, grpo)
                 kept_mass = (masked.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp()  # (n,)
                 recomputed = {"kept_mass": kept_mass, "outside_frac": _at(targets[part], masked).isinf().float()}
             logits = mask_outside(logits, kept, part).log_softmax(dim=-1)  # (n, V); the name frees the logits
@@ -530,17 +531,17 @@ def _accumulate(master: Tensor, parameter: Tensor) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ update
-def frozen_logprobs(policy: Policy, batch: Batch, options: UpdateOptions, metrics: bool = True) -> dict[str, Tensor]:
+def frozen_logprobs(policy: Policy, batch: Batch, grpo: GrpoConfig, metrics: bool = True) -> dict[str, Tensor]:
     """`policy.measure` of the whole batch, in the micro-batches of `update`: tensors (B, T) by name."""
     measured: dict[str, Tensor] = {}
-    for rows in chain(*batch.cut(options.num_minibatches, options.micro_batch_tokens)):
-        for name, values in policy.measure(batch.rows(rows), options, metrics).items():
+    for rows in chain(*batch.cut(grpo.num_minibatches, grpo.micro_batch_tokens)):
+        for name, values in policy.measure(batch.rows(rows), grpo, metrics).items():
             measured.setdefault(name, torch.zeros_like(batch.mask))[rows, : values.shape[1]] = values
     return measured
 
 
 def update(
-    policy: Policy, optimizer: Optimizer, batch: Batch, options: UpdateOptions, lr: float
+    policy: Policy, optimizer: Optimizer, batch: Batch, grpo: GrpoConfig, lr: float
 ) -> dict[str, Any]:
     """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches whose losses simply add up.
 
@@ -553,23 +554,26 @@ def update(
     """
     losses, norms, sums = [], [], {}
     optimizer.move(to_host=False)
-    for micro_batches in batch.cut(options.num_minibatches, options.micro_batch_tokens):
+    for micro_batches in batch.cut(grpo.num_minibatches, grpo.micro_batch_tokens):
         rows = torch.cat(micro_batches)
         mask = batch.mask[rows]  # (rows, T)
-        if not (mask if options.kl_coef else mask * batch.advantages[rows, None]).any():
+        if not (mask if grpo.kl_coef else mask * batch.advantages[rows, None]).any():
             continue
-        weights = loss_weights(mask, OBJECTIVES[options.objective].normalizer, options.max_new_tokens)
+        weights = loss_weights(mask, OBJECTIVES[grpo.objective].normalizer, grpo.max_new_tokens)
         losses.append(0.0)
         for micro_rows, micro_weights in zip(micro_batches, weights.split(list(map(len, micro_batches))), strict=True):
             micro = batch.rows(micro_rows)
-            logprobs = policy.logprobs(micro, options.temperature)  # (rows, T)
-            loss, terms = weighted_loss(logprobs, micro, micro_weights[:, : logprobs.shape[1]], options)
+            logprobs = policy.logprobs(micro, grpo.temperature)  # (rows, T)
+            loss, terms = weighted_loss(
+                logprobs, micro, micro_weights[:, : logprobs.shape[1]], objective=grpo.objective, clip=grpo.clip,
+                old_policy=grpo.old_policy, kl_coef=grpo.kl_coef, tis=grpo.tis, tis_cap=grpo.tis_cap,
+                tis_floor=grpo.tis_floor)
             optimizer.backward(loss)
             losses[-1] += loss.item()
             sums = {name: sums.get(name, 0.0) + term for name, term in terms.items()}
         if not math.isfinite(losses[-1]):
             raise FloatingPointError(f"the loss is {losses[-1]}")
-        norms.append(optimizer.step(lr, options.grad_clip))
+        norms.append(optimizer.step(lr, grpo.grad_clip))
     optimizer.move(to_host=True)
     finite, weight = [norm for norm in norms if math.isfinite(norm)], sums.pop("weight", None)
     unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old"))
@@ -577,5 +581,5 @@ def update(
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite), "overflowed_updates": len(norms) - len(finite),
-        "skipped_updates": options.num_minibatches - len(norms),
+        "skipped_updates": grpo.num_minibatches - len(norms),
     }

@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple
 
 import tyro
 
+from config import COUNT
 from lab import origin, table
 from lab.curves import plot, steps_of
-from objectives import Count, check_rules
 from records import one_sentence
 
 ROOT = Path(__file__).parents[1]
@@ -98,9 +98,9 @@ class Options:
 
     out: str = "runs/ablation"  # Folder for ablation.md, ablation.json, ablation.png and one folder per run.
     arms: tuple[Literal[tuple(ARMS)], ...] = tuple(ARMS)  # ARMS in lab/ablate.py lists the options of each arm.
-    seeds: Count = 3  # Number of seeds per arm: 0, 1, ... The tables show the range over the seeds.
-    steps: Count = 40  # Steps per run.
-    jobs: Count = 2  # Runs at the same time; they share the CPU threads. Use 1 on a GPU.
+    seeds: int = 3  # Number of seeds per arm: 0, 1, ... The tables show the range over the seeds.
+    steps: int = 40  # Steps per run.
+    jobs: int = 2  # Runs at the same time; they share the CPU threads. Use 1 on a GPU.
     # More options for train.py. They override the workload: --train-args="--model PATH --max-new-tokens 256".
     train_args: str = ""
     page: str | None = None  # A file whose text between the two marker lines is replaced by ablation.md.
@@ -108,7 +108,7 @@ class Options:
     render: bool = False
 
     def __post_init__(self):
-        check_rules(self)
+        COUNT.check(self, "seeds", "steps", "jobs")
         own = {"--out", "--seed", "--steps", "--probe-every", "--resume"}
         if taken := sorted(own & {word.partition("=")[0].replace("_", "-") for word in shlex.split(self.train_args)}):
             raise ValueError(f"train_args must not contain {', '.join(taken)} (lab.ablate sets them), got"

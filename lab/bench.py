@@ -26,13 +26,14 @@ import tyro
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Sampling, sampling_params
 from examples.toys import toy_config, toy_tokenizer
 from lab import seconds, table
-from objectives import Batch, UpdateOptions
+from objectives import Batch
 from records import memory_gib, reset_peak
 from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, make_batch, update
-from train import Config, Live, Run, build, prepare, train_step
+from train import Live, Run, build, prepare, train_step
 
 Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head", "shared"]
 
@@ -54,7 +55,7 @@ class Options:
 def running(**options) -> Iterator[tuple[Run, Live]]:
     """A run in a temporary folder. The learning rate is too small to change the policy: all steps sample from one."""
     with TemporaryDirectory() as out:
-        run = prepare(Config(out=out, lr=1e-12, **options))
+        run = prepare(Config.of(out=out, lr=1e-12, **options))
         live, _ = build(run)
         yield run, live
         live.engine.close()
@@ -104,7 +105,7 @@ def growth(options: Options) -> None:
     """Seconds and peak memory of a step by the number of rollouts."""
 
     def measure(rollouts: int) -> tuple[float, ...]:
-        sized = replace(run, config=replace(run.config, num_prompts=rollouts // run.config.group_size))
+        sized = replace(run, config=run.config.but(num_prompts=rollouts // run.config.grpo.group_size))
         train_step(sized, live, 1)  # warms up
         metrics, _, _ = train_step(sized, live, 2)
         step_s, peak = metrics["step_s"], max(value for name, value in metrics.items() if name.endswith("_gib"))
@@ -134,10 +135,10 @@ def bare_training(model: PreTrainedModel, batch: Batch, config: Config, backward
 
     The body computes each prompt once for its group, and the head responses alone. No chunks, no entropy, no mask.
     """
-    group_size, prompt, width = config.group_size, int(batch.prompt_lengths[0]), batch.inputs.shape[1]
+    group_size, prompt, width = config.grpo.group_size, int(batch.prompt_lengths[0]), batch.inputs.shape[1]
     assert (batch.prompt_lengths == prompt).all(), f"{batch.prompt_lengths.unique()=}"
-    whole_groups = config.micro_batch_tokens // width // group_size * group_size
-    minibatches = torch.arange(len(batch.inputs)).split(len(batch.inputs) // config.num_minibatches)
+    whole_groups = config.grpo.micro_batch_tokens // width // group_size * group_size
+    minibatches = torch.arange(len(batch.inputs)).split(len(batch.inputs) // config.grpo.num_minibatches)
     for rows in chain(*(minibatch.split(whole_groups) for minibatch in minibatches)):
         micro, cache = batch.rows(rows), DynamicCache(config=model.config)
         with torch.set_grad_enabled(backward):
@@ -161,7 +162,7 @@ def phases(options: Options) -> None:
             metrics, batch, problems = train_step(run, live, step)
             prompts = [problem.prompt_ids for problem in problems]
             bare = {
-                "generate_s": seconds(bare_generate, live.engine, prompts, config.group_size, run.sampling),
+                "generate_s": seconds(bare_generate, live.engine, prompts, config.grpo.group_size, run.sampling),
                 "old_logprobs_s": seconds(bare_training, model, batch, config, False),
                 "update_s": seconds(bare_training, model, batch, config, True),
             }
@@ -173,7 +174,7 @@ def phases(options: Options) -> None:
     rows = [[title, *(f"{1e3 * median(each.get(name, 0.0) for each in side):.1f}" for side in zip(*pairs, strict=True))]
             for name, title in names.items()]
     print(f"\nA step costs {middle:.3f} times the bare work (median of {options.rounds} pairs, quartiles {low:.2f} and"
-          f" {high:.2f}); {config.num_prompts} prompts x {config.group_size}, {metrics['tokens']:,} tokens\n")
+          f" {high:.2f}); {config.grpo.num_prompts} prompts x {config.grpo.group_size}, {metrics['tokens']:,} tokens\n")
     print(table(["phase", "step, ms", "bare work, ms"], rows))
 
 
@@ -188,7 +189,7 @@ def prompts(options: Options) -> None:
     policy = Policy(Qwen3ForCausalLM(model_config))
     sampling = Sampling(temperature=1.0, max_new_tokens=RESPONSE_TOKENS)
     size = dict(num_prompts=GROUPS, group_size=GROUP_SIZE, max_new_tokens=RESPONSE_TOKENS)
-    update_options = UpdateOptions(temperature=1.0, **size)
+    update_options = GrpoConfig(temperature=1.0, **size)
 
     def measure(tokens: int) -> tuple[float, ...]:
         ids, speeds, durations = torch.randint(model_config.vocab_size, (GROUPS, tokens)).tolist(), [], []
@@ -253,8 +254,8 @@ def masks(options: Options) -> None:
 
 def masked_step(run: Run, live: Live, step: int, mask: dict[str, float]) -> list[float]:
     """Seconds of three phases and of the whole step, and the mean size of the kept sets."""
-    config = replace(run.config, **mask)
-    run = replace(run, config=config, sampling=replace(run.sampling, **mask, max_kept=config.kept_limit))
+    config = run.config.but(**mask)
+    run = replace(run, config=config, sampling=replace(run.sampling, **mask, max_kept=config.max_kept))
     live.flight.sampling = run.sampling
     metrics, batch, _ = train_step(run, live, step)
     sizes = [] if batch.kept is None else [len(ids) for ids in batch.kept.flat if ids is not None]

@@ -165,9 +165,9 @@ def parity_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
         batch = make_batch(rollouts, torch.zeros(len(rollouts)), DEVICE)
         for fp32_head in (True, False):
             scorer = Policy(live.policy.model, fp32_head)
-            scored = replace(batch, old_logprobs=frozen_logprobs(scorer, batch, run.config)["logprobs"])
+            scored = replace(batch, old_logprobs=frozen_logprobs(scorer, batch, run.config.grpo)["logprobs"])
             metrics = mismatch_metrics(scored.old_logprobs, scored.behavior_logprobs, scored.mask)
-            mismatch, noise = metrics["mismatch_abs_mean"], measure_self_noise(scorer, scored, run.config)
+            mismatch, noise = metrics["mismatch_abs_mean"], measure_self_noise(scorer, scored, run.config.grpo)
             name = f"engine's batch {size}, heads {head[options.parity.fp32_head]} and {head[fp32_head]}"
             yield Figure(f"{name}: mismatch", mismatch, "nats")
             yield Figure(f"{name}: mismatch / self-noise", mismatch / noise["self_noise_abs_mean"], "",

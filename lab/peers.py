@@ -19,13 +19,14 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
+from config import Config
 from examples.record_trl import TraceRecorder
 from lab import table
 from lab.compare import STORED
 from lab.curves import steps_of
 from lab.translate import to_trl
 from records import append_rows
-from train import Config, prepare
+from train import prepare
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,11 @@ def train(options: Options) -> None:
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
     start, arguments_of_vllm = vllm_generation.LLM, json.loads(options.engine)
     vllm_generation.LLM = lambda **given: start(**given | arguments_of_vllm)
-    config = Config(out=options.out, steps=options.steps, seed=options.seed)
-    run, rng, updates = prepare(config), random.Random(config.seed), config.num_minibatches
+    config = Config.of(out=options.out, steps=options.steps, seed=options.seed)
+    run, rng, updates = prepare(config), random.Random(config.run.seed), config.grpo.num_minibatches
     problems = {problem.question: problem for problem in run.task.train}
-    questions = [problem.question for _ in range(config.steps) for problem in run.task.sample(rng, config.num_prompts)]
+    batches = [run.task.sample(rng, config.grpo.num_prompts) for _ in range(config.run.steps)]
+    questions = [problem.question for batch in batches for problem in batch]
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [run.task.reward(problems[asked], text) for asked, text in zip(prompts, completions, strict=True)]
@@ -91,7 +93,7 @@ def train(options: Options) -> None:
         output_dir=options.out, save_strategy="no", report_to="none", disable_tqdm=True,
     ))  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=torch.float32, attn_implementation="sdpa")
-    adamw = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=config.weight_decay, fused=True)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=config.grpo.weight_decay, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda done: config.lr_at(done // updates + 1))
     trainer = GRPOTrainer(model, reward, arguments, Dataset.from_dict({"prompt": questions}),
                           processing_class=run.tokenizer,

@@ -20,15 +20,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from config import POSITIVE, Config
 from engine_adapter import CANARY_PROMPTS
 from examples.toys import toy_config, toy_tokenizer
 from lab import table
-from objectives import Positive
 from records import one_sentence, stage
 from reference import kv_bytes_per_token
 from rl import Optimizer, Policy, TargetLogprobs, attention_for
 from tasks import encode, load_tokenizer
-from train import Config, find_task
+from train import find_task
 
 GIB = 2**30
 CONTEXT = 1.5 * GIB  # estimate: CUDA context, cuBLAS workspaces, vLLM's buffers that sleep does not free
@@ -98,9 +98,9 @@ class Parts:
 
 def largest_micro_batch(config: Config, max_prompt_tokens: int) -> tuple[int, int]:
     """Its rows and its width."""
-    width = max_prompt_tokens + config.max_new_tokens - 1
-    minibatch = config.num_prompts * config.group_size // config.num_minibatches
-    return min(max(1, config.micro_batch_tokens // width), minibatch), width
+    width = max_prompt_tokens + config.grpo.max_new_tokens - 1
+    minibatch = config.grpo.num_prompts * config.grpo.group_size // config.grpo.num_minibatches
+    return min(max(1, config.grpo.micro_batch_tokens // width), minibatch), width
 
 
 def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> tuple[Parts, int]:
@@ -110,20 +110,20 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
     `activations` are a forward and backward's peak: activations, chunks of logits, gradients not yet accumulated.
     """
     rows, width = largest_micro_batch(config, max_prompt_tokens)
-    dtype, memory = getattr(torch, config.dtype), Memory()
+    dtype, memory = getattr(torch, config.run.dtype), Memory()
     attention = attention_for(model_config).replace("sdpa", "planned_sdpa")
     with FakeTensorMode(), memory:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
-        policy = Policy(model, config.parity.fp32_head, gradient_checkpointing=config.gradient_checkpointing,
+        policy = Policy(model, config.parity.fp32_head, gradient_checkpointing=config.grpo.gradient_checkpointing,
                         check=False)
-        optimizer = Optimizer(model, config.weight_decay, config.offload_optimizer)
+        optimizer = Optimizer(model, config.grpo.weight_decay, config.grpo.offload_optimizer)
         for master in optimizer.masters:
             master.grad = torch.zeros_like(master)  # accumulated over earlier micro-batches
         ids = torch.zeros(rows, width, dtype=torch.long)
 
         def loss() -> torch.Tensor:
-            hidden = policy.hidden(ids)[:, -config.max_new_tokens :].flatten(0, 1)  # (N, H)
-            head, bias = policy.projection(config.temperature), policy.head_bias
+            hidden = policy.hidden(ids)[:, -config.grpo.max_new_tokens :].flatten(0, 1)  # (N, H)
+            head, bias = policy.projection(config.grpo.temperature), policy.head_bias
             return TargetLogprobs.apply(hidden, policy.head.weight, bias, ids.new_zeros(len(hidden)), None, head).sum()
 
         forward = memory.added_by(torch.no_grad()(loss))
@@ -143,8 +143,8 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
 def sampling_bytes(config: Config, model_config: PretrainedConfig) -> int:
     """The engine's work space: the widest layer of a prefill, or the sampler's copies of the logits."""
     inner = getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
-    prefill = BATCHED_TOKENS * (3 * inner + 4 * model_config.hidden_size) * getattr(torch, config.dtype).itemsize
-    return max(prefill, SAMPLER_COPIES * config.max_num_seqs * model_config.vocab_size * 4)
+    prefill = BATCHED_TOKENS * (3 * inner + 4 * model_config.hidden_size) * getattr(torch, config.run.dtype).itemsize
+    return max(prefill, SAMPLER_COPIES * config.backend.max_num_seqs * model_config.vocab_size * 4)
 
 
 def needs_math_attention(config: Config, model_config: PretrainedConfig) -> bool:
@@ -153,28 +153,31 @@ def needs_math_attention(config: Config, model_config: PretrainedConfig) -> bool
     Source: sdp_utils_cpp.h in torch 2.13; transformers leaves the repetition of keys and values to torch.
     """
     heads = getattr(model_config, "num_attention_heads", None)
-    return config.dtype == "float32" and (getattr(model_config, "num_key_value_heads", None) or heads) != heads
+    return config.run.dtype == "float32" and (getattr(model_config, "num_key_value_heads", None) or heads) != heads
 
 
 def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> dict[str, Parts]:
     """The bytes on a GPU in each phase of a step, and during the evaluation by the trainer alone."""
     with sdpa_kernel(SDPBackend.MATH) if needs_math_attention(config, model_config) else nullcontext():
         update, forward = measure_trainer(config, model_config, max_prompt_tokens)
-    copies = bool(config.kl_coef) + bool(config.probe_every or config.probe_on_alarm)  # first weights; the step before
+    probed = config.measure.probe_every or config.measure.probe_on_alarm
+    copies = bool(config.grpo.kl_coef) + bool(probed)  # first weights; the step before
     update = replace(update, copies=copies * update.weights)
     idle = replace(update, gradients=0, activations=0)
-    if config.offload_optimizer:
+    if config.grpo.offload_optimizer:
         idle = replace(idle, masters=0, moments=0)
-    vllm, cache = config.engine != "transformers", config.kv_cache_gib * GIB
-    copy = update.weights if config.engine == "vllm" else 0  # the shared engine has the trainer's
-    penalties = (config.max_num_seqs + CANARY_PROMPTS) * model_config.vocab_size * 4  # vLLM's `output_bin_counts`
+    vllm, cache = config.backend.engine != "transformers", config.backend.kv_cache_gib * GIB
+    copy = update.weights if config.backend.engine == "vllm" else 0  # the shared engine has the trainer's
+    # vLLM's `output_bin_counts`
+    penalties = (config.backend.max_num_seqs + CANARY_PROMPTS) * model_config.vocab_size * 4
     engine = dict(engine=copy + penalties if vllm else 0, kv_cache=cache)
-    stays_awake = vllm and config.inflight_groups and config.parity.inflight_keep  # sleep would drop the kept KV cache
+    # Sleep would drop the kept KV cache.
+    stays_awake = vllm and config.backend.inflight_groups and config.parity.inflight_keep
     asleep = engine if stays_awake else {}
     awake = replace(idle, **engine, sampling=sampling_bytes(config, model_config))
     by_phase = {"generate": awake, "old_logprobs": replace(idle, activations=forward, **asleep),
                 "update": replace(update, **asleep), "sync": awake}
-    if vllm and config.eval_with_trainer:  # the trainer's own KV cache has the same size
+    if vllm and config.measure.eval_with_trainer:  # the trainer's own KV cache has the same size
         by_phase["evaluate"] = replace(awake, kv_cache=2 * cache)
     return by_phase
 
@@ -189,21 +192,23 @@ TRY = {  # options that lower the memory of a phase, the cheapest first
 
 def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
     """Print the table, the verdict, and options that lower the peak. Returns whether the run fits."""
-    by_phase, dtype = phases(config, model_config, max_prompt_tokens), getattr(torch, config.dtype)
+    by_phase, dtype = phases(config, model_config, max_prompt_tokens), getattr(torch, config.run.dtype)
     update = by_phase["update"]
-    print(f"{model_config.model_type}, {update.weights / dtype.itemsize / 1e6:,.1f} million parameters, {config.dtype};"
-          f" prompts of {max_prompt_tokens} and responses of {config.max_new_tokens} tokens; GiB on one GPU:\n")
+    print(f"{model_config.model_type}, {update.weights / dtype.itemsize / 1e6:,.1f} million parameters,"
+          f" {config.run.dtype}; prompts of {max_prompt_tokens} and responses of {config.grpo.max_new_tokens} tokens;"
+          " GiB on one GPU:\n")
     columns = [name for name in vars(update) if any(getattr(parts, name) for parts in by_phase.values())]
     columns = [name for name in columns if name != "pinned"] + ["total"]
     print(table(
         ["phase", *(name.replace("_", " ") for name in columns)],
         [[phase, *(f"{getattr(parts, name) / GIB:.2f}" for name in columns)] for phase, parts in by_phase.items()],
     ))
-    length = max_prompt_tokens + config.max_new_tokens
-    held = int(config.kv_cache_gib * GIB / (length * kv_bytes_per_token(model_config, dtype)))
-    print(f"\n--kv-cache-gib {config.kv_cache_gib:g} holds {held:,} rollouts of {length:,} tokens, --max-num-seqs is"
-          f" {config.max_num_seqs}" + (": the others wait" if held < config.max_num_seqs else ""))
-    if config.offload_optimizer:
+    length = max_prompt_tokens + config.grpo.max_new_tokens
+    backend = config.backend
+    held = int(backend.kv_cache_gib * GIB / (length * kv_bytes_per_token(model_config, dtype)))
+    print(f"\n--kv-cache-gib {backend.kv_cache_gib:g} holds {held:,} rollouts of {length:,} tokens, --max-num-seqs is"
+          f" {backend.max_num_seqs}" + (": the others wait" if held < backend.max_num_seqs else ""))
+    if config.grpo.offload_optimizer:
         print(f"pinned host memory: {update.pinned / GIB:.2f}")
     if needs_math_attention(config, model_config):
         rows, width = largest_micro_batch(config, max_prompt_tokens)
@@ -222,18 +227,22 @@ def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens
 class Options(Config):
     """The options of train.py, and the memory of the GPU."""
 
-    gib: Positive = 80.0  # Memory of the GPU in GiB; the command says whether the run fits.
+    gib: float = 80.0  # Memory of the GPU in GiB; the command says whether the run fits.
+
+    def __post_init__(self):
+        super().__post_init__()
+        POSITIVE.check(self, "gib")
 
 
 def main(arguments: list[str] | None = None) -> None:
     with one_sentence(2):
         config = tyro.cli(Options, args=arguments, description=__doc__)
-        toy, longest = config.model == "toy", config.max_prompt_tokens
-        with stage(f"reading a model folder or a reachable hub name, {config.model},"):
-            model_config = toy_config(config.task) if toy else AutoConfig.from_pretrained(config.model)
+        toy, longest = config.run.model == "toy", config.data.max_prompt_tokens
+        with stage(f"reading a model folder or a reachable hub name, {config.run.model},"):
+            model_config = toy_config(config.run.task) if toy else AutoConfig.from_pretrained(config.run.model)
         if longest is None:
             with stage("max_prompt_tokens must be given if there is no tokenizer; loading it"):
-                tokenizer = toy_tokenizer() if toy else load_tokenizer(config.model)
+                tokenizer = toy_tokenizer() if toy else load_tokenizer(config.run.model)
             task = encode(tokenizer, find_task(config))
             longest = max(len(problem.prompt_ids) for problem in task.train + task.held_out)
         print_plan(config, model_config.get_text_config(), longest, config.gib)

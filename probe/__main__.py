@@ -22,8 +22,8 @@ from typing import Annotated, Literal, get_args
 import torch
 import tyro
 
+from config import COUNT, Rule
 from engine_adapter import Engine, ParityFlags, Sampling
-from objectives import Count, Rule, check_rules
 from probe import stress
 from probe.compare import Change, differing, same_workload
 from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
@@ -42,18 +42,19 @@ class Workload:
 
     model: str  # Folder or hub name of a Hugging Face causal language model.
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = WORKLOAD_SAMPLING
-    num_prompts: Count = 64  # Concurrent requests.
+    num_prompts: int = 64  # Concurrent requests.
     # Shortest and longest prompt, in tokens; lengths are uniform between the two.
-    prompt_tokens: Annotated[
-        tuple[int, int], Rule("two numbers, 1 <= shortest <= longest", lambda value: 1 <= value[0] <= value[1])
-    ] = (4, 48)
+    prompt_tokens: tuple[int, int] = (4, 48)
     # Seed of the prompts; request i is sampled with the seed 1000 (seed + 1) + i (with --stress without a seed).
-    seed: Annotated[int, Rule("in [0, 2^32)", lambda value: 0 <= value < 2**32)] = 0
+    seed: int = 0
     parity: ParityFlags = field(default_factory=ParityFlags)  # The fixes; sampling_mask has no effect.
     dtype: Dtype = "float32"  # Of the model, in the engine too.
 
     def __post_init__(self):
-        check_rules(self)
+        COUNT.check(self, "num_prompts")
+        Rule("in [0, 2^32)", lambda value: 0 <= value < 2**32).check(self, "seed")
+        Rule("two numbers, 1 <= shortest <= longest", lambda value: 1 <= value[0] <= value[1]).check(
+            self, "prompt_tokens")
         if self.sampling.temperature > 2:
             raise ValueError(f"temperature must be at most 2, vLLM's range, got {self.sampling.temperature}")
 

@@ -330,13 +330,13 @@ def probe_step(run: Any, live: Any, metrics: dict[str, Any], problems: list[Any]
     folder `probe` and prints a line. Returns the status for the step's metrics, {} without a probe.
     """
     config, engine = run.config, live.engine
-    step, alarm = metrics["step"], alarms(metrics) if config.probe_on_alarm else []
-    planned = config.probe_every and (step - 1) % config.probe_every == 0
+    step, alarm = metrics["step"], alarms(metrics) if config.measure.probe_on_alarm else []
+    planned = config.measure.probe_every and (step - 1) % config.measure.probe_every == 0
     if not (alarm or planned):
         return {}
     why = f"alarm of {', '.join(alarm)}" if alarm else "as planned"
     prompts = [problem.prompt_ids for problem in islice(cycle(problems), PROBE_REQUESTS)]
-    seeds = [2**20 * config.seed + PROBE_REQUESTS * step + index for index in range(PROBE_REQUESTS)]
+    seeds = [2**20 * config.run.seed + PROBE_REQUESTS * step + index for index in range(PROBE_REQUESTS)]
     trace = sample_trace(engine, prompts, replace(run.sampling, max_kept=0), seeds)
     scored = "processed" if run.sampling.max_kept else "temperature"
     verdict = diagnose(live.policy, trace, [earlier], engine.weight_version, scored)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from objectives import Batch, UpdateOptions, mismatch_metrics
+from config import GrpoConfig
+from objectives import Batch, mismatch_metrics
 from rl import Policy, frozen_logprobs
 
 KEY_BLOCK = 16  # keys per block in blockwise_attention; small, so that short sequences have several blocks too
@@ -57,9 +58,9 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
             layer.chunk_size = size
 
 
-def self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> Tensor:
+def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
     """`old_logprobs` minus their recomputation with `rounded_otherwise` and smaller micro-batches: (B, T)."""
-    smaller = replace(options, micro_batch_tokens=-(-options.micro_batch_tokens // 3))
+    smaller = replace(grpo, micro_batch_tokens=-(-grpo.micro_batch_tokens // 3))
     with rounded_otherwise(policy):
         other = frozen_logprobs(policy, batch, smaller, metrics=False)["logprobs"]
     unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to the same value
@@ -73,8 +74,8 @@ def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:
         raise RuntimeError("the noise floor must be above 0 in 16 bits, but both numerical paths gave the same values")
 
 
-def measure_self_noise(policy: Policy, batch: Batch, options: UpdateOptions) -> dict[str, float]:
+def measure_self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> dict[str, float]:
     """Mean and largest |self_noise|, nats: the mismatch that rounding alone would cause."""
-    noise = self_noise(policy, batch, options)
+    noise = self_noise(policy, batch, grpo)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"], "self_noise_max": metrics["mismatch_max"]}

@@ -26,8 +26,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from config import GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
-from objectives import UpdateOptions, mismatch_metrics
+from objectives import mismatch_metrics
 from rl import Policy, frozen_logprobs, make_batch
 from shared_engine import SharedEngine
 
@@ -131,7 +132,7 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
     batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
-    old = frozen_logprobs(policy, batch, UpdateOptions(temperature=temperature))["logprobs"]
+    old = frozen_logprobs(policy, batch, GrpoConfig(temperature=temperature))["logprobs"]
     return mismatch_metrics(old, batch.behavior_logprobs, batch.mask)
 
 

@@ -19,8 +19,8 @@ def measure(dtype: str) -> list[str]:
     from conftest import close_live_engine
     from test_architectures import small_model
 
+    from config import GrpoConfig
     from engine_adapter import ParityFlags, Sampling
-    from objectives import UpdateOptions
     from rl import Policy, frozen_logprobs, make_batch
     from shared_engine import SharedEngine
 
@@ -41,7 +41,7 @@ def measure(dtype: str) -> list[str]:
             prompts = [torch.randint(96, (size,), generator=generator).tolist() for size in sizes]
             rollouts = engine.generate(prompts, 2, Sampling(temperature=0.7, max_new_tokens=NEW), seeds=[0, 10, 20, 30])
             batch = make_batch(rollouts, torch.zeros(len(rollouts)))
-            logprobs = frozen_logprobs(policy, batch, UpdateOptions(temperature=0.7), metrics=False)["logprobs"]
+            logprobs = frozen_logprobs(policy, batch, GrpoConfig(temperature=0.7), metrics=False)["logprobs"]
             differing = (logprobs != batch.behavior_logprobs).sum().item() / batch.mask.sum().item()
             found.append(f"{differing:.1%} differ" if differing else "exact")
             close_live_engine()

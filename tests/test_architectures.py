@@ -16,10 +16,11 @@ import transformers
 from conftest import command, mismatch, move, started, train_here
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from config import GrpoConfig
 from engine_adapter import Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
 from probe.noise import rounded_otherwise
-from rl import Policy, UpdateOptions, attention_for, frozen_logprobs, make_batch
+from rl import Policy, attention_for, frozen_logprobs, make_batch
 
 SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
@@ -168,7 +169,7 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
     rows = [[5, 6, 7, 8, *draw(length)] for length in (5, 36, 13, 21, 36, 29)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows], torch.zeros(6))
-    options = UpdateOptions(temperature=1.0, num_minibatches=1, micro_batch_tokens=120)
+    options = GrpoConfig(temperature=1.0, num_minibatches=1, micro_batch_tokens=120)
     together = frozen_logprobs(policy, batch, options)["logprobs"]  # (6, 39)
     for index, ids in enumerate(rows):
         alone = torch.tensor(policy.response_logprobs([ids], 4)[0])

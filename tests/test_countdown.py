@@ -7,9 +7,10 @@ from fractions import Fraction
 
 import pytest
 
+from config import Config
 from examples.countdown import evaluate, reward, sample
 from tasks import Problem
-from train import Config, find_task
+from train import find_task
 
 
 def expressions(values: list[tuple[Fraction, str]]):
@@ -96,6 +97,6 @@ def test_deep_expressions_are_evaluated_up_to_the_longest_length():
 
 
 def test_countdown_is_a_built_in_task_of_ten_thousand_problems():
-    task = find_task(Config(task="countdown"))
+    task = find_task(Config.of(task="countdown"))
     assert (len(task.train), len(task.held_out)) == (9000, 1000)
     assert task.reward(task.train[0], "") == 0.0

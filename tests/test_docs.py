@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import engine_adapter
 import objectives
+from config import Config
 from lab import ablate, bench, bench_gpu, compare, peers, plan, translate
 from lab.ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
 from probe.__main__ import Compare, Diagnose, Locate, Record
 from tasks import load_task
-from train import CommandLine, Config
 
 ROOT = Path(__file__).parents[1]
 README, LOG = ROOT / "README.md", ROOT / "docs" / "log.md"
@@ -138,7 +138,7 @@ def test_each_entry_of_the_table_stands_for_a_command(pattern):
     assert any(re.match(pattern, command) for command in COMMANDS_FOUND)
 
 
-OPTIONS = {"train": CommandLine, "lab.plan": plan.Options, "lab.ablate": ablate.Options, "lab.bench": bench.Options,
+OPTIONS = {"train": Config, "lab.plan": plan.Options, "lab.ablate": ablate.Options, "lab.bench": bench.Options,
            "lab.compare": compare.Options, "lab.peers": peers.Options, "lab.translate": translate.Options}  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def parse(module: str, words: list[str]) -> None:
         commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "locate": Locate}
         tyro.extras.subcommand_cli_from_dict(commands, args=words)
     elif module == "train":
-        tyro.cli(CommandLine, args=words).config()
+        tyro.cli(Config, args=words)
     elif module == "lab.bench_gpu":
         bench_gpu.read_options(words)
     elif module != "pytest":
@@ -268,7 +268,6 @@ def added(file: str) -> str:
     return "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+"))
 
 
-@pytest.mark.skipif(not hasattr(objectives, "UpdateOptions"), reason="objectives.py has the old rows")
 def test_the_readmes_objective_is_leave_one_out():
     import torch
 
@@ -284,7 +283,7 @@ def test_the_readmes_objective_is_leave_one_out():
     logprobs, old, mask = torch.randn(3, 8, 5)
     mask = (mask > 0).float()
     batch = objectives.Batch(mask, mask, mask, old, advantages, torch.full((8,), 5), torch.ones(8))
-    loss, clipped = objective.surrogate(logprobs, old, batch, objectives.UpdateOptions())
+    loss, clipped = objective.surrogate(logprobs, old, batch, objective.clip)
     torch.testing.assert_close(loss * mask, -torch.exp(logprobs - old) * advantages[:, None] * mask)
     assert not clipped.any()
 

@@ -3,24 +3,25 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 import tyro
 from conftest import close_live_engine, command, qwen2
 
+from config import Config
 from engine_adapter import SETTINGS, AuditError, Engine, ParityFlags, Setting
-from objectives import OBJECTIVES, Batch, Objective, TokenLoss, UpdateOptions
+from objectives import OBJECTIVES, Batch, Clip, Objective, TokenLoss
 from rl import Policy
-from train import CommandLine, build, prepare, train_step
+from train import build, prepare, train_step
 
 
-def masked_sequences(logprobs: torch.Tensor, _old: torch.Tensor, batch: Batch, options: UpdateOptions) -> TokenLoss:
+def masked_sequences(logprobs: torch.Tensor, _old: torch.Tensor, batch: Batch, clip: Clip) -> TokenLoss:
     """-sg(r) A logprobs with r to the engine's policy, without rows whose geometric mean of r is above the bound."""
     log_ratio = (logprobs - batch.behavior_logprobs).detach() * batch.mask  # (B, T)
     length = batch.mask.sum(dim=1, keepdim=True).clamp(min=1)
-    outside = (log_ratio.sum(dim=1, keepdim=True) / length > math.log1p(options.clip[1])).expand_as(batch.mask)
+    outside = (log_ratio.sum(dim=1, keepdim=True) / length > math.log1p(clip[1])).expand_as(batch.mask)
     loss = -log_ratio.exp() * batch.advantages[:, None] * logprobs * batch.mask
     return TokenLoss(loss.masked_fill(outside, 0.0), outside)
 
@@ -38,7 +39,7 @@ def test_a_new_objective_trains_with_one_row(row, good, tmp_path):
     OBJECTIVES["mine"] = row
     words = command(good, f"--out {tmp_path}/run --engine transformers --task {good}/task.py --lr 1e-2 --temperature 3")
     try:
-        run = prepare(replace(tyro.cli(CommandLine, args=words).config(), objective="mine"))
+        run = prepare(tyro.cli(Config, args=words).but(objective="mine"))
         live, step = build(run)
         before = live.policy.copied_weights()
         metrics, batch, _ = train_step(run, live, step)

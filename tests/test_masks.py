@@ -8,11 +8,12 @@ import pytest
 import torch
 from conftest import DEVICES, PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
 
+from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
-from objectives import UpdateOptions, mismatch_metrics
+from objectives import mismatch_metrics
 from reference import ReferenceEngine
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, mask_outside, masked_logits, update
-from train import Config, build, evaluate, prepare
+from train import build, evaluate, prepare
 
 MASKS = [dict(top_p=0.9), dict(top_k=5), dict(top_k=5, top_p=0.9), dict(min_p=0.05),
          dict(min_p=0.02, top_k=20, top_p=0.95)]  # fmt: skip
@@ -25,7 +26,7 @@ def sampled(engine: Engine, max_kept: int = 96, **mask) -> list[Rollout]:
 def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str, float], dict[str, float]]:
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
-    options = UpdateOptions(temperature=1.3, num_minibatches=1, micro_batch_tokens=100, **mask)
+    options = GrpoConfig(temperature=1.3, num_minibatches=1, micro_batch_tokens=100, **mask)
     values = frozen_logprobs(policy, batch, options)
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
     return mismatch_metrics(values["logprobs"], batch.behavior_logprobs, batch.mask), means
@@ -170,7 +171,7 @@ def test_the_update_does_not_depend_on_micro_batches_and_lowers_the_loss_over_th
         rollouts.append(Rollout([3 + index, 4], 0, ids, [-0.1] * length, kept=kept))
     for micro_batch_tokens in (1, 12, 1000):
         policy = Policy(qwen2(tied=False), chunk_elements=96 * 3)
-        options = UpdateOptions(temperature=1.3, num_minibatches=1, micro_batch_tokens=micro_batch_tokens)
+        options = GrpoConfig(temperature=1.3, num_minibatches=1, micro_batch_tokens=micro_batch_tokens)
         batch = make_batch(rollouts, torch.tensor([1.0, -1.0, 0.5, -0.5]))
         batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
         optimizer = Optimizer(policy.model, 0.0)
@@ -209,15 +210,15 @@ def test_a_run_with_a_mask_is_at_parity_unless_the_flag_is_off(good, tmp_path, o
 
 
 def test_an_evaluation_samples_as_the_training_does(good, tmp_path):
-    config = Config(model=str(good / "model"), task=str(good / "task.jsonl"), out=str(tmp_path), num_prompts=4,
+    config = Config.of(model=str(good / "model"), task=str(good / "task.jsonl"), out=str(tmp_path), num_prompts=4,
                     top_k=7, top_p=0.5)  # fmt: skip
     run = prepare(config)
     assert (run.sampling.top_k, run.sampling.top_p, run.sampling.max_kept) == (7, 0.5, 24)
-    assert prepare(replace(config, max_kept=9)).sampling == replace(run.sampling, max_kept=9)
+    assert prepare(config.but(max_kept=9)).sampling == replace(run.sampling, max_kept=9)
     greedy = []
     for top_p in (0.99, 0.001):
         out = tmp_path / str(top_p)
-        run = prepare(replace(config, out=str(out), engine="transformers", temperature=1.5, top_p=top_p))
+        run = prepare(config.but(out=str(out), engine="transformers", temperature=1.5, top_p=top_p))
         evaluate(run, build(run)[0], step=1)
         lines = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
         greedy.append(len({(line["question"], line["response"]) for line in lines}) == len(lines) / 2)

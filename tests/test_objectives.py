@@ -11,7 +11,6 @@ from objectives import (
     OBJECTIVES,
     Batch,
     TokenLoss,
-    UpdateOptions,
     effective_sample_size,
     group_advantages,
     kl_k3,
@@ -137,7 +136,7 @@ def test_at_the_old_policy_every_objective_has_the_policy_gradient(name):
     objective = OBJECTIVES[name]
     weights = loss_weights(MASK, objective.normalizer, 7).double()
     micro = batch(MASK.double(), ADVANTAGES.double())
-    loss, clipped = objective.surrogate(logprobs, old, micro, UpdateOptions(objective=name))
+    loss, clipped = objective.surrogate(logprobs, old, micro, objective.clip)
     (loss * weights).sum().backward()
     torch.testing.assert_close(logprobs.grad, -ADVANTAGES[:, None].double() * weights)
     assert not clipped.any()

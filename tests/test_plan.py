@@ -14,18 +14,18 @@ import torch
 from conftest import close_live_engine, qwen2, refusal
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
+from config import Config
 from lab.bench_gpu import CASES, SHAPES
 from lab.bench_gpu import main as bench_gpu_main
 from lab.plan import GIB, TRY, Memory, Parts, measure_trainer, phases, print_plan
 from lab.plan import main as plan_main
 from reference import kv_bytes_per_token
 from rl import Optimizer
-from train import Config
 
 ROOT = Path(__file__).parents[1]
 MODEL = dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
-JOB = Config(max_new_tokens=96, micro_batch_tokens=4096, num_prompts=8, group_size=4, num_minibatches=1)
+JOB = Config.of(max_new_tokens=96, micro_batch_tokens=4096, num_prompts=8, group_size=4, num_minibatches=1)
 PROMPT = 32
 
 
@@ -51,8 +51,8 @@ from records import memory_gib, reset_peak
 
 job = replace(JOB, dtype=sys.argv[2], gradient_checkpointing=sys.argv[3] == "True")
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(Qwen2Config(**MODEL), dtype=getattr(torch, job.dtype))
-policy = Policy(model, gradient_checkpointing=job.gradient_checkpointing)
+model = AutoModelForCausalLM.from_config(Qwen2Config(**MODEL), dtype=getattr(torch, job.run.dtype))
+policy = Policy(model, gradient_checkpointing=job.grpo.gradient_checkpointing)
 optimizer = Optimizer(model, 0.0)
 draw = lambda n: torch.randint(3, 8000, (n,)).tolist()
 rollouts = [Rollout(draw(PROMPT), 0, draw(96), [-9.0] * 96, [1] * 96, "length") for _ in range(32)]
@@ -340,7 +340,7 @@ def test_the_table_has_the_newest_value_of_each_figure_and_whether_its_goal_is_m
 @pytest.mark.parametrize("case", ["step", "step-1.5b"])
 def test_the_gpu_benchmark_fits_80_gb_by_the_plan(case):
     options = CASES[case][1]
-    job = Config(dtype=options.dtype, max_new_tokens=options.new_tokens, kv_cache_gib=options.kv_cache_gib,
+    job = Config.of(dtype=options.dtype, max_new_tokens=options.new_tokens, kv_cache_gib=options.kv_cache_gib,
                  micro_batch_tokens=options.micro_batch_tokens, eval_with_trainer=False)  # fmt: skip
     planned = phases(job, Qwen2Config(**SHAPES[options.shape], tie_word_embeddings=True), options.prompt_tokens)
     assert peak(planned) < 0.75 * 80e9  # a quarter for fragmentation and what is not counted

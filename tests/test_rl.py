@@ -13,8 +13,8 @@ from conftest import DEVICES, by_the_book, qwen2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
+from config import GrpoConfig
 from engine_adapter import Rollout, Sampling
-from objectives import UpdateOptions
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
 from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, host_views, make_batch, product, update
@@ -51,7 +51,7 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
     batch = make_batch(rows, torch.zeros(4))
     for chunk_elements in (2**25, 96 * 2, 1):
         policy = Policy(model, chunk_elements=chunk_elements)
-        measured = policy.measure(batch, UpdateOptions(temperature=temperature))
+        measured = policy.measure(batch, GrpoConfig(temperature=temperature))
         logprobs, entropy = measured["logprobs"], measured["entropy"]
         assert torch.equal(policy.logprobs(batch, temperature), logprobs)
         for row, rollout in enumerate(rows):
@@ -67,7 +67,7 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
 
 def test_without_metrics_only_the_log_probabilities_are_computed_and_they_are_the_same():
     policy, batch = Policy(qwen2(tied=True), chunk_elements=96 * 3), make_batch(rollouts(), torch.zeros(4))
-    options = UpdateOptions(temperature=0.7, top_p=0.9, num_minibatches=1, micro_batch_tokens=13)
+    options = GrpoConfig(temperature=0.7, top_p=0.9, num_minibatches=1, micro_batch_tokens=13)
     measured = frozen_logprobs(policy, batch, options)
     alone = frozen_logprobs(policy, batch, options, metrics=False)
     assert measured.keys() == {"logprobs", "entropy", "kept_mass", "outside_frac"}
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path, folders):
         Policy.load(str(tmp_path), torch.float32, "cpu")
 
 
-def stepped(options: UpdateOptions, advantages=(1.0, -1.0, 0.5, -0.5), lr: float = 1e-3, dtype=torch.float32):
+def stepped(options: GrpoConfig, advantages=(1.0, -1.0, 0.5, -0.5), lr: float = 1e-3, dtype=torch.float32):
     """Weights, metrics and Adam's first moments after one update of a fresh model."""
     model = qwen2(tied=True, dtype=dtype)
     policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
@@ -235,7 +235,7 @@ def stepped(options: UpdateOptions, advantages=(1.0, -1.0, 0.5, -0.5), lr: float
 
 @pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo", "cispo"])
 def test_loss_and_gradient_do_not_depend_on_the_micro_batches(objective):
-    options = UpdateOptions(objective=objective, num_minibatches=1, kl_coef=0.1, tis="sequence")
+    options = GrpoConfig(objective=objective, num_minibatches=1, kl_coef=0.1, tis="sequence")
     _, metrics, moments = stepped(options)
     for tokens in (1, 13):  # one row each; the two longest together, then the two others
         _, split_metrics, split_moments = stepped(replace(options, micro_batch_tokens=tokens))
@@ -263,7 +263,7 @@ def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_the_ratio_starts_at_exactly_1_whatever_the_micro_batches(dtype):
     for tokens in (1, 13, 4096):
-        options = UpdateOptions(num_minibatches=1, micro_batch_tokens=tokens)
+        options = GrpoConfig(num_minibatches=1, micro_batch_tokens=tokens)
         _, metrics, _ = stepped(options, dtype=dtype)
         assert metrics["ratio_mean"] == 1.0
         assert metrics["kl_new_old"] == 0.0
@@ -273,10 +273,10 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
     sizes = {}
     for dtype in (torch.float32, torch.bfloat16):
         policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts(), torch.zeros(4))
-        before = frozen_logprobs(policy, batch, UpdateOptions())["logprobs"]
-        noise = self_noise(policy, replace(batch, old_logprobs=before), UpdateOptions())
+        before = frozen_logprobs(policy, batch, GrpoConfig())["logprobs"]
+        noise = self_noise(policy, replace(batch, old_logprobs=before), GrpoConfig())
         assert (noise[batch.mask == 0] == 0).all()
-        assert torch.equal(before, frozen_logprobs(policy, batch, UpdateOptions())["logprobs"])
+        assert torch.equal(before, frozen_logprobs(policy, batch, GrpoConfig())["logprobs"])
         sizes[dtype] = (noise.abs().sum() / batch.mask.sum()).item()
     assert 0 < sizes[torch.float32] < 1e-5
     assert 1e-3 < sizes[torch.bfloat16] < 0.1
@@ -286,9 +286,9 @@ def test_self_noise_of_exactly_0_in_16_bits_is_an_error():
     policy = Policy(qwen2(tied=True, dtype=torch.bfloat16))
     batch = make_batch(rollouts([(3, 8)] * 4), torch.zeros(4))
     with rounded_otherwise(policy):
-        before = frozen_logprobs(policy, batch, UpdateOptions())["logprobs"]
+        before = frozen_logprobs(policy, batch, GrpoConfig())["logprobs"]
     with rounded_otherwise(policy), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
-        self_noise(policy, replace(batch, old_logprobs=before), UpdateOptions())
+        self_noise(policy, replace(batch, old_logprobs=before), GrpoConfig())
 
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
@@ -330,7 +330,7 @@ def test_a_masked_row_has_no_loss_and_no_share_in_a_token_mean():
     for masked in (whole.without(torch.tensor([False, True, False, True])), fewer):
         model = qwen2(tied=True)
         policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
-        options = UpdateOptions(num_minibatches=1)
+        options = GrpoConfig(num_minibatches=1)
         batch = replace(masked, old_logprobs=frozen_logprobs(policy, masked, options)["logprobs"])
         assert update(policy, optimizer, batch, options, 1e-3)["skipped_updates"] == 0
         moments.append(torch.cat([state["exp_avg"].flatten() for state in optimizer.adamw.state.values()]))
@@ -347,7 +347,7 @@ def test_a_masked_row_has_no_loss_and_no_share_in_a_token_mean():
 
 
 def test_first_loss_equals_the_formula_by_hand():
-    options = UpdateOptions(objective="grpo", num_minibatches=1)
+    options = GrpoConfig(objective="grpo", num_minibatches=1)
     _, metrics, _ = stepped(options, advantages=(1.0, -1.0, 2.0, 0.5))
     lengths, advantages = [4, 2, 6, 1], [1.0, -1.0, 2.0, 0.5]  # at ratio 1 the surrogate is -A on every token
     expected = -sum(n * a for n, a in zip(lengths, advantages, strict=True)) / sum(lengths)
@@ -356,7 +356,7 @@ def test_first_loss_equals_the_formula_by_hand():
     assert metrics["clip_rate"] == 0.0
 
 
-def by_hand(options: UpdateOptions) -> list[tuple[float, float]]:
+def by_hand(options: GrpoConfig) -> list[tuple[float, float]]:
     """(log pi, log mu) of every response token at the start, from plain float64 computations."""
     model = qwen2(tied=True)
     return [
@@ -367,7 +367,7 @@ def by_hand(options: UpdateOptions) -> list[tuple[float, float]]:
 
 
 def test_two_policy_ratio_is_to_the_behavior_policy():
-    options = UpdateOptions(old_policy="rollout", num_minibatches=1)
+    options = GrpoConfig(old_policy="rollout", num_minibatches=1)
     _, metrics, _ = stepped(options)
     ratios = [math.exp(value - mu) for value, mu in by_hand(options)]
     assert metrics["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
@@ -375,9 +375,9 @@ def test_two_policy_ratio_is_to_the_behavior_policy():
 
 
 def test_loss_with_tis_and_kl_equals_the_formula_by_hand():
-    tokens = by_hand(UpdateOptions())
+    tokens = by_hand(GrpoConfig())
     cap = sorted(math.exp(value - mu) for value, mu in tokens)[6] * 1.01  # seven of the thirteen tokens are below it
-    options = UpdateOptions(num_minibatches=1, tis="token", tis_cap=cap, kl_coef=0.3)
+    options = GrpoConfig(num_minibatches=1, tis="token", tis_cap=cap, kl_coef=0.3)
     advantages = (1.0, -1.0, 2.0, 0.5)
     _, metrics, _ = stepped(options, advantages)
     of_row = [a for rollout, a in zip(rollouts(), advantages, strict=True) for _ in rollout.token_ids]
@@ -391,11 +391,11 @@ def test_loss_with_tis_and_kl_equals_the_formula_by_hand():
 
 def test_a_batch_without_signal_takes_no_step_and_says_so():
     start = torch.cat([p.detach().flatten() for p in qwen2(tied=True).parameters()])
-    weights, metrics, _ = stepped(UpdateOptions(num_minibatches=2), advantages=(0.0, 0.0, 0.0, 0.0))
+    weights, metrics, _ = stepped(GrpoConfig(num_minibatches=2), advantages=(0.0, 0.0, 0.0, 0.0))
     assert torch.equal(weights, start)
     assert metrics["skipped_updates"] == 2
     assert metrics["loss"] is None
-    half, metrics, _ = stepped(UpdateOptions(num_minibatches=2), advantages=(1.0, -1.0, 0.0, 0.0))
+    half, metrics, _ = stepped(GrpoConfig(num_minibatches=2), advantages=(1.0, -1.0, 0.0, 0.0))
     assert metrics["skipped_updates"] == 1
     assert not torch.equal(half, start)
 
@@ -405,7 +405,7 @@ def test_a_nan_stops_the_update_before_the_weights_move():
     policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
     start = [p.detach().clone() for p in model.parameters()]
     batch = make_batch(rollouts(), torch.tensor([float("nan"), 1.0, 0.0, 0.0]))
-    options = UpdateOptions(num_minibatches=1)
+    options = GrpoConfig(num_minibatches=1)
     batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
     with pytest.raises(FloatingPointError):
         update(policy, optimizer, batch, options, 1e-3)
@@ -460,7 +460,7 @@ def test_an_offloaded_optimizer_goes_on_exactly_and_lies_in_its_host_memory_betw
         model = qwen2(tied=True, dtype=dtype).to(device)
         policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0, offload=offload)
         for _ in range(3):
-            batch, options = make_batch(rollouts(), torch.tensor([1.0, -1.0, 0.5, -0.5]), device), UpdateOptions()
+            batch, options = make_batch(rollouts(), torch.tensor([1.0, -1.0, 0.5, -0.5]), device), GrpoConfig()
             batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
             update(policy, optimizer, batch, options, 1e-3)
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

@@ -4,17 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import qwen2
 
+from config import Config
 from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
 from rl import Policy
-from train import Config, build, prepare, reference_engine
+from train import build, prepare, reference_engine
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +28,7 @@ def job(tmp_path, **changes) -> Config:
     lines = [json.dumps({"question": f"{text}{i}", "answer": i}) for i, text in enumerate(questions)]
     (tmp_path / "task.jsonl").write_text("\n".join(lines))
     names = {"out": "run", "task": "task.jsonl", "model": "model"}
-    return replace(Config(num_prompts=4, **{name: str(tmp_path / path) for name, path in names.items()}), **changes)
+    return Config.of(num_prompts=4, **{name: str(tmp_path / path) for name, path in names.items()} | changes)
 
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, capsys):
@@ -65,7 +66,7 @@ def test_a_failed_reward_stops_the_run_or_is_counted(tmp_path, capsys):
     rollouts = [Rollout([1], 0, [5], [-0.1], [1], "stop")] * 3
     with pytest.raises(ValueError, match=r"ZeroDivisionError.*; to go on with reward 0, --reward-errors count"):
         run.score(problems, rollouts)
-    rows = replace(run, config=replace(run.config, reward_errors="count")).score(problems, rollouts)
+    rows = replace(run, config=run.config.but(reward_errors="count")).score(problems, rollouts)
     assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0]
     assert [row["error"] is not None for row in rows] == [False, True, False]
     assert "REWARD FAILED, one of 1: the reward fails (ZeroDivisionError" in capsys.readouterr().out
@@ -74,14 +75,14 @@ def test_a_failed_reward_stops_the_run_or_is_counted(tmp_path, capsys):
 def test_a_resumed_run_must_find_its_problems_unchanged(tmp_path):
     config = job(tmp_path)
     run = prepare(config)
-    record = {"config": asdict(config), "problems": {"sha256": run.task.fingerprint}}
+    record = {"config": config.flat(), "problems": {"sha256": run.task.fingerprint}}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps(record))
-    prepare(replace(config, resume=True))
+    prepare(config.but(resume=True))
     path = tmp_path / "task.jsonl"
     path.write_text(path.read_text().replace('"answer": 7}', '"answer": 8}'))
     with pytest.raises(ValueError, match="must keep its problems"):
-        prepare(replace(config, resume=True))
+        prepare(config.but(resume=True))
 
 
 def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache(tmp_path):
@@ -89,9 +90,9 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
     policy = Policy.load(run.model_path, torch.float32, "cpu")
     assert reference_engine(run, policy).max_num_seqs == 512
     per_token = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, bytes
-    small = replace(run, config=replace(run.config, kv_cache_gib=10.5 * per_token * run.max_model_len / 2**30))
+    small = replace(run, config=run.config.but(kv_cache_gib=10.5 * per_token * run.max_model_len / 2**30))
     assert reference_engine(small, policy).max_num_seqs == 10
-    none = replace(run, config=replace(run.config, kv_cache_gib=1e-9))
+    none = replace(run, config=run.config.but(kv_cache_gib=1e-9))
     assert reference_engine(none, policy).max_num_seqs == 1
 
 

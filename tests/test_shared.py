@@ -26,12 +26,13 @@ from test_inflight import update as in_flight_update
 
 import rl
 import shared_engine
+from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
-from objectives import Batch, UpdateOptions
+from objectives import Batch
 from probe.inexact import ExactError
 from rl import Optimizer, Policy, frozen_logprobs, has_mask, make_batch, update
-from train import Config, Live, Run, build, prepare, train_step
+from train import Live, Run, build, prepare, train_step
 
 pytestmark = pytest.mark.engine
 DTYPES = [torch.float32, torch.bfloat16]
@@ -44,7 +45,7 @@ EXPERTS = [name for name in SERVED if name.split(",")[0] in MIXTURES]
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float = 0.7, **changes) -> tuple[torch.Tensor, Batch]:
     """The trainer's log-probabilities of the batch (B, T), and the batch."""
     batch = make_batch(rollouts, torch.zeros(len(rollouts)))
-    options = UpdateOptions(temperature=temperature, num_minibatches=1, **changes)
+    options = GrpoConfig(temperature=temperature, num_minibatches=1, **changes)
     return frozen_logprobs(policy, batch, options)["logprobs"], batch
 
 
@@ -234,7 +235,7 @@ def test_a_load_refuses_weights_that_are_not_the_trainers_where_they_were_and_le
 def test_an_offloaded_optimizer_and_a_checkpoint_leave_the_parameters_where_they_are(engine_folders, dtype):
     policy = Policy(qwen2(tied=False, dtype=dtype))
     with started(engine_folders[False], policy, kind="exact") as engine:
-        optimizer, options = Optimizer(policy.model, 0.0, offload=True), UpdateOptions(temperature=0.7)
+        optimizer, options = Optimizer(policy.model, 0.0, offload=True), GrpoConfig(temperature=0.7)
         state = deepcopy({"model": policy.model.state_dict(), "optimizer": optimizer.state_dict()})
         for resumed in (False, True):
             batch = scored(policy, engine.generate(GROUPS, 4, WARM, SEEDS))[1]
@@ -355,7 +356,7 @@ def job(good: Path, out: Path, **changes) -> Iterator[tuple[Run, Live]]:
     usual = dict(model=str(good / "model"), task=str(task), out=str(out), engine="shared", exact=True, num_prompts=4,
                  group_size=4, max_new_tokens=12, temperature=1.3, lr=3e-3, lr_warmup_steps=0, steps=9)
     close_live_engine()
-    run = prepare(Config(**usual | changes))
+    run = prepare(Config.of(**usual | changes))
     out.mkdir(exist_ok=True)
     live = build(run)[0]
     try:
@@ -365,7 +366,7 @@ def job(good: Path, out: Path, **changes) -> Iterator[tuple[Run, Live]]:
 
 
 def changed(run: Run, **options) -> Run:
-    return replace(run, config=replace(run.config, **options))
+    return replace(run, config=run.config.but(**options))
 
 
 def steps(run: Run, live: Live, *numbers: int) -> list[dict[str, Any]]:
@@ -417,7 +418,7 @@ def test_fresh_rollouts_are_exact_with_groups_in_flight(good, tmp_path):
         usual = dict(parity=parity, inflight_groups=3, max_num_seqs=12, max_new_tokens=24)
         if parity != KEEP:
             with pytest.raises(ValueError, match=r"exact must be off .* without a parity fix"):
-                Config(engine="shared", exact=True, **usual)
+                Config.of(engine="shared", exact=True, **usual)
         with job(good, tmp_path / parity.inflight_update, exact=parity == KEEP, **usual) as (run, live):
             live.flight.sampling = replace(run.sampling, stop_token_ids=tuple(range(2, 8)))
             rows = steps(run, live, *range(1, 7))

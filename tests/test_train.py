@@ -5,7 +5,6 @@ import math
 import re
 import signal
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy
@@ -14,11 +13,11 @@ import torch
 import tyro
 from conftest import close_live_engine, command, mismatch_of, qwen2, refusal, train_here, train_process
 
+from config import Config
 from engine_adapter import reseed
 from examples.toys import toy_tokenizer
 from probe.traces import load_traces
 from rl import Policy
-from train import Config
 
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
 SMALL_STEP, SMALL_EVAL = 32, 12  # rewards
@@ -137,7 +136,7 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path):
 
 
 def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path, capsys):
-    record = {"config": asdict(Config()), "problems": {"sha256": ""}}
+    record = {"config": Config().flat(), "problems": {"sha256": ""}}
     (tmp_path / "config.json").write_text(json.dumps(record))
     changed = ["--out", str(tmp_path), "--resume", "--lr", "0.5", "--seed", "3"]
     assert "changed are lr, seed" in refusal(changed, capsys)
@@ -306,7 +305,7 @@ def test_the_process_is_seeded_by_run_stream_and_step():
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():
-    config = Config(steps=100, lr=1.0, lr_warmup_steps=4)
+    config = Config.of(steps=100, lr=1.0, lr_warmup_steps=4)
     rates = [config.lr_at(step) for step in range(1, 101)]
     assert rates[:5] == pytest.approx([0.2, 0.4 * 0.99, 0.6 * 0.98, 0.8 * 0.97, 0.96])
     assert rates[-1] == pytest.approx(0.01)

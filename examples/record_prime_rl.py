@@ -46,4 +46,8 @@ def record(path, out, dtype, more=None):
 
 
 if __name__ == "__main__":
-    record(*sys.argv[1:4], more=json.loads(sys.argv[4]) if sys.argv[4:] else None)
+    try:
+        record(*sys.argv[1:4], *map(json.loads, sys.argv[4:]))
+    except Exception as error:  # of this file, of the file system: one sentence
+        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+        sys.exit(2)

@@ -51,5 +51,9 @@ def record(data, out, sampling, dtype, step=0):
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], "rb") as file:
-        record(pickle.load(file).batch, sys.argv[2], json.loads(sys.argv[3]), sys.argv[4])
+    try:
+        path, out, sampling, dtype = sys.argv[1:]
+        record(pickle.loads(Path(path).read_bytes()).batch, out, json.loads(sampling), dtype)
+    except Exception as error:  # of this file, of pickle, of the file system: one sentence
+        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+        sys.exit(2)

@@ -17,7 +17,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import tyro
@@ -145,15 +145,14 @@ class Diagnose:
     def run(self, _words: list[str]) -> int:
         if not self.traces:
             raise ValueError("traces must be at least one file, got none")
-        for path in filter(None, (self.json, self.plot)):
-            check_writable(path)
+        check_writable(self.json, self.plot)
         traces = [replace(trace, name=f"{Path(path).name}, {trace.name}") for path in self.traces
                   for trace in load_traces(path) if self.group in (None, trace.name)]
         if not traces:
             raise ValueError(f"group must be one of the traces', got {self.group}")
         trainer, records = cache(self._trainer), []
         for trace in traces:
-            policy, earlier = trainer(self.dtype or trace.meta.get("dtype", "float32"))
+            policy, earlier = trainer(check_dtype(self.dtype or trace.meta.get("dtype", "float32")))
             check_model(policy, trace, self.model)
             verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
             records.append(verdict.record())
@@ -161,7 +160,12 @@ class Diagnose:
                 print(f"{verdict.trace}: {verdict.headline}", flush=True)
             else:
                 print_verdict(verdict)
-                print(*trainers_own(trace, verdict.replay.reported, verdict.logprobs), end="")
+                if trace.trainer_logprobs:
+                    own = torch.tensor([value for row in trace.trainer_logprobs for value in row], dtype=torch.float64)
+                    reported, recomputed = ((own - other.cpu()).abs().nanmean().item()
+                                            for other in (verdict.replay.reported, verdict.logprobs))  # fmt: skip
+                    print(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e} nats to the"
+                          f" reported, {recomputed:.1e} to those recomputed here")
         if self.json:
             Path(self.json).write_text(json.dumps(records, indent=1))
         if self.plot:
@@ -170,7 +174,7 @@ class Diagnose:
 
     def _trainer(self, dtype: str) -> tuple[Policy, list[Weights]]:
         """The trainer and its earlier weights in one dtype."""
-        policy = load_policy(self.model, check_dtype(dtype), self.trainer_head == "float32")
+        policy = load_policy(self.model, dtype, self.trainer_head == "float32")
         earlier = [load_policy(path, dtype, policy.fp32_head).copied_weights() for path in self.earlier]
         shapes = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
         for path, weights in zip(self.earlier, earlier, strict=True):
@@ -190,54 +194,48 @@ class Compare:
     json: str | None = None  # Write both verdicts of each group to this file.
 
     def run(self, _words: list[str]) -> int:
-        if self.json:
-            check_writable(self.json)
+        check_writable(self.json)
         before, after = map(load_traces, self.traces)
         pairs = same_workload(before, after, self.group)
-        policy = cache(lambda dtype: load_policy(self.model, check_dtype(dtype), True))
-        changes = []
+        policy = cache(lambda dtype: load_policy(self.model, dtype, True))
+        records = []
         for pair in pairs:
             verdicts = []
             for path, trace in zip(self.traces, pair, strict=True):
-                trainer = policy(self.dtype or trace.meta.get("dtype", "float32"))
+                trainer = policy(check_dtype(self.dtype or trace.meta.get("dtype", "float32")))
                 check_model(trainer, trace, self.model)
                 verdicts.append(diagnose(trainer, trace))
                 print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
-            changes.append(Change(*verdicts, differing(pair[0].meta, pair[1].meta)))
-            print(f"=> {changes[-1].sentence}", flush=True)
+            records.append(Change(*verdicts, differing(pair[0].meta, pair[1].meta)).record())
+            print(f"=> {records[-1]['sentence']}", flush=True)
+        first, second = ({trace.name for trace in traces} for traces in (before, after))
+        for name in sorted(first ^ second if self.group is None else ()):
+            change, where = ("worse", "second") if name in first else ("added", "first")
+            records.append({"change": change, "sentence": f"{change}: the {where} trace has no group {name}"})
+            print(f"=> {records[-1]['sentence']}")
         if self.json:
-            Path(self.json).write_text(json.dumps([change.record() for change in changes], indent=1))
-        return int(any(change.word == "worse" for change in changes))
+            Path(self.json).write_text(json.dumps(records, indent=1))
+        return int(any(record["change"] == "worse" for record in records))
 
 
 def check_model(policy: Policy, trace: Trace, path: str) -> None:
     """Raises: ValueError if the trace names a model of another size, or other weight files."""
     from examples.record_vllm import weights_of
 
-    stated = trace.meta.get("model")
-    for name, theirs in (stated.get("config", {}) if isinstance(stated, dict) else {}).items():
+    stated = trace.meta.get("model", {})
+    for name, theirs in stated.get("config", {}).items():
         ours = getattr(policy.model.config, name, None)
         if theirs is not None and theirs != ours:
             raise ValueError(f"model must be that of the trace, whose {name} is {theirs}; {path} has {ours}")
-    recorded, present = stated.get("weights") if isinstance(stated, dict) else None, weights_of(path)
+    recorded, present = stated.get("weights"), weights_of(path)
     if None not in (recorded, present) and recorded != present:
         raise ValueError(f"model must be that of the trace, the weight files in {path} are not those that it names")
 
 
-def check_dtype(dtype: str) -> str:
+def check_dtype(dtype: Any) -> str:
     if dtype not in get_args(Dtype):
         raise ValueError(f"meta.dtype of a trace must be one of {', '.join(get_args(Dtype))}, got {dtype}")
     return dtype
-
-
-def trainers_own(trace: Trace, reported: torch.Tensor, recomputed: torch.Tensor) -> list[str]:
-    """A line on the log-probabilities of the trainer that made the trace, if the trace has them."""
-    if not trace.trainer_logprobs:
-        return []
-    own = torch.tensor([value for row in trace.trainer_logprobs for value in row], dtype=torch.float64)
-    differences = [(own - other.cpu()).abs().nanmean().item() for other in (reported, recomputed)]
-    return ["   the trainer's own log-probabilities: mean |difference| {:.1e} nats to the reported, {:.1e} to those"
-            " recomputed here\n".format(*differences)]
 
 
 def load_policy(path: str, dtype: str, fp32_head: bool) -> Policy:
@@ -249,9 +247,10 @@ def load_policy(path: str, dtype: str, fp32_head: bool) -> Policy:
         return Policy.load(path, getattr(torch, dtype), "cuda" if torch.cuda.is_available() else "cpu", fp32_head)
 
 
-def check_writable(path: str) -> None:
-    with stage(f"opening {path} for writing"):
-        Path(path).open("ab").close()
+def check_writable(*paths: str | None) -> None:
+    for path in filter(None, paths):
+        with stage(f"opening {path} for writing"):
+            Path(path).open("ab").close()
 
 
 def main(arguments: list[str] | None = None) -> None:

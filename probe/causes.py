@@ -48,6 +48,8 @@ UNLIKE = Cause("semantics", "tokens that were not drawn from the reported distri
 NOT_IN_FORCE = Cause("semantics", "sampling parameters of the trace not in force in the sampler, which drew from what"
                      " it reported", "pass them with every request")
 NOT_FINITE = Cause("inference path", "log-probabilities that are not finite", ALONE)
+TRAINER_NOT_FINITE = Cause("numerics", "log-probabilities of the trace's own trainer that are not finite",
+                           "check the loss and the weights of that trainer for NaN and overflow")
 
 # Causes whose names have a gap: `STALE.of(2)`.
 STALE = Cause("inference path", "weights {} update(s) old", "load every tensor before sampling")

@@ -1,13 +1,13 @@
 """Two traces of one workload, before and after a change of the engine: what changed, and is the second worse."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from probe.diagnose import Verdict
-from probe.traces import Trace
+from probe.traces import SECTIONS, Trace
 
-GREW = 1.5  # times the mean mismatch before; smaller differences are noise (docs/probe.md, false alarms)
-SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; their entries are compared one by one
+ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
+GREW = 1.5  # times the floor, or the tokens to which only one side gives probability 0; below is noise
 FIRST = ("vllm", "engine", "logprobs_mode", "head", "head_dtype", "enable_prefix_caching", "prefix_caching",
          "async_scheduling", "dtype", "torch", "transformers")  # fmt: skip
 NOT_COMPARED = ("groups", "format", "args", "engine_args", "workload", "not_read", "seeds", "v0", "model", "stress",
@@ -23,37 +23,43 @@ class Change:
     settings: dict[str, tuple[Any, Any]]  # versions and settings that differ
 
     @property
-    def new(self) -> set[str]:
-        """What is at fault now and was not before; nothing if the mismatch before was unexplained."""
-        if self.before.status == "unexplained":
-            return set()
-        now = {"unexplained"} if self.after.status == "unexplained" else {cause.name for cause in self.after.causes}
-        return now - {cause.name for cause in self.before.causes}
-
-    @property
     def word(self) -> str:
-        before, after = self.before.start.noise.mean, self.after.start.noise.mean
-        if self.after.status not in ("exact", "parity") and (self.new or after > GREW * before):
+        if is_worse(self.before, self.after):
             return "worse"
-        return "unchanged" if named(self.before) == named(self.after) else "better"
+        larger = self.after.start.noise.mean > self.before.start.noise.mean
+        only_named = self.before.status == "unexplained" and larger
+        return "better" if is_worse(self.after, self.before) and not only_named else "unchanged"
 
     @property
     def sentence(self) -> str:
-        one, two = named(self.before), named(self.after)
-        figures = [f"{getattr(self.before.start, kind).mean:.1e} -> {getattr(self.after.start, kind).mean:.1e}"
+        one, two = self.before, self.after
+        became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
+        grew = " grew" if two.start.floor.mean > GREW * one.start.floor.mean else ""
+        figures = [f"{getattr(one.start, kind).mean:.1e} -> {getattr(two.start, kind).mean:.1e}"
                    for kind in ("noise", "floor")]  # fmt: skip
+        broken = f"{num_broken(one)} -> {num_broken(two)}"
+        broken = "" if broken == "0 -> 0" else f", values that are not finite {broken}"
         differ = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self.settings.items())
-        return (f"{self.word}: {one if self.word == 'unchanged' else f'{one} became {two}'}, mean |mismatch|"
-                f" {figures[0]} nats (noise floor {figures[1]}); with it changed"
-                f" {differ or 'no setting that the traces name'}.")  # fmt: skip
+        return (f"{self.word}: {became}, mean |mismatch| {figures[0]} nats (noise floor{grew} {figures[1]}){broken};"
+                f" with it changed {differ or 'no setting that the traces name'}.")  # fmt: skip
 
     def record(self) -> dict[str, Any]:
         return {"change": self.word, "sentence": self.sentence, "settings": self.settings,
                 "before": self.before.record(), "after": self.after.record()}  # fmt: skip
 
 
-def named(verdict: Verdict) -> str:
-    return verdict.blamed or verdict.status
+def num_broken(verdict: Verdict) -> int:
+    """Values of the trace that are not finite; 0 if only stop tokens have none, which is a cause of its own."""
+    return int((~verdict.replay.reported.isfinite()).sum()) if verdict.requests["not finite"] else 0
+
+
+def is_worse(one: Verdict, two: Verdict) -> bool:
+    """Has `two` a worse status, a new cause, more values that are not finite, or a mean that `one` does not allow?"""
+    before, after = one.start, two.start.noise
+    new = one.status != "unexplained" and {each.name for each in two.causes} - {each.name for each in one.causes}
+    allowed = max(each.allowed_mean(max(1, after.tokens)) for each in (before.noise, before.floor))
+    return (ORDER.index(two.status) > ORDER.index(one.status) or bool(new) or num_broken(two) > num_broken(one)
+            or after.infinite > GREW * before.noise.infinite or after.mean > allowed)
 
 
 def same_workload(before: list[Trace], after: list[Trace], group: str | None) -> list[tuple[Trace, Trace]]:
@@ -67,12 +73,9 @@ def same_workload(before: list[Trace], after: list[Trace], group: str | None) ->
     for one, two in pairs:
         if [each.prompt_ids for each in one.rollouts] != [each.prompt_ids for each in two.rollouts]:
             raise ValueError(f"the traces must be of one workload, the prompts of {one.name} differ")
-        distributions = [{name: value for name, value in vars(each.sampling).items() if name != "max_new_tokens"}
-                         for each in (one, two)]  # fmt: skip
-        if distributions[0] != distributions[1]:
+        if replace(one.sampling, max_new_tokens=1) != replace(two.sampling, max_new_tokens=1):
             raise ValueError(f"the traces must be of one workload, the sampling of {one.name} differs")
-    models = [traces[0].meta.get("model") for traces in (before, after)]
-    weights = [model.get("weights") if isinstance(model, dict) else None for model in models]
+    weights = [traces[0].meta.get("model", {}).get("weights") for traces in (before, after)]
     if None not in weights and weights[0] != weights[1]:
         raise ValueError("the traces must be of one model, their weight files differ")
     for which, traces in (("first", before), ("second", after)):
@@ -84,12 +87,11 @@ def same_workload(before: list[Trace], after: list[Trace], group: str | None) ->
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Versions and settings that are not equal in two traces' meta, the decisive ones first."""
-    flat = []
-    for meta in (before, after):
-        sections = [meta.get(name, {}) for name in SECTIONS]
-        flat.append({name: value for name, value in meta.items() if name not in (*SECTIONS, *NOT_COMPARED)}
-                    | {name: value for section in sections for name, value in section.items()})  # fmt: skip
-    one, two = flat
+    one, two = ({name: value for name, value in meta.items() if name not in (*SECTIONS, *NOT_COMPARED)}
+                for meta in (before, after))  # fmt: skip
+    for section in SECTIONS:
+        one |= before.get(section, {})
+        two |= after.get(section, {})
     names = sorted(one.keys() | two.keys(), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
     return {name: (one.get(name, "absent"), two.get(name, "absent")) for name in names
             if (one.get(name) or None) != (two.get(name) or None)}  # fmt: skip

@@ -61,7 +61,7 @@ class Verdict:
 
     @property
     def blamed(self) -> str:
-        return "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
+        return "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes) or self.status
 
     @property
     def figures(self) -> str:
@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        return f"{self.blamed or self.status}. {self.figures}"
+        return f"{self.blamed}. {self.figures}"
 
     @property
     def sentence(self) -> str:
@@ -163,6 +163,10 @@ def diagnose(
     named = _causes(probe, found[0], start, requests) if found[0].fits else []
     if requests["not finite"]:
         named.append(causes.NOT_FINITE)
+    elif causes.NO_STOP not in named and not probe.replay.reported.isfinite().all():
+        named.append(causes.NO_STOP)
+    if requests["not finite in the trainer"]:
+        named.append(causes.TRAINER_NOT_FINITE)
     verdict = Verdict(trace.name, named, requests, start, found, bool(probe.earlier), probe.replay, logprobs)
     return replace(verdict, events=trace.events, command=trace.meta.get("command", verdict.command))
 
@@ -213,6 +217,8 @@ def _requests(probe: Probe, best: Explanation, start: Explanation) -> dict[str, 
     return {
         "wrong": wrong if best.fits or probe.trace.events or len(wrong) <= 0.5 * len(best.wrong) else [],
         "not finite": broken,
+        "not finite in the trainer": [row for row, values in enumerate(probe.trace.trainer_logprobs)
+                                      if not all(map(math.isfinite, values))],
         "implausible": [row for row in _implausible(probe, best) if row not in wrong + broken],
         "repetitive": [row for row, r in enumerate(probe.trace.rollouts) if _repeats(r.token_ids)],
     }
@@ -287,7 +293,7 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
     scatter.plot(reported, ours, ".", markersize=2)
     scatter.axline((0, 0), slope=1, color="tab:green")
     scatter.set(title="log-probabilities, nats", xlabel="reported", ylabel="trainer")
-    figure.suptitle(f"{verdict.trace}: {verdict.blamed or verdict.status}"[:150])
+    figure.suptitle(f"{verdict.trace}: {verdict.blamed}"[:150])
     figure.savefig(path)
 
 

@@ -25,6 +25,7 @@ from rl import Policy, make_batch, masked_logits
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
 NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
+SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; `compare` compares their entries one by one
 FORMAT = 1  # version of the trace format (docs/trace-format.md); a file without one is read as 1
 NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 Weights = dict[str, Tensor]  # another version of the trainer's weights, by parameter name
@@ -76,6 +77,12 @@ def load_traces(path: str) -> list[Trace]:
         record = json.loads(Path(path).read_text()) if path.endswith(".json") else _read_npz(path)
         if (version := record["meta"].get("format", FORMAT)) != FORMAT:
             raise ValueError(f"meta.format must be {FORMAT} (newer ones need a newer probe), got {version!r}")
+        for place in (*SECTIONS, "model", "model.config"):
+            value = record["meta"]
+            for name in place.split("."):
+                value = value.get(name, {})
+            if not isinstance(value, dict):
+                raise ValueError(f"meta.{place} must be a JSON object, got {value!r}")
         prompts, groups = _ids(record["prompt_ids"], "prompt_ids"), record["groups"]
         if not groups:
             raise ValueError("groups must name at least one group")

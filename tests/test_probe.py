@@ -244,6 +244,40 @@ def test_implausible_tokens_are_found_although_their_log_probabilities_are_right
     assert verdict.status == "mismatch"
 
 
+def test_values_of_the_trainer_that_are_not_finite_are_a_mismatch_and_listed(tmp_path, capsys):
+    """The engine's values are parity. Exit status 1, not 2: the file is well formed, and its trainer is broken."""
+    record = json.loads((DATA / "v0_0.8.5_fp32_small.json").read_text())
+    record["groups"] = {"t0.7": record["groups"]["t0.7"]}
+    for broken, rows in (({}, None), ({2: math.nan}, "2"), ({1: -math.inf, 3: math.inf}, "1, 3")):
+        own = [list(row) for row in record["groups"]["t0.7"]["logprobs"]]
+        for row, value in broken.items():
+            own[row][4] = value
+        record["groups"]["t0.7"]["trainer_logprobs"] = own
+        (tmp_path / "trace.json").write_text(json.dumps(record))
+        words = ("diagnose", "--model", MODEL, str(tmp_path / "trace.json"))
+        assert exit_status(*words) == (1 if broken else 0)
+        printed = capsys.readouterr().out
+        named = "numerics: log-probabilities of the trace's own trainer that are not finite"
+        assert (f"=> {named}. Repair: check the loss" in printed) == bool(broken)
+        assert f"Requests not finite in the trainer: {rows}" in printed or not broken
+    assert exit_status(*words, "--brief") == 1
+    assert f"{named}. mean |mismatch|" in capsys.readouterr().out
+
+
+def test_a_stop_token_that_is_nan_is_no_parity_although_its_probability_is_near_1(reference):
+    """0 in place of this value would be within the tolerance of the floor."""
+    policy = reference["bfloat16"]
+    trace = load_traces(str(DATA / "v1_0.32.0_bf16_fixes_headovr.npz"))[0]
+    sure = diagnose(policy, trace).logprobs.reshape(64, 64)
+    row, column = divmod(sure[:, 20:].argmax().item(), 44)
+    rollout = trace.rollouts[row]
+    assert sure[row, 20 + column] > -0.02
+    rollout.token_ids, rollout.logprobs = rollout.token_ids[: 21 + column], rollout.logprobs[: 21 + column]
+    assert diagnose(policy, trace).status == "parity"
+    rollout.logprobs[-1] = math.nan
+    assert blamed(diagnose(policy, trace)) == ["semantics: stop token without a log-probability"]
+
+
 def test_a_trace_without_log_probabilities_is_bad_input(reference):
     trace = load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
     for rollout in trace.rollouts:
@@ -348,6 +382,32 @@ def test_exit_status_is_2_for_bad_input_with_one_line_that_names_it(tmp_path, ca
     assert not printed.startswith("error: ValueError")
     assert complaint in printed
     assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["npz", "json"])
+@pytest.mark.parametrize("meta, complaint", [
+    ({"dtype": ["float32"]}, "meta.dtype of a trace must be one of float32, bfloat16, float16, got ['float32']"),
+    ({"dtype": {}}, "meta.dtype of a trace must be one of float32, bfloat16, float16, got {}"),
+    ({"dtype": None}, "meta.dtype of a trace must be one of float32, bfloat16, float16, got None"),
+    ({"model": [1]}, "{path}: meta.model must be a JSON object, got [1]"),
+    ({"model": {"config": ["llama"]}}, "{path}: meta.model.config must be a JSON object, got ['llama']"),
+    ({"versions": "0.32.0"}, "{path}: meta.versions must be a JSON object, got '0.32.0'"),
+    ({"settings": 3}, "{path}: meta.settings must be a JSON object, got 3"),
+    ({"environment": [["a", "b"]]}, "{path}: meta.environment must be a JSON object, got [['a', 'b']]"),
+    ({"audit": None}, "{path}: meta.audit must be a JSON object, got None"),
+])  # fmt: skip
+def test_a_meta_of_another_type_is_one_sentence_in_both_commands(tmp_path, capsys, kind, meta, complaint):
+    path, meta = tmp_path / f"trace.{kind}", {"vllm": "0.32.0", "groups": {"g": {"temperature": 0.7}}} | meta
+    if kind == "json":
+        path.write_text(json.dumps(json_trace() | {"meta": meta}))
+    else:
+        numpy.savez(path, meta=numpy.array(json.dumps(meta)), prompt_ids=[[1, 3]],
+                    **{"g/tokens": [[4, 5]], "g/logprobs": [[-0.5, -1.0]]})  # fmt: skip
+    for words in (["diagnose", str(path)], ["compare", str(path), str(path)]):
+        assert exit_status(*words, "--model", MODEL) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"error: {complaint.replace('{path}', str(path))}")
+        assert printed.count("\n") == 1
 
 
 @pytest.mark.engine

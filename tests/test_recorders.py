@@ -202,6 +202,24 @@ def test_the_recorder_for_prime_rl_refuses_another_layout(rows, tmp_path):
             record_prime_rl.record(tmp_path / name, tmp_path / "t.json", "float32")
 
 
+@pytest.mark.parametrize("name, words", [
+    ("verl", ["absent", "t.json", "{}", "float32"]), ("verl", ["text", "t.json", "{}", "float32"]),
+    ("verl", ["text", "t.json", "{}"]), ("prime_rl", ["absent", "t.json", "float32"]),
+    ("prime_rl", ["text", "t.json", "float32"]), ("prime_rl", ["right", "t.json", "float32", "{"]),
+    ("prime_rl", ["right", "no/t.json", "float32"]), ("prime_rl", ["right"]),
+])  # fmt: skip
+def test_a_recorder_for_files_ends_with_one_sentence_on_bad_input(rows, tmp_path, name, words):
+    (tmp_path / "text").write_text("no batch")
+    prime_rl_file(tmp_path / "right", rows, flat=True)
+    done = subprocess.run([sys.executable, ROOT / "examples" / f"record_{name}.py", *words], cwd=tmp_path, text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "absent" in done.stderr or words[0] != "absent"
+    assert not (tmp_path / "t.json").exists()
+
+
 def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(rows, tmp_path):
     """The attributes of TRL 1.16's trainer that the callback reads; docs/audit.md has the run with TRL itself."""
     logprobs = padded(rows["logprobs"], 70)

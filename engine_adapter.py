@@ -1,4 +1,4 @@
-"""vLLM V1 in this process, driven step by step, and the groups in flight. The only file that imports vllm.
+"""vLLM V1 in this process, driven step by step.
 
 Token ids in, token ids and behaviour log-probabilities out; the engine knows no task and no tokenizer. It starts with
 random weights and samples only from weights that the trainer has loaded into it. So a tensor that is never loaded shows
@@ -136,6 +136,11 @@ class Sampling:
             if not holds:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
 
+    @property
+    def has_mask(self) -> bool:
+        """Whether top-k, top-p or min-p can cut a token off."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass
 class Rollout:
@@ -158,14 +163,13 @@ class Rollout:
         """The oldest weight version from which any of it was computed, prompt included; None before the first token."""
         return min(filter(None, (self.prompt_version, *self.versions[:1])), default=None)
 
-    def append(self, token_ids: list[int], logprobs: list[float], version: int, kept: list[numpy.ndarray]) -> None:
+    def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
         """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
         if not all(map(math.isfinite, logprobs)):
             raise FloatingPointError(f"the sampler's log-probabilities are {logprobs} for prompt {self.prompt_ids}")
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.versions.extend([version] * len(token_ids))
-        self.kept.extend(kept)
 
     def restart(self) -> None:
         """Forget what has been sampled."""
@@ -273,7 +277,8 @@ class Engine:
         self._memory_released = False  # by vLLM's sleep
         self._cache_salt: str | None = None
         self._kept: list[tuple[Any, int]] = []  # requests that kept their KV at the last load; preemptions then
-        self.weight_version, self.counters = 0, dict.fromkeys(COUNTERS, 0)
+        # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has lost to preemption.
+        self.weight_version, self.counters = 0, dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
             self._start(arguments)
@@ -374,11 +379,17 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout, ids, logprobs = self._requests[output.request_id], *output.new_logprobs[:2]  # (n, 1 + K), twice
-            kept = kept_sets(ids[:, LIKELY], logprobs[:, LIKELY], rollout.sampling) if rollout.sampling.max_kept else []
-            rollout.append(output.new_token_ids, logprobs[:, SAMPLED].tolist(), self.weight_version, kept)
+            rollout.append(output.new_token_ids, logprobs[:, SAMPLED].tolist(), self.weight_version)
+            self.collect(rollout, ids[:, LIKELY], logprobs[:, LIKELY])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
+
+    @staticmethod
+    def collect(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarray) -> None:
+        """What else to keep of the likeliest tokens, (n, K) each: nothing. extras/masks.py has another one."""
+        if rollout.sampling.max_kept:
+            raise EngineStateError("max_kept needs an engine that collects kept sets: extras.masks.collect_kept_sets")
 
     def verify(self, batch: Any) -> dict[str, int]:
         """What the engine promises of a batch: nothing; `exact_tokens` of an exact SharedEngine."""
@@ -614,18 +625,6 @@ def reseed(*stream: int | str) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def kept_sets(ids: numpy.ndarray, logprobs: numpy.ndarray, sampling: Sampling) -> list[numpy.ndarray]:
-    """The ids that the sampler's mask kept for each token: those whose processed log-probability is not -inf.
-
-    Shapes: (n, K), (n, K) -> n arrays. Raises: ValueError if a set is larger than `max_kept`.
-    """
-    kept = [row[finite] for row, finite in zip(ids, logprobs > -math.inf, strict=True)]  # copies
-    if max(map(len, kept)) > sampling.max_kept:
-        raise ValueError(f"max_kept must be at least the size of each set of tokens that the sampler's mask keeps, got"
-                         f" {sampling.max_kept}, one has more ({sampling}); raise --max-kept or give --top-k")
-    return kept
-
-
 def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> Any:
     """vLLM's SamplingParams of one request."""
     from vllm.sampling_params import SamplingParams
@@ -642,100 +641,3 @@ def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> An
         # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see if a set is larger.
         logprobs=min(sampling.max_kept + 1, vocab_size) if sampling.max_kept else 0, detokenize=False,
     )
-
-
-# ------------------------------------------------------------------------------------------------ groups in flight
-COUNTERS = (  # since the run's first step; `kv_lost` counts kept KV caches that vLLM has lost to preemption
-    "groups_submitted", "groups_trained", "groups_dropped", "tokens_wasted", "rollouts_restarted", "kv_lost",
-)  # fmt: skip
-
-
-@dataclass(eq=False)
-class Group:
-    """G rollouts of one problem, of which the engine reads `prompt_ids`. `rollouts` is empty until there is room."""
-
-    problem: Any
-    rollouts: list[Rollout] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        return bool(self.rollouts) and all(rollout.finish_reason for rollout in self.rollouts)
-
-    @property
-    def versions(self) -> list[int]:
-        """The weight version of each token that has been sampled so far."""
-        return [version for rollout in self.rollouts for version in rollout.versions]
-
-    @property
-    def oldest_version(self) -> float:
-        """That of its rollouts; infinity before the first token."""
-        return min((r.oldest_version for r in self.rollouts if r.oldest_version is not None), default=math.inf)
-
-
-class Flight:
-    """Groups in flight: some stay unfinished in the engine while the weights change.
-
-    A step trains on P complete groups, those submitted first; N more stay in flight, so that the engine never waits for
-    the longest rollout of a batch. With N = 0 this is the synchronous loop. Every group submitted is trained on,
-    dropped for its age, or in flight.
-
-    Source: PipelineRL, arXiv 2509.19128, there on two sets of devices; here engine and trainer take turns on one.
-    """
-
-    def __init__(self, engine: Engine, group_size: int, sampling: Sampling, max_staleness: int):
-        self.engine, self.group_size, self.sampling = engine, group_size, sampling
-        self.max_staleness = max_staleness
-        self.groups: list[Group] = []  # in the order of submission
-
-    def submit(self, problems: list[Any]) -> None:
-        self.groups += map(Group, problems)
-        self.engine.counters["groups_submitted"] += len(problems)
-
-    def take(self, num_groups: int) -> list[Group]:
-        """Run the engine until `num_groups` or more are complete. Returns those of them that were submitted first.
-
-        Groups with short answers are complete earlier; groups with long answers come later and are staler.
-        """
-        self._fill()
-        while len(complete := [group for group in self.groups if group.complete]) < num_groups:
-            if not self.engine.num_unfinished:
-                raise RuntimeError(f"{num_groups} groups are wanted, {len(complete)} are complete, none runs")
-            self.engine.step()
-            self._fill()
-        taken = complete[:num_groups]
-        self.groups = [group for group in self.groups if group not in taken]
-        self.engine.counters["groups_trained"] += num_groups
-        return taken
-
-    def _fill(self) -> None:
-        """Submit groups to the engine while it has room."""
-        for group in self.groups:
-            if not group.rollouts and self.engine.has_room:
-                group.rollouts = self.engine.submit(group.problem.prompt_ids, self.group_size, self.sampling)
-
-    def after_update(self) -> None:
-        """Drop the groups that are too old. Raises: RuntimeError if the engine runs other rollouts than theirs."""
-        oldest = self.engine.weight_version - self.max_staleness
-        for group in [group for group in self.groups if group.oldest_version < oldest]:
-            self.groups.remove(group)
-            self.engine.abort(group.rollouts)
-            self.engine.counters["groups_dropped"] += 1
-            self.engine.counters["tokens_wasted"] += len(group.versions)
-        unfinished = sum(rollout.finish_reason is None for group in self.groups for rollout in group.rollouts)
-        if unfinished != self.engine.num_unfinished:
-            raise RuntimeError(f"{unfinished} rollouts are in flight, the engine runs {self.engine.num_unfinished}")
-
-    def counts(self) -> dict[str, int]:
-        """For the log: what is in flight now, and COUNTERS."""
-        return {"groups_in_flight": len(self.groups)} | self.engine.counters
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint. Partial work is not kept: after `load_state_dict` its prompts are submitted again."""
-        counters = dict(self.engine.counters)
-        counters["tokens_wasted"] += sum(len(group.versions) for group in self.groups)
-        counters["rollouts_restarted"] += sum(len(group.rollouts) for group in self.groups)
-        return {"groups": [tuple(group.problem) for group in self.groups], "counters": counters}
-
-    def load_state_dict(self, state: dict[str, Any], problem_type: type) -> None:
-        self.groups = [Group(problem_type(*problem)) for problem in state["groups"]]
-        self.engine.counters |= state["counters"]

@@ -27,7 +27,7 @@ class Batch:
     """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
 
     Shapes: per-token values (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included;
-    prompt_lengths (B,). Lengths and `kept` are on the CPU.
+    prompt_lengths (B,). Lengths are on the CPU.
     """
 
     inputs: Tensor
@@ -37,7 +37,7 @@ class Batch:
     advantages: Tensor
     lengths: Tensor
     prompt_lengths: Tensor
-    kept: Any = None  # (B, T) numpy arrays of the ids that the sampler's mask kept; None without a mask
+    rollouts: Any = None  # (B,) numpy array of what the rows were made from, for what is not a tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
 
@@ -65,12 +65,12 @@ class Batch:
                 left = left[count:]
         return steps
 
-    def without(self, rows: Tensor) -> "Batch":
-        """The batch with some rows (B,) masked out. They have no loss but count in the B of `loss_weights`."""
-        remaining = ~rows.to(self.mask.device)[:, None]
+    def only(self, keep: list[bool]) -> "Batch":
+        """The batch with the other rows masked out. They have no loss but count in the B of `loss_weights`."""
+        kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
         named = {name: getattr(self, name) for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs")}
         # The log-probabilities are set to 0 too: new ones are 0 outside the mask, and exp(0 - old) can overflow.
-        return replace(self, **{name: value if value is None else value * remaining for name, value in named.items()})
+        return replace(self, **{name: value if value is None else value * kept for name, value in named.items()})
 
 
 # ------------------------------------------------------------------------------------------------ advantages

@@ -49,6 +49,11 @@ class Task:
     num_repeated: int = 0
 
     @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of all problems."""
+        return [problem.prompt_ids for problem in (*self.train, *self.held_out)]
+
+    @property
     def fingerprint(self) -> str:
         """Digest of all problems in their order, without the reward."""
         texts = [[problem.question, problem.answer] for problem in (*self.train, *self.held_out)]

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 import tyro
 
 from config import COUNT
+from extras.curves import plot, steps_of
 from lab import origin, table
-from lab.curves import plot, steps_of
 from records import one_sentence
 
 ROOT = Path(__file__).parents[1]

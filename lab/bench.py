@@ -29,11 +29,13 @@ from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCau
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Sampling, sampling_params
 from examples.toys import toy_config, toy_tokenizer
+from extras.masks import mask_outside, use_masks
+from extras.prompts import PromptsOnce
 from lab import seconds, table
 from objectives import Batch
 from records import memory_gib, reset_peak
-from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, make_batch, update
-from train import Live, Run, build, prepare, train_step
+from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, frozen_logprobs, make_batch, update
+from train import Run, TrainingState, build, prepare, train_step
 
 Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head", "shared"]
 
@@ -52,7 +54,7 @@ class Options:
 
 
 @contextmanager
-def running(**options) -> Iterator[tuple[Run, Live]]:
+def running(**options) -> Iterator[tuple[Run, TrainingState]]:
     """A run in a temporary folder. The learning rate is too small to change the policy: all steps sample from one."""
     with TemporaryDirectory() as out:
         run = prepare(Config.of(out=out, lr=1e-12, **options))
@@ -86,7 +88,7 @@ def inflight(options: Options) -> None:
             model=model, task="digits", num_prompts=16, group_size=8, inflight_groups=groups, max_num_seqs=128,
             temperature=1.0, max_new_tokens=LONG_TAIL_TOKENS, micro_batch_tokens=2048, num_minibatches=1,
         ) as (run, live):
-            steps = [train_step(run, live, step)[0] for step in range(1, LONG_TAIL_STEPS + 3)][2:]  # two warm up
+            steps = [train_step(run, live, step).metrics for step in range(1, LONG_TAIL_STEPS + 3)][2:]  # two warm up
         tokens, loop, generation = (sum(step[name] for step in steps) for name in ("tokens", "step_s", "generate_s"))
         length, staleness = (mean(step[name] for step in steps) for name in ("response_len", "staleness_mean"))
         return tokens / loop, tokens / generation, staleness, length
@@ -106,8 +108,9 @@ def growth(options: Options) -> None:
 
     def measure(rollouts: int) -> tuple[float, ...]:
         sized = replace(run, config=run.config.but(num_prompts=rollouts // run.config.grpo.group_size))
+        live.source.config = sized.config
         train_step(sized, live, 1)  # warms up
-        metrics, _, _ = train_step(sized, live, 2)
+        metrics = train_step(sized, live, 2).metrics
         step_s, peak = metrics["step_s"], max(value for name, value in metrics.items() if name.endswith("_gib"))
         return step_s, 1e3 * step_s / rollouts, 1e6 * step_s / metrics["tokens"], peak
 
@@ -205,8 +208,9 @@ def prompts(options: Options) -> None:
             engine.close()
         batch = make_batch(rollouts, torch.randn(len(rollouts)))
         optimizer = Optimizer(policy.model, weight_decay=0.0)
-        for policy.shares_prompts in (False, True):
-            scored = replace(batch, old_logprobs=frozen_logprobs(policy, batch, update_options)["logprobs"])
+        for body in (policy.plain_body, PromptsOnce(policy)):
+            policy.body = body
+            scored = replace(batch, old_logprobs=frozen_logprobs(policy, batch, update_options))
             durations.append(seconds(update, policy, optimizer, scored, update_options, 0.0))
         return *durations, durations[0] / durations[1], *speeds, speeds[1] / speeds[0]
 
@@ -252,13 +256,16 @@ def masks(options: Options) -> None:
                          "ids kept per token"], rows))
 
 
-def masked_step(run: Run, live: Live, step: int, mask: dict[str, float]) -> list[float]:
+def masked_step(run: Run, live: TrainingState, step: int, mask: dict[str, float]) -> list[float]:
     """Seconds of three phases and of the whole step, and the mean size of the kept sets."""
     config = run.config.but(**mask)
     run = replace(run, config=config, sampling=replace(run.sampling, **mask, max_kept=config.max_kept))
-    live.flight.sampling = run.sampling
+    live.source.sampling = run.sampling
+    live.policy.support = Vocabulary()
+    if mask:
+        use_masks(live.policy, live.engine, run.sampling)
     metrics, batch, _ = train_step(run, live, step)
-    sizes = [] if batch.kept is None else [len(ids) for ids in batch.kept.flat if ids is not None]
+    sizes = [len(ids) for rollout in batch.rollouts for ids in rollout.kept]
     return [metrics[name] for name in ("generate_s", "old_logprobs_s", "update_s", "step_s")] + [mean(sizes or [0])]
 
 
@@ -276,14 +283,17 @@ def head_cost(tokens: int, in_chunks: bool, kept_ids: int = 0) -> list[str]:
     hidden = torch.randn(tokens, HEAD_HIDDEN, requires_grad=True)
     config = Qwen2Config(vocab_size=HEAD_VOCABULARY, hidden_size=HEAD_HIDDEN, num_hidden_layers=0)
     policy = Policy(Qwen2ForCausalLM(config))
-    targets, kept = torch.randint(HEAD_VOCABULARY, (tokens,)), None
+    targets, kept = torch.randint(HEAD_VOCABULARY, (tokens,)), []
     if kept_ids:
         others = torch.randint(HEAD_VOCABULARY, (tokens, kept_ids - 1), dtype=torch.int32)
-        kept = numpy.fromiter(torch.cat([targets[:, None].int(), others], dim=1).numpy(), object)
+        kept = list(torch.cat([targets[:, None].int(), others], dim=1).numpy())
+
+    def restrict(logits: Tensor, part: slice) -> Tensor:
+        return mask_outside(logits, kept[part]) if kept else logits
 
     def logprobs() -> Tensor:
         if in_chunks:
-            return TargetLogprobs.apply(hidden, policy.head.weight, None, targets, kept, policy.projection(0.7))
+            return TargetLogprobs.apply(hidden, policy.head.weight, None, targets, restrict, policy.projection(0.7))
         all_logprobs = torch.log_softmax(policy.head(hidden) / 0.7, dim=-1)  # (N, V)
         with torch.no_grad():
             _entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
@@ -311,7 +321,7 @@ def serve(pipe: Any, config: dict) -> None:
     """In a process of its own: take a step for each number received, until 0, and send its metrics."""
     with running(**config) as (run, live):
         for step in iter(pipe.recv, 0):
-            pipe.send(train_step(run, live, step)[0])
+            pipe.send(train_step(run, live, step).metrics)
     pipe.send({})
 
 

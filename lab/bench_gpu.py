@@ -28,7 +28,7 @@ from objectives import mismatch_metrics
 from probe.noise import measure_self_noise
 from records import append_rows, memory_gib, one_sentence, provenance, stage
 from rl import Policy, frozen_logprobs, make_batch
-from train import Live, Run, train_step
+from train import Run, TrainingState, train_step
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -104,7 +104,7 @@ def write_model(options: Options) -> None:
 
 
 @contextmanager
-def running_model(options: Options) -> Iterator[tuple[Run, Live]]:
+def running_model(options: Options) -> Iterator[tuple[Run, TrainingState]]:
     """A run of the model on both sides, without stop tokens. On a GPU the process ends here, after the last figure."""
     (options.model / "task.py").write_text(TASK.format(digits=options.prompt_tokens - 1))  # after <bos>
     with running(
@@ -113,14 +113,14 @@ def running_model(options: Options) -> Iterator[tuple[Run, Live]]:
         micro_batch_tokens=options.micro_batch_tokens, kv_cache_gib=options.kv_cache_gib, eval_with_trainer=False,
         parity=options.parity, **({"cuda_graphs": options.cuda_graphs} if GPU else {}),
     ) as (prepared, live):
-        live.flight.sampling = replace(prepared.sampling, stop_token_ids=())
-        yield replace(prepared, sampling=live.flight.sampling), live
+        live.source.sampling = replace(prepared.sampling, stop_token_ids=())
+        yield replace(prepared, sampling=live.source.sampling), live
         if GPU:  # before vLLM frees its memory, since its allocator may abort the process there
             sys.stdout.flush()
             os._exit(0)
 
 
-def sleep_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
+def sleep_figures(run: Run, live: TrainingState, options: Options) -> Iterator[Figure]:
     """Sleep, wake and load beside a copy of the same tensors on the device, and the memory that sleep frees."""
     engine, weights = live.engine, live.policy.weights()
     targets = [torch.empty_like(tensor) for tensor in weights.values()]
@@ -143,7 +143,7 @@ def sleep_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
         yield Figure("load / copy on the device", loaded["load_gb_s"] / copy_gb_s, "", at_least=0.5)
 
 
-def speed_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
+def speed_figures(run: Run, live: TrainingState, options: Options) -> Iterator[Figure]:
     """Tokens per second of the engine alone, with and without log-probabilities; short responses warm up."""
     prompts = [problem.prompt_ids for problem in run.task.train[: options.rollouts // GROUP]]
     for name, logprobs in (("without", None), ("with", 0)):
@@ -154,7 +154,7 @@ def speed_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
         yield Figure(f"generation {name} log-probabilities", options.rollouts * new_tokens / duration, "tokens/s")
 
 
-def parity_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
+def parity_figures(run: Run, live: TrainingState, options: Options) -> Iterator[Figure]:
     """Mean |trainer - engine| by the trainer's head and the engine's batch size, beside the trainer's self-noise."""
     prompts = [problem.prompt_ids for problem in run.task.train[:64]]
     head = {True: "fp32", False: options.dtype}
@@ -165,7 +165,7 @@ def parity_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
         batch = make_batch(rollouts, torch.zeros(len(rollouts)), DEVICE)
         for fp32_head in (True, False):
             scorer = Policy(live.policy.model, fp32_head)
-            scored = replace(batch, old_logprobs=frozen_logprobs(scorer, batch, run.config.grpo)["logprobs"])
+            scored = replace(batch, old_logprobs=frozen_logprobs(scorer, batch, run.config.grpo))
             metrics = mismatch_metrics(scored.old_logprobs, scored.behavior_logprobs, scored.mask)
             mismatch, noise = metrics["mismatch_abs_mean"], measure_self_noise(scorer, scored, run.config.grpo)
             name = f"engine's batch {size}, heads {head[options.parity.fp32_head]} and {head[fp32_head]}"
@@ -174,11 +174,11 @@ def parity_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
                          at_most=1.2 if fp32_head and options.parity.fp32_head else None)
 
 
-def step_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
+def step_figures(run: Run, live: TrainingState, options: Options) -> Iterator[Figure]:
     """Training steps by phase, with the peak memory of each phase beside the one that lab.plan predicts."""
     names = ("generate", "old_logprobs", "update", "sync")
     for step in range(1, TURNS + 1):
-        metrics, _, _ = train_step(run, live, step)
+        metrics = train_step(run, live, step).metrics
         step_s = metrics["step_s"]
         yield Figure("step", step_s, "s", at_most=30 if options.case == "step-1.5b" else None)
         yield Figure("step, tokens/s", metrics["tokens"] / step_s, "tokens/s")
@@ -191,7 +191,7 @@ def step_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
         yield Figure(f"{name}, peak memory / plan", metrics[f"{name}_gib"] * GIB / planned[name].total, "", 0.85, 1.15)
 
 
-CASES: dict[str, tuple[Callable[[Run, Live, Options], Iterator[Figure]], Options]] = {  # short ones first
+CASES: dict[str, tuple[Callable[[Run, TrainingState, Options], Iterator[Figure]], Options]] = {  # short ones first
     "sleep": (sleep_figures, Options()),
     "parity": (parity_figures, Options()),
     "parity-head": (parity_figures, Options(parity=ParityFlags(fp32_head=False))),

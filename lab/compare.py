@@ -14,8 +14,8 @@ from typing import Any
 
 import tyro
 
+from extras.curves import steps_of
 from lab.ablate import METRICS
-from lab.curves import steps_of
 from records import one_sentence, stage
 
 STORED = Path(__file__).parents[1] / "docs" / "reference"  # JOB.json: options, versions, metrics of each run

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
 from config import Config
 from examples.record_trl import TraceRecorder
+from extras.curves import steps_of
 from lab import table
 from lab.compare import STORED
-from lab.curves import steps_of
 from lab.translate import to_trl
 from records import append_rows
 from train import prepare

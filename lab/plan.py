@@ -23,10 +23,12 @@ from transformers.masking_utils import sdpa_mask
 from config import POSITIVE, Config
 from engine_adapter import CANARY_PROMPTS
 from examples.toys import toy_config, toy_tokenizer
+from extras.offload import OffloadedOptimizer
+from extras.reference import kv_bytes_per_token
 from lab import table
+from objectives import Batch
 from records import one_sentence, stage
-from reference import kv_bytes_per_token
-from rl import Optimizer, Policy, TargetLogprobs, attention_for
+from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, attention_for
 from tasks import encode, load_tokenizer
 from train import find_task
 
@@ -116,7 +118,8 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
         policy = Policy(model, config.parity.fp32_head, gradient_checkpointing=config.grpo.gradient_checkpointing,
                         check=False)
-        optimizer = Optimizer(model, config.grpo.weight_decay, config.grpo.offload_optimizer)
+        make_optimizer = OffloadedOptimizer if config.grpo.offload_optimizer else Optimizer
+        optimizer = make_optimizer(model, config.grpo.weight_decay)
         for master in optimizer.masters:
             master.grad = torch.zeros_like(master)  # accumulated over earlier micro-batches
         ids = torch.zeros(rows, width, dtype=torch.long)
@@ -124,7 +127,8 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
         def loss() -> torch.Tensor:
             hidden = policy.hidden(ids)[:, -config.grpo.max_new_tokens :].flatten(0, 1)  # (N, H)
             head, bias = policy.projection(config.grpo.temperature), policy.head_bias
-            return TargetLogprobs.apply(hidden, policy.head.weight, bias, ids.new_zeros(len(hidden)), None, head).sum()
+            targets, restrict = ids.new_zeros(len(hidden)), Vocabulary().restriction(Batch(*[None] * 7), ids)
+            return TargetLogprobs.apply(hidden, policy.head.weight, bias, targets, restrict, head).sum()
 
         forward = memory.added_by(torch.no_grad()(loss))
         backward = memory.added_by(lambda: optimizer.backward(loss()))

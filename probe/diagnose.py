@@ -16,7 +16,7 @@ from probe.hypotheses import MASK_EDGE, Explanation, Probe
 from probe.search import Search
 from probe.stress import BY_CHANCE, Events, compare
 from probe.traces import Replay, Trace, Weights, save_trace
-from rl import Policy, has_mask
+from rl import Policy
 
 FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
 UNLIKELY = 0.05  # probability by chance below which a kind of pressure is shown beside the wrong requests
@@ -180,7 +180,7 @@ def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[
         side = "on both sides" if in_engine and in_trainer else "in the engine" if in_engine else "in the trainer"
         named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {side}"))
     if probe.trainer.distribution == "temperature" and not start.floor.allows(start.noise):
-        named.append(causes.NOT_IN_TRAINER.of("mask" if has_mask(probe.trace.sampling) else "penalties"))
+        named.append(causes.NOT_IN_TRAINER.of("mask" if probe.trace.sampling.has_mask else "penalties"))
     known = [updates for updates in probe.earlier if (probe.labels == probe.version - updates).double().mean() > 0.5]
     moved_on = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in known}
     named = [moved_on.get(cause, cause) for cause in named]
@@ -328,14 +328,26 @@ def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, s
     return as_trace(engine, engine.generate(prompts, 1, sampling, seeds), sampling)
 
 
-def probe_step(run: Any, live: Any, metrics: dict[str, Any], problems: list[Any], earlier: Weights) -> dict[str, str]:
+class StepProbe:
+    """Observes the steps of train.py, whose `run` and `state` it takes: `probe_step` with the weights before each."""
+
+    def __init__(self, run: Any, state: Any):
+        self.run, self.state, self.earlier = run, state, state.policy.copied_weights()
+
+    def __call__(self, step: Any) -> dict[str, str]:
+        status = probe_step(self.run, self.state, step.metrics, step.problems, self.earlier)
+        self.earlier = self.state.policy.copied_weights()
+        return status
+
+
+def probe_step(run: Any, state: Any, metrics: dict[str, Any], problems: list[Any], earlier: Weights) -> dict[str, str]:
     """Probe the engine after a step of train.py, if the step is planned or its metrics exceed ALARMS.
 
-    PROBE_REQUESTS responses over the step's problems. `run` and `live` are those of train.py; `earlier` are the
+    PROBE_REQUESTS responses over the step's problems. `run` and `state` are those of train.py; `earlier` are the
     policy's weights before the step's update. Writes step_N.npz (the trace), .png and .json (the verdict) to the run's
     folder `probe` and prints a line. Returns the status for the step's metrics, {} without a probe.
     """
-    config, engine = run.config, live.engine
+    config, engine = run.config, state.engine
     step, alarm = metrics["step"], alarms(metrics) if config.measure.probe_on_alarm else []
     planned = config.measure.probe_every and (step - 1) % config.measure.probe_every == 0
     if not (alarm or planned):
@@ -345,7 +357,7 @@ def probe_step(run: Any, live: Any, metrics: dict[str, Any], problems: list[Any]
     seeds = [2**20 * config.run.seed + PROBE_REQUESTS * step + index for index in range(PROBE_REQUESTS)]
     trace = sample_trace(engine, prompts, replace(run.sampling, max_kept=0), seeds)
     scored = "processed" if run.sampling.max_kept else "temperature"
-    verdict = diagnose(live.policy, trace, [earlier], engine.weight_version, scored)
+    verdict = diagnose(state.policy, trace, [earlier], engine.weight_version, scored)
     path = run.out / "probe" / f"step_{step:06d}"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(f"{path}.npz", trace)

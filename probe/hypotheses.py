@@ -18,7 +18,7 @@ from probe import causes
 from probe.causes import Cause
 from probe.noise import check_other_path
 from probe.traces import NO_MASK, NO_PENALTIES, Replay, Trace, Weights
-from rl import Policy, has_mask
+from rl import Policy
 
 # Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) / sqrt(tokens). Clean
 # traces of 12 architectures in fp32 and bf16 have 0.86 to 1.23 floors; the largest of 640 has 1.3 floors + 2.1 errors.
@@ -277,7 +277,7 @@ class Probe:
         if readout.head != "float32" and self.policy.model.dtype == torch.float32:
             fine, half = (forward.logprobs(replace(readout, head=head)) for head in self.heads)
             edge, beyond = HEAD_EDGE, beyond & (residual.abs() <= 2 * (half - fine).abs().max())
-        elif has_mask(self.distributions[readout.distribution][0]):
+        elif self.distributions[readout.distribution][0].has_mask:
             edge = MASK_EDGE
         expected = edge * len(residual)  # the limit adds two standard deviations of such a count
         few = 0 < beyond.sum() <= expected + 2 * expected**0.5 + 3 * floor.infinite * (edge > 0)

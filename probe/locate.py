@@ -9,12 +9,12 @@ from unittest.mock import patch
 import torch
 
 import rl
-import shared_engine
 from engine_adapter import Engine, ParityFlags, Sampling
+from extras import shared_engine
+from extras.exact import why_not
+from extras.shared_engine import SharedEngine
 from probe.diagnose import as_trace
-from probe.inexact import why_not
 from probe.traces import Replay, Trace
-from shared_engine import SharedEngine
 
 PARTS = "the model's code", "attention", "batching"  # what each step but the first removes
 
@@ -29,8 +29,8 @@ def locate(policy: rl.Policy, model: str, parity: ParityFlags, prompts: list[lis
     refused = why_not(engine)
     with patch.object(rl, "FEWEST_ROWS", 1), patch.object(shared_engine, "FEWEST_ROWS", 1):  # no padding
         sampled = _sample(engine, *workload)
-        shared, kernel = _mismatch(policy, sampled), _mismatch(policy, sampled, engine.kernel_hidden)
-    padded = _mismatch(policy, _sample(engine, *workload), engine.kernel_hidden)
+        shared, kernel = _mismatch(policy, sampled), _mismatch(policy, sampled, engine.kernel_body)
+    padded = _mismatch(policy, _sample(engine, *workload), engine.kernel_body)
     engine.close()
     # The ordinary engine comes last: serving some architectures, it patches the Python class of the trainer's module.
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
@@ -53,7 +53,7 @@ def _sentence(means: list[float], refused: str | None) -> str:
 def _sample(engine: Engine, policy: rl.Policy, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> Trace:
     """One response per prompt: of one prompt alone, then of two at once, of four, and so on."""
     engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
-    policy.kernel_hidden, rollouts = None, []
+    policy.body, rollouts = policy.own_body, []
     engine.load(policy.weights(), policy.response_logprobs)
     while len(rollouts) < len(prompts):
         some = slice(len(rollouts), 2 * len(rollouts) + 1)
@@ -64,7 +64,7 @@ def _sample(engine: Engine, policy: rl.Policy, prompts: list[list[int]], seeds: 
 @torch.no_grad()
 def _mismatch(policy: rl.Policy, trace: Trace, kernel: Any = None) -> torch.Tensor:
     """|trainer - engine|, where the trainer has its own attention or vLLM's `kernel`: (N,)."""
-    policy.kernel_hidden, replay = kernel, Replay(policy, trace)
+    policy.body, replay = kernel or policy.own_body, Replay(policy, trace)
     scored = [replay.logprobs(logits, trace.sampling, tokens)[1]
               for tokens, logits in replay.logits(replay.all_hidden(), None)]
     return (torch.cat(scored).double() - replay.reported).abs()

@@ -44,7 +44,8 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
 
     AttentionInterface.register("blockwise", blockwise_attention)
     AttentionMaskInterface.register("blockwise", eager_mask)
-    usual, kernel_hidden, policy.kernel_hidden = policy.model.config._attn_implementation, policy.kernel_hidden, None
+    usual = policy.model.config._attn_implementation
+    body, policy.body = policy.body, policy.own_body
     chunk_sizes = {layer: layer.chunk_size for layer in policy.model.modules() if hasattr(layer, "chunk_size")}
     policy.model.set_attn_implementation("blockwise")
     for layer, size in chunk_sizes.items():
@@ -53,7 +54,7 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
         yield
     finally:
         policy.model.set_attn_implementation(usual)
-        policy.kernel_hidden = kernel_hidden
+        policy.body = body
         for layer, size in chunk_sizes.items():
             layer.chunk_size = size
 
@@ -62,10 +63,23 @@ def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
     """`old_logprobs` minus their recomputation with `rounded_otherwise` and smaller micro-batches: (B, T)."""
     smaller = replace(grpo, micro_batch_tokens=-(-grpo.micro_batch_tokens // 3))
     with rounded_otherwise(policy):
-        other = frozen_logprobs(policy, batch, smaller, metrics=False)["logprobs"]
+        other = frozen_logprobs(policy, batch, smaller)
     unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to the same value
     check_other_path(policy, batch.old_logprobs[unsure], other[unsure])
     return batch.old_logprobs - other
+
+
+class SelfNoise:
+    """Observes a step of train.py every `self_noise_every` steps; the noise is that of the updated weights."""
+
+    def __init__(self, policy: Policy, config: Any):
+        self.policy, self.grpo, self.every = policy, config.grpo, config.measure.self_noise_every
+
+    def __call__(self, step: Any) -> dict[str, float]:
+        if (step.metrics["step"] - 1) % self.every:
+            return {}
+        batch = replace(step.batch, old_logprobs=frozen_logprobs(self.policy, step.batch, self.grpo))
+        return measure_self_noise(self.policy, batch, self.grpo)
 
 
 def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import ROUNDING, Explanation, ForwardPass, Noise, Probe, Readout
-from rl import has_mask
 
 MAX_CAUSES = 3  # of one explanation
 LEAST_SHARE = 0.7  # of the mismatch above the noise floor that an explanation must explain
@@ -163,7 +162,7 @@ class Search:
         logprobs, sampled = self.replay.logprobs(logits, declared, chunk, torch.float64)  # (n, V), (n,)
         kept = (sampled - self.probe.reported[chunk]).exp()  # (n,) mass inside the mask
         cut = (kept < 1 - 1e-3) & (kept > sampled.exp())
-        if has_mask(declared) or not cut.any():
+        if declared.has_mask or not cut.any():
             return
         descending = logprobs.exp().sort(dim=-1, descending=True).values
         mass = descending.cumsum(dim=-1)

@@ -18,9 +18,10 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from engine_adapter import Rollout, Sampling
+from extras.masks import masked_logits
 from probe.noise import rounded_otherwise
 from probe.stress import Events
-from rl import Policy, make_batch, masked_logits
+from rl import Policy, make_batch
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
@@ -216,9 +217,9 @@ class Replay:
     def all_hidden(self, weights: Weights | None = None) -> Tensor:
         """Last hidden states at all response tokens: (N, H); under the policy's own weights as `Policy.logprobs`."""
         self.forwards += 1
-        if weights is None and self.policy.kernel_hidden is not None:
+        if weights is None and self.policy.body != self.policy.own_body:
             batches = map(self.batch.rows, self.split_rows(self.rows_per_pass))
-            return torch.cat([self.policy.kernel_hidden(batch, batch.mask > 0) for batch in batches])
+            return torch.cat([self.policy.body(batch, batch.mask > 0) for batch in batches])
         with self.policy.using(weights):
             return torch.cat([self.hidden(rows) for rows in self.split_rows(self.rows_per_pass)])
 

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from engine_adapter import Engine, ParityFlags, WeightLoadError
+from extras.exact import verify, why_not
 from objectives import Batch
 from rl import FEWEST_ROWS, Policy
 
@@ -41,11 +42,10 @@ class SharedEngine(Engine):
         super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
-            from probe.inexact import verify, why_not
             if reason := why_not(self):
                 self.close()
                 raise ValueError(f"exact must be off here: {reason}")
-            self.canary_tolerance, policy.kernel_hidden = 0.0, self.kernel_hidden
+            self.canary_tolerance, policy.body = 0.0, self.kernel_body
             self.verify = partial(verify, self)
 
     @torch.no_grad()
@@ -110,8 +110,8 @@ class SharedEngine(Engine):
             attended = attended + (usual - usual.detach()).to(query.dtype)  # adds 0
         return pad(attended, (0, 0, 0, 0, 0, padding))[None], None
 
-    def kernel_hidden(self, batch: Batch, response: Tensor) -> Tensor:
-        """`Policy.shared_hidden` with vLLM's kernel, over N tokens row by row, each distinct prompt once: -> (n, H)."""
+    def kernel_body(self, batch: Batch, response: Tensor) -> Tensor:
+        """`Policy.plain_body` with vLLM's kernel, over N tokens row by row, each distinct prompt once: -> (n, H)."""
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 

@@ -35,7 +35,7 @@ def verify(engine: Engine, batch: Batch) -> dict[str, int]:
 
 def cause(engine: Engine, prompt_ids: list[int]) -> str:
     """Why a request with this prompt is not exact: the first test that fails tells."""
-    if engine.policy.kernel_hidden != engine.kernel_hidden:
+    if engine.policy.body != engine.kernel_body:
         return f"the trainer scored with {engine.policy.model.config._attn_implementation}, not with vLLM's kernel"
     if reason := why_not(engine):
         return reason
@@ -90,4 +90,4 @@ def _hidden(engine: Engine, sequences: list[list[int]], prompt_lengths: list[int
     rollouts = [Rollout(ids[:length], None, ids[length:], [0.0] * (len(ids) - length))
                 for ids, length in zip(sequences, prompt_lengths, strict=True)]
     batch = make_batch(rollouts, torch.zeros(len(rollouts)))
-    return engine.kernel_hidden(batch, batch.mask > 0)
+    return engine.kernel_body(batch, batch.mask > 0)

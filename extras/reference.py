@@ -11,9 +11,30 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from engine_adapter import COUNTERS, Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError, kept_sets
-from rl import Policy, masked_logits
+from engine_adapter import Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
+from extras.masks import collect_kept_sets, masked_logits
+from rl import Policy
+
+
+def engine_for(run: Any, policy: Policy) -> "ReferenceEngine":
+    """With as many sequences at once as kv_cache_gib holds; `run` is train.py's. Raises: ValueError."""
+    backend = run.config.backend
+    per_rollout = run.max_model_len * kv_bytes_per_token(policy.model.config.get_text_config(), policy.model.dtype)
+    fitting = max(1, int(backend.kv_cache_gib * 2**30 / per_rollout))
+    return ReferenceEngine(policy, min(backend.max_num_seqs, fitting))
+
+
+def check_model(policy: Policy) -> None:
+    """Raises: ValueError if transformers' KV cache cannot serve the model."""
+    config = policy.model.config
+    if policy.model._is_stateful:
+        raise ValueError("engine must be vllm and eval_with_trainer off with recurrent layers (transformers cannot drop"
+                         " a row of their state); try --engine vllm --no-eval-with-trainer")
+    if 1 in [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]:
+        raise ValueError("sliding_window must be at least 2 (at 1 transformers' KV cache keeps all keys), got 1;"
+                         " try --engine vllm --no-eval-with-trainer")
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -33,9 +54,10 @@ class ReferenceEngine(Engine):
     on_gpu = _memory_released = False  # sleep has nothing to release
 
     def __init__(self, policy: Policy, max_num_seqs: int = 256):
+        check_model(policy)
         self.policy, self.max_num_seqs = policy, max_num_seqs
         self.version = None  # of vLLM
-        self.state, self.weight_version, self.counters = "empty", 0, dict.fromkeys(COUNTERS, 0)
+        self.state, self.weight_version, self.counters = "empty", 0, dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self._queue: list[Rollout] = []
         self.settings = self.audit()
 
@@ -53,8 +75,6 @@ class ReferenceEngine(Engine):
     @torch.no_grad()
     def step(self) -> None:
         """Sample N queued rollouts to their end: at most `max_num_seqs`, all with the sampling of the first."""
-        from transformers import DynamicCache
-
         sampling, device = self._queue[0].sampling, self.policy.device
         alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
         rollouts = list(islice(alike, self.max_num_seqs))  # N
@@ -73,9 +93,10 @@ class ReferenceEngine(Engine):
             tokens, logprobs = _draw(self.policy.logits(hidden), sampling, generators)  # (N,), (N, V)
             chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
             all_ids = numpy.broadcast_to(numpy.arange(logprobs.shape[1], dtype=numpy.int32), logprobs.shape)  # (N, V)
-            kept = kept_sets(all_ids, logprobs.cpu().numpy(), sampling) if sampling.max_kept else []
+            all_logprobs = logprobs.cpu().numpy() if sampling.max_kept else all_ids
             for row, (rollout, token, logprob) in enumerate(zip(rollouts, tokens.tolist(), chosen, strict=True)):
-                rollout.append([token], [logprob], self.weight_version, kept[row : row + 1])
+                rollout.append([token], [logprob], self.weight_version)
+                collect_kept_sets(rollout, all_ids[row : row + 1], all_logprobs[row : row + 1])
                 if token in sampling.stop_token_ids:
                     rollout.finish_reason = "stop"
                 elif len(rollout.token_ids) == sampling.max_new_tokens:

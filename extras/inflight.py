@@ -1,0 +1,143 @@
+"""Groups in flight (`--inflight-groups N`): some stay unfinished in the engine while the weights change."""
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from config import Config
+from engine_adapter import Engine, Rollout, Sampling, reseed
+from tasks import Problem, Task
+
+
+@dataclass(eq=False)
+class Group:
+    """G rollouts of one problem. `rollouts` is empty until the engine has room."""
+
+    problem: Problem
+    rollouts: list[Rollout] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.rollouts) and all(rollout.finish_reason for rollout in self.rollouts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have been sampled so far."""
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
+    def oldest_version(self) -> float:
+        """That of its rollouts; infinity before the first token."""
+        versions = [rollout.oldest_version for rollout in self.rollouts]
+        return min((version for version in versions if version is not None), default=math.inf)
+
+
+class GroupsInFlight:
+    """Groups in the order of submission, of which a step takes the P complete ones that were submitted first.
+
+    N more stay in flight, so that the engine never waits for the longest rollout of a batch. Every
+    group submitted is trained on, dropped for its age, or in flight.
+
+    Source: PipelineRL, arXiv 2509.19128, there on two sets of devices; here engine and trainer take
+    turns on one.
+    """
+
+    def __init__(self, engine: Engine, group_size: int, sampling: Sampling, max_staleness: int):
+        self.engine = engine
+        self.group_size = group_size
+        self.sampling = sampling
+        self.max_staleness = max_staleness
+        self.groups: list[Group] = []
+        self.counters = dict(groups_submitted=0, groups_trained=0, groups_dropped=0)
+
+    def submit(self, problems: list[Problem]) -> None:
+        self.groups += [Group(problem) for problem in problems]
+        self.counters["groups_submitted"] += len(problems)
+
+    def take(self, num_groups: int) -> list[Group]:
+        """Run the engine until `num_groups` or more are complete. Returns those submitted first.
+
+        Groups with short answers are complete earlier; groups with long answers come later and are
+        staler.
+        """
+        self._fill()
+        while len(complete := [group for group in self.groups if group.complete]) < num_groups:
+            if not self.engine.num_unfinished:
+                raise RuntimeError(f"{num_groups} groups are wanted, {len(complete)} are complete,"
+                                   " none runs")
+            self.engine.step()
+            self._fill()
+        taken = complete[:num_groups]
+        self.groups = [group for group in self.groups if group not in taken]
+        self.counters["groups_trained"] += num_groups
+        return taken
+
+    def _fill(self) -> None:
+        """Submit groups to the engine while it has room."""
+        for group in self.groups:
+            if not group.rollouts and self.engine.has_room:
+                prompt_ids = group.problem.prompt_ids
+                group.rollouts = self.engine.submit(prompt_ids, self.group_size, self.sampling)
+
+    def after_update(self) -> dict[str, int]:
+        """Drop the groups that are too old; returns the figures for the log.
+
+        Raises: RuntimeError if the engine runs other rollouts than theirs.
+        """
+        oldest = self.engine.weight_version - self.max_staleness
+        for group in [group for group in self.groups if group.oldest_version < oldest]:
+            self.groups.remove(group)
+            self.engine.abort(group.rollouts)
+            self.counters["groups_dropped"] += 1
+            self.engine.counters["tokens_wasted"] += group.num_tokens
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        unfinished = sum(rollout.finish_reason is None for rollout in rollouts)
+        if unfinished != self.engine.num_unfinished:
+            raise RuntimeError(f"{unfinished} rollouts are in flight, the engine runs"
+                               f" {self.engine.num_unfinished}")
+        return self.counts()
+
+    def counts(self) -> dict[str, int]:
+        """Groups in flight now; since the run's first step: groups, and the engine's counters."""
+        return {"groups_in_flight": len(self.groups)} | self.counters | self.engine.counters
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint. Partial work is not kept: its prompts are submitted again."""
+        engines = dict(self.engine.counters)
+        engines["tokens_wasted"] += sum(group.num_tokens for group in self.groups)
+        engines["rollouts_restarted"] += sum(len(group.rollouts) for group in self.groups)
+        problems = [tuple(group.problem) for group in self.groups]
+        return {"groups": problems, "counters": self.counters, "engine_counters": engines}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.groups = [Group(Problem(*problem)) for problem in state["groups"]]
+        self.counters = dict(state["counters"])
+        self.engine.counters |= state["engine_counters"]
+
+
+class InFlightSource(GroupsInFlight):
+    """As train.Synchronous, with N more groups in flight than a step takes."""
+
+    def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
+        super().__init__(engine, config.grpo.group_size, sampling, config.backend.max_staleness)
+        self.task = task
+        self.config = config
+        self.rng = random.Random(config.run.seed)
+
+    def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
+        """P problems and B = P * G complete rollouts, group-major."""
+        num_prompts = self.config.grpo.num_prompts
+        wanted = num_prompts + self.config.backend.inflight_groups
+        self.submit(self.task.sample(self.rng, wanted - len(self.groups)))
+        reseed(self.config.run.seed, "train", step)
+        groups = self.take(num_prompts)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return [group.problem for group in groups], rollouts
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"rng": self.rng.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.rng.setstate(state["rng"])

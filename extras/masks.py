@@ -1,0 +1,104 @@
+"""The sampler's mask (`--top-k`, `--top-p`, `--min-p`): the trainer's softmax over the kept tokens.
+
+The ids that the mask kept travel with each sampled token. docs/masks.md has the reasons.
+"""
+
+import math
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from engine_adapter import Engine, Rollout, Sampling
+from objectives import Batch
+from rl import Policy
+
+
+def masked_logits(logits: Tensor, sampling: Any) -> Tensor:
+    """(N, V) logits after temperature, -inf where the mask cuts them off: min-p, top-k, top-p.
+
+    `sampling` has the three options. Source: vLLM's v1/sample/sampler.py and
+    ops/topk_topp_sampler.py; V0 applied min-p last.
+    """
+    if sampling.min_p > 0:
+        ratios = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+        logits = logits.masked_fill(ratios < sampling.min_p, -math.inf)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        smallest = logits.topk(sampling.top_k).values[:, -1:]  # (N, 1)
+        logits = logits.masked_fill(logits < smallest, -math.inf)
+    if sampling.top_p < 1:
+        # 512 tokens are usually enough, and they are sorted much faster than the vocabulary.
+        for size in (min(512, logits.shape[-1]), logits.shape[-1]):
+            likely, order = logits.topk(size)  # (N, size), in descending order
+            probabilities = torch.exp(likely - logits.logsumexp(dim=-1, keepdim=True))
+            kept = probabilities.cumsum(dim=-1) - probabilities < sampling.top_p  # of all likelier ones
+            if not kept[:, -1].any():
+                break
+        cut = torch.full_like(logits, -math.inf)
+        logits = cut.scatter(-1, order, likely.masked_fill(~kept, -math.inf))
+    return logits
+
+
+def collect_kept_sets(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarray) -> None:
+    """Add the ids that the mask kept for each token: those whose log-probability is not -inf.
+
+    Shapes: (n, K), (n, K). Raises: ValueError if a set is larger than `max_kept`.
+    """
+    largest = rollout.sampling.max_kept
+    if not largest:
+        return
+    finite = logprobs > -math.inf  # (n, K)
+    if finite.sum(axis=1).max() > largest:
+        raise ValueError("max_kept must be at least the size of each set of tokens that the sampler's"
+                         f" mask keeps, got {largest}, one has more ({rollout.sampling});"
+                         " raise --max-kept or give --top-k")
+    rollout.kept += [row[each] for row, each in zip(ids, finite, strict=True)]  # copies
+
+
+def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
+    """-inf outside the kept sets, in place: (n, V) and n arrays of ids -> (n, V)."""
+    if not len(logits):
+        return logits
+    rows = numpy.repeat(numpy.arange(len(logits)), [len(ids) for ids in kept])
+    indices = torch.from_numpy(numpy.stack([rows, numpy.concatenate(kept)])).to(logits.device)
+    outside = torch.ones_like(logits, dtype=torch.bool)
+    outside[indices[0], indices[1]] = False
+    return logits.masked_fill_(outside, -math.inf)
+
+
+class KeptTokens:
+    """As rl.Vocabulary: the softmax of a token is over its kept set, if the sampler returned it.
+
+    Without kept sets (`--parity.no-sampling-mask`) it is over the vocabulary, and only the metrics
+    are added.
+    """
+
+    def __init__(self, sampling: Sampling):
+        self.sampling = sampling
+
+    def restriction(self, batch: Batch, response: Tensor) -> Any:
+        """A function of (n, V) logits and the slice of the N response tokens that they belong to."""
+        rows = response.any(dim=1).nonzero()[:, 0].tolist()
+        kept = [ids for row in rows for ids in batch.rollouts[row].kept]
+        if not kept:
+            return lambda logits, part: logits
+        assert len(kept) == response.sum(), f"{len(kept)=} {response.sum()=}: of all tokens of a row"
+        return lambda logits, part: mask_outside(logits, kept[part])
+
+    def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """(n, V) logits of the vocabulary, (n,) -> (n,) by name. The trainer applies the mask itself.
+
+        `kept_mass`: the probability of the tokens that this mask keeps. `outside_frac`: 1 if it cuts
+        off the sampled token (by rounding or staleness), else 0.
+        """
+        masked = masked_logits(logits, self.sampling)
+        kept_mass = (masked.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp()
+        outside = masked.gather(-1, targets[:, None])[:, 0].isinf()
+        return {"kept_mass": kept_mass, "outside_frac": outside.float()}
+
+
+def use_masks(policy: Policy, engine: Engine, sampling: Sampling) -> None:
+    """Both sides with the mask of `sampling`."""
+    policy.support = KeptTokens(sampling)
+    engine.collect = collect_kept_sets

@@ -216,7 +216,8 @@ class FurtherOptions:
     # Longest prompt in tokens; if not given, the model's context minus max_new_tokens.
     max_prompt_tokens: Count | None = None
     overlong_prompts: Literal["refuse", "drop"] = "refuse"  # Longer prompts: refuse the run, or drop and count them.
-    reward_limit_s: Positive = CALL_LIMIT_S  # Limit for a task file's import, and for a call of its sample or reward.
+    # Limit for a task file's import, and for a call of its sample or reward.
+    reward_limit_s: Annotated[float, Rule("in (0, 1e9), a timer's range", lambda limit: 0 < limit < 1e9)] = CALL_LIMIT_S
     # If a reward raises, hangs or is not a finite number: stop the run, or count it and go on with reward 0.
     reward_errors: Literal["stop", "count"] = "stop"
     cache_dir: Name = str(Path(__file__).parent / ".cache")  # Where the toy model is kept once it has been taught.

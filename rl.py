@@ -416,6 +416,9 @@ class Optimizer:
         self.device, self.offload = trained[0].device, offload
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=any(p.dtype == torch.float16 for p in trained))
         self.host: dict[tuple[Tensor, str], Tensor] = {}  # pinned once: pinning takes longer than copying
+        for master in self.masters:  # torch does this in the first step, in blocks that activations have freed
+            zeros = partial(torch.zeros_like, master)
+            self.adamw.state[master] = {"step": master.new_zeros(()), "exp_avg": zeros(), "exp_avg_sq": zeros()}
         for parameter, master in self.rounded:
             parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
         self.move(to_host=True)
@@ -465,6 +468,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
+        self.adamw.state.clear()  # there is no room for two sets of moments
         self.adamw.load_state_dict(state["adamw"])
         self.scaler.load_state_dict(state["scaler"])
         for (_, master), saved in zip(self.rounded, state["masters"], strict=True):

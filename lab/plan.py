@@ -128,8 +128,6 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
 
         forward = memory.added_by(torch.no_grad()(loss))
         backward = memory.added_by(lambda: optimizer.backward(loss()))
-        optimizer.adamw.step()
-        optimizer.move(to_host=True)
     slabs = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in optimizer.host.values()}
     moments = sum(each.nbytes for state in optimizer.adamw.state.values() for each in state.values())
     return Parts(

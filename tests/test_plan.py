@@ -66,7 +66,7 @@ def taken(function):
     result = function()
     return memory_gib(peak=True) - before, result
 
-update(policy, optimizer, replace(batch, old_logprobs=batch.behavior_logprobs), job, 1e-5)  # creates the moments
+update(policy, optimizer, replace(batch, old_logprobs=batch.behavior_logprobs), job, 1e-5)  # warms up
 forward, old = taken(lambda: frozen_logprobs(policy, batch, job)["logprobs"])
 backward, _ = taken(lambda: update(policy, optimizer, replace(batch, old_logprobs=old), job, 1e-5))
 print(json.dumps([forward, backward]))
@@ -110,7 +110,7 @@ def test_weights_masters_moments_and_gradients_are_those_of_a_real_optimizer(dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pinned_memory_is_that_of_a_real_optimizers_slabs(dtype, capsys):
-    model = qwen2(tied=True, dtype=dtype, vocab_size=5000)  # one large tensor: its slab has a gap
+    model = qwen2(tied=True, dtype=dtype, vocab_size=9000)  # one large tensor: its slab has a gap
     optimizer = Optimizer(model, 0.0, offload=True)
     optimizer.backward(model(torch.tensor([[5, 6, 7]])).logits.sum())
     optimizer.move(to_host=False)

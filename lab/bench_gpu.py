@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
-from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine_adapter import ParityFlags, check_vllm_version
 from examples.toys import toy_tokenizer
@@ -186,7 +186,7 @@ def step_figures(run: Run, live: Live, options: Options) -> Iterator[Figure]:
         for name in names:
             yield Figure(name, metrics[f"{name}_s"], "s")
             yield Figure(f"{name}, peak memory", metrics[f"{name}_gib"], "GiB")
-    planned = phases(run.config, AutoConfig.from_pretrained(options.model), options.prompt_tokens)
+    planned = phases(run.config, live.policy.model.config, options.prompt_tokens, live.policy.chunk_elements)
     for name in names:
         yield Figure(f"{name}, peak memory / plan", metrics[f"{name}_gib"] * GIB / planned[name].total, "", 0.85, 1.15)
 

@@ -19,7 +19,7 @@ from lab.bench_gpu import main as bench_gpu_main
 from lab.plan import GIB, TRY, Memory, Parts, measure_trainer, phases, print_plan
 from lab.plan import main as plan_main
 from reference import kv_bytes_per_token
-from rl import Optimizer
+from rl import Optimizer, head_chunk
 from train import Config
 
 ROOT = Path(__file__).parents[1]
@@ -147,6 +147,20 @@ def test_fp32_with_grouped_queries_is_planned_with_the_scores_of_each_layer(caps
     layers = MODEL["num_hidden_layers"]
     assert layers <= added(grouped, "float32") <= 2 * layers
     assert added(grouped, "bfloat16") == added(ungrouped, "float32") == 0
+
+
+def test_the_plan_has_the_larger_chunks_of_a_larger_gpu(capsys):
+    """3,072 response tokens and 65,536 ids: six chunks of 2^25 logits, or one chunk of them all."""
+    config, update, printed = Qwen2Config(**MODEL | {"vocab_size": 65536}), {}, {}
+    for gib in (8.0, 80.0):
+        update[gib] = phases(JOB, config, PROMPT, head_chunk(gib))["update"]
+        print_plan(JOB, config, PROMPT, gib)
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| update"))
+        printed[gib] = f" {update[gib].activations / GIB:.2f} " in row
+    more, chunk = update[80.0].activations - update[8.0].activations, 3072 * 65536 * 4
+    assert chunk < more < 3 * chunk
+    assert update[8.0] == planned(65536)["update"]  # of a CPU
+    assert all(printed.values())
 
 
 def test_memory_counts_living_tensors_and_forgets_freed_ones():

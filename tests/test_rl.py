@@ -17,7 +17,7 @@ from engine_adapter import Rollout, Sampling
 from objectives import UpdateOptions
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
-from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, host_views, make_batch, product, update
+from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, head_chunk, host_views, make_batch, product, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -106,6 +106,19 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     assert relative(loss.detach(), exact_loss.detach()) < 1e-6
     for value, truth in zip(ours, exact, strict=True):
         assert relative(value.grad, truth.grad) < 1e-6
+
+
+@pytest.mark.parametrize("gib, power", [
+    (0, 25), (7.7, 25), (15.6, 25), (23.5, 26), (39.4, 27), (79.2, 28), (139.8, 28),
+])  # fmt: skip
+def test_a_chunk_of_the_head_takes_at_most_a_64th_of_a_gpus_memory_and_1_gib(gib, power):
+    assert head_chunk(gib) == 2**power
+    if 25 < power < 28:  # the next larger chunk would take more
+        assert 4 * 2**power <= gib * 2**30 / 64 < 8 * 2**power
+
+
+def test_on_a_cpu_a_chunk_of_the_head_has_the_size_it_always_had():
+    assert Policy(qwen2(tied=True)).chunk_elements == 2**25
 
 
 @pytest.mark.parametrize("lengths", [(4, 2, 6, 1), (1, 1, 1, 1)])

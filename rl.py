@@ -21,7 +21,6 @@ from transformers import DynamicCache
 from engine_adapter import Rollout, Sampling
 from objectives import OBJECTIVES, Batch, UpdateOptions, loss_weights, weighted_loss
 
-HEAD_CHUNK_ELEMENTS = 2**25  # logits that the head computes at once, n * V: 128 MiB in fp32
 FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently (docs/exact.md)
 
 
@@ -100,6 +99,14 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
+def head_chunk(gpu_gib: float) -> int:
+    """Logits that the head computes at once, n * V: 2^25 on a CPU (0 GiB), up to 2^28 on a GPU.
+
+    Each chunk also moves the weight's gradient, (V, H), so a GPU has few: one takes up to 1/64 of the memory, in fp32.
+    """
+    return 2 ** max(25, min(28, int(gpu_gib * 2**22).bit_length() - 1))
+
+
 @dataclass(frozen=True)
 class Projection:
     """The head: logits = scale * cap(hidden W^T + bias) / temperature, cap(z) = softcap * tanh(z / softcap), if any.
@@ -165,6 +172,9 @@ class TargetLogprobs(torch.autograd.Function):
             hidden_grads.append(product(product_grad, cast, dtype).to(hidden.dtype))
             if hidden.dtype == torch.float32:
                 weight_grad.addmm_(product_grad.T, hidden[part])
+            elif weight.is_cuda and dtype == torch.float32:  # as `product` does, but added up in place
+                left = product_grad.T.to(hidden.dtype)
+                torch.addmm(weight_grad, left, hidden[part], out_dtype=dtype, out=weight_grad)
             else:
                 weight_grad += product(product_grad.T, hidden[part], dtype)
             if bias_grad is not None:
@@ -189,9 +199,9 @@ class Policy:
     head than soft-capping and scaling). `check=False` skips that, for models without weights (lab/plan.py).
     """
 
-    def __init__(self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int = HEAD_CHUNK_ELEMENTS,
+    def __init__(self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int | None = None,
                  gradient_checkpointing: bool = False, check: bool = True):
-        self.model, self.fp32_head, self.chunk_elements = model.eval(), fp32_head, chunk_elements  # eval: no dropout
+        self.model, self.fp32_head = model.eval(), fp32_head  # eval: no dropout
         layers = DynamicCache(config=model.config).layers
         if any(getattr(layer, "sliding_window", 2) < 2 for layer in layers):
             raise ValueError("sliding_window must be at least 2 (at 1 transformers' KV cache keeps all keys), got 1")
@@ -207,6 +217,8 @@ class Policy:
         model.base_model.do_not_compile = True
         self.head, config = model.get_output_embeddings(), model.config.get_text_config()
         self.head_bias = getattr(self.head, "bias", None)  # (V,)
+        gpu_gib = torch.cuda.mem_get_info(self.device)[1] / 2**30 if self.device.type == "cuda" else 0.0
+        self.chunk_elements = chunk_elements or head_chunk(gpu_gib)
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2: cap * tanh(logits / cap)
         # Cohere multiplies by logit_scale, Falcon-H1 by lm_head_multiplier; Granite divides by logits_scaling.
         self.scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
@@ -448,6 +460,9 @@ class Optimizer:
         self.device, self.offload = trained[0].device, offload
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=any(p.dtype == torch.float16 for p in trained))
         self.host: dict[tuple[Tensor, str], Tensor] = {}  # pinned once: pinning takes longer than copying
+        for master in self.masters:  # torch does this in the first step, in blocks that activations have freed
+            zeros = partial(torch.zeros_like, master)
+            self.adamw.state[master] = {"step": master.new_zeros(()), "exp_avg": zeros(), "exp_avg_sq": zeros()}
         for parameter, master in self.rounded:
             parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
         self.move(to_host=True)
@@ -497,6 +512,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
+        self.adamw.state.clear()  # there is no room for two sets of moments
         self.adamw.load_state_dict(state["adamw"])
         self.scaler.load_state_dict(state["scaler"])
         for (_, master), saved in zip(self.rounded, state["masters"], strict=True):

@@ -26,7 +26,7 @@ from lab import table
 from objectives import Positive
 from records import one_sentence, stage
 from reference import kv_bytes_per_token
-from rl import Optimizer, Policy, TargetLogprobs, attention_for
+from rl import Optimizer, Policy, TargetLogprobs, attention_for, head_chunk
 from tasks import encode, load_tokenizer
 from train import Config, find_task
 
@@ -103,8 +103,9 @@ def largest_micro_batch(config: Config, max_prompt_tokens: int) -> tuple[int, in
     return min(max(1, config.micro_batch_tokens // width), minibatch), width
 
 
-def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> tuple[Parts, int]:
-    """Run the trainer's largest micro-batch on fake tensors.
+def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int,
+                    chunk_elements: int | None = None) -> tuple[Parts, int]:
+    """Run the trainer's largest micro-batch on fake tensors; `chunk_elements` as in `Policy`.
 
     Returns the bytes of the trainer during an update, and those that a pass without gradients adds to the weights.
     `activations` are a forward and backward's peak: activations, chunks of logits, gradients not yet accumulated.
@@ -114,8 +115,7 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
     attention = attention_for(model_config).replace("sdpa", "planned_sdpa")
     with FakeTensorMode(), memory:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
-        policy = Policy(model, config.parity.fp32_head, gradient_checkpointing=config.gradient_checkpointing,
-                        check=False)
+        policy = Policy(model, config.parity.fp32_head, chunk_elements, config.gradient_checkpointing, check=False)
         optimizer = Optimizer(model, config.weight_decay, config.offload_optimizer)
         for master in optimizer.masters:
             master.grad = torch.zeros_like(master)  # accumulated over earlier micro-batches
@@ -128,8 +128,6 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
 
         forward = memory.added_by(torch.no_grad()(loss))
         backward = memory.added_by(lambda: optimizer.backward(loss()))
-        optimizer.adamw.step()
-        optimizer.move(to_host=True)
     slabs = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in optimizer.host.values()}
     moments = sum(each.nbytes for state in optimizer.adamw.state.values() for each in state.values())
     return Parts(
@@ -156,10 +154,11 @@ def needs_math_attention(config: Config, model_config: PretrainedConfig) -> bool
     return config.dtype == "float32" and (getattr(model_config, "num_key_value_heads", None) or heads) != heads
 
 
-def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> dict[str, Parts]:
+def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int,
+           chunk_elements: int | None = None) -> dict[str, Parts]:
     """The bytes on a GPU in each phase of a step, and during the evaluation by the trainer alone."""
     with sdpa_kernel(SDPBackend.MATH) if needs_math_attention(config, model_config) else nullcontext():
-        update, forward = measure_trainer(config, model_config, max_prompt_tokens)
+        update, forward = measure_trainer(config, model_config, max_prompt_tokens, chunk_elements)
     copies = bool(config.kl_coef) + bool(config.probe_every or config.probe_on_alarm)  # first weights; the step before
     update = replace(update, copies=copies * update.weights)
     idle = replace(update, gradients=0, activations=0)
@@ -189,7 +188,7 @@ TRY = {  # options that lower the memory of a phase, the cheapest first
 
 def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
     """Print the table, the verdict, and options that lower the peak. Returns whether the run fits."""
-    by_phase, dtype = phases(config, model_config, max_prompt_tokens), getattr(torch, config.dtype)
+    by_phase, dtype = phases(config, model_config, max_prompt_tokens, head_chunk(gib)), getattr(torch, config.dtype)
     update = by_phase["update"]
     print(f"{model_config.model_type}, {update.weights / dtype.itemsize / 1e6:,.1f} million parameters, {config.dtype};"
           f" prompts of {max_prompt_tokens} and responses of {config.max_new_tokens} tokens; GiB on one GPU:\n")

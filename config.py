@@ -219,7 +219,7 @@ class DataConfig:
 
     def __post_init__(self):
         COUNT.check(self, "max_prompt_tokens")
-        POSITIVE.check(self, "reward_limit_s")
+        Rule("in (0, 1e9), a timer's range", lambda limit: 0 < limit < 1e9).check(self, "reward_limit_s")
 
 
 @dataclass(frozen=True)

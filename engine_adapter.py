@@ -263,6 +263,7 @@ class Engine:
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30), num_gpu_blocks_override=kv_blocks,
             gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
             enforce_eager=not cuda_graphs, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
+            enable_flashinfer_autotune=False,  # it takes long at each start, and runs would differ by what it picks
         )
         if cuda_graphs:  # of whole decode steps, captured without compilation; a batch is padded to the next size
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
@@ -604,6 +605,9 @@ class Engine:
 
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+        LAYERWISE_INFO.clear()  # after a load it refers to the layers, which would stay alive with their tensors
+        self.runner.sampler = self.runner.structured_outputs_worker = self.runner.block_tables = None
         del self.core, self.runner, self._model  # their tensors, before vLLM gives the memory back
         self.llm.engine_core.shutdown()
         del self.llm

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 from records import one_line, stage
@@ -305,18 +306,21 @@ def call_within(limit_s: float, name: str, function: Callable, *arguments: Any) 
     Raises: ValueError that names the function if it raises, exits or takes too long.
     """
 
-    def expire(*_):
-        raise OutOfTime(f"no answer within {limit_s:g} s; --reward-limit-s sets the limit")
+    def call():
+        return function(*arguments)
+
+    def expire(_, frame):
+        # Only during the call: an exception before or after it would skip the clean-up.
+        if any(each.f_code is call.__code__ for each, _ in walk_stack(frame)):
+            raise OutOfTime(f"no answer within {limit_s:g} s; --reward-limit-s sets the limit")
 
     previous = signal.signal(signal.SIGALRM, expire)
     try:
-        signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)  # repeated, in case the first one is caught
-        try:
-            return function(*arguments)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        # Repeated, in case the first one is caught; at shorter intervals the handler would interrupt itself.
+        signal.setitimer(signal.ITIMER_REAL, limit_s, max(limit_s, 0.01))
+        return call()
     except (Exception, SystemExit, OutOfTime) as error:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have come just before the line above
         raise ValueError(f"{name} fails ({one_line(error):.300})") from error
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)  # None: a handler that Python has not set

@@ -1,1 +1,1 @@
-"""One file for one option. Each file can be deleted: the default job still runs, and its option ends in one sentence."""
+"""One file for one option. Without the file the default job still runs, and the option ends in a sentence."""

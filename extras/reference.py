@@ -57,7 +57,8 @@ class ReferenceEngine(Engine):
         check_model(policy)
         self.policy, self.max_num_seqs = policy, max_num_seqs
         self.version = None  # of vLLM
-        self.state, self.weight_version, self.counters = "empty", 0, dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
+        self.state, self.weight_version = "empty", 0
+        self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self._queue: list[Rollout] = []
         self.settings = self.audit()
 

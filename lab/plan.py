@@ -28,7 +28,7 @@ from extras.reference import kv_bytes_per_token
 from lab import table
 from objectives import Batch
 from records import one_sentence, stage
-from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, attention_for
+from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, attention_for, head_chunk
 from tasks import encode, load_tokenizer
 from train import find_task
 
@@ -105,8 +105,9 @@ def largest_micro_batch(config: Config, max_prompt_tokens: int) -> tuple[int, in
     return min(max(1, config.grpo.micro_batch_tokens // width), minibatch), width
 
 
-def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> tuple[Parts, int]:
-    """Run the trainer's largest micro-batch on fake tensors.
+def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int,
+                    chunk_elements: int | None = None) -> tuple[Parts, int]:
+    """Run the trainer's largest micro-batch on fake tensors; `chunk_elements` as in `Policy`.
 
     Returns the bytes of the trainer during an update, and those that a pass without gradients adds to the weights.
     `activations` are a forward and backward's peak: activations, chunks of logits, gradients not yet accumulated.
@@ -116,8 +117,7 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
     attention = attention_for(model_config).replace("sdpa", "planned_sdpa")
     with FakeTensorMode(), memory:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
-        policy = Policy(model, config.parity.fp32_head, gradient_checkpointing=config.grpo.gradient_checkpointing,
-                        check=False)
+        policy = Policy(model, config.parity.fp32_head, chunk_elements, config.grpo.gradient_checkpointing, check=False)
         make_optimizer = OffloadedOptimizer if config.grpo.offload_optimizer else Optimizer
         optimizer = make_optimizer(model, config.grpo.weight_decay)
         for master in optimizer.masters:
@@ -132,9 +132,8 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
 
         forward = memory.added_by(torch.no_grad()(loss))
         backward = memory.added_by(lambda: optimizer.backward(loss()))
-        optimizer.adamw.step()
-        optimizer.move(to_host=True)
-    slabs = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in optimizer.host.values()}
+    storages = [tensor.untyped_storage() for tensor in getattr(optimizer, "host", {}).values()]
+    slabs = {storage._cdata: storage.nbytes() for storage in storages}
     moments = sum(each.nbytes for state in optimizer.adamw.state.values() for each in state.values())
     return Parts(
         weights=sum(parameter.nbytes for parameter in model.parameters()),
@@ -160,10 +159,11 @@ def needs_math_attention(config: Config, model_config: PretrainedConfig) -> bool
     return config.run.dtype == "float32" and (getattr(model_config, "num_key_value_heads", None) or heads) != heads
 
 
-def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int) -> dict[str, Parts]:
+def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int,
+           chunk_elements: int | None = None) -> dict[str, Parts]:
     """The bytes on a GPU in each phase of a step, and during the evaluation by the trainer alone."""
     with sdpa_kernel(SDPBackend.MATH) if needs_math_attention(config, model_config) else nullcontext():
-        update, forward = measure_trainer(config, model_config, max_prompt_tokens)
+        update, forward = measure_trainer(config, model_config, max_prompt_tokens, chunk_elements)
     probed = config.measure.probe_every or config.measure.probe_on_alarm
     copies = bool(config.grpo.kl_coef) + bool(probed)  # first weights; the step before
     update = replace(update, copies=copies * update.weights)
@@ -196,7 +196,8 @@ TRY = {  # options that lower the memory of a phase, the cheapest first
 
 def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
     """Print the table, the verdict, and options that lower the peak. Returns whether the run fits."""
-    by_phase, dtype = phases(config, model_config, max_prompt_tokens), getattr(torch, config.run.dtype)
+    by_phase = phases(config, model_config, max_prompt_tokens, head_chunk(gib))
+    dtype = getattr(torch, config.run.dtype)
     update = by_phase["update"]
     print(f"{model_config.model_type}, {update.weights / dtype.itemsize / 1e6:,.1f} million parameters,"
           f" {config.run.dtype}; prompts of {max_prompt_tokens} and responses of {config.grpo.max_new_tokens} tokens;"

@@ -6,19 +6,20 @@ other trainer does otherwise or cannot express. The names are those of TRL 1.16.
 
 import json
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import tyro
 
+from config import Config, GrpoConfig
 from engine_adapter import ParityFlags
 from objectives import OBJECTIVES
 from records import one_sentence, stage
-from rl import has_mask
-from train import Config
 
 Translation = tuple[dict[str, Any], list[str]]  # options by name, notes
+OWN = {"out", "resume", "cache_dir", "allow_untested_vllm"}  # this repository's folders and versions: no note
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,24 @@ class Options:
 def read(run: str) -> Config:
     with stage(f"reading the run in {run}"):
         options = json.loads((Path(run) / "config.json").read_text())["config"]
-        known = {each.name for each in fields(Config)}
-        options = {name: value for name, value in options.items() if name in known}
-        return Config(**options | {"parity": ParityFlags(**options["parity"])})
+        return Config.of(**options | {"parity": ParityFlags(**options["parity"])})
 
 
-def shared_notes(config: Config) -> list[str]:
+def view(flat: dict[str, Any]) -> SimpleNamespace:
+    """Options by name, in one place: past the rules of Config, as one may need the value of another."""
+    options = SimpleNamespace(**flat | {"parity": SimpleNamespace(**flat["parity"])})
+    options.clip, options.has_mask = GrpoConfig.clip.fget(options), GrpoConfig.has_mask.fget(options)
+    return options
+
+
+def shared_notes(config: SimpleNamespace) -> list[str]:
     """What neither TRL nor verl has."""
     parity = config.parity
     return [sentence for holds, sentence in (
-        (has_mask(config) and parity.sampling_mask, "top_k, top_p, min_p: the trainer's softmax is over the whole"
+        (config.has_mask and parity.sampling_mask, "top_k, top_p, min_p: the trainer's softmax is over the whole"
          " vocabulary there, not over the tokens that the sampler kept (docs/masks.md)"),
         (config.inflight_groups, f"inflight_groups {config.inflight_groups}: this is another trainer there (TRL: async"
          " GRPO; verl: fully async); their pause mode and cache reset decide what becomes of kept KV"),
-        (config.prefix_cache == "versioned", "prefix_cache versioned: both reset the cache at each load instead"),
         (True, f"learning rate: here {config.lr_warmup_steps} steps of warm-up times a linear decay to 0, the same for"
          " all minibatches of a step"),
         (True, "a minibatch whose groups are all flat takes an optimizer step there, here it takes none"),
@@ -54,8 +59,8 @@ def shared_notes(config: Config) -> list[str]:
     ) if holds]  # fmt: skip
 
 
-def to_trl(config: Config) -> Translation:
-    objective, (low, high), updates = config.objective, config.clip, config.num_minibatches
+def to_trl(config: SimpleNamespace) -> Translation:
+    objective, parity, (low, high), updates = config.objective, config.parity, config.clip, config.num_minibatches
     options = dict(
         per_device_train_batch_size=config.num_prompts * config.group_size // updates, steps_per_generation=updates,
         max_steps=config.steps * updates, logging_steps=updates, num_generations=config.group_size, seed=config.seed,
@@ -68,14 +73,13 @@ def to_trl(config: Config) -> Translation:
         scale_rewards="none" if objective == "dr_grpo" else "group",
         mask_truncated_completions=config.mask_truncated, shuffle_dataset=False, bf16=config.dtype == "bfloat16",
         fp16=config.dtype == "float16", gradient_checkpointing=config.gradient_checkpointing,
-        use_vllm=config.engine == "vllm", vllm_mode="colocate", cast_lm_head_to_fp32=config.parity.fp32_head
+        use_vllm=config.engine != "transformers", vllm_mode="colocate", cast_lm_head_to_fp32=parity.fp32_head
         and config.dtype != "float32", vllm_importance_sampling_correction=config.tis != "off",
     )  # fmt: skip
     if config.tis != "off":
         mode = {"token": "token_truncate", "sequence": "sequence_truncate", "masked": "token_mask"}[config.tis]
         floor = {"vllm_importance_sampling_clip_min": config.tis_floor} if config.tis == "masked" else {}
         options |= {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": config.tis_cap} | floor
-    parity = config.parity
     return options, [sentence for holds, sentence in (
         (config.old_policy == "rollout", "old_policy rollout: TRL forms the ratio with its own recomputed values"),
         (config.tis == "off", "tis off: TRL then logs no mismatch (sampling/sampling_logp_difference)"),
@@ -92,7 +96,7 @@ def to_trl(config: Config) -> Translation:
     ) if holds] + shared_notes(config)  # fmt: skip
 
 
-def to_verl(config: Config) -> Translation:
+def to_verl(config: SimpleNamespace) -> Translation:
     actor, rollout, objective = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", config.objective
     (low, high), tis = config.clip, "null" if config.tis == "off" else config.tis
     engine, correction, parity = f"+{rollout}.engine_kwargs.vllm", "algorithm.rollout_correction", config.parity
@@ -103,10 +107,10 @@ def to_verl(config: Config) -> Translation:
         "data.max_response_length": config.max_new_tokens, "data.shuffle": False,
         "trainer.total_training_steps": config.steps, f"{rollout}.name": "vllm", f"{rollout}.n": config.group_size,
         f"{rollout}.temperature": config.temperature, f"{rollout}.top_p": config.top_p,
-        f"{rollout}.top_k": config.top_k or -1, f"{rollout}.dtype": config.dtype,
-        f"{rollout}.calculate_log_probs": True,
+        f"{rollout}.top_k": config.top_k or -1, f"{rollout}.dtype": config.dtype, f"{rollout}.seed": config.seed,
         f"{rollout}.logprobs_mode": "processed_logprobs" if parity.processed_logprobs else "raw_logprobs",
-        f"{rollout}.enable_prefix_caching": not parity.explicit_runtime,
+        f"{rollout}.calculate_log_probs": True, f"{rollout}.enable_prefix_caching": not parity.explicit_runtime,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": config.gradient_checkpointing,
         "algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": objective != "dr_grpo",
         f"{actor}.ppo_mini_batch_size": config.num_prompts // config.num_minibatches, f"{actor}.ppo_epochs": 1,
         f"{actor}.policy_loss.loss_mode": objective if objective in ("gspo", "cispo") else "vanilla",
@@ -127,16 +131,30 @@ def to_verl(config: Config) -> Translation:
     if parity.fp32_head and config.dtype != "float32":
         options[f"{engine}.hf_overrides.head_dtype"] = "float32"
     return options, [sentence for holds, sentence in (
-        (config.engine == "transformers", "engine transformers: verl samples with an engine of its own"),
         (config.min_p, f"min_p {config.min_p}: rollout has no such option"),
         (parity.fp32_head and config.dtype != "float32", "fp32 head: verl 0.9.1 has no option for the trainer's side"),
         (True, "clip_ratio_c 1e6 switches verl's second clip (dual clip) off"),
         (objective != "dr_grpo", "advantages are divided by std + 1e-6 there, here by std + 1e-4"),
-        (config.mask_truncated, "mask_truncated: verl 0.9.1 has no option"),
         (True, "verl's schedules are constant and cosine"),
-        (config.task == "toy" or not config.task.endswith(".parquet"), f"task {config.task}: verl reads parquet files"
-         " (data.train_files) and a reward function (reward.custom_reward_function.path)"),
+        (True, f"task {config.task}: verl reads parquet files (data.train_files) and reward.custom_reward_function"),
     ) if holds] + shared_notes(config)  # fmt: skip
+
+
+def translate(config: Config, to: Literal["trl", "verl"]) -> Translation:
+    """With a note for each option whose default gives the same translation, so that no option is lost in silence."""
+    grpo, given, default = config.grpo, config.flat(), Config().flat()
+    if to == "verl" and grpo.num_prompts % grpo.num_minibatches:
+        raise ValueError(f"num_minibatches must divide num_prompts for verl, got {grpo.num_minibatches}")
+    translated = to_trl if to == "trl" else to_verl
+    options, notes = translated(view(given))
+    others = {name: given | {name: value} for name, value in default.items() if name not in OWN}
+    parity = given["parity"]
+    others |= {name: given | {"parity": parity | {name: value}} for name, value in default["parity"].items()}
+    for name, other in others.items():
+        value = given[name] if name in given else parity[name]
+        if name != "parity" and other != given and translated(view(other)) == translated(view(given)):
+            notes.append(f"{name} {value}: without effect on this translation")
+    return options, notes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     with one_sentence(2):
         words = tyro.cli(Options, args=arguments, description=__doc__)
         config = read(words.run)
-        options, notes = (to_trl if words.to == "trl" else to_verl)(config)
+        options, notes = translate(config, words.to)
         if words.to == "trl":
             print("from trl import GRPOConfig\n\nconfig = GRPOConfig(")
             print(*(f"    {name}={value!r}," for name, value in options.items()), ")", sep="\n")

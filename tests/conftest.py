@@ -26,11 +26,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from shared_engine import SharedEngine
+
 from config import GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
 from objectives import mismatch_metrics
 from rl import Policy, frozen_logprobs, make_batch
-from shared_engine import SharedEngine
 
 logging.disable_progress_bar()
 
@@ -40,14 +41,20 @@ DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
 STARTERS = {"started", "bench"}  # a test that names one of these, a function or a fixture, gets the marker `engine`
 NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
 shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
-# vLLM unfreezes all objects when it closes, and then collects garbage three times in all imported modules (1.3 s).
-atexit.register(gc.unfreeze)
-gc.unfreeze = lambda: None
+OWN_PROCESS = "PYTEST_OWN_PROCESS"  # in a child process of `pytest_pyfunc_call`: the id of its parent
+# vLLM freezes all objects when it starts. It unfreezes them when it closes, and then collects garbage three times in
+# all imported modules (1.3 s). Without a GPU only `close_live_engine` freezes, and nothing unfreezes. So the imported
+# modules stay frozen, an engine is never frozen, and the same collections free it in 0.1 s.
+freeze, unfreeze = gc.freeze, gc.unfreeze
+if not torch.cuda.is_available():
+    atexit.register(unfreeze)
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "engine: starts a vLLM engine, in this process or in a child process")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; a GPU machine runs `pytest -m gpu tests`")
+    config.addinivalue_line("markers", "own_process: runs in a child process; added to gpu tests that start an engine")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -55,10 +62,26 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if STARTERS & {*item.fixturenames, *item.function.__code__.co_names}:
             item.add_marker("engine")
+            # On a GPU vLLM refuses an engine if the process still holds memory of an earlier one.
+            if "gpu" in item.keywords:
+                item.add_marker("own_process")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     # The longest test goes first, beside all others: at the end it would run alone.
     items.sort(key=lambda item: item.name != "test_the_default_job_learns_at_parity")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test with the marker `own_process` passes if it passes in a child process."""
+    if "own_process" not in pyfuncitem.keywords or OWN_PROCESS in os.environ:
+        return None
+    program = [sys.executable, "-m", "pytest", "-q", "--runxfail", f"{pyfuncitem.path}::{pyfuncitem.name}"]
+    environment = os.environ | {OWN_PROCESS: str(os.getpid())}
+    child = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    if child.returncode:
+        pytest.fail(f"in a process of its own:\n{child.stdout[-5000:]}{child.stderr[-2000:]}", pytrace=False)
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +106,7 @@ def close_live_engine() -> None:
     if Engine.live is not None:
         Engine.live.close()
     shared.clear()
-    gc.freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
+    freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
 
 
 def train_here(arguments: list[str]) -> None:

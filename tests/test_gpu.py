@@ -1,13 +1,14 @@
 """On a GPU: `pytest -m gpu tests` selects these and a few more. Their thresholds are those of 16 bits, not of fp32."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICES, command, qwen2, train_process
+from conftest import DEVICES, OWN_PROCESS, command, qwen2, train_process
 
 from rl import Policy, TargetLogprobs
 
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_fp32_head_of_a_bf16_model_agrees_with_float64(device):
-    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16).to(device))
+    # In chunks of 16 rows: the weight's gradient adds up over three of them.
+    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16).to(device), chunk_elements=16 * 96)
     weight, generator = policy.head.weight, torch.Generator().manual_seed(0)
     hidden = torch.randn(40, 64, generator=generator).bfloat16().to(device).requires_grad_()
     targets = torch.randint(96, (40,), generator=generator).to(device)
@@ -28,6 +30,28 @@ def test_the_fp32_head_of_a_bf16_model_agrees_with_float64(device):
                     torch.autograd.grad(expected.sum(), wide), strict=True)  # fmt: skip
     for ours, theirs in gradients:
         assert (ours - theirs).abs().max() < 2**-7 * theirs.abs().max()  # they are stored in bf16
+
+
+# ------------------------------------------------------------------------------------------------ one engine a process
+@pytest.mark.own_process
+def test_a_test_with_the_marker_runs_in_a_process_of_its_own():
+    assert int(os.environ[OWN_PROCESS]) == os.getppid()
+
+
+@pytest.mark.own_process
+@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="it fails in its own process alone")
+def test_a_failure_in_a_process_of_its_own_is_a_failure():
+    assert OWN_PROCESS not in os.environ
+
+
+def test_each_gpu_test_that_starts_an_engine_in_its_process_has_the_marker():
+    """The others that start one, below, start it in a child process."""
+    which = "gpu and engine and not own_process"
+    program = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", which, "tests"]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    names = [line.rpartition("::")[2] for line in result.stdout.splitlines() if "::" in line]
+    assert names == ["test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_than_noise",
+                     "test_the_gpu_benchmark_frees_the_engines_memory_and_ends_without_an_error"]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from config import GrpoConfig
 from engine_adapter import Rollout, Sampling
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
-from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, host_views, make_batch, product, update
+from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, head_chunk, host_views, make_batch, product, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -106,6 +106,19 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     assert relative(loss.detach(), exact_loss.detach()) < 1e-6
     for value, truth in zip(ours, exact, strict=True):
         assert relative(value.grad, truth.grad) < 1e-6
+
+
+@pytest.mark.parametrize("gib, power", [
+    (0, 25), (7.7, 25), (15.6, 25), (23.5, 26), (39.4, 27), (79.2, 28), (139.8, 28),
+])  # fmt: skip
+def test_a_chunk_of_the_head_takes_at_most_a_64th_of_a_gpus_memory_and_1_gib(gib, power):
+    assert head_chunk(gib) == 2**power
+    if 25 < power < 28:  # the next larger chunk would take more
+        assert 4 * 2**power <= gib * 2**30 / 64 < 8 * 2**power
+
+
+def test_on_a_cpu_a_chunk_of_the_head_has_the_size_it_always_had():
+    assert Policy(qwen2(tied=True)).chunk_elements == 2**25
 
 
 @pytest.mark.parametrize("lengths", [(4, 2, 6, 1), (1, 1, 1, 1)])
@@ -482,8 +495,67 @@ def test_offload_leaves_masters_that_are_the_models_parameters_where_they_are():
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=dtype))
                                     for dtype in (torch.float32, torch.bfloat16)])  # fmt: skip
     optimizer = Optimizer(model, weight_decay=0.0, offload=True)
-    assert [name for master, name in optimizer.host] == ["master"]
-    assert next(iter(optimizer.host))[0] is optimizer.masters[1]
+    assert [master for master, name in optimizer.host if name == "master"] == [optimizer.masters[1]]
+
+
+def uneven() -> torch.nn.ParameterList:
+    """The last of the parameters never gets a gradient."""
+    values = torch.arange(12.0).view(3, 4)
+    return torch.nn.ParameterList(map(torch.nn.Parameter, (values.clone(), values[0].bfloat16(), values[1].clone())))
+
+
+def step_uneven(optimizer: Optimizer, model: torch.nn.ParameterList) -> None:
+    optimizer.backward((model[0] * model[0]).sum() + model[1].sum())
+    optimizer.step(lr=1e-2, grad_clip=1.0)
+
+
+def test_the_moments_are_there_at_the_start_as_torch_would_create_them():
+    """In memory that is not mixed with activations. torch creates them in the first step: here one of gradients 0."""
+    model = uneven()
+    model.append(torch.nn.Parameter(torch.ones(3, 4).T))
+    optimizer = Optimizer(model, weight_decay=0.1)
+    theirs = torch.optim.AdamW(optimizer.masters, lr=0.0, fused=True)
+    for master in optimizer.masters:
+        master.grad = torch.zeros_like(master)
+    theirs.step()
+    for master in optimizer.masters:
+        ours, expected = optimizer.adamw.state[master], theirs.state[master]
+        assert list(ours) == list(expected)
+        for name, value in ours.items():
+            assert not value.any()
+            for form in ("dtype", "device", "shape", "requires_grad"):
+                assert getattr(value, form) == getattr(expected[name], form)
+            assert value.stride() == expected[name].stride()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("state", ["of the start", "of torch", "of an earlier build, saved before its first step"])
+def test_moments_of_the_start_change_no_bit(state, offload):
+    expected, model = uneven(), uneven()
+    lazy, optimizer = Optimizer(expected, 0.1), Optimizer(model, 0.1, offload)
+    lazy.adamw.state.clear()  # torch creates them in the first step
+    if state == "of torch":
+        optimizer.adamw.state.clear()
+    if state.startswith("of an earlier"):
+        optimizer.load_state_dict(copy.deepcopy(lazy.state_dict()))
+    for _ in range(3):
+        step_uneven(lazy, expected)
+        optimizer.move(to_host=False)
+        step_uneven(optimizer, model)
+        optimizer.move(to_host=True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, model, strict=True))
+    assert len(lazy.adamw.state) == 2
+
+
+def test_a_load_frees_the_moments_of_the_start_first():
+    model = uneven()
+    optimizer, held = Optimizer(model, 0.0), []
+    step_uneven(optimizer, model)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.adamw.register_load_state_dict_pre_hook(lambda adamw, _: held.append(len(adamw.state)))
+    optimizer.load_state_dict(state)
+    assert held == [0]
+    assert [each["step"] for each in optimizer.adamw.state.values()] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("shapes", [

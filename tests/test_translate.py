@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from engine_adapter import ParityFlags
 from lab.compare import STORED
-from lab.translate import main
+from lab.translate import OWN, main, to_trl, to_verl, translate
+from train import Config
 
 
 def translated(tmp_path: Path, capsys, to: str, **changes) -> tuple[dict[str, object], str]:
@@ -46,6 +48,8 @@ def test_the_default_job_in_trl_takes_the_same_number_of_samples_and_steps(tmp_p
     ({"dtype": "bfloat16"}, {"bf16": True, "cast_lm_head_to_fp32": True}, "fp32 head: cast_lm_head_to_fp32 is the"),
     ({"top_p": 0.9}, {"top_p": 0.9}, "the trainer's softmax is over the whole vocabulary"),
     ({"inflight_groups": 4}, {}, "inflight_groups 4"),
+    ({"engine": "shared"}, {"use_vllm": True}, "# engine shared: without effect on this translation"),
+    ({"engine": "transformers"}, {"use_vllm": False}, ""),
 ])  # fmt: skip
 def test_other_options_in_trl(changes, expected, noted, tmp_path, capsys):
     options, notes = translated(tmp_path, capsys, "trl", **changes)
@@ -68,6 +72,9 @@ def test_other_options_in_trl(changes, expected, noted, tmp_path, capsys):
     ({"tis": "masked"}, {"algorithm.rollout_correction.rollout_is": "token",
                          "algorithm.rollout_correction.rollout_is_threshold": "'0.5_2.0'"}, ""),
     ({"old_policy": "rollout"}, {"algorithm.rollout_correction.bypass_mode": "True"}, ""),
+    ({"gradient_checkpointing": True}, {"actor_rollout_ref.rollout.seed": "3",
+     "actor_rollout_ref.model.enable_gradient_checkpointing": "True"}, ""),
+    ({"engine": "shared", "exact": True}, {}, "exact True: without effect on this translation"),
     ({"dtype": "bfloat16"}, {"+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.head_dtype": "float32"},
      "fp32 head: verl 0.9.1 has no option"),
 ])  # fmt: skip
@@ -77,10 +84,81 @@ def test_options_in_verl(changes, expected, noted, tmp_path, capsys):
     assert noted in notes
 
 
+# A value other than the default for each option, with the options that it needs.
+OTHER = {
+    "seed": 7, "steps": 7, "eval_every": 7, "model": "owner/model", "task": "digits", "dtype": "bfloat16",
+    "objective": "cispo", "num_prompts": 64, "group_size": 4, "max_new_tokens": 9, "temperature": 1.0, "top_k": 50,
+    "top_p": 0.9, "min_p": 0.1, "lr": 1e-4, "old_policy": "rollout", "clip_low": 0.1, "clip_high": 0.3, "kl_coef": 0.1,
+    "tis": "sequence", "tis_cap": 3.0, "tis_floor": 0.4, "mask_truncated": True, "num_minibatches": 4,
+    "micro_batch_tokens": 1024, "lr_warmup_steps": 7, "weight_decay": 0.1, "grad_clip": 0.5, "engine": "shared",
+    "exact": True, "kv_cache_gib": 0.5, "eval_task": "held_out.jsonl", "max_prompt_tokens": 64,
+    "overlong_prompts": "drop", "reward_limit_s": 3.0, "reward_errors": "count", "gradient_checkpointing": True,
+    "offload_optimizer": True, "old_logprobs_every": 2, "inflight_groups": 4, "max_staleness": 2,
+    "tis_over_a_broken_backend": True, "max_kept": 64, "max_num_seqs": 64, "block_size": 32,
+    "prefix_cache": "versioned", "cuda_graphs": True, "eval_problems": 16, "eval_samples": 4, "eval_temperature": 1.0,
+    "eval_top_p": 0.9, "eval_with_trainer": False, "checkpoint_every": 7, "self_noise_every": 7, "probe_every": 7,
+    "probe_on_alarm": True, "processed_logprobs": False, "explicit_runtime": False, "inflight_keep": False,
+    "fp32_head": False, "sampling_mask": False, "inflight_otherwise": "recompute",
+}  # fmt: skip
+NEEDS = {"tis_cap": {"tis": "masked"}, "tis_floor": {"tis": "masked"}, "exact": {"engine": "shared"},
+         "old_logprobs_every": {"engine": "shared", "exact": True}, "eval_task": {"task": "problems.jsonl"},
+         "max_kept": {"top_k": 9}, "sampling_mask": {"top_k": 9}, "fp32_head": {"dtype": "bfloat16"},
+         "inflight_otherwise": {"inflight_keep": False}}  # fmt: skip
+UNUSED = {  # in both; the lists are the translations that do not exist
+    "eval_every", "model", "micro_batch_tokens", "exact", "kv_cache_gib", "eval_task", "max_prompt_tokens",
+    "overlong_prompts", "reward_limit_s", "reward_errors", "offload_optimizer", "old_logprobs_every", "max_staleness",
+    "tis_over_a_broken_backend", "max_kept", "max_num_seqs", "block_size", "prefix_cache", "cuda_graphs",
+    "eval_problems", "eval_samples", "eval_temperature", "eval_top_p", "eval_with_trainer", "checkpoint_every",
+    "self_noise_every", "probe_every", "probe_on_alarm", "inflight_keep", "inflight_otherwise",
+}  # fmt: skip
+UNUSED_BY = {"trl": UNUSED | {"engine", "task"}, "verl": (UNUSED - {"model"}) | {"engine", "mask_truncated"}}
+
+
+def config_with(changes: dict[str, object]) -> Config:
+    """The default job with some options changed, flags of its group `parity` among them."""
+    flags = {name: value for name, value in changes.items() if name in vars(ParityFlags())}
+    options = {name: value for name, value in changes.items() if name not in flags}
+    return Config(**options, parity=ParityFlags(**flags))
+
+
+def test_other_values_are_given_for_every_option():
+    assert set(OTHER) == vars(Config()).keys() - OWN - {"parity"} | vars(ParityFlags()).keys()
+
+
+@pytest.mark.parametrize("to", UNUSED_BY)
+@pytest.mark.parametrize("name", OTHER)
+def test_each_option_is_translated_or_named(name, to, tmp_path, capsys):
+    needed = NEEDS.get(name, {})
+    before, after = config_with(needed), config_with(needed | {name: OTHER[name]})
+    options, notes = translate(after, to)
+    named = f"{name} {OTHER[name]}: without effect on this translation" in notes
+    assert named == (name in UNUSED_BY[to])
+    to_other = to_trl if to == "trl" else to_verl
+    assert named or to_other(before) != to_other(after)
+    assert options == to_other(after)[0]
+
+
+def test_the_default_job_has_no_option_without_effect_and_neither_have_folders_and_versions(tmp_path, capsys):
+    own = {"resume": True, "cache_dir": "elsewhere", "allow_untested_vllm": True}
+    for to in UNUSED_BY:
+        assert "without effect" not in translated(tmp_path, capsys, to, **own)[1]
+
+
+def test_minibatches_that_are_no_whole_prompts_are_refused_for_verl(tmp_path, capsys):
+    changes = {"num_prompts": 2, "group_size": 8, "num_minibatches": 8}
+    assert translated(tmp_path, capsys, "trl", **changes)[0]["per_device_train_batch_size"] == 2
+    with pytest.raises(SystemExit) as stop:
+        translated(tmp_path, capsys, "verl", **changes)
+    assert stop.value.code == 2
+    assert "num_minibatches must divide num_prompts for verl, got 8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text, complaint", [
     (None, "error: reading the run in {run} failed: FileNotFoundError"),
     ("{", "error: reading the run in {run} failed: json.decoder.JSONDecodeError"),
     ("{}", "error: reading the run in {run} failed: KeyError: 'config'"),
+    ('{"config": {"parity": {}, "unknown": 1}}',
+     "error: reading the run in {run} failed: TypeError: Config.__init__() got an unexpected keyword argument"),
     ('{"config": {"parity": {}, "group_size": 1}}', "error: reading the run in {run} failed: ValueError: group_size"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(text, complaint, tmp_path, capsys):

@@ -37,7 +37,7 @@ def leave_one_out(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 ], ids=["a surrogate of the behaviour policy", "an advantage of its own"])  # fmt: skip
 def test_a_new_objective_trains_with_one_row(row, good, tmp_path):
     OBJECTIVES["mine"] = row
-    words = command(good, f"--out {tmp_path}/run --engine transformers --task {good}/task.py --lr 1e-2 --temperature 3")
+    words = command(good, f"--out {tmp_path}/run --engine transformers --task {good}/task.py --lr 1e-2 --temperature 2")
     try:
         run = prepare(tyro.cli(Config, args=words).but(objective="mine"))
         live, step = build(run)

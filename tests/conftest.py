@@ -26,10 +26,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from shared_engine import SharedEngine
-
 from config import GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
+from extras.masks import collect_kept_sets
+from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
 from rl import Policy, frozen_logprobs, make_batch
 
@@ -132,12 +132,13 @@ def started(
     key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), usual))
     if shared.get(Engine.live) != key or not load or Engine.live.state not in ("ready", "empty"):
         close_live_engine()
-        policy.kernel_hidden = None  # of an engine that has been closed
+        policy.body = policy.own_body  # of an engine that has been closed
         if kind == "vllm":
             shared[Engine(folder, contract, parity, **usual)] = key
         else:
             shared[SharedEngine(policy, folder, parity, exact=kind == "exact", **usual)] = key
     engine = Engine.live
+    engine.collect = collect_kept_sets
     engine.abort(list(engine._requests.values()))  # left unfinished
     try:
         if load:
@@ -155,7 +156,7 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
     batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
-    old = frozen_logprobs(policy, batch, GrpoConfig(temperature=temperature))["logprobs"]
+    old = frozen_logprobs(policy, batch, GrpoConfig(temperature=temperature))
     return mismatch_metrics(old, batch.behavior_logprobs, batch.mask)
 
 

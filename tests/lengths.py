@@ -21,8 +21,8 @@ def measure(dtype: str) -> list[str]:
 
     from config import GrpoConfig
     from engine_adapter import ParityFlags, Sampling
+    from extras.shared_engine import SharedEngine
     from rl import Policy, frozen_logprobs, make_batch
-    from shared_engine import SharedEngine
 
     found, generator = [], torch.Generator().manual_seed(0)
     shape = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192)
@@ -41,7 +41,7 @@ def measure(dtype: str) -> list[str]:
             prompts = [torch.randint(96, (size,), generator=generator).tolist() for size in sizes]
             rollouts = engine.generate(prompts, 2, Sampling(temperature=0.7, max_new_tokens=NEW), seeds=[0, 10, 20, 30])
             batch = make_batch(rollouts, torch.zeros(len(rollouts)))
-            logprobs = frozen_logprobs(policy, batch, GrpoConfig(temperature=0.7), metrics=False)["logprobs"]
+            logprobs = frozen_logprobs(policy, batch, GrpoConfig(temperature=0.7))
             differing = (logprobs != batch.behavior_logprobs).sum().item() / batch.mask.sum().item()
             found.append(f"{differing:.1%} differ" if differing else "exact")
             close_live_engine()

@@ -10,6 +10,7 @@ import pytest
 from conftest import qwen2, refusal
 
 from examples.toys import toy_tokenizer
+from extras.curves import plot
 from lab import bench
 from lab.ablate import (
     ARMS,
@@ -31,7 +32,6 @@ from lab.ablate import (
     spreads,
     write_page,
 )
-from lab.curves import plot
 
 ROOT = Path(__file__).parents[1]
 

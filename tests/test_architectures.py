@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from config import GrpoConfig
 from engine_adapter import Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
+from extras.prompts import PromptsOnce, compute_prompts_once
 from probe.noise import rounded_otherwise
 from rl import Policy, attention_for, frozen_logprobs, make_batch
 
@@ -149,8 +150,10 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradient
     rows = [(prompt, draw(length)) for size, lengths in groups.items() for prompt in [draw(size)] for length in lengths]
     batch = make_batch([Rollout(prompt, None, ids, [0.0] * len(ids)) for prompt, ids in rows], torch.zeros(8))
     weights, found = torch.randn(batch.mask.shape, generator=generator), []
-    assert policy.shares_prompts
-    for policy.shares_prompts in (False, True):
+    compute_prompts_once(policy)
+    assert isinstance(policy.body, PromptsOnce)
+    for body in (policy.plain_body, policy.own_body):
+        policy.body = body
         policy.model.zero_grad()
         logprobs = policy.logprobs(batch, 0.7)
         (logprobs * weights).sum().backward()
@@ -170,7 +173,7 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     rows = [[5, 6, 7, 8, *draw(length)] for length in (5, 36, 13, 21, 36, 29)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows], torch.zeros(6))
     options = GrpoConfig(temperature=1.0, num_minibatches=1, micro_batch_tokens=120)
-    together = frozen_logprobs(policy, batch, options)["logprobs"]  # (6, 39)
+    together = frozen_logprobs(policy, batch, options)  # (6, 39)
     for index, ids in enumerate(rows):
         alone = torch.tensor(policy.response_logprobs([ids], 4)[0])
         torch.testing.assert_close(together[index][batch.mask[index] > 0], alone, atol=1e-5, rtol=0)

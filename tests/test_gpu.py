@@ -22,7 +22,7 @@ def test_the_fp32_head_of_a_bf16_model_agrees_with_float64(device):
     weight, generator = policy.head.weight, torch.Generator().manual_seed(0)
     hidden = torch.randn(40, 64, generator=generator).bfloat16().to(device).requires_grad_()
     targets = torch.randint(96, (40,), generator=generator).to(device)
-    found = TargetLogprobs.apply(hidden, weight, None, targets, None, policy.projection(0.7))
+    found = TargetLogprobs.apply(hidden, weight, None, targets, lambda logits, part: logits, policy.projection(0.7))
     wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     expected = torch.log_softmax(wide[0] @ wide[1].T / 0.7, dim=-1).gather(-1, targets[:, None])[:, 0]
     assert (found - expected).abs().max() < 1e-4  # a product that is rounded to bf16 differs by 1e-2

@@ -11,10 +11,11 @@ from conftest import command, mismatch_of, move, qwen2, started, train_here
 from test_architectures import RECURRENT, small_model
 from transformers import DynamicCache
 
-from engine_adapter import Flight, ParityFlags, Rollout, Sampling
+from engine_adapter import ParityFlags, Rollout, Sampling
+from extras.inflight import GroupsInFlight
+from extras.reference import ReferenceEngine
 from probe.diagnose import diagnose, sample_trace
 from probe.traces import Trace
-from reference import ReferenceEngine
 from rl import Policy
 from tasks import Problem
 
@@ -54,13 +55,13 @@ def update(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
     engine.load(policy.weights(), policy.response_logprobs)
 
 
-def steps_of(flight: Flight, count: int) -> None:
+def steps_of(flight: GroupsInFlight, count: int) -> None:
     for _ in range(count):
         flight._fill()
         flight.engine.step()
 
 
-def submit(flight: Flight, count: int) -> None:
+def submit(flight: GroupsInFlight, count: int) -> None:
     """Groups with consecutive numbers, as their questions."""
     first = flight.counts()["groups_submitted"]
     numbers = range(first, first + count)
@@ -82,7 +83,7 @@ def test_every_group_is_trained_on_once_dropped_or_in_flight(engine_folders, kin
 def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int) -> None:
     taken, spans = [], 0
     with backend(kind, engine_folders, parity, room) as (policy, engine):
-        flight = Flight(engine, 3, LONG_TAIL, max_staleness=2)
+        flight = GroupsInFlight(engine, 3, LONG_TAIL, max_staleness=2)
         for step in range(12):
             submit(flight, 4 + 3 - len(flight.groups))
             groups = flight.take(4)
@@ -122,7 +123,7 @@ def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int)
 def test_the_probe_tells_kept_from_recomputed_caches(engine_folders, parity):
     word, sampling = {KEEP: "KV kept", RECOMPUTE: "recomputed"}[parity], Sampling(temperature=0.7, max_new_tokens=40)
     with backend("vllm", engine_folders, parity) as (policy, engine):
-        flight = Flight(engine, 2, sampling, max_staleness=9)
+        flight = GroupsInFlight(engine, 2, sampling, max_staleness=9)
         submit(flight, 8)
         steps_of(flight, 20)
         earlier = policy.copied_weights()
@@ -144,7 +145,7 @@ def test_the_probe_finds_parity_with_a_versioned_prefix_cache_over_updates_and_i
     with backend("vllm", engine_folders, parity, block_size=32, prefix_cache="versioned") as (policy, engine):
         for seed in range(3):
             unfinished = [engine.submit(prompt, 2, Sampling(1.0, 60)) for prompt in prompts]
-            steps_of(Flight(engine, 2, sampling, max_staleness=9), 5)
+            steps_of(GroupsInFlight(engine, 2, sampling, max_staleness=9), 5)
             earlier = policy.copied_weights()
             update(policy, engine, scale=0.05, seed=seed)
             trace = sample_trace(engine, prompts * 2, sampling, list(range(16)))
@@ -184,7 +185,7 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
     """Prompts of 136 tokens, 128 to an engine step: the load finds half of the first request's prompt computed."""
     prompt = torch.randint(12, 96, (136,), generator=torch.Generator().manual_seed(0)).tolist()
     with backend("vllm", engine_folders, parity, token_budget=128) as (policy, engine):
-        flight = Flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
+        flight = GroupsInFlight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
         flight.submit([Problem("0", "0", "test", prompt)])
         steps_of(flight, 1)
         assert [rollout.token_ids for rollout in flight.groups[0].rollouts] == [[], []]
@@ -207,7 +208,7 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
 def test_a_group_whose_half_computed_prompt_is_too_old_is_dropped(engine_folders):
     prompt = torch.randint(12, 96, (136,), generator=torch.Generator().manual_seed(0)).tolist()
     with backend("vllm", engine_folders, token_budget=128) as (policy, engine):
-        flight = Flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
+        flight = GroupsInFlight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
         flight.submit([Problem("0", "0", "test", prompt)])
         steps_of(flight, 1)
         update(policy, engine)
@@ -219,7 +220,7 @@ def test_a_group_whose_half_computed_prompt_is_too_old_is_dropped(engine_folders
 def test_what_is_too_old_is_dropped_and_counted(engine_folders, kind):
     endless = Sampling(temperature=1.0, max_new_tokens=100)
     with backend(kind, engine_folders) as (policy, engine):
-        flight = Flight(engine, 2, endless, max_staleness=1)
+        flight = GroupsInFlight(engine, 2, endless, max_staleness=1)
         submit(flight, 3)
         steps_of(flight, 1)
         for seed, left in ((0, 3), (1, 0)):  # one update old: allowed; two: not
@@ -239,7 +240,7 @@ def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail
     steps = {0: 0, 8: 0}
     for groups_in_flight in steps:
         with backend("vllm", engine_folders) as (policy, engine):
-            flight = Flight(engine, 4, LONG_TAIL, max_staleness=8)
+            flight = GroupsInFlight(engine, 4, LONG_TAIL, max_staleness=8)
             for seed in range(8):
                 submit(flight, 8 + groups_in_flight - len(flight.groups))
                 while sum(group.complete for group in flight.groups) < 8:
@@ -254,7 +255,7 @@ def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail
 @pytest.mark.engine
 def test_a_request_that_vllm_has_lost_is_an_error_at_the_next_update(engine_folders):
     with backend("vllm", engine_folders) as (policy, engine):
-        flight = Flight(engine, 2, Sampling(1.0, 100), max_staleness=8)
+        flight = GroupsInFlight(engine, 2, Sampling(1.0, 100), max_staleness=8)
         submit(flight, 1)
         steps_of(flight, 1)
         engine.llm.engine_core.abort_requests(list(engine._requests))  # behind the adapter's back
@@ -284,7 +285,7 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted(engine_folders):
 @pytest.mark.engine
 def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folders):
     with backend("vllm", engine_folders, room=8, max_num_seqs=8) as (policy, engine):
-        flight = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+        flight = GroupsInFlight(engine, 2, LONG_TAIL, max_staleness=8)
         submit(flight, 9)
         flight.take(3)
         update(policy, engine)
@@ -292,9 +293,9 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         state, before = flight.state_dict(), flight.groups
         tokens = sum(len(rollout.token_ids) for group in before for rollout in group.rollouts)
         engine.abort([rollout for group in before for rollout in group.rollouts])  # as if the process had died
-        restored = Flight(engine, 2, LONG_TAIL, max_staleness=8)
+        restored = GroupsInFlight(engine, 2, LONG_TAIL, max_staleness=8)
         engine.counters = dict.fromkeys(engine.counters, 0)
-        restored.load_state_dict(state, Problem)
+        restored.load_state_dict(state)
         same = lambda groups: [group.problem for group in groups]  # noqa: E731
         assert same(restored.groups) == same(before)
         assert engine.counters["tokens_wasted"] == tokens > 0
@@ -305,7 +306,7 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
 
 def test_rollouts_that_belong_to_no_group_stop_the_run(engine_folders):
     with backend("transformers", engine_folders) as (_, engine):
-        flight = Flight(engine, 2, Sampling(1.0, 100), max_staleness=8)
+        flight = GroupsInFlight(engine, 2, Sampling(1.0, 100), max_staleness=8)
         submit(flight, 4)
         flight._fill()
         engine.submit([5, 6], 2, LONG_TAIL)

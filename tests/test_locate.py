@@ -12,12 +12,12 @@ from test_train import SMALL, timeless
 
 import probe.locate
 from engine_adapter import Engine, ParityFlags, Sampling
+from extras.shared_engine import SharedEngine
 from lab.ablate import ARMS
 from probe.__main__ import main
 from probe.diagnose import diagnose, sample_trace
 from probe.locate import _sentence
 from rl import Policy
-from shared_engine import SharedEngine
 
 
 # ------------------------------------------------------------------------------------------------ exact
@@ -36,11 +36,11 @@ def test_a_trace_is_exact_until_a_weight_changes(tmp_path, dtype):
         assert verdict.status == "exact", verdict.sentence
         assert verdict.sentence.startswith("exact: all 576 tokens are equal bit for bit")
         assert verdict.record()["mismatch"]["max"] == 0 < verdict.start.floor.mean
-        assert policy.kernel_hidden == engine.kernel_hidden  # the measurement of the floor has put it back
+        assert policy.body == engine.kernel_body  # the measurement of the floor has put it back
         move(policy, 0.02, seed=1)
         verdict = diagnose(policy, trace, [earlier])
         assert "1 update(s)" in verdict.blamed, verdict.sentence
-        policy.kernel_hidden = None
+        policy.body = policy.own_body
         assert diagnose(policy, trace, [earlier]).blamed == verdict.blamed
     finally:
         engine.close()

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import DEVICES, PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
-from reference import ReferenceEngine
 
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
+from extras.masks import KeptTokens, masked_logits
+from extras.reference import ReferenceEngine
 from objectives import mismatch_metrics
-from rl import Optimizer, Policy, frozen_logprobs, make_batch, mask_outside, masked_logits, update
+from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
 from train import build, evaluate, prepare
 
 MASKS = [dict(top_p=0.9), dict(top_k=5), dict(top_k=5, top_p=0.9), dict(min_p=0.05),
@@ -27,7 +28,8 @@ def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str,
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
     options = GrpoConfig(temperature=1.3, num_minibatches=1, micro_batch_tokens=100, **mask)
-    values = frozen_logprobs(policy, batch, options)
+    policy.support = KeptTokens(Sampling(1.3, 12, **mask))
+    values = frozen_measures(policy, batch, options)
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
     return mismatch_metrics(values["logprobs"], batch.behavior_logprobs, batch.mask), means
 
@@ -139,15 +141,18 @@ def test_rows_of_a_batch_take_their_kept_sets_along():
     a = Rollout([5, 6], 0, [7, 8], [0.0] * 2, kept=[torch.tensor([7, 1]).numpy(), torch.tensor([8]).numpy()])
     b = Rollout([9], 0, [4, 3, 2], [0.0] * 3, kept=[torch.tensor(ids).numpy() for ids in ([4], [1, 2, 3], [2, 9])])
     batch = make_batch([a, b, a], torch.zeros(3))
-    assert [[ids is not None for ids in row] for row in batch.kept] == (batch.mask > 0).tolist()
-    last = batch.without(torch.tensor([False, True, False])).rows(torch.tensor([1, 2]))
+    last = batch.only([True, False, True]).rows(torch.tensor([1, 2]))
+    support = KeptTokens(Sampling(1.0, 3))
     for micro, sets in ((batch, [[7, 1], [8], [4], [1, 2, 3], [2, 9], [7, 1], [8]]), (last, [[7, 1], [8]])):
-        kept = micro.kept[(micro.mask > 0).numpy()]
-        masked = torch.cat([mask_outside(torch.zeros(1, 10), kept, slice(i, i + 1)) for i in range(len(sets))])
+        restrict = support.restriction(micro, micro.mask > 0)
+        masked = torch.cat([restrict(torch.zeros(1, 10), slice(i, i + 1)) for i in range(len(sets))])
         assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked] == list(map(set, sets))
-        assert torch.equal(masked, mask_outside(torch.zeros(len(sets), 10), kept, slice(None)))
+        assert torch.equal(masked, restrict(torch.zeros(len(sets), 10), slice(None)))
+    fewer = make_batch([replace(a, kept=a.kept[:1])], torch.zeros(1))
     with pytest.raises(AssertionError, match="kept"):
-        make_batch([replace(a, kept=a.kept[:1])], torch.zeros(1))
+        support.restriction(fewer, fewer.mask > 0)
+    with pytest.raises(AssertionError, match="kept sets"):  # that the policy would ignore
+        Policy(qwen2(tied=False)).logprobs(batch, 1.0)
 
 
 def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds():
@@ -174,7 +179,7 @@ def test_the_update_does_not_depend_on_micro_batches_and_lowers_the_loss_over_th
         policy = Policy(qwen2(tied=False), chunk_elements=96 * 3)
         options = GrpoConfig(temperature=1.3, num_minibatches=1, micro_batch_tokens=micro_batch_tokens)
         batch = make_batch(rollouts, torch.tensor([1.0, -1.0, 0.5, -0.5]))
-        batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
+        batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options))
         optimizer = Optimizer(policy.model, 0.0)
         metrics, later = (update(policy, optimizer, batch, options, lr=1e-3) for _ in range(2))
         gradients.append(metrics["grad_norm"])

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import close_live_engine, qwen2, refusal
-from reference import kv_bytes_per_token
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
 from config import Config
+from extras.offload import OffloadedOptimizer
+from extras.reference import kv_bytes_per_token
 from lab.bench_gpu import CASES, SHAPES
 from lab.bench_gpu import main as bench_gpu_main
 from lab.plan import GIB, TRY, Memory, Parts, measure_trainer, phases, print_plan
@@ -31,7 +32,7 @@ PROMPT = 32
 
 @cache
 def planned(vocab_size: int = MODEL["vocab_size"], **changes) -> dict[str, Parts]:
-    return phases(replace(JOB, **changes), Qwen2Config(**MODEL | {"vocab_size": vocab_size}), PROMPT)
+    return phases(JOB.but(**changes), Qwen2Config(**MODEL | {"vocab_size": vocab_size}), PROMPT)
 
 
 def peak(by_phase: dict[str, Parts]) -> float:
@@ -49,7 +50,7 @@ from engine_adapter import Rollout
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
 from records import memory_gib, reset_peak
 
-job = replace(JOB, dtype=sys.argv[2], gradient_checkpointing=sys.argv[3] == "True")
+job = JOB.but(dtype=sys.argv[2], gradient_checkpointing=sys.argv[3] == "True")
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(Qwen2Config(**MODEL), dtype=getattr(torch, job.run.dtype))
 policy = Policy(model, gradient_checkpointing=job.grpo.gradient_checkpointing)
@@ -66,16 +67,16 @@ def taken(function):
     result = function()
     return memory_gib(peak=True) - before, result
 
-update(policy, optimizer, replace(batch, old_logprobs=batch.behavior_logprobs), job, 1e-5)  # warms up
-forward, old = taken(lambda: frozen_logprobs(policy, batch, job)["logprobs"])
-backward, _ = taken(lambda: update(policy, optimizer, replace(batch, old_logprobs=old), job, 1e-5))
+update(policy, optimizer, replace(batch, old_logprobs=batch.behavior_logprobs), job.grpo, 1e-5)  # warms up
+forward, old = taken(lambda: frozen_logprobs(policy, batch, job.grpo))
+backward, _ = taken(lambda: update(policy, optimizer, replace(batch, old_logprobs=old), job.grpo, 1e-5))
 print(json.dumps([forward, backward]))
 """
 
 
 @pytest.mark.parametrize("dtype, checkpointing", [("float32", False), ("bfloat16", True)])
 def test_a_real_pass_and_a_real_update_take_the_planned_memory_within_15_percent(dtype, checkpointing):
-    job = replace(JOB, dtype=dtype, gradient_checkpointing=checkpointing)
+    job = JOB.but(dtype=dtype, gradient_checkpointing=checkpointing)
     update_parts, forward_bytes = measure_trainer(job, Qwen2Config(**MODEL), PROMPT)
     # By default glibc keeps freed blocks of less than 32 MiB. With a fixed threshold it returns them at once.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_MMAP_MAX_": "1000000"}
@@ -101,7 +102,7 @@ def test_weights_masters_moments_and_gradients_are_those_of_a_real_optimizer(dty
     gradients = sum(master.grad.nbytes for master in optimizer.masters)
     optimizer.step(1e-3, 1.0)
     moments = sum(each.nbytes for state in optimizer.adamw.state.values() for each in state.values())
-    job = replace(JOB, dtype=str(dtype).removeprefix("torch."))
+    job = JOB.but(dtype=str(dtype).removeprefix("torch."))
     update, _ = measure_trainer(job, model.config, 8)
     assert update.weights == sum(each.nbytes for each in model.parameters())
     assert update.masters == sum(master.nbytes for _, master in optimizer.rounded)
@@ -111,32 +112,31 @@ def test_weights_masters_moments_and_gradients_are_those_of_a_real_optimizer(dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pinned_memory_is_that_of_a_real_optimizers_slabs(dtype, capsys):
     model = qwen2(tied=True, dtype=dtype, vocab_size=9000)  # one large tensor: its slab has a gap
-    optimizer = Optimizer(model, 0.0, offload=True)
+    optimizer = OffloadedOptimizer(model, 0.0)
     optimizer.backward(model(torch.tensor([[5, 6, 7]])).logits.sum())
-    optimizer.move(to_host=False)
-    optimizer.step(1e-3, 1.0)
-    optimizer.move(to_host=True)
+    with optimizer.on_device():
+        optimizer.step(1e-3, 1.0)
     slabs = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in optimizer.host.values()}
-    job = replace(JOB, dtype=str(dtype).removeprefix("torch."))
+    job = JOB.but(dtype=str(dtype).removeprefix("torch."))
     without, _ = measure_trainer(job, model.config, 8)
-    offloaded, _ = measure_trainer(replace(job, offload_optimizer=True), model.config, 8)
+    offloaded, _ = measure_trainer(job.but(offload_optimizer=True), model.config, 8)
     assert sum(slabs.values()) > 1.1 * (offloaded.masters + offloaded.moments)
     assert offloaded == replace(without, pinned=sum(slabs.values()))
     assert without.pinned == 0
     assert offloaded.total == without.total
-    print_plan(replace(job, offload_optimizer=True), model.config, 8, 12.0)
+    print_plan(job.but(offload_optimizer=True), model.config, 8, 12.0)
     assert f"pinned host memory: {sum(slabs.values()) / GIB:.2f}\n" in capsys.readouterr().out
 
 
 def test_fp32_with_grouped_queries_is_planned_with_the_scores_of_each_layer(capsys):
     """By reading: torch has no fused CUDA kernel for it. Its math kernel keeps (rows, heads, T, T) for backward."""
     scores, prompt = 4 * 8 * 1024**2 * 4, 929  # heads, rows, T, bytes; 929 + 96 - 1 = 1024 tokens
-    job = replace(JOB, micro_batch_tokens=8 * 1024)
+    job = JOB.but(micro_batch_tokens=8 * 1024)
     grouped, ungrouped = (Qwen2Config(**MODEL | {"num_key_value_heads": heads}) for heads in (2, 4))
 
     def added(model_config, dtype: str) -> float:
         """The activations that phases() plans beyond those of fused attention, in layers' scores."""
-        changed = replace(job, dtype=dtype)
+        changed = job.but(dtype=dtype)
         fused, _ = measure_trainer(changed, model_config, prompt)
         more = (phases(changed, model_config, prompt)["update"].activations - fused.activations) / scores
         print_plan(changed, model_config, prompt, 12.0)
@@ -181,7 +181,7 @@ def test_the_plan_knows_attention_that_keeps_its_scores_and_heads_that_share_key
     """Gemma 2 runs eager attention and keeps (heads, T, T) scores of each row: four times as many at twice the T."""
     small = dict(vocab_size=500, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=32)  # fmt: skip
-    job = replace(JOB, micro_batch_tokens=1)
+    job = JOB.but(micro_batch_tokens=1)
     short, long = (measure_trainer(job, Gemma2Config(**small), prompt)[0].activations for prompt in (417, 929))
     assert long > 3 * short
     short, long = (measure_trainer(job, LlamaConfig(**small), prompt)[0].activations for prompt in (417, 929))
@@ -191,14 +191,14 @@ def test_the_plan_knows_attention_that_keeps_its_scores_and_heads_that_share_key
 
 def test_a_plan_that_does_not_fit_names_the_largest_phase_and_the_options_that_lower_it(capsys):
     config, table = Qwen2Config(**MODEL), planned(kv_cache_gib=0.01, max_num_seqs=16)
-    job = replace(JOB, kv_cache_gib=0.01, max_num_seqs=16)
+    job = JOB.but(kv_cache_gib=0.01, max_num_seqs=16)
     assert peak(table) == table["update"].total > table["evaluate"].total
     assert print_plan(job, config, PROMPT, 1.001 * peak(table) / GIB)
     assert not print_plan(job, config, PROMPT, 0.999 * peak(table) / GIB)
     fits, fails = (line for line in capsys.readouterr().out.splitlines() if line.startswith("peak"))
     assert fits.endswith("GiB")
     assert "for the phase update try --gradient-checkpointing, " in fails
-    print_plan(replace(JOB, kv_cache_gib=9.0), config, PROMPT, 12.0)
+    print_plan(JOB.but(kv_cache_gib=9.0), config, PROMPT, 12.0)
     assert capsys.readouterr().out.endswith("does NOT fit 12 GiB; for the phase evaluate try --no-eval-with-trainer\n")
     assert peak(planned(kv_cache_gib=9.0, eval_with_trainer=False)) < 12 * GIB
 

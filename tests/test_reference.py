@@ -9,7 +9,7 @@ from conftest import PROMPTS, SEEDS, WARM, mismatch, move, qwen2
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig
 
 from engine_adapter import EngineStateError, Sampling, WeightLoadError, reseed
-from reference import ReferenceEngine
+from extras.reference import ReferenceEngine
 from rl import Policy
 
 

@@ -6,7 +6,6 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy
 import pytest
 import torch
 from conftest import DEVICES, by_the_book, qwen2
@@ -15,9 +14,21 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from config import GrpoConfig
 from engine_adapter import Rollout, Sampling
+from extras.masks import KeptTokens, mask_outside
+from extras.offload import OffloadedOptimizer, host_views
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
-from rl import Optimizer, Policy, TargetLogprobs, frozen_logprobs, head_chunk, host_views, make_batch, product, update
+from rl import (
+    Optimizer,
+    Policy,
+    TargetLogprobs,
+    frozen_logprobs,
+    frozen_measures,
+    head_chunk,
+    make_batch,
+    product,
+    update,
+)
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -51,7 +62,7 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
     batch = make_batch(rows, torch.zeros(4))
     for chunk_elements in (2**25, 96 * 2, 1):
         policy = Policy(model, chunk_elements=chunk_elements)
-        measured = policy.measure(batch, GrpoConfig(temperature=temperature))
+        measured = policy.measure(batch, temperature)
         logprobs, entropy = measured["logprobs"], measured["entropy"]
         assert torch.equal(policy.logprobs(batch, temperature), logprobs)
         for row, rollout in enumerate(rows):
@@ -67,13 +78,12 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
 
 def test_without_metrics_only_the_log_probabilities_are_computed_and_they_are_the_same():
     policy, batch = Policy(qwen2(tied=True), chunk_elements=96 * 3), make_batch(rollouts(), torch.zeros(4))
-    options = GrpoConfig(temperature=0.7, top_p=0.9, num_minibatches=1, micro_batch_tokens=13)
-    measured = frozen_logprobs(policy, batch, options)
-    alone = frozen_logprobs(policy, batch, options, metrics=False)
+    options = GrpoConfig(temperature=0.7, num_minibatches=1, micro_batch_tokens=13)
+    policy.support = KeptTokens(Sampling(0.7, 8, top_p=0.9))
+    measured, alone = frozen_measures(policy, batch, options), frozen_logprobs(policy, batch, options)
     assert measured.keys() == {"logprobs", "entropy", "kept_mass", "outside_frac"}
-    assert alone.keys() == {"logprobs"}
-    assert torch.equal(alone["logprobs"], measured["logprobs"])
-    assert not alone["logprobs"].requires_grad
+    assert torch.equal(alone, measured["logprobs"])
+    assert not alone.requires_grad
 
 
 @pytest.mark.parametrize("softcap, scale", [(None, 1.0), (None, 1.4), (3.0, 0.6)])
@@ -89,10 +99,11 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     sets = [torch.cat([targets[i : i + 1], torch.randint(500, (i,))]).unique() for i in range(64)]
     row = policy.head.weight[targets[3]].detach()
     hidden[3] = -60 / row.square().sum() * row
-    kept = numpy.fromiter((ids.int().numpy() for ids in sets), object) if masked else None
+    kept = [ids.int().numpy() for ids in sets]
+    restrict = lambda logits, part: mask_outside(logits, kept[part]) if masked else logits  # noqa: E731
     ours = [hidden.clone().requires_grad_(), policy.head.weight, policy.head.bias]
     exact = [each.detach().double().requires_grad_() for each in ours]
-    logprobs = TargetLogprobs.apply(*ours, targets, kept, policy.projection(0.7))
+    logprobs = TargetLogprobs.apply(*ours, targets, restrict, policy.projection(0.7))
     loss = (logprobs * loss_weights).sum()
     loss.backward()
     logits = exact[0] @ exact[1].T + exact[2]
@@ -146,7 +157,7 @@ def test_rows_that_are_masked_out_change_no_other_row():
     policy, batch = Policy(qwen2(tied=True)), make_batch(rows, torch.zeros(4))
     whole = policy.logprobs(batch, 0.7)
     without = torch.tensor([False, True, False, True])
-    fewer = policy.logprobs(batch.without(without), 0.7)
+    fewer = policy.logprobs(batch.only((~without).tolist()), 0.7)
     torch.testing.assert_close(fewer[~without], whole[~without], atol=1e-6, rtol=0)
     assert not fewer[without].any()
 
@@ -239,7 +250,7 @@ def stepped(options: GrpoConfig, advantages=(1.0, -1.0, 0.5, -0.5), lr: float = 
     model = qwen2(tied=True, dtype=dtype)
     policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
     batch = make_batch(rollouts(), torch.tensor(advantages))
-    old = frozen_logprobs(policy, batch, options)["logprobs"]
+    old = frozen_logprobs(policy, batch, options)
     reference = old - 0.1 * batch.mask
     metrics = update(policy, optimizer, replace(batch, old_logprobs=old, ref_logprobs=reference), options, lr)
     moments = [state["exp_avg"].flatten() for state in optimizer.adamw.state.values()]  # 0.1 * gradient after one step
@@ -286,10 +297,10 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
     sizes = {}
     for dtype in (torch.float32, torch.bfloat16):
         policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts(), torch.zeros(4))
-        before = frozen_logprobs(policy, batch, GrpoConfig())["logprobs"]
+        before = frozen_logprobs(policy, batch, GrpoConfig())
         noise = self_noise(policy, replace(batch, old_logprobs=before), GrpoConfig())
         assert (noise[batch.mask == 0] == 0).all()
-        assert torch.equal(before, frozen_logprobs(policy, batch, GrpoConfig())["logprobs"])
+        assert torch.equal(before, frozen_logprobs(policy, batch, GrpoConfig()))
         sizes[dtype] = (noise.abs().sum() / batch.mask.sum()).item()
     assert 0 < sizes[torch.float32] < 1e-5
     assert 1e-3 < sizes[torch.bfloat16] < 0.1
@@ -299,7 +310,7 @@ def test_self_noise_of_exactly_0_in_16_bits_is_an_error():
     policy = Policy(qwen2(tied=True, dtype=torch.bfloat16))
     batch = make_batch(rollouts([(3, 8)] * 4), torch.zeros(4))
     with rounded_otherwise(policy):
-        before = frozen_logprobs(policy, batch, GrpoConfig())["logprobs"]
+        before = frozen_logprobs(policy, batch, GrpoConfig())
     with rounded_otherwise(policy), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
         self_noise(policy, replace(batch, old_logprobs=before), GrpoConfig())
 
@@ -325,7 +336,6 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
 
     plain, again = qwen2(tied=True), qwen2(tied=True)
     policy = Policy(plain)
-    policy.shares_prompts = False  # other rounding; checkpointing has none
     calls, kept, gradients = run(plain, policy)
     checkpointed = Policy(again, gradient_checkpointing=True)
     calls_again, kept_again, gradients_again = run(again, checkpointed)
@@ -340,20 +350,20 @@ def test_a_masked_row_has_no_loss_and_no_share_in_a_token_mean():
     whole = make_batch(rollouts(), torch.tensor([1.0, -1.0, 2.0, 0.5]))
     fewer = make_batch([rollouts()[i] for i in (0, 2)], torch.tensor([1.0, 2.0]))
     moments = []
-    for masked in (whole.without(torch.tensor([False, True, False, True])), fewer):
+    for masked in (whole.only([True, False, True, False]), fewer):
         model = qwen2(tied=True)
         policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
         options = GrpoConfig(num_minibatches=1)
-        batch = replace(masked, old_logprobs=frozen_logprobs(policy, masked, options)["logprobs"])
+        batch = replace(masked, old_logprobs=frozen_logprobs(policy, masked, options))
         assert update(policy, optimizer, batch, options, 1e-3)["skipped_updates"] == 0
         moments.append(torch.cat([state["exp_avg"].flatten() for state in optimizer.adamw.state.values()]))
     torch.testing.assert_close(*moments, atol=1e-7, rtol=1e-4)
     unlikely = torch.tensor([[-200.0], [-200.0], [-200.0], [-2.0]]) * whole.mask  # exp(200) is infinite in fp32
     extreme = replace(whole, old_logprobs=unlikely, ref_logprobs=unlikely)
-    one = extreme.without(torch.tensor([True, True, True, False]))
+    one = extreme.only([False, False, False, True])
     metrics = update(policy, optimizer, one, replace(options, kl_coef=0.1), 1e-3)
     assert all(value is None or math.isfinite(value) for value in metrics.values())
-    nothing = extreme.without(torch.tensor([True] * 4))
+    nothing = extreme.only([False] * 4)
     for kl_coef in (0.0, 0.1):
         metrics = update(policy, optimizer, nothing, replace(options, kl_coef=kl_coef), 1e-3)
         assert metrics["skipped_updates"] == 1
@@ -419,7 +429,7 @@ def test_a_nan_stops_the_update_before_the_weights_move():
     start = [p.detach().clone() for p in model.parameters()]
     batch = make_batch(rollouts(), torch.tensor([float("nan"), 1.0, 0.0, 0.0]))
     options = GrpoConfig(num_minibatches=1)
-    batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
+    batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options))
     with pytest.raises(FloatingPointError):
         update(policy, optimizer, batch, options, 1e-3)
     assert all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True))
@@ -471,22 +481,23 @@ def test_an_offloaded_optimizer_goes_on_exactly_and_lies_in_its_host_memory_betw
     weights = []
     for offload in (False, True):
         model = qwen2(tied=True, dtype=dtype).to(device)
-        policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0, offload=offload)
+        policy, optimizer = Policy(model), (OffloadedOptimizer if offload else Optimizer)(model, weight_decay=0.0)
         for _ in range(3):
             batch, options = make_batch(rollouts(), torch.tensor([1.0, -1.0, 0.5, -0.5]), device), GrpoConfig()
-            batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options)["logprobs"])
+            batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options))
             update(policy, optimizer, batch, options, 1e-3)
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         weights.append([each.detach().clone() for each in model.parameters()])
-        held = {name for _, name in optimizer.host}
+        host = optimizer.host if offload else {}
+        held = {name for _, name in host}
         assert held == ({"step", "exp_avg", "exp_avg_sq"} | ({"master"} if dtype != torch.float32 else set())
                         if offload else set())
         for master in optimizer.masters:
             for name, moment in optimizer.adamw.state[master].items():
-                assert (optimizer.host.get((master, name)) is moment) == offload
+                assert (host.get((master, name)) is moment) == offload
             if offload and dtype != torch.float32:
-                assert master.data_ptr() == optimizer.host[master, "master"].data_ptr()
-        assert all(each.is_pinned() == (device == "cuda") for each in optimizer.host.values())
+                assert master.data_ptr() == host[master, "master"].data_ptr()
+        assert all(each.is_pinned() == (device == "cuda") for each in host.values())
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
@@ -494,7 +505,7 @@ def test_offload_leaves_masters_that_are_the_models_parameters_where_they_are():
     """transformers keeps some tensors of a 16-bit model in fp32. The engine's load and the forward pass need them."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, dtype=dtype))
                                     for dtype in (torch.float32, torch.bfloat16)])  # fmt: skip
-    optimizer = Optimizer(model, weight_decay=0.0, offload=True)
+    optimizer = OffloadedOptimizer(model, weight_decay=0.0)
     assert [master for master, name in optimizer.host if name == "master"] == [optimizer.masters[1]]
 
 
@@ -532,7 +543,7 @@ def test_the_moments_are_there_at_the_start_as_torch_would_create_them():
 @pytest.mark.parametrize("state", ["of the start", "of torch", "of an earlier build, saved before its first step"])
 def test_moments_of_the_start_change_no_bit(state, offload):
     expected, model = uneven(), uneven()
-    lazy, optimizer = Optimizer(expected, 0.1), Optimizer(model, 0.1, offload)
+    lazy, optimizer = Optimizer(expected, 0.1), (OffloadedOptimizer if offload else Optimizer)(model, 0.1)
     lazy.adamw.state.clear()  # torch creates them in the first step
     if state == "of torch":
         optimizer.adamw.state.clear()
@@ -540,9 +551,8 @@ def test_moments_of_the_start_change_no_bit(state, offload):
         optimizer.load_state_dict(copy.deepcopy(lazy.state_dict()))
     for _ in range(3):
         step_uneven(lazy, expected)
-        optimizer.move(to_host=False)
-        step_uneven(optimizer, model)
-        optimizer.move(to_host=True)
+        with optimizer.on_device():
+            step_uneven(optimizer, model)
     assert all(torch.equal(a, b) for a, b in zip(expected, model, strict=True))
     assert len(lazy.adamw.state) == 2
 

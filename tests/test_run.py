@@ -14,8 +14,9 @@ from conftest import qwen2
 from config import Config
 from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
+from extras.reference import engine_for
 from rl import Policy
-from train import build, prepare, reference_engine
+from train import build, prepare
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,12 +89,12 @@ def test_a_resumed_run_must_find_its_problems_unchanged(tmp_path):
 def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache(tmp_path):
     run = prepare(job(tmp_path))
     policy = Policy.load(run.model_path, torch.float32, "cpu")
-    assert reference_engine(run, policy).max_num_seqs == 512
+    assert engine_for(run, policy).max_num_seqs == 512
     per_token = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, bytes
     small = replace(run, config=run.config.but(kv_cache_gib=10.5 * per_token * run.max_model_len / 2**30))
-    assert reference_engine(small, policy).max_num_seqs == 10
+    assert engine_for(small, policy).max_num_seqs == 10
     none = replace(run, config=run.config.but(kv_cache_gib=1e-9))
-    assert reference_engine(none, policy).max_num_seqs == 1
+    assert engine_for(none, policy).max_num_seqs == 1
 
 
 def test_a_run_is_built_into_a_folder_that_is_not_there_as_the_benchmarks_do(tmp_path):

@@ -25,14 +25,16 @@ from test_inflight import ABORT, KEEP, RECOMPUTE, over_a_kept_state
 from test_inflight import update as in_flight_update
 
 import rl
-import shared_engine
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
+from extras import shared_engine
+from extras.exact import ExactError
+from extras.masks import KeptTokens
+from extras.offload import OffloadedOptimizer
 from objectives import Batch
-from probe.inexact import ExactError
-from rl import Optimizer, Policy, frozen_logprobs, has_mask, make_batch, update
-from train import Live, Run, build, prepare, train_step
+from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
+from train import Run, TrainingState, build, prepare, train_step
 
 pytestmark = pytest.mark.engine
 DTYPES = [torch.float32, torch.bfloat16]
@@ -46,7 +48,7 @@ def scored(policy: Policy, rollouts: list[Rollout], temperature: float = 0.7, **
     """The trainer's log-probabilities of the batch (B, T), and the batch."""
     batch = make_batch(rollouts, torch.zeros(len(rollouts)))
     options = GrpoConfig(temperature=temperature, num_minibatches=1, **changes)
-    return frozen_logprobs(policy, batch, options)["logprobs"], batch
+    return frozen_logprobs(policy, batch, options), batch
 
 
 def gradient(policy: Policy, batch: Batch) -> list[torch.Tensor]:
@@ -60,7 +62,8 @@ def gradient(policy: Policy, batch: Batch) -> list[torch.Tensor]:
 def gradient_error(policy: Policy, engine: Engine, batch: Batch) -> float:
     """Largest |kernel's - plain| / |plain| of a tensor; tensors below 1 % of the largest one are compared with that."""
     found = []
-    for policy.kernel_hidden in (engine.kernel_hidden, None):
+    for body in (engine.kernel_body, policy.own_body):
+        policy.body = body
         found.append(gradient(policy, batch))
     floor = 0.01 * max(each.norm() for each in found[1])
     pairs = zip(*found, strict=True)
@@ -75,21 +78,21 @@ def measure(name: str, dtype: torch.dtype, changes: int) -> dict[str, Any]:
         policy = Policy.load(folder, dtype, "cpu")
         kind = "shared" if name in EXPERTS and dtype == torch.float32 else "exact"
         with started(folder, policy, kind=kind) as engine:
-            kernel, plain, exact = policy.kernel_hidden, [], []
+            kernel, plain, exact = policy.body if kind == "exact" else None, [], []
             for change in range(changes + 1):
                 rollouts = engine.generate(PROMPTS, 4, SAMPLING, [1000, 2000, 3000, 4000])
                 if kernel:
                     values, batch = scored(policy, rollouts)
                     exact.append(torch.equal(values, batch.behavior_logprobs))
-                policy.kernel_hidden = None
+                policy.body = policy.own_body
                 values, batch = scored(policy, rollouts)
                 plain.append(((values - batch.behavior_logprobs).abs().sum() / batch.mask.sum()).item())
-                policy.kernel_hidden = kernel
+                policy.body = kernel or policy.own_body
                 if change < changes:
                     move(policy, 0.02, change)
                     engine.load(policy.weights(), policy.response_logprobs)
             error = gradient_error(policy, engine, batch)
-            policy.kernel_hidden = kernel
+            policy.body = kernel or policy.own_body
     return {"plain": plain, "exact": all(exact) if kernel else None, "gradient": error}
 
 
@@ -113,7 +116,7 @@ def test_exact_refuses_experts_in_float32(name, tmp_path):
     with pytest.raises(ValueError, match=reason), started(str(tmp_path), policy, kind="exact"):
         pass
     assert Engine.live is None
-    assert policy.kernel_hidden is None
+    assert policy.body == policy.own_body
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -190,7 +193,7 @@ def test_the_audit_names_the_trainers_module_and_whether_it_is_exact(engine_fold
             assert {name: engine.settings[name] for name in expected} == expected
             found = engine.audit()
             assert found["head_dtype"] == found["model_dtype"] == "float32"
-            assert (policy.kernel_hidden is None) == (kind == "shared")
+            assert (policy.body == policy.own_body) == (kind == "shared")
 
 
 @torch.no_grad()
@@ -235,7 +238,7 @@ def test_a_load_refuses_weights_that_are_not_the_trainers_where_they_were_and_le
 def test_an_offloaded_optimizer_and_a_checkpoint_leave_the_parameters_where_they_are(engine_folders, dtype):
     policy = Policy(qwen2(tied=False, dtype=dtype))
     with started(engine_folders[False], policy, kind="exact") as engine:
-        optimizer, options = Optimizer(policy.model, 0.0, offload=True), GrpoConfig(temperature=0.7)
+        optimizer, options = OffloadedOptimizer(policy.model, 0.0), GrpoConfig(temperature=0.7)
         state = deepcopy({"model": policy.model.state_dict(), "optimizer": optimizer.state_dict()})
         for resumed in (False, True):
             batch = scored(policy, engine.generate(GROUPS, 4, WARM, SEEDS))[1]
@@ -321,7 +324,8 @@ def test_every_length_mask_temperature_and_micro_batch_is_exact(long_folder, dty
     with started(long_folder, policy, kind="exact", max_model_len=640) as engine:
         for mask in MASKS:
             sampling = Sampling(**dict(temperature=0.7, max_new_tokens=40, stop_token_ids=tuple(range(4))) | mask)
-            sampling = replace(sampling, max_kept=96) if has_mask(sampling) else sampling
+            sampling = replace(sampling, max_kept=96) if sampling.has_mask else sampling
+            policy.support = KeptTokens(sampling)
             rollouts = [each for index, prompt in enumerate(prompts)
                         for each in engine.submit(prompt, 1 + 2 * (index % 2), sampling, 100 * index)]
             rollouts += engine.submit(prompts[5], 1, replace(sampling, max_new_tokens=1), 5)
@@ -347,7 +351,7 @@ def reward(problem, response):
 
 
 @contextmanager
-def job(good: Path, out: Path, **changes) -> Iterator[tuple[Run, Live]]:
+def job(good: Path, out: Path, **changes) -> Iterator[tuple[Run, TrainingState]]:
     """All of train.py up to its first step; long questions with a prefix cache."""
     task = good / "task.py"
     if "prefix_cache" in changes:
@@ -369,11 +373,11 @@ def changed(run: Run, **options) -> Run:
     return replace(run, config=run.config.but(**options))
 
 
-def steps(run: Run, live: Live, *numbers: int) -> list[dict[str, Any]]:
-    return [train_step(run, live, number)[0] for number in numbers]
+def steps(run: Run, live: TrainingState, *numbers: int) -> list[dict[str, Any]]:
+    return [train_step(run, live, number).metrics for number in numbers]
 
 
-def from_the_start(run: Run, live: Live, state: dict[str, Any], count: int) -> tuple[list[dict[str, Any]], Any]:
+def from_the_start(run: Run, live: TrainingState, state: dict[str, Any], count: int) -> tuple[list[dict[str, Any]], Any]:
     """Metrics of the first steps without times and memory, and the weights after them."""
     live.load_state_dict(deepcopy(state))
     live.engine.load(live.policy.weights(), live.policy.response_logprobs, changed=False)
@@ -420,7 +424,7 @@ def test_fresh_rollouts_are_exact_with_groups_in_flight(good, tmp_path):
             with pytest.raises(ValueError, match=r"exact must be off .* without a parity fix"):
                 Config.of(engine="shared", exact=True, **usual)
         with job(good, tmp_path / parity.inflight_update, exact=parity == KEEP, **usual) as (run, live):
-            live.flight.sampling = replace(run.sampling, stop_token_ids=tuple(range(2, 8)))
+            live.source.sampling = replace(run.sampling, stop_token_ids=tuple(range(2, 8)))
             rows = steps(run, live, *range(1, 7))
         fresh = [row["fresh_mismatch_max"] for row in rows if row["fresh_mismatch_max"] is not None]
         assert len(fresh) > 1
@@ -446,7 +450,7 @@ def test_ten_optimizer_steps_stay_exact(good, tmp_path, name, dtype):
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
-def change_a_weight_while_asleep(live: Live) -> None:
+def change_a_weight_while_asleep(live: TrainingState) -> None:
     """Between sampling and scoring, at each later step."""
     usual, weight = live.engine.sleep, live.policy.model.model.layers[1].mlp.down_proj.weight
 
@@ -457,11 +461,11 @@ def change_a_weight_while_asleep(live: Live) -> None:
     live.engine.sleep = sleep
 
 
-def score_with_sdpa(live: Live) -> None:
-    live.policy.kernel_hidden = None
+def score_with_sdpa(live: TrainingState) -> None:
+    live.policy.body = live.policy.own_body
 
 
-def forget_the_cache_salt(live: Live) -> None:
+def forget_the_cache_salt(live: TrainingState) -> None:
     """Later loads do not change the key of the cached blocks."""
     live.engine.prefix_cache = "off"
 
@@ -527,8 +531,8 @@ def test_one_wrong_token_is_found_wherever_it_is(engine_folders):
 
 
 def test_a_broken_promise_ends_the_command_with_its_sentence(good, tmp_path, capfd, monkeypatch):
-    usual = Live.state_dict
-    monkeypatch.setattr(Live, "state_dict", lambda live: change_a_weight_while_asleep(live) or usual(live))
+    usual = TrainingState.state_dict
+    monkeypatch.setattr(TrainingState, "state_dict", lambda live: change_a_weight_while_asleep(live) or usual(live))
     with pytest.raises(SystemExit) as stop:  # the checkpoint after step 2 plants the fault
         train_here(command(good, f"--out {tmp_path}/run --task {{root}}/task.py --engine shared --exact --steps 4",
                            "--checkpoint-every=2", "--eval-problems=2", "--no-eval-with-trainer", "--temperature=1.3"))

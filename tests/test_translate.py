@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from config import Config
 from engine_adapter import ParityFlags
 from lab.compare import STORED
 from lab.translate import OWN, main, to_trl, to_verl, translate
-from train import Config
 
 
 def translated(tmp_path: Path, capsys, to: str, **changes) -> tuple[dict[str, object], str]:

@@ -9,29 +9,28 @@ Three policies give a log-probability to each sampled token, always by these nam
     old_logprobs        the trainer before the update, without gradient
     logprobs            the trainer during the update, with gradient
 
-mismatch = old_logprobs - behavior_logprobs is the fault of the backend. log_ratio = logprobs -
-old_logprobs is staleness, which the clip of GRPO limits. No figure mixes the two.
+old_logprobs - behavior_logprobs is the mismatch. It is the fault of the backend, and should be as
+small as rounding. logprobs - old_logprobs is staleness, which the clip of GRPO limits.
 
 Backend first, then correction. An importance weight (--tis-cap) corrects a mismatch, and so it also
-hides a broken backend: it is refused while a fix is off. Three of the five fixes are switches here.
-The other two would have no effect: inflight_keep is for unfinished requests (engine_adapter.py),
-sampling_mask for top-k, top-p and min-p (rl.py).
+hides a broken backend. It is refused while a fix is off. Three of the five fixes are here, with a
+switch each, such as --no-fp32-head. Two would have no effect here: inflight_keep is for requests
+that a weight load interrupts (engine_adapter.py), sampling_mask for top-k, top-p and min-p (rl.py).
 
 Left out, with the file that has it:
 
     resume, records, evaluation by the trainer alone, messages for users    train.py, records.py
     other objectives, other importance weights, KL to a reference           objectives.py
     chat templates, other rewards, data sets, repeated questions            tasks.py
-    16-bit models with fp32 masters, each prompt computed once, a head in
-    chunks, masks of the sampler, architectures with more than a plain head rl.py
-    groups in flight, CUDA graphs, experts, an audit of each setting        engine_adapter.py
-    the trainer as the engine; one copy of the weights           reference.py, shared_engine.py
+    16-bit training with fp32 masters, prompts computed once, masks, heads  rl.py
+    groups in flight, CUDA graphs, experts, the audit of all settings       engine_adapter.py
+    the trainer as the engine; both on one copy of the weights   reference.py, shared_engine.py
 
 train.py has all of it. tests/test_grpo.py holds the two programs equal. The first command teaches
-a model to add, with a wrong habit. The second unlearns the habit, on two CPU cores or on one GPU:
+a model to add, with a wrong habit. The second unlearns the habit, on a CPU or on one GPU:
 
     python -m examples.toys runs/toy
-    python grpo.py                     # last line: held_out 1
+    python grpo.py                     # begins at reward 0.24; the last line is: held_out 1
 """
 
 import argparse
@@ -82,11 +81,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Fixes:
-    """Without a fix, vLLM's default acts. The trainer's head is always like the engine's."""
+    """Off is vLLM's default. The head of the trainer is always like that of the engine."""
 
     processed_logprobs: bool = True  # semantics: log-probabilities after the temperature
-    explicit_runtime: bool = True  # inference path: nothing of earlier weights, nothing hidden
-    fp32_head: bool = True  # numerics: the projection from hidden states to logits in fp32
+    explicit_runtime: bool = True  # inference path: no stale cache, late token or hidden default
+    fp32_head: bool = True  # numerics: the last projection, to the logits, in fp32
 
 
 # -------------------------------------------------------------------------------------- the engine
@@ -95,7 +94,7 @@ def start_engine(options: Options, fixes: Fixes, max_model_len: int) -> LLM:
         logprobs_mode="processed_logprobs" if fixes.processed_logprobs else "raw_logprobs",
         enable_prefix_caching=not fixes.explicit_runtime,  # the cache outlives a weight load
         async_scheduling=not fixes.explicit_runtime,  # returns each token one step late
-        generation_config="vllm" if fixes.explicit_runtime else "auto",  # auto: the model's own
+        generation_config="vllm" if fixes.explicit_runtime else "auto",  # auto: as the model says
         hf_overrides={"head_dtype": "float32" if fixes.fp32_head else "model"},
         model=options.model,
         dtype=options.dtype,
@@ -111,7 +110,7 @@ def start_engine(options: Options, fixes: Fixes, max_model_len: int) -> LLM:
 
 
 def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop: list[int]):
-    """One RequestOutput for each problem. Everything that shapes the distribution is given."""
+    """One RequestOutput per problem. All that shapes the distribution is said: no default acts."""
     params = SamplingParams(
         temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, max_tokens=length, min_tokens=0,
         stop_token_ids=stop, ignore_eos=True, seed=None, logit_bias=None, allowed_token_ids=None,
@@ -123,19 +122,19 @@ def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop
 
 
 def wake_and_load(llm: LLM, model, fixes: Fixes, canary: list[dict]) -> None:
-    """Give the trainer's weights to the engine, then compare both on a few sampled tokens."""
+    """Give the trainer's weights to the engine. Compare both on a few sampled tokens: a canary."""
     torch.cuda.empty_cache()  # what the trainer has freed
     llm.wake_up(tags=["weights"])
-    weights = iter(model.state_dict().items())  # a tied head is here under its own name too
+    weights = iter(model.state_dict().items())  # names a tied head too, as vLLM's CPU build needs
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.wake_up(tags=["kv_cache"])
 
     batch = shift_and_pad(sample(llm, canary, temperature=1.0, length=3, stop=[]))
     _, _, mask, behavior_logprobs = batch
     with torch.no_grad():
-        logprobs = token_logprobs(model, batch, slice(None), 1.0, fixes)
+        logprobs = token_logprobs(model, batch, torch.arange(len(canary)), 1.0, fixes)
     nats = ((logprobs - behavior_logprobs).abs().sum() / mask.sum()).item()
-    rounding = 1e-4 if model.dtype == torch.float32 else 0.15
+    rounding = 1e-4 if model.dtype == torch.float32 else 0.15  # usual: 1e-6, and a few 1e-2
     assert nats < rounding, f"after a load, engine and trainer differ by {nats:.1e} nats"
 
 
@@ -174,14 +173,15 @@ def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tens
     for problem, output in zip(problems, outputs, strict=True):
         text = tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-        rewards.append(float(bool(numbers) and float(numbers[-1]) == float(problem["answer"])))
+        correct = bool(numbers) and float(numbers[-1]) == float(problem["answer"])
+        rewards.append(float(correct))
     return torch.tensor(rewards, device=DEVICE)
 
 
 # ---------------------------------------------------------------------------------------- the loop
 def train(options: Options, fixes: Fixes):
     """Yields metrics and outputs of each step, and at the end those of the held-out problems."""
-    assert all(vars(fixes).values()) or not options.tis_cap, "tis_cap would hide what a fix mends"
+    assert all(vars(fixes).values()) or not options.tis_cap, "tis_cap needs all fixes to be on"
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
     model = model.to(DEVICE).eval()  # eval: no dropout, as in the engine
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
@@ -198,17 +198,17 @@ def train(options: Options, fixes: Fixes):
     draw = random.Random(options.seed)
     longest = max(len(problem["prompt_ids"]) for problem in problems)
     llm = start_engine(options, fixes, longest + options.max_new_tokens)
-    canary = [{"prompt_ids": problem["prompt_ids"][:5]} for problem in training[:4]]  # never cached
+    canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # too short to cache
     wake_and_load(llm, model, fixes, canary)
 
     for step in range(1, options.steps + 1):
-        # Sample G responses to each of P problems: B = P * G rows, group by group.
+        # Sample G responses to each of P problems: B = P * G rows. Seed and step decide them.
         drawn = draw.sample(training, options.num_prompts)
         asked = [problem for problem in drawn for _ in range(options.group_size)]
         stream = repr((options.seed, "train", step)).encode()
         seed = int.from_bytes(sha256(stream).digest()[:6], "big")
-        set_seed(seed % 2**32)  # of numpy: vLLM samples with it on a GPU
-        torch.manual_seed(seed)  # and with this on a CPU
+        set_seed(seed % 2**32)  # numpy's generator, which vLLM uses on a GPU
+        torch.manual_seed(seed)  # torch's generator, which vLLM uses on a CPU
         outputs = sample(llm, asked, options.temperature, options.max_new_tokens, stop)
         if ON_GPU:
             llm.sleep(level=2)  # frees the engine's weights and its cache
@@ -219,7 +219,7 @@ def train(options: Options, fixes: Fixes):
         centred = groups - groups.mean(dim=1, keepdim=True)
         advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1, 1)  # (B, 1)
 
-        # Old log-probabilities, by the same weights as the engine's.
+        # Old log-probabilities. The weights are still those that the engine sampled with.
         batch = shift_and_pad(outputs)
         _, _, mask, behavior_logprobs = batch
         row_numbers = torch.arange(len(outputs))
@@ -228,12 +228,12 @@ def train(options: Options, fixes: Fixes):
             old = [token_logprobs(model, batch, rows, options.temperature, fixes) for rows in parts]
         old_logprobs = torch.cat(old)  # (B, T)
         mismatch = old_logprobs - behavior_logprobs  # (B, T)
-        weights = mask
-        if options.tis_cap:
-            weights = mask * mismatch.exp().clamp(max=options.tis_cap)  # (B, T)
+        weights = mask  # (B, T), of each token in the loss
+        if options.tis_cap:  # truncated importance sampling
+            weights = mask * mismatch.exp().clamp(max=options.tis_cap)
 
-        # Update: -min(r A, clip(r) A), one optimizer step for each minibatch. A minibatch without
-        # signal is left out, because AdamW would move the weights by momentum alone.
+        # Update: the mean of -min(r A, clip(r) A) over the tokens of each minibatch. A minibatch
+        # without signal takes no step, because AdamW would move the weights by momentum alone.
         warmup = min(1.0, step / (options.warmup_steps + 1))
         decay = 1 - (step - 1) / options.steps
         optimizer.param_groups[0]["lr"] = options.lr * warmup * decay
@@ -241,7 +241,7 @@ def train(options: Options, fixes: Fixes):
         minibatches = row_numbers.split(len(outputs) // options.num_minibatches)
         minibatches = [rows for rows in minibatches if advantages[rows].any()]
         for minibatch in minibatches:
-            num_tokens = mask[minibatch].sum()  # so the losses of micro-batches only add up
+            num_tokens = mask[minibatch].sum()  # so the losses of its micro-batches add up
             for rows in minibatch.split(options.micro_batch_rows):
                 logprobs = token_logprobs(model, batch, rows, options.temperature, fixes)
                 ratio = torch.exp(logprobs - old_logprobs[rows])  # (b, T)
@@ -269,7 +269,7 @@ def train(options: Options, fixes: Fixes):
 
 
 if __name__ == "__main__":
-    cli = argparse.ArgumentParser()
+    cli = argparse.ArgumentParser(description="The reasons are beside the fields, in grpo.py.")
     for each in fields(Options):
         cli.add_argument(f"--{each.name.replace('_', '-')}", type=each.type, default=each.default)
     for fix in fields(Fixes):

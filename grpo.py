@@ -1,4 +1,4 @@
-"""GRPO on one page: a transformers trainer and a vLLM engine take turns in one process.
+"""GRPO on one page: a transformers trainer and a vLLM engine (0.32) take turns in one process.
 
 The engine samples, the trainer has the gradients, and each has its own copy of the policy.
 One step: sample, sleep, score, old log-probabilities, update, wake, load, canary.
@@ -19,18 +19,19 @@ that a weight load interrupts (engine_adapter.py), sampling_mask for top-k, top-
 
 Left out, with the file that has it:
 
-    resume, records, evaluation by the trainer alone, messages for users    train.py, records.py
-    other objectives, other importance weights, KL to a reference           objectives.py
-    chat templates, other rewards, data sets, repeated questions            tasks.py
-    16-bit training with fp32 masters, prompts computed once, masks, heads  rl.py
-    groups in flight, CUDA graphs, experts, the audit of all settings       engine_adapter.py
-    the trainer as the engine; both on one copy of the weights   reference.py, shared_engine.py
+    resume, records, clear errors, evaluation by the trainer alone           train.py, records.py
+    other objectives, other importance weights, KL to a reference            objectives.py
+    chat templates, other rewards, data sets, repeated questions             tasks.py
+    fp32 masters for 16 bits, shared prompts, top-k and top-p, soft-capping  rl.py
+    groups in flight, CUDA graphs, experts, the audit of all settings        engine_adapter.py
+    the trainer as the engine; both on one copy of the weights    reference.py, shared_engine.py
 
-train.py has all of it. tests/test_grpo.py holds the two programs equal. The first command teaches
-a model to add, with a wrong habit. The second unlearns the habit, on a CPU or on one GPU:
+train.py has all of it, and tests/test_grpo.py holds the two programs equal. The first command
+teaches a model to add, with a wrong habit. The second unlearns the habit, on a CPU. It is written
+for one GPU too, where nothing has been measured yet:
 
     python -m examples.toys runs/toy
-    python grpo.py                     # begins at reward 0.24; the last line is: held_out 1
+    python grpo.py                     # reward 0.24 at step 1; the last line is: held_out 1
 """
 
 import argparse
@@ -124,7 +125,7 @@ def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop
 def wake_and_load(llm: LLM, model, fixes: Fixes, canary: list[dict]) -> None:
     """Give the trainer's weights to the engine. Compare both on a few sampled tokens: a canary."""
     torch.cuda.empty_cache()  # what the trainer has freed
-    llm.wake_up(tags=["weights"])
+    llm.wake_up(tags=["weights"])  # without effect if the engine is awake
     weights = iter(model.state_dict().items())  # names a tied head too, as vLLM's CPU build needs
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.wake_up(tags=["kv_cache"])
@@ -182,8 +183,7 @@ def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tens
 def train(options: Options, fixes: Fixes):
     """Yields metrics and outputs of each step, and at the end those of the held-out problems."""
     assert all(vars(fixes).values()) or not options.tis_cap, "tis_cap needs all fixes to be on"
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
-    model = model.to(DEVICE).eval()  # eval: no dropout, as in the engine
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
@@ -237,7 +237,7 @@ def train(options: Options, fixes: Fixes):
         warmup = min(1.0, step / (options.warmup_steps + 1))
         decay = 1 - (step - 1) / options.steps
         optimizer.param_groups[0]["lr"] = options.lr * warmup * decay
-        sums = Counter()
+        sums = Counter()  # over the minibatches
         minibatches = row_numbers.split(len(outputs) // options.num_minibatches)
         minibatches = [rows for rows in minibatches if advantages[rows].any()]
         for minibatch in minibatches:
@@ -245,12 +245,12 @@ def train(options: Options, fixes: Fixes):
             for rows in minibatch.split(options.micro_batch_rows):
                 logprobs = token_logprobs(model, batch, rows, options.temperature, fixes)
                 ratio = torch.exp(logprobs - old_logprobs[rows])  # (b, T)
-                free = ratio * advantages[rows]
-                bounded = ratio.clamp(1 - options.clip, 1 + options.clip) * advantages[rows]
-                loss = -(torch.minimum(free, bounded) * weights[rows]).sum() / num_tokens
+                unclipped = ratio * advantages[rows]
+                clipped = ratio.clamp(1 - options.clip, 1 + options.clip) * advantages[rows]
+                loss = -(torch.minimum(unclipped, clipped) * weights[rows]).sum() / num_tokens
                 loss.backward()
                 sums["loss"] += loss.item()
-                sums["clip_rate"] += (((bounded < free) * mask[rows]).sum() / num_tokens).item()
+                sums["clip_rate"] += ((clipped < unclipped) * mask[rows] / num_tokens).sum().item()
             sums["grad_norm"] += clip_grad_norm_(model.parameters(), options.grad_clip).item()
             optimizer.step()
             optimizer.zero_grad()

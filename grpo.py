@@ -31,7 +31,7 @@ teaches a model to add, with a wrong habit. The second unlearns the habit, on a 
 for one GPU too, where nothing has been measured yet:
 
     python -m examples.toys runs/toy
-    python grpo.py                     # reward 0.24 at step 1; the last line is: held_out 1
+    python grpo.py                     # reward 0.23 at step 1; the last line is: held_out 1
 """
 
 import argparse

@@ -120,9 +120,9 @@ def options(tmp_path_factory) -> dict:
                                  attention_mask=torch.ones_like(ids))[:, ids.shape[1] :]  # fmt: skip
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
         last = [int(number) for text in texts for number in re.findall(r"\d+", text)[-1:]]
-        [(number, count)] = Counter(last).most_common(1)
-        if 4 <= count <= 12:
-            rows.append({"question": question, "answer": number})
+        for number, count in Counter(last).most_common(1):
+            if 4 <= count <= 12:
+                rows.append({"question": question, "answer": number})
     (root / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with torch.no_grad():  # as in pretrained models all logits have an offset, which only rounding notices
         hidden = model.base_model(ids).last_hidden_state.mean(dim=(0, 1))  # (H,)
@@ -155,24 +155,23 @@ def test_page_and_core_make_the_same_three_steps(options):
 def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
     """In fp32 the head has the model's dtype with and without the fix, so fp32_head needs bfloat16. There the page has
     no fp32 masters: only the first step is equal."""
-    narrow = options | {"model": options["model"].replace("/model", "/offset"), "dtype": "bfloat16", "steps": 1}
+    offset = str(Path(options["model"]).with_name("offset"))
+    narrow = options | {"model": offset, "dtype": "bfloat16", "steps": 1}
     raw, stale, head, no_head = run_both([
         job(options, processed_logprobs=False), job(options, explicit_runtime=False), job(narrow),
         job(narrow, fp32_head=False)])  # fmt: skip
-    for page, core in zip(*raw, strict=True):
-        if "step" in page:
-            assert_equal(page, core)
-            assert page["mismatch_abs_mean"] > 0.1
-    # The core forces async scheduling on a CPU, which changes the order of the samples: the tokens differ.
+    for page_row, core_row in list(zip(*raw, strict=True))[:-1]:
+        assert_equal(page_row, core_row)
+        assert page_row["mismatch_abs_mean"] > 0.1
+    # Here the tokens differ: vLLM has no async scheduling on a CPU, and the core forces it there.
     for rows in stale:
-        assert rows[0]["mismatch_abs_mean"] < 1e-5
-        assert max(row["mismatch_abs_mean"] for row in rows[1:3]) > 1e-3
-    shown = []
+        assert rows[0]["mismatch_abs_mean"] < 1e-5  # no weights have changed yet
+        assert max(row["mismatch_abs_mean"] for row in rows[1:-1]) > 1e-3
     for page, core in (head, no_head):
         assert page[0]["tokens"] == core[0]["tokens"]
         assert page[0]["mismatch_abs_mean"] == pytest.approx(core[0]["mismatch_abs_mean"], abs=1e-5)
-        shown.append(page[0]["mismatch_abs_mean"])
-    assert shown[1] > shown[0] + 1e-4
+    (with_fix, *_), (without_fix, *_) = head[0], no_head[0]
+    assert without_fix["mismatch_abs_mean"] > with_fix["mismatch_abs_mean"] + 1e-4
 
 
 @pytest.mark.engine

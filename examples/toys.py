@@ -2,13 +2,16 @@
 
 A teacher shows the model right answers and, more often, wrong ones that are all wrong in the same way. Supervised
 learning imitates the majority, so the model starts with the wrong habit. Reinforcement learning has to find the right
-answers, which the model samples less often.
+answers, which the model samples less often. `python -m examples.toys FOLDER` writes the model and the problems of `toy`
+to FOLDER/model and FOLDER/problems.jsonl.
 """
 
 import hashlib
+import json
 import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +33,13 @@ WRONG = 0.7  # share of the teacher's answers (`digits`: of its digits) that fol
 
 
 def addition(seed: int) -> Task:
+    return split("toy", exact_match, seed, sums(seed))
+
+
+def sums(seed: int) -> list[Problem]:
     """Sums of two numbers of three digits, the answer's least significant digit first: "347+285=" is "2360"."""
     pairs = [divmod(number, 1000) for number in random.Random(seed).sample(range(10**6), NUM_SUMS)]
-    problems = [Problem(f"{a:03}+{b:03}=", f"{a + b:04}"[::-1], f"{a:03}+{b:03}") for a, b in pairs]
-    return split("toy", exact_match, seed, problems)
+    return [Problem(f"{a:03}+{b:03}=", f"{a + b:04}"[::-1], f"{a:03}+{b:03}") for a, b in pairs]
 
 
 def forget_the_carry(problem: Problem, rng: random.Random) -> str:
@@ -185,3 +191,11 @@ def _examples(
     inputs = torch.tensor([prompt + answer for prompt, answer in zip(prompts, rows, strict=True)])
     targets = [[-100] * (len(prompt) - 1) + [*answer, EOS] for prompt, answer in zip(prompts, rows, strict=True)]
     return inputs, torch.tensor(targets)
+
+
+if __name__ == "__main__":
+    # A run with the same seed holds out the same tenth. The model has not been taught on it.
+    seed, folder = 0, Path(sys.argv[1] if len(sys.argv) > 1 else "runs/toy")
+    shutil.copytree(toy_model(str(Path(__file__).parents[1] / ".cache"), seed), folder / "model", dirs_exist_ok=True)
+    rows = [json.dumps({"question": problem.question, "answer": problem.answer}) for problem in sums(seed)]
+    (folder / "problems.jsonl").write_text("\n".join(rows))

@@ -93,22 +93,22 @@ OTHER = {
     "micro_batch_tokens": 1024, "lr_warmup_steps": 7, "weight_decay": 0.1, "grad_clip": 0.5, "engine": "shared",
     "exact": True, "kv_cache_gib": 0.5, "eval_task": "held_out.jsonl", "max_prompt_tokens": 64,
     "overlong_prompts": "drop", "reward_limit_s": 3.0, "reward_errors": "count", "gradient_checkpointing": True,
-    "offload_optimizer": True, "old_logprobs_every": 2, "inflight_groups": 4, "max_staleness": 2,
+    "offload_optimizer": True, "inflight_groups": 4, "max_staleness": 2,
     "tis_over_a_broken_backend": True, "max_kept": 64, "max_num_seqs": 64, "block_size": 32,
-    "prefix_cache": "versioned", "cuda_graphs": True, "eval_problems": 16, "eval_samples": 4, "eval_temperature": 1.0,
-    "eval_top_p": 0.9, "eval_with_trainer": False, "checkpoint_every": 7, "self_noise_every": 7, "probe_every": 7,
+    "prefix_cache": "versioned", "cuda_graphs": True, "eval_problems": 16, "eval_samples": 4,
+    "eval_with_trainer": False, "checkpoint_every": 7, "self_noise_every": 7, "probe_every": 7,
     "probe_on_alarm": True, "processed_logprobs": False, "explicit_runtime": False, "inflight_keep": False,
     "fp32_head": False, "sampling_mask": False, "inflight_otherwise": "recompute",
 }  # fmt: skip
 NEEDS = {"tis_cap": {"tis": "masked"}, "tis_floor": {"tis": "masked"}, "exact": {"engine": "shared"},
-         "old_logprobs_every": {"engine": "shared", "exact": True}, "eval_task": {"task": "problems.jsonl"},
+         "eval_task": {"task": "problems.jsonl"},
          "max_kept": {"top_k": 9}, "sampling_mask": {"top_k": 9}, "fp32_head": {"dtype": "bfloat16"},
          "inflight_otherwise": {"inflight_keep": False}}  # fmt: skip
 UNUSED = {  # in both; the lists are the translations that do not exist
     "eval_every", "model", "micro_batch_tokens", "exact", "kv_cache_gib", "eval_task", "max_prompt_tokens",
-    "overlong_prompts", "reward_limit_s", "reward_errors", "offload_optimizer", "old_logprobs_every", "max_staleness",
+    "overlong_prompts", "reward_limit_s", "reward_errors", "offload_optimizer", "max_staleness",
     "tis_over_a_broken_backend", "max_kept", "max_num_seqs", "block_size", "prefix_cache", "cuda_graphs",
-    "eval_problems", "eval_samples", "eval_temperature", "eval_top_p", "eval_with_trainer", "checkpoint_every",
+    "eval_problems", "eval_samples", "eval_with_trainer", "checkpoint_every",
     "self_noise_every", "probe_every", "probe_on_alarm", "inflight_keep", "inflight_otherwise",
 }  # fmt: skip
 UNUSED_BY = {"trl": UNUSED | {"engine", "task"}, "verl": (UNUSED - {"model"}) | {"engine", "mask_truncated"}}

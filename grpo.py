@@ -15,22 +15,22 @@ small as rounding. logprobs - old_logprobs is staleness, which the clip of GRPO 
 Backend first, then correction. An importance weight (--tis-cap) corrects a mismatch, and so it also
 hides a broken backend. It is refused while a fix is off. Three of the five fixes are here, with a
 switch each, such as --no-fp32-head. Two would have no effect here: inflight_keep is for requests
-that a weight load interrupts (engine_adapter.py), sampling_mask for top-k, top-p and min-p (rl.py).
+that a weight load interrupts (engine_adapter.py), sampling_mask for top-k (extras/masks.py).
 
 Left out, with the file that has it:
 
-    resume, records, clear errors, evaluation by the trainer alone           train.py, records.py
-    other objectives, other importance weights, KL to a reference            objectives.py
-    chat templates, other rewards, data sets, repeated questions             tasks.py
-    fp32 masters for 16 bits, shared prompts, top-k and top-p, soft-capping  rl.py
-    groups in flight, CUDA graphs, experts, the audit of all settings        engine_adapter.py
-    the trainer as the engine; both on one copy of the weights    reference.py, shared_engine.py
+    resume, records, clear errors, checked options       train.py, records.py, config.py
+    other objectives, other importance weights, KL       objectives.py
+    chat templates, other rewards, data sets             tasks.py
+    fp32 masters for 16 bits, soft-capping               rl.py
+    CUDA graphs, experts, the audit of all settings      engine_adapter.py
+    groups in flight; top-k and top-p                    extras/inflight.py, extras/masks.py
+    shared prompts; the trainer as the engine            extras/prompts.py, extras/reference.py
 
-train.py has all of it, and tests/test_grpo.py holds the two programs equal. The first command
-teaches a model to add, with a wrong habit. The second unlearns the habit, on a CPU. It is written
-for one GPU too, where nothing has been measured yet:
+train.py has all of it, and tests/test_grpo.py holds the two programs equal. The first command here
+teaches a model to add, with a wrong habit. The second unlearns it, on a CPU; no GPU has run it yet:
 
-    python -m examples.toys runs/toy
+    python -m examples.toys runs/page
     python grpo.py                     # reward 0.23 at step 1; the last line is: held_out 1
 """
 
@@ -61,8 +61,8 @@ from vllm import LLM, RequestOutput, SamplingParams  # noqa: E402, it reads the 
 # ------------------------------------------------------------ options; the defaults are the toy job
 @dataclass(frozen=True)
 class Options:
-    model: str = "runs/toy/model"  # folder of a Hugging Face causal language model
-    problems: str = "runs/toy/problems.jsonl"  # lines {"question": ..., "answer": a number}
+    model: str = "runs/page/model"  # folder of a Hugging Face causal language model
+    problems: str = "runs/page/problems.jsonl"  # lines {"question": ..., "answer": a number}
     seed: int = 0  # decides the held-out problems, the problems of each step and the samples
     steps: int = 60  # the learning rate decays to zero over them
     num_prompts: int = 128  # P problems per step

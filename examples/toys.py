@@ -195,7 +195,7 @@ def _examples(
 
 if __name__ == "__main__":
     # A run with the same seed holds out the same tenth. The model has not been taught on it.
-    seed, folder = 0, Path(sys.argv[1] if len(sys.argv) > 1 else "runs/toy")
+    seed, folder = 0, Path(sys.argv[1] if len(sys.argv) > 1 else "runs/page")
     shutil.copytree(toy_model(str(Path(__file__).parents[1] / ".cache"), seed), folder / "model", dirs_exist_ok=True)
     rows = [json.dumps({"question": problem.question, "answer": problem.answer}) for problem in sums(seed)]
     (folder / "problems.jsonl").write_text("\n".join(rows))

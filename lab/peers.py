@@ -24,7 +24,7 @@ from examples.record_trl import TraceRecorder
 from extras.curves import steps_of
 from lab import table
 from lab.compare import STORED
-from lab.translate import to_trl
+from lab.translate import to_trl, view
 from records import append_rows
 from train import prepare
 
@@ -88,7 +88,7 @@ def train(options: Options) -> None:
         return [run.task.reward(problems[asked], text) for asked, text in zip(prompts, completions, strict=True)]
 
     logged = {} if options.translated else {"vllm_importance_sampling_correction": True}  # else TRL logs no mismatch
-    arguments = GRPOConfig(**to_trl(config)[0] | logged | dict(
+    arguments = GRPOConfig(**to_trl(view(config.flat()))[0] | logged | dict(
         use_vllm=options.generation == "vllm", vllm_max_model_length=run.max_model_len, use_cpu=True,
         output_dir=options.out, save_strategy="no", report_to="none", disable_tqdm=True,
     ))  # fmt: skip

@@ -32,22 +32,23 @@ for job in json.loads(sys.argv[1]):
 CORE = """
 import json, sys, tempfile
 import train
+from config import Config
 from engine_adapter import ParityFlags
 
 for job in json.loads(sys.argv[1]):
     options, tis_cap = job["options"], job["tis_cap"]
     tis = {"tis": "token", "tis_cap": tis_cap} if tis_cap else {}
-    config = train.Config(out=tempfile.mkdtemp(), task=options.pop("problems"), parity=ParityFlags(**job["fixes"]),
-                          micro_batch_tokens=1000, **options, **tis)
+    config = Config.of(out=tempfile.mkdtemp(), task=options.pop("problems"), parity=ParityFlags(**job["fixes"]),
+                       micro_batch_tokens=1000, **options, **tis)
     run = train.prepare(config)
     live, _ = train.build(run)
-    live.policy.shares_prompts = False  # as on the page
+    live.policy.body = live.policy.plain_body  # as on the page
     rows = []
-    for step in range(1, config.steps + 1):
+    for step in range(1, config.run.steps + 1):
         metrics, batch, _ = train.train_step(run, live, step)
         pairs = zip(batch.targets, batch.mask, strict=True)
         rows.append(metrics | {"tokens": [targets[mask > 0].tolist() for targets, mask in pairs]})
-    rows.append({"held_out": train.evaluate(run, live, config.steps)["eval_reward_greedy"]})
+    rows.append({"held_out": train.evaluate(run, live, config.run.steps)["eval_reward_greedy"]})
     live.engine.close()
     print("ROWS", json.dumps(rows), flush=True)
 """

@@ -177,6 +177,7 @@ def test_the_update_does_not_depend_on_micro_batches_and_lowers_the_loss_over_th
         rollouts.append(Rollout([3 + index, 4], 0, ids, [-0.1] * length, kept=kept))
     for micro_batch_tokens in (1, 12, 1000):
         policy = Policy(qwen2(tied=False), chunk_elements=96 * 3)
+        policy.support = KeptTokens(Sampling(1.3, 8))
         options = GrpoConfig(temperature=1.3, num_minibatches=1, micro_batch_tokens=micro_batch_tokens)
         batch = make_batch(rollouts, torch.tensor([1.0, -1.0, 0.5, -0.5]))
         batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, options))

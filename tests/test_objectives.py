@@ -2,7 +2,6 @@
 
 import math
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def batch(mask: torch.Tensor = MASK, advantages: torch.Tensor = ADVANTAGES) -> B
 
 
 def surrogate(name: str, logprobs: torch.Tensor, old: torch.Tensor, low: float, high: float) -> TokenLoss:
-    return OBJECTIVES[name].surrogate(logprobs, old, batch(), SimpleNamespace(clip=(low, high)))
+    return OBJECTIVES[name].surrogate(logprobs, old, batch(), (low, high))
 
 
 def slope(function, logprobs: torch.Tensor, row: int, column: int, step: float = 1e-6) -> float:

@@ -226,8 +226,8 @@ def test_each_option_changes_only_its_phases():
     assert plain["generate"] - offloaded["generate"] == pytest.approx(state, rel=1e-4)
     assert totals(kl_coef=0.1)["update"] - plain["update"] == weights
     in_flight = totals(inflight_groups=4)
-    counts = (JOB.max_num_seqs + 4) * MODEL["vocab_size"] * 4  # the sampler's, one for each token of the vocabulary
-    assert in_flight["update"] - plain["update"] == weights + counts + JOB.kv_cache_gib * GIB  # kept KV: no sleep
+    counts = (JOB.backend.max_num_seqs + 4) * MODEL["vocab_size"] * 4  # the sampler's, of each token id
+    assert in_flight["update"] - plain["update"] == weights + counts + JOB.backend.kv_cache_gib * GIB  # no sleep
     assert "evaluate" not in totals(eval_with_trainer=False)
 
 

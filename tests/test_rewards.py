@@ -13,8 +13,8 @@ import numpy
 import pytest
 import torch
 
+from config import Config
 from tasks import Problem, call_within, score
-from train import Config
 
 PROBLEMS = [Problem(f"{i}+1=", str(i + 1), f"line {i}") for i in range(3)]
 RESPONSES = ["1", "two", "3"]
@@ -207,10 +207,10 @@ def test_an_alarm_between_any_two_instructions_outside_the_call_has_no_effect(fu
 @pytest.mark.parametrize("limit_s", [0.0, -1.0, math.nan, math.inf, 1e300, 1e9])
 def test_a_limit_that_no_timer_can_hold_is_refused(limit_s):
     with pytest.raises(ValueError, match=r"reward_limit_s must be in \(0, 1e9\), a timer's range, got"):
-        Config(reward_limit_s=limit_s)
+        Config.of(reward_limit_s=limit_s)
 
 
 def test_the_longest_limit_works(own_handler):
     longest = math.nextafter(1e9, 0)
-    assert Config(reward_limit_s=longest).reward_limit_s == longest
+    assert Config.of(reward_limit_s=longest).data.reward_limit_s == longest
     assert call_within(longest, "it", abs, -1) == 1

@@ -16,6 +16,7 @@ from config import GrpoConfig
 from engine_adapter import Rollout, Sampling
 from extras.masks import KeptTokens, mask_outside
 from extras.offload import OffloadedOptimizer, host_views
+from extras.prompts import compute_prompts_once
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
 from rl import (
@@ -141,6 +142,7 @@ def test_each_distinct_prompt_of_a_micro_batch_is_computed_once(lengths, device)
     rows[1].prompt_ids, rows[3].prompt_ids = rows[0].prompt_ids, rows[2].prompt_ids[:3]
     rows[2].prompt_ids = rows[3].prompt_ids  # shorter than the others: padded
     policy, seen = Policy(model), []
+    compute_prompts_once(policy)
     model.model.embed_tokens.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape))
     logprobs = policy.logprobs(make_batch(rows, torch.zeros(4), device), 0.7)
     assert seen == [(2, 5), (4, max(lengths) - 1)][: 1 + (max(lengths) > 1)]

@@ -377,7 +377,7 @@ def steps(run: Run, live: TrainingState, *numbers: int) -> list[dict[str, Any]]:
     return [train_step(run, live, number).metrics for number in numbers]
 
 
-def from_the_start(run: Run, live: TrainingState, state: dict[str, Any], count: int) -> tuple[list[dict[str, Any]], Any]:
+def from_the_start(run: Run, live: TrainingState, state: dict[str, Any], count: int) -> tuple[list[dict], Any]:
     """Metrics of the first steps without times and memory, and the weights after them."""
     live.load_state_dict(deepcopy(state))
     live.engine.load(live.policy.weights(), live.policy.response_logprobs, changed=False)

@@ -290,7 +290,7 @@ def test_the_exported_policy_has_the_live_engines_logprobs_in_transformers_and_i
 # ------------------------------------------------------------------------------------------------ options
 def test_a_correction_over_a_broken_backend_needs_the_option_that_says_so():
     arguments = ["--tis", "token", "--parity.no-processed-logprobs", "--tis-over-a-broken-backend"]
-    assert tyro.cli(Config, args=arguments).tis == "token"
+    assert tyro.cli(Config, args=arguments).grpo.tis == "token"
 
 
 def test_the_process_is_seeded_by_run_stream_and_step():

@@ -9,7 +9,7 @@ import pytest
 from config import Config
 from engine_adapter import ParityFlags
 from lab.compare import STORED
-from lab.translate import OWN, main, to_trl, to_verl, translate
+from lab.translate import OWN, main, to_trl, to_verl, translate, view
 
 
 def translated(tmp_path: Path, capsys, to: str, **changes) -> tuple[dict[str, object], str]:
@@ -118,11 +118,11 @@ def config_with(changes: dict[str, object]) -> Config:
     """The default job with some options changed, flags of its group `parity` among them."""
     flags = {name: value for name, value in changes.items() if name in vars(ParityFlags())}
     options = {name: value for name, value in changes.items() if name not in flags}
-    return Config(**options, parity=ParityFlags(**flags))
+    return Config.of(**options, parity=ParityFlags(**flags))
 
 
 def test_other_values_are_given_for_every_option():
-    assert set(OTHER) == vars(Config()).keys() - OWN - {"parity"} | vars(ParityFlags()).keys()
+    assert set(OTHER) == Config().flat().keys() - OWN - {"parity"} | vars(ParityFlags()).keys()
 
 
 @pytest.mark.parametrize("to", UNUSED_BY)
@@ -134,6 +134,7 @@ def test_each_option_is_translated_or_named(name, to, tmp_path, capsys):
     named = f"{name} {OTHER[name]}: without effect on this translation" in notes
     assert named == (name in UNUSED_BY[to])
     to_other = to_trl if to == "trl" else to_verl
+    before, after = view(before.flat()), view(after.flat())
     assert named or to_other(before) != to_other(after)
     assert options == to_other(after)[0]
 
@@ -158,7 +159,7 @@ def test_minibatches_that_are_no_whole_prompts_are_refused_for_verl(tmp_path, ca
     ("{", "error: reading the run in {run} failed: json.decoder.JSONDecodeError"),
     ("{}", "error: reading the run in {run} failed: KeyError: 'config'"),
     ('{"config": {"parity": {}, "unknown": 1}}',
-     "error: reading the run in {run} failed: TypeError: Config.__init__() got an unexpected keyword argument"),
+     "error: reading the run in {run} failed: TypeError: options must be those of Config, got unknown"),
     ('{"config": {"parity": {}, "group_size": 1}}', "error: reading the run in {run} failed: ValueError: group_size"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(text, complaint, tmp_path, capsys):

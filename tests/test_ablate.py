@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import qwen2, refusal
+from helpers import qwen2, refusal
 
 from examples.toys import toy_tokenizer
 from extras.curves import plot

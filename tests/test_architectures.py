@@ -12,74 +12,33 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from conftest import command, mismatch, move, started, train_here
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from helpers import (
+    MATRIX,
+    MATRIX_PROMPTS,
+    MATRIX_SAMPLING,
+    MIXED,
+    MIXTURES,
+    RECURRENT,
+    command,
+    dtypes_of,
+    mismatch,
+    move,
+    small_model,
+    started,
+    train_here,
+)
 
 from config import GrpoConfig
-from engine_adapter import Rollout, Sampling, WeightLoadError
+from engine_adapter import Rollout, WeightLoadError
 from examples.toys import toy_tokenizer
 from extras.prompts import PromptsOnce, compute_prompts_once
 from probe.noise import rounded_otherwise
 from rl import Policy, attention_for, frozen_logprobs, make_batch
 
-SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-             num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
-             pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
-WINDOW = dict(head_dim=32, sliding_window=16)
-MIXED = dict(layer_types=["sliding_attention", "full_attention"])
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-STATE = dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=16)
-# By the configuration's class; what follows a comma names a variant of the row before, which is measured untied only.
-OPTIONS = {
-    "Llama": {},
-    "Llama, biases": dict(attention_bias=True, mlp_bias=True),
-    "Llama, yarn": dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0,
-                                             original_max_position_embeddings=64)),
-    "Llama, llama3 rope": dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0,
-                                                    high_freq_factor=4.0, original_max_position_embeddings=32)),
-    # Within max_position_embeddings, which train.py never leaves; beyond it both sides would compute something else.
-    "Llama, dynamic rope": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
-    "Qwen2": {}, "Qwen3": dict(head_dim=32), "Mistral": WINDOW, "Gemma2": WINDOW | dict(query_pre_attn_scalar=32),
-    "Gemma3Text": WINDOW | dict(query_pre_attn_scalar=32),
-    "Gemma3Text, sliding and full": WINDOW | MIXED | dict(query_pre_attn_scalar=32),
-    "Phi3": {}, "StableLm": {}, "Granite": dict(logits_scaling=5.0), "Olmo2": {},
-    "Olmo3": MIXED | dict(sliding_window=16), "SmolLM3": {},
-    "GPTNeoX": dict(num_key_value_heads=2),  # has no grouped heads: transformers ignores the number, vLLM does not
-    "Cohere": dict(logit_scale=0.3), "GPT2": dict(n_embd=64, n_layer=2, n_head=2, n_positions=256),
-    "Qwen3Moe": EXPERTS | dict(head_dim=32), "Qwen2Moe": EXPERTS | dict(shared_expert_intermediate_size=96),
-    "Qwen3Moe, padded experts": EXPERTS | dict(head_dim=32, moe_intermediate_size=48),  # vLLM pads them to 64
-    "Mixtral": dict(head_dim=32, sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
-    "FalconH1": STATE | dict(head_dim=32, lm_head_multiplier=0.3),
-    "Mamba2": dict(num_heads=4, head_dim=32, n_groups=1, state_size=16, chunk_size=16, intermediate_size=128),
-}  # fmt: skip
-ALWAYS_TIED = ("Gemma2", "Cohere")  # vLLM takes their logits from the embedding
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.
 PATCHED = ("Olmo2", "Olmo3", "SmolLM3", "GPTNeoX")
-RECURRENT = ("FalconH1", "Mamba2")
-MIXTURES = ("Qwen3Moe", "Qwen2Moe", "Mixtral")
 EXTRAS = {"Gemma2": "soft-capping", "Granite": "logits / 5", "Cohere": "logits x 0.3", "FalconH1": "logits x 0.3"}
-CASES = [(name, tied) for name in OPTIONS for tied in (True, False)
-         if not (name in ALWAYS_TIED and not tied) and not ("," in name and tied)]  # fmt: skip
-PROMPTS = [list(range(5 + i, 29 + i)) for i in range(4)]  # with the responses 56 tokens: a window of 16 cuts
-SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
-
-
-def dtypes_of(name: str) -> list[torch.dtype]:
-    """Those in which the CPU build is right: recurrent layers are refused in 16 bits."""
-    return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
-
-
-def small_model(name: str, tied: bool, seed: int = 0, **changes) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    options = SIZES | OPTIONS.get(name, {}) | changes | {"tie_word_embeddings": tied}
-    config = getattr(transformers, name.split(",")[0] + "Config")(**options)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping
-    if not tied:  # logits wide enough that a lost scale, cap or window shows; a tied model would only echo its input
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(3)
-    return model.eval()
 
 
 @cache
@@ -101,17 +60,17 @@ def measure(name: str, tied: bool) -> dict[str, Any]:
 def measure_folder(folder: str) -> dict[str, Any]:
     policy = Policy.load(folder, torch.float32, "cpu")
     with started(folder, policy) as engine:
-        before, after = mismatch(policy, engine, SAMPLING, PROMPTS)["mismatch_abs_mean"], []
+        before, after = mismatch(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS)["mismatch_abs_mean"], []
         for seed in range(3):
             move(policy, 0.02, seed)
             engine.load(policy.weights(), policy.response_logprobs)
-            after.append(mismatch(policy, engine, SAMPLING, PROMPTS)["mismatch_abs_mean"])
+            after.append(mismatch(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS)["mismatch_abs_mean"])
         return {"attention": policy.model.config._attn_implementation, "vllm": type(engine._model).__name__,
                 "before": before, "after": after}
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name, tied", [case for case in CASES if case[0] not in PATCHED])
+@pytest.mark.parametrize("name, tied", [case for case in MATRIX if case[0] not in PATCHED])
 def test_trainer_and_engine_agree_before_and_after_three_loads(name, tied):
     found = measure(name, tied)
     assert max(found["before"], *found["after"]) <= 2e-5
@@ -126,11 +85,11 @@ def test_trainer_and_engine_agree_where_vllm_patches_the_models_python_class(tie
         assert max(each["before"], *each["after"]) <= 2e-5, name
 
 
-@pytest.mark.parametrize("name, tied", CASES)
+@pytest.mark.parametrize("name, tied", MATRIX)
 def test_the_chunked_head_is_the_models_own_forward(name, tied):
     model = small_model(name, tied)
     policy = Policy(model, chunk_elements=96 * 5)
-    prompts = torch.tensor(PROMPTS)  # (4, 24)
+    prompts = torch.tensor(MATRIX_PROMPTS)  # (4, 24)
     ours = torch.tensor(policy.response_logprobs(prompts.tolist(), 1))  # (4, 23)
     with torch.no_grad():
         theirs = torch.log_softmax(model(input_ids=prompts).logits.double(), dim=-1)  # (4, 24, V)
@@ -139,7 +98,7 @@ def test_the_chunked_head_is_the_models_own_forward(name, tied):
     assert theirs[:, -1].std() > 0.1
 
 
-@pytest.mark.parametrize("name, tied", [case for case in CASES if case[0] not in RECURRENT])
+@pytest.mark.parametrize("name, tied", [case for case in MATRIX if case[0] not in RECURRENT])
 def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradients(name, tied):
     """Prompts of 1 to 40 tokens, so that a window of 16 cuts; responses of 1 to 30 tokens; one prompt has one response.
     """
@@ -290,12 +249,12 @@ def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name
         pass
 
 
-@pytest.mark.parametrize("name, tied, dtype", [(*case, dtype) for case in CASES for dtype in dtypes_of(case[0])])
+@pytest.mark.parametrize("name, tied, dtype", [(*case, dtype) for case in MATRIX for dtype in dtypes_of(case[0])])
 def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name, tied, dtype):
     """Not at all would be no floor; by more would be another attention: a lost window, cap, scale or group of heads."""
     policy = Policy(small_model(name, tied).to(dtype))
     policy.model.set_attn_implementation(attention_for(policy.model.config))
-    ids = torch.tensor(PROMPTS)
+    ids = torch.tensor(MATRIX_PROMPTS)
     with torch.no_grad():
         ours = policy.hidden(ids).double()
         with rounded_otherwise(policy):
@@ -349,7 +308,7 @@ def test_a_window_soft_capping_and_rope_scaling_change_the_logits_of_these_model
 def main(names: list[str]) -> None:
     print("| architecture | tied | after the head | trainer's attention | in vLLM | before | after three loads |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    for name, tied in CASES:
+    for name, tied in MATRIX:
         if not names or name in names:
             found = measure_patched(tied)[name] if name in PATCHED else measure(name, tied)
             cells = (name, "yes" if tied else "no", EXTRAS.get(name, ""), found["attention"], found["vllm"],

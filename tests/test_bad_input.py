@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PYTHON, TASK, close_live_engine, command, qwen2, refusal
+from helpers import PYTHON, TASK, close_live_engine, command, qwen2, refusal
 from safetensors.torch import load_file, save_file
 
 from rl import Policy

@@ -9,7 +9,7 @@ import json
 
 import pytest
 import torch
-from conftest import PYTHON, command, train_here
+from helpers import PYTHON, command, train_here
 from safetensors.torch import load_file
 
 BACKENDS = {"vllm": "", "shared": "--engine shared", "exact": "--engine shared --exact",

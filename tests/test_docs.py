@@ -1,4 +1,4 @@
-"""README.md, docs/ and dev/log.md: links, commands and figures are those of the code."""
+"""README.md, docs/ and dev/log.md, tests/long/: links, commands and figures are those of the code."""
 
 import json
 import re
@@ -22,7 +22,8 @@ from tasks import load_task
 ROOT = Path(__file__).parents[1]
 README, LOG = ROOT / "README.md", ROOT / "dev" / "log.md"
 LINKED = [LOG, *sorted((ROOT / "docs").glob("*.md"))]  # by the README
-PAGES = [README, *LINKED]
+LONG = ROOT / "tests" / "long" / "README.md"
+PAGES = [README, *LINKED, LONG]
 FUNCTION_LINK = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)?([\w/]+\.py)\)")
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 
@@ -79,16 +80,16 @@ COMMANDS = (
      "test_probe.py::test_exit_status_is_1_for_a_mismatch_and_the_json_has_its_figures"),
     (r"train.py --out runs/(shared|exact) --engine shared( --exact)?$",
      "test_shared.py::test_ten_optimizer_steps_stay_exact"),
-    (r"tests/(test_shared|lengths).py$", "minutes: the tables of docs/exact.md; test_shared.py tests their rows"),
+    (r"tests/(test_shared|long/lengths).py$", "minutes: the tables of docs/exact.md; test_shared.py tests their rows"),
     (r"-m probe locate --model PATH",
      "test_locate.py::test_a_fault_of_the_ordinary_engine_alone_is_located_in_the_models_code"),
-    (r"tests/located.py$", "minutes: seven models, two dtypes and three seeds"),
+    (r"tests/long/located.py$", "minutes: seven models, two dtypes and three seeds"),
     (r"-m probe record --stress ",
      "test_stress.py::test_record_with_stress_is_parity_and_one_request_is_replayed_alone"),
-    (r"tests/pressure.py$", "minutes: 5; test_stress.py has clean runs and plants some of the faults"),
-    (r"tests/planted.py$", "minutes: 18; test_probe.py plants some of the faults"),
-    (r"tests/clean.py$", "minutes: 22; test_probe.py has clean traces"),
-    (r"tests/kills.py --kills 20$", "minutes: 30; test_train.py and test_resume.py kill some runs"),
+    (r"tests/long/pressure.py$", "minutes: 5; test_stress.py has clean runs and plants some of the faults"),
+    (r"tests/long/planted.py$", "minutes: 18; test_probe.py plants some of the faults"),
+    (r"tests/long/clean.py$", "minutes: 22; test_probe.py has clean traces"),
+    (r"tests/long/kills.py --kills 20$", "minutes: 30; test_train.py and test_resume.py kill some runs"),
     (r"tests/test_architectures.py$",
      "test_architectures.py::test_trainer_and_engine_agree_before_and_after_three_loads"),
 )  # fmt: skip
@@ -240,6 +241,11 @@ def test_lines_fit_a_screen(page):
 
 
 # ------------------------------------------------------------------------------------------------ content
+def test_each_check_in_tests_long_has_one_line_with_its_command_and_its_time():
+    lines = re.findall(r"^\| `\S+ tests/long/(\w+\.py)[^`]*` \| .* \| [^|]*minutes[^|]* \|$", LONG.read_text(), re.M)
+    assert lines == sorted(path.name for path in LONG.parent.glob("*.py"))
+
+
 def test_the_ladder_is_the_commands_own_output():
     """Its figures are those of docs/ablation.json, which lab.ablate wrote beside them."""
     text, record = (ROOT / "docs" / "ladder.md").read_text(), json.loads((ROOT / "docs" / "ablation.json").read_text())

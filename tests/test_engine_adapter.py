@@ -1,6 +1,6 @@
 """The adapter against the real vLLM V1 in this process. Faults are planted in weights, folders and the live engine.
 
-Tests that need equal engines follow one another, so that they share one (conftest.started).
+Tests that need equal engines follow one another, so that they share one (helpers.started).
 """
 
 import gc
@@ -9,10 +9,10 @@ import sys
 import weakref
 from pathlib import Path
 
-import conftest
+import helpers
 import pytest
 import torch
-from conftest import PROMPTS, SEEDS, WARM, close_live_engine, mismatch, mismatch_of, move, qwen2, started
+from helpers import PROMPTS, SEEDS, WARM, check_states, close_live_engine, mismatch, mismatch_of, move, qwen2, started
 from transformers import Qwen3ForCausalLM
 
 from engine_adapter import AuditError, Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError, reseed
@@ -374,8 +374,8 @@ def test_close_frees_every_module_and_parameter_of_vllms_model(engine_folders, k
     """After a load. vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
     policy, changed = Policy(qwen2(tied=False)), (gc.freeze, gc.unfreeze)
     close_live_engine()
-    if collector == "of vLLM":  # as on a GPU, where conftest.py leaves the collector alone
-        gc.freeze, gc.unfreeze = conftest.freeze, conftest.unfreeze
+    if collector == "of vLLM":  # as on a GPU, where helpers.py leaves the collector alone
+        gc.freeze, gc.unfreeze = helpers.freeze, helpers.unfreeze
     try:
         with started(engine_folders[False], policy, kind=kind) as engine:
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
@@ -412,28 +412,6 @@ def test_sleep_wake_load_generate_is_the_only_order(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy, load=False) as engine:
         check_states(policy, engine)
-
-
-def check_states(policy: Policy, engine: Engine) -> None:
-    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
-        engine.generate(PROMPTS, 1, WARM, SEEDS)
-    with pytest.raises(EngineStateError, match="wake needs an engine that is asleep"):
-        engine.wake()
-    engine.load(policy.weights(), policy.response_logprobs)
-    engine.sleep()
-    with pytest.raises(EngineStateError, match=r"asleep: wake\(\) it first"):
-        engine.generate(PROMPTS, 1, WARM, SEEDS)
-    with pytest.raises(EngineStateError, match=r"wake\(\) it first"):
-        engine.load(policy.weights(), policy.response_logprobs)
-    with pytest.raises(EngineStateError, match="sleep needs an engine that is ready"):
-        engine.sleep()
-    with pytest.raises(EngineStateError, match="audit needs an engine that is empty or ready"):
-        engine.audit()
-    engine.wake()
-    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
-        engine.generate(PROMPTS, 1, WARM, SEEDS)
-    engine.load(policy.weights(), policy.response_logprobs)
-    assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
 @pytest.mark.engine

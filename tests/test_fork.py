@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import tyro
-from conftest import close_live_engine, command, qwen2
+from helpers import close_live_engine, command, qwen2
 
 from config import Config
 from engine_adapter import SETTINGS, AuditError, Engine, ParityFlags, Setting

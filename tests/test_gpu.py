@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DEVICES, OWN_PROCESS, command, qwen2, train_process
+from helpers import DEVICES, OWN_PROCESS, command, qwen2, train_process
 
 from rl import Policy, TargetLogprobs
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import qwen2
+from helpers import qwen2
 
 ROOT = Path(__file__).parents[1]
 FIGURES = "reward", "updates", "loss", "grad_norm", "mismatch_abs_mean", "mismatch_kl", "clip_rate"

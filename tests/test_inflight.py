@@ -7,11 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import command, mismatch_of, move, qwen2, started, train_here
-from test_architectures import RECURRENT, small_model
-from transformers import DynamicCache
+from helpers import (
+    ABORT,
+    KEEP,
+    RECOMPUTE,
+    RECURRENT,
+    command,
+    mismatch_of,
+    move_and_load,
+    over_a_kept_state,
+    qwen2,
+    small_model,
+    started,
+    train_here,
+)
 
-from engine_adapter import ParityFlags, Rollout, Sampling
+from engine_adapter import ParityFlags, Sampling
 from extras.inflight import GroupsInFlight
 from extras.reference import ReferenceEngine
 from probe.diagnose import diagnose, sample_trace
@@ -19,9 +30,6 @@ from probe.traces import Trace
 from rl import Policy
 from tasks import Problem
 
-KEEP, RECOMPUTE, ABORT = (
-    ParityFlags(), ParityFlags(inflight_keep=False, inflight_otherwise="recompute"), ParityFlags(inflight_keep=False)
-)
 KINDS = [pytest.param("vllm", marks=pytest.mark.engine), "transformers"]
 CASES = [("transformers", KEEP), *(pytest.param("vllm", parity, marks=pytest.mark.engine)
                                    for parity in (KEEP, RECOMPUTE, ABORT))]  # fmt: skip
@@ -45,14 +53,6 @@ def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 6
         engine = ReferenceEngine(policy, room)
         engine.load(policy.weights(), policy.response_logprobs)
         yield policy, engine
-
-
-def update(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
-    """Sleep, an optimizer step, wake, load: as train_step does it."""
-    engine.sleep()
-    move(policy, scale, seed)
-    engine.wake()
-    engine.load(policy.weights(), policy.response_logprobs)
 
 
 def steps_of(flight: GroupsInFlight, count: int) -> None:
@@ -95,7 +95,7 @@ def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int)
                 assert len(engine.generate([[20, 21]], 2, Sampling(1.0, 1))) == 2
                 assert numbers(flight.groups) == before
                 assert engine.num_unfinished > 0 or all(group.complete or not group.rollouts for group in flight.groups)
-            update(policy, engine, seed=step)
+            move_and_load(policy, engine, seed=step)
             flight.after_update()
             counts = flight.counts()
             in_flight = numbers(flight.groups)
@@ -127,7 +127,7 @@ def test_the_probe_tells_kept_from_recomputed_caches(engine_folders, parity):
         submit(flight, 8)
         steps_of(flight, 20)
         earlier = policy.copied_weights()
-        update(policy, engine, scale=0.05)
+        move_and_load(policy, engine, scale=0.05)
         flight.after_update()
         rollouts = [rollout for group in flight.take(8) for rollout in group.rollouts]
     meta = {"dtype": "float32", "audit": engine.settings}
@@ -147,7 +147,7 @@ def test_the_probe_finds_parity_with_a_versioned_prefix_cache_over_updates_and_i
             unfinished = [engine.submit(prompt, 2, Sampling(1.0, 60)) for prompt in prompts]
             steps_of(GroupsInFlight(engine, 2, sampling, max_staleness=9), 5)
             earlier = policy.copied_weights()
-            update(policy, engine, scale=0.05, seed=seed)
+            move_and_load(policy, engine, scale=0.05, seed=seed)
             trace = sample_trace(engine, prompts * 2, sampling, list(range(16)))
             verdict = diagnose(policy, trace, [earlier], engine.weight_version)
             assert verdict.status == "parity", verdict.sentence
@@ -190,7 +190,7 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
         steps_of(flight, 1)
         assert [rollout.token_ids for rollout in flight.groups[0].rollouts] == [[], []]
         old = engine.weight_version
-        update(policy, engine, scale=0.05)
+        move_and_load(policy, engine, scale=0.05)
         group, new = flight.groups[0], engine.weight_version
         flight.max_staleness = 1
         flight.after_update()
@@ -211,7 +211,7 @@ def test_a_group_whose_half_computed_prompt_is_too_old_is_dropped(engine_folders
         flight = GroupsInFlight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
         flight.submit([Problem("0", "0", "test", prompt)])
         steps_of(flight, 1)
-        update(policy, engine)
+        move_and_load(policy, engine)
         flight.after_update()
         assert flight.counts()["groups_dropped"] == 1
 
@@ -224,7 +224,7 @@ def test_what_is_too_old_is_dropped_and_counted(engine_folders, kind):
         submit(flight, 3)
         steps_of(flight, 1)
         for seed, left in ((0, 3), (1, 0)):  # one update old: allowed; two: not
-            update(policy, engine, seed=seed)
+            move_and_load(policy, engine, seed=seed)
             flight.after_update()
             assert len(flight.groups) == left
         counts = flight.counts()
@@ -247,7 +247,7 @@ def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail
                     steps_of(flight, 1)
                     steps[groups_in_flight] += 1
                 flight.take(8)  # without a further step
-                update(policy, engine, seed=seed)
+                move_and_load(policy, engine, seed=seed)
                 flight.after_update()
     assert steps[0] > 1.3 * steps[8]
 
@@ -259,7 +259,7 @@ def test_a_request_that_vllm_has_lost_is_an_error_at_the_next_update(engine_fold
         submit(flight, 1)
         steps_of(flight, 1)
         engine.llm.engine_core.abort_requests(list(engine._requests))  # behind the adapter's back
-        update(policy, engine)
+        move_and_load(policy, engine)
         with pytest.raises(RuntimeError, match="2 rollouts are in flight, the engine runs 0"):
             flight.after_update()
 
@@ -274,10 +274,10 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted(engine_folders):
             rollouts = [engine.submit([5, 6, 7 + n], 2, endless, 10 * n) for n in range(8)]
             for _ in range(20):
                 engine.step()
-            update(policy, engine)
+            move_and_load(policy, engine)
             while engine.num_unfinished:
                 engine.step()
-            update(policy, engine)
+            move_and_load(policy, engine)
             assert all(rollout.finish_reason == "length" for group in rollouts for rollout in group)
             assert (engine.counters["kv_lost"] > before) == lost
 
@@ -288,7 +288,7 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         flight = GroupsInFlight(engine, 2, LONG_TAIL, max_staleness=8)
         submit(flight, 9)
         flight.take(3)
-        update(policy, engine)
+        move_and_load(policy, engine)
         flight.after_update()
         state, before = flight.state_dict(), flight.groups
         tokens = sum(len(rollout.token_ids) for group in before for rollout in group.rollouts)
@@ -326,27 +326,6 @@ def test_a_step_without_a_signal_changes_no_version_and_wastes_no_token(good, tm
 
 
 # ------------------------------------------------------------------------------------------------ recurrent states
-def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the response if `old` computed the caches (the recurrent state, and keys and values) up to
-    the update and `new` goes on from them one token at a time; and if each policy had computed everything itself.
-
-    Shapes: -> (N,), (N,).
-    """
-    ids, before = torch.tensor([rollout.prompt_ids + rollout.token_ids]), rollout.versions.count(rollout.versions[0])
-    first = len(rollout.prompt_ids) - 1
-    cut = first + (before if len(set(rollout.versions)) > 1 else 0)  # the token sampled last is not in the cache yet
-    cache, parts = DynamicCache(config=new.model.config), []
-    word = "cache_params" if new.model.config.model_type == "mamba2" else "past_key_values"
-    for policy, inputs in ((old, ids[:, :cut]), *((new, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
-        body = policy.model.base_model(input_ids=inputs, use_cache=True, **{word: cache})
-        parts.append(policy.logits(body.last_hidden_state[0]))
-    alone = [policy.logits(policy.hidden(ids[:, :-1])[0]) for policy in (old, new)]
-    kept, own = torch.cat(parts), torch.cat([alone[0][:cut], alone[1][cut:]])  # (L - 1, V)
-    scored = (torch.log_softmax(logits.double() / 0.7, dim=-1).gather(1, ids[0, 1:, None])[first:, 0]
-              for logits in (kept, own))  # fmt: skip
-    return tuple(scored)
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.parametrize("parity", [KEEP, RECOMPUTE, ABORT], **NAMED)
@@ -360,7 +339,7 @@ def test_an_update_keeps_recomputes_or_aborts_a_recurrent_state_as_it_does_a_kv_
         for _ in range(12):
             engine.step()
         old = deepcopy(policy)
-        update(policy, engine, scale=0.03)
+        move_and_load(policy, engine, scale=0.03)
         while engine.num_unfinished:
             engine.step()
     for rollout in rollouts:

@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import close_live_engine, command, move, qwen2, train_here
-from test_architectures import small_model
-from test_train import SMALL, timeless
+from helpers import SMALL, close_live_engine, command, move, qwen2, small_model, timeless, train_here
 
 import probe.locate
 from engine_adapter import Engine, ParityFlags, Sampling

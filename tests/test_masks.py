@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
+from helpers import PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
 
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling

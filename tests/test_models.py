@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import prompt_ids
+from helpers import prompt_ids
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 

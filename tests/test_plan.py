@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import close_live_engine, qwen2, refusal
+from helpers import close_live_engine, qwen2, refusal
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config
 
 from config import Config

@@ -7,12 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import clean
 import numpy
-import planted
 import pytest
 import torch
-from conftest import qwen2
+from helpers import FaultBench, nudge, plant, qwen2, rightly_named
 
 from engine_adapter import Rollout, Sampling
 from probe import traces
@@ -30,7 +28,7 @@ MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.np
 
 @pytest.fixture(scope="module")
 def bench():
-    bench = planted.Bench()
+    bench = FaultBench()
     yield bench
     bench.close()
 
@@ -105,10 +103,14 @@ def test_a_floor_of_exactly_0_in_16_bits_is_an_error(reference):
 @pytest.mark.engine
 def test_clean_traces_of_a_model_with_soft_capping_are_parity():
     """Gemma 2: the trainer uses eager attention."""
-    rows = clean.alone("Gemma2", "True", "7", "float32", "bfloat16")
+    words = ["tests/long/clean.py", "--json", "Gemma2", "True", "7", "float32", "bfloat16"]
+    program = [sys.executable, *words]
+    done = subprocess.run(program, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=600)
+    rows = json.loads(done.stdout.splitlines()[-1])
     assert {row["status"] for row in rows} == {"parity"}, rows
-    for row in rows[len(clean.BATCHES) - 1 :: len(clean.BATCHES)]:  # the longest trace of each dtype
-        assert 0.7 < row["mismatch"] / row["floor"] < 1.3
+    longest = [row for row in rows if row["tokens"] == 64 * 40]
+    assert [row["dtype"] for row in longest] == ["float32", "bfloat16"]
+    assert all(0.7 < row["mismatch"] / row["floor"] < 1.3 for row in longest)
 
 
 # ------------------------------------------------------------------------------------------------ constructed faults
@@ -161,7 +163,7 @@ def test_a_scaled_final_norm_is_named_as_the_equivalent_temperature():
 @pytest.mark.parametrize("tied", [False, True])
 def test_clean_traces_of_the_live_engine_are_parity(bench, tied, dtype):
     for batch, temperature in ((1, 0.5), (9, 1.5), (40, 1.0)):
-        given = planted.plant(bench, set(), tied, getattr(torch, dtype), 0, batch, temperature)
+        given = plant(bench, set(), tied, getattr(torch, dtype), 0, batch, temperature)
         trace, policy, earlier, version, _ = given
         verdict = diagnose(policy, trace, earlier, version)
         assert verdict.status == "parity", verdict.sentence
@@ -174,10 +176,10 @@ def test_clean_traces_of_the_live_engine_are_parity(bench, tied, dtype):
     "rounded weights", "prefix", "async", "head", "body", "raw+tensor", "shift+kept", "stop+prefix", "head+stale",
 ])  # fmt: skip
 def test_a_planted_fault_is_named_and_the_policy_is_unchanged(bench, name):
-    trace, policy, earlier, version, trainer = planted.plant(bench, set(name.split("+")), False, torch.float32, 0)
+    trace, policy, earlier, version, trainer = plant(bench, set(name.split("+")), False, torch.float32, 0)
     before = {n: p.clone() for n, p in policy.model.named_parameters()}
     verdict = diagnose(policy, trace, earlier, version, trainer)
-    assert planted.right(name.split("+"), verdict) == (True, True), verdict.sentence
+    assert rightly_named(name.split("+"), verdict) == (True, True), verdict.sentence
     if "tensor" in name:  # O(log n) forward passes for n tensors
         assert verdict.replay.forwards <= 25 + 6 * math.log2(len(before))
     if name == "kept":
@@ -192,19 +194,19 @@ def test_a_planted_fault_is_named_and_the_policy_is_unchanged(bench, name):
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["head", "head in trainer", "head on both sides", "raw+head"])
 def test_a_16_bit_head_is_distinguished_from_the_noise_of_a_bfloat16_body(bench, name):
-    trace, policy, earlier, version, trainer = planted.plant(bench, set(name.split("+")), False, torch.bfloat16, 0)
+    trace, policy, earlier, version, trainer = plant(bench, set(name.split("+")), False, torch.bfloat16, 0)
     verdict = diagnose(policy, trace, earlier, version, trainer)
-    assert planted.right(name.split("+"), verdict) == (True, True), verdict.sentence
+    assert rightly_named(name.split("+"), verdict) == (True, True), verdict.sentence
 
 
 @pytest.mark.engine
 def test_a_fault_that_no_hypothesis_explains_is_unexplained_and_lists_what_was_excluded(bench):
     """A tensor multiplied by 1.3 in the engine: neither an old one nor any other cause."""
-    trace, policy, *_ = planted.plant(bench, set(), False, torch.float32, 0)
+    trace, policy, *_ = plant(bench, set(), False, torch.float32, 0)
     parameters = dict(policy.model.named_parameters())
     with torch.no_grad():
         parameters["model.layers.0.mlp.up_proj.weight"].mul_(1.3)
-    planted.move(policy, 3)
+    nudge(policy, 3)
     verdict = diagnose(policy, trace, [])
     assert verdict.status == "unexplained"
     assert not verdict.causes
@@ -216,7 +218,7 @@ def test_a_fault_that_no_hypothesis_explains_is_unexplained_and_lists_what_was_e
 @pytest.mark.engine
 def test_a_mismatch_of_1_5_noise_floors_is_found_over_2000_tokens(bench):
     """The trainer's norms have another epsilon than the engine's. Clean traces have 1.0 to 1.1 floors."""
-    trace, policy, *_ = planted.plant(bench, set(), False, torch.bfloat16, 0, batch=128)
+    trace, policy, *_ = plant(bench, set(), False, torch.bfloat16, 0, batch=128)
     assert diagnose(policy, trace).status == "parity"
     for module in policy.model.modules():
         if hasattr(module, "variance_epsilon"):

@@ -13,7 +13,7 @@ import msgspec
 import numpy
 import pytest
 import torch
-from conftest import qwen2
+from helpers import qwen2
 
 from examples import record_prime_rl, record_trl, record_verl
 from probe.__main__ import main

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import PROMPTS, SEEDS, WARM, mismatch, move, qwen2
+from helpers import PROMPTS, SEEDS, WARM, mismatch, move, qwen2
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig
 
 from engine_adapter import EngineStateError, Sampling, WeightLoadError, reseed

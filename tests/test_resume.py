@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import command, refusal, train_here, train_process
+from helpers import command, refusal, train_here, train_process
 
 from records import locked
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import DEVICES, by_the_book, qwen2
+from helpers import DEVICES, by_the_book, qwen2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import qwen2
+from helpers import qwen2
 
 from config import Config
 from engine_adapter import Rollout

@@ -17,12 +17,32 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PROMPTS as GROUPS
-from conftest import SEEDS, WARM, close_live_engine, command, mismatch, move, qwen2, refusal, started, train_here
-from test_architectures import ALWAYS_TIED, MIXTURES, OPTIONS, PROMPTS, RECURRENT, SAMPLING, small_model
-from test_engine_adapter import check_states
-from test_inflight import ABORT, KEEP, RECOMPUTE, over_a_kept_state
-from test_inflight import update as in_flight_update
+from helpers import (
+    ABORT,
+    ALWAYS_TIED,
+    ARCHITECTURES,
+    KEEP,
+    MATRIX_PROMPTS,
+    MATRIX_SAMPLING,
+    MIXTURES,
+    PROMPTS,
+    RECOMPUTE,
+    RECURRENT,
+    SEEDS,
+    WARM,
+    check_states,
+    close_live_engine,
+    command,
+    mismatch,
+    move,
+    move_and_load,
+    over_a_kept_state,
+    qwen2,
+    refusal,
+    small_model,
+    started,
+    train_here,
+)
 
 import rl
 from config import Config, GrpoConfig
@@ -39,7 +59,7 @@ from train import Run, TrainingState, build, prepare, train_step
 pytestmark = pytest.mark.engine
 DTYPES = [torch.float32, torch.bfloat16]
 REFUSED = {"Llama, dynamic rope": "longest row of a batch", **dict.fromkeys(RECURRENT, "recurrent layers")}
-SERVED = [name for name in OPTIONS if name not in REFUSED]
+SERVED = [name for name in ARCHITECTURES if name not in REFUSED]
 EXPERTS = [name for name in SERVED if name.split(",")[0] in MIXTURES]
 
 
@@ -80,7 +100,7 @@ def measure(name: str, dtype: torch.dtype, changes: int) -> dict[str, Any]:
         with started(folder, policy, kind=kind) as engine:
             kernel, plain, exact = policy.body if kind == "exact" else None, [], []
             for change in range(changes + 1):
-                rollouts = engine.generate(PROMPTS, 4, SAMPLING, [1000, 2000, 3000, 4000])
+                rollouts = engine.generate(MATRIX_PROMPTS, 4, MATRIX_SAMPLING, [1000, 2000, 3000, 4000])
                 if kernel:
                     values, batch = scored(policy, rollouts)
                     exact.append(torch.equal(values, batch.behavior_logprobs))
@@ -142,7 +162,7 @@ def first_policy(dtype: torch.dtype = torch.float32, **changes) -> Policy:
 
 
 def is_exact(policy: Policy, engine: Engine, **options) -> bool:
-    values, batch = scored(policy, engine.generate(GROUPS, 4, WARM, SEEDS), **options)
+    values, batch = scored(policy, engine.generate(PROMPTS, 4, WARM, SEEDS), **options)
     return torch.equal(values, batch.behavior_logprobs)
 
 
@@ -173,7 +193,7 @@ def test_an_optimizer_step_in_place_is_seen_by_the_next_sample(engine_folders):
             optimizer, before = Optimizer(policy.model, 0.0), policy.copied_weights()
             for step in range(3):
                 assert is_exact(policy, engine)
-                values, batch = scored(policy, engine.generate(GROUPS, 4, WARM, SEEDS))
+                values, batch = scored(policy, engine.generate(PROMPTS, 4, WARM, SEEDS))
                 engine.sleep()
                 optimizer.backward(policy.logprobs(batch, 0.7).sum() / 100)
                 assert optimizer.step(lr=1e-2, grad_clip=1.0) > 0
@@ -181,7 +201,7 @@ def test_an_optimizer_step_in_place_is_seen_by_the_next_sample(engine_folders):
                 version = engine.weight_version
                 assert engine.load(policy.weights(), policy.response_logprobs)["load_bytes"] == 0
                 assert engine.weight_version == version + 1
-                assert (scored(policy, engine.generate(GROUPS, 4, WARM, SEEDS))[0] - values).abs().max() > 0.1, step
+                assert (scored(policy, engine.generate(PROMPTS, 4, WARM, SEEDS))[0] - values).abs().max() > 0.1, step
             assert any((before[name] != weight).any() for name, weight in policy.copied_weights().items())
 
 
@@ -241,7 +261,7 @@ def test_an_offloaded_optimizer_and_a_checkpoint_leave_the_parameters_where_they
         optimizer, options = OffloadedOptimizer(policy.model, 0.0), GrpoConfig(temperature=0.7)
         state = deepcopy({"model": policy.model.state_dict(), "optimizer": optimizer.state_dict()})
         for resumed in (False, True):
-            batch = scored(policy, engine.generate(GROUPS, 4, WARM, SEEDS))[1]
+            batch = scored(policy, engine.generate(PROMPTS, 4, WARM, SEEDS))[1]
             batch = replace(batch, advantages=torch.linspace(-1, 1, 16), old_logprobs=batch.behavior_logprobs)
             assert update(policy, optimizer, batch, options, 1e-2)["updates"] == 2
             engine.load(policy.weights(), policy.response_logprobs)
@@ -265,7 +285,7 @@ def test_an_optimizer_step_in_flight_keeps_recomputes_or_aborts_the_kv_cache(eng
         for _ in range(12):
             engine.step()
         old = deepcopy(policy)
-        in_flight_update(policy, engine, scale=0.03)
+        move_and_load(policy, engine, scale=0.03)
         while engine.num_unfinished:
             engine.step()
     aborted = parity.inflight_update == "abort"
@@ -512,7 +532,7 @@ def test_one_wrong_token_is_found_wherever_it_is(engine_folders):
     """A value that is not a number, and one that differs by one unit in the last place."""
     policy = first_policy()
     with started(engine_folders[False], policy, kind="exact") as engine:
-        values, batch = scored(policy, engine.generate(GROUPS, 4, WARM, SEEDS))
+        values, batch = scored(policy, engine.generate(PROMPTS, 4, WARM, SEEDS))
         batch = replace(batch, old_logprobs=values)
         assert engine.verify(batch) == {"exact_tokens": batch.mask.sum()}
         assert batch.mask.sum() > 100
@@ -559,7 +579,7 @@ def test_a_recurrent_model_is_refused_in_a_sentence(good, tmp_path, capsys, alon
 def main(names: list[str]) -> None:
     print("| architecture | fp32: own attention | exact | bf16: own attention | exact | gradient fp32 | bf16 |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    for name in names or OPTIONS:
+    for name in names or ARCHITECTURES:
         if name in REFUSED:
             print(f"| {name} | refused: {REFUSED[name]} | | | | | |", flush=True)
             continue

@@ -6,10 +6,9 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy
-import pressure
 import pytest
 import torch
-from conftest import close_live_engine, qwen2
+from helpers import COUNTED, PressureBench, close_live_engine, faulty, qwen2, trace_of
 
 from engine_adapter import EngineStateError
 from probe.__main__ import main
@@ -30,7 +29,7 @@ def exit_status(words: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def bench():
-    bench = pressure.Bench()
+    bench = PressureBench()
     yield bench
     bench.close()
 
@@ -38,10 +37,10 @@ def bench():
 # ------------------------------------------------------------------------------------------------ the live engine
 @pytest.mark.engine
 def test_the_same_arguments_give_the_same_run_and_a_mild_run_is_an_error_that_names_what_is_missing(bench):
-    first = pressure.trace_of(bench.run("qwen2", 1, REQUESTS))
+    first = trace_of(bench.run("qwen2", 1, REQUESTS))
     run = bench.run("qwen2", 1, REQUESTS)
     torch.rand(1)  # the state of torch's generator is not one of the arguments
-    again = pressure.trace_of(run)
+    again = trace_of(run)
     assert [r.token_ids for r in again.rollouts] == [r.token_ids for r in first.rollouts]
     assert again.events == first.events
     with pytest.raises(ValueError, match=r"no request has met: .*preemptions.*; try more --num-prompts"):
@@ -54,11 +53,11 @@ class TestUnderPressure:
     def test_a_clean_run_under_every_kind_of_pressure_is_parity(self, bench, name):
         run = bench.run(name, 0, REQUESTS)
         before = bench.policy.copied_weights()
-        trace = pressure.trace_of(run)
+        trace = trace_of(run)
         verdict = diagnose(bench.policy, trace)
         assert verdict.status == "parity", verdict.sentence
         assert verdict.under_pressure == []
-        assert all(run.totals[what] > 0 for what in pressure.COUNTED), run.totals
+        assert all(run.totals[what] > 0 for what in COUNTED), run.totals
         assert {version for rollout in trace.rollouts for version in rollout.versions} == {run.engine.weight_version}
         for events, prompt in zip(trace.events, run.prompts, strict=True):
             assert events.chunks >= math.ceil(len(prompt) / LEAST_BUDGET)
@@ -70,7 +69,7 @@ class TestUnderPressure:
     @pytest.mark.parametrize("fault, kind", [("not reset", None), ("chunk skipped", "several prompt chunks")])
     def test_a_planted_fault_is_found_with_exactly_its_requests(self, bench, name, fault, kind):
         """In three requests; or in all that can have it, and then the verdict names what they have met."""
-        verdict, spoiled = pressure.faulty(bench, name, fault, 100, math.inf if kind else 3, REQUESTS)
+        verdict, spoiled = faulty(bench, name, fault, 100, math.inf if kind else 3, REQUESTS)
         assert spoiled
         assert verdict.requests["wrong"] == spoiled, verdict.sentence
         wrong = "inference path: wrong requests among right ones"
@@ -80,7 +79,7 @@ class TestUnderPressure:
 @pytest.mark.engine
 def test_the_fault_of_one_token_taken_for_a_decode_is_found(bench):
     """vllm#32118, which AI21 found in Jamba: the first token is added to the state of an earlier request."""
-    verdict, spoiled = pressure.faulty(bench, "FalconH1", "one token as decode", 100, math.inf)
+    verdict, spoiled = faulty(bench, "FalconH1", "one token as decode", 100, math.inf)
     assert spoiled
     assert verdict.requests["wrong"] == spoiled
     assert verdict.layers == ["inference path"]

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 
 import pytest
-from conftest import prompt_ids
+from helpers import prompt_ids
 
 from examples.toys import (
     addition,

@@ -11,7 +11,18 @@ import numpy
 import pytest
 import torch
 import tyro
-from conftest import close_live_engine, command, mismatch_of, qwen2, refusal, train_here, train_process
+from helpers import (
+    SMALL,
+    close_live_engine,
+    command,
+    mismatch_of,
+    qwen2,
+    refusal,
+    rows,
+    timeless,
+    train_here,
+    train_process,
+)
 
 from config import Config
 from engine_adapter import reseed
@@ -19,17 +30,7 @@ from examples.toys import toy_tokenizer
 from probe.traces import load_traces
 from rl import Policy
 
-SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
 SMALL_STEP, SMALL_EVAL = 32, 12  # rewards
-MEASURED = re.compile(r"_s$|_gib$")  # seconds and memory
-
-
-def rows(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def timeless(out: Path) -> list[dict]:
-    return [{name: value for name, value in row.items() if not MEASURED.search(name)} for row in rows(out)]
 
 
 # ------------------------------------------------------------------------------------------------ the default job

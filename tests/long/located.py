@@ -1,4 +1,6 @@
-"""What each part adds to the mismatch of seven architectures: `python tests/located.py [NAME ...]` prints the table.
+"""What each part adds to the mismatch of seven architectures.
+
+`python tests/long/located.py [NAME ...]` prints the table of docs/exact.md.
 
 Each row is `python -m probe locate` with three random models (seeds of the weights 0 to 2), one process per row.
 """
@@ -12,15 +14,16 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean as mean
 
-from test_architectures import ALWAYS_TIED, small_model
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import ALWAYS_TIED, ROOT, small_model
 
 from examples.toys import toy_model
 from lab import table
 from probe.__main__ import WORKLOAD_SAMPLING, Workload, load_policy
 from probe.locate import locate
 
-ROOT = Path(__file__).parents[1]
 NAMES = ("toy", "Llama", "Qwen2", "Gemma2", "GPT2", "Phi3", "Mistral")
 SHORT = dict(prompt_tokens=(4, 24), sampling=replace(WORKLOAD_SAMPLING, max_new_tokens=32))  # the toy's context: 64
 TITLES = ("model", "dtype", "ordinary engine", "shared engine", "and vLLM's kernel", "and few rows padded", "code",

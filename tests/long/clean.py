@@ -1,7 +1,7 @@
-"""How often does the probe call a trace without a fault a mismatch? On every architecture of test_architectures.py.
+"""How often does the probe call a trace without a fault a mismatch? On every architecture of the matrix.
 
-    .venv/bin/python tests/clean.py                    # 420 traces: 44 models x fp32, bf16 (but recurrent ones) x 5
-    .venv/bin/python tests/clean.py --seed 9 --only Gemma2 Llama
+    .venv/bin/python tests/long/clean.py             # 420 traces: 44 models x fp32, bf16 (but recurrent ones) x 5
+    .venv/bin/python tests/long/clean.py --seed 9 --only Gemma2 Llama
 
 The five traces of a model differ in weights, prompts, batch size and temperature. Each model runs in a process of its
 own, because vLLM patches the Python classes of some models.
@@ -25,8 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small threads c
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_architectures import CASES, dtypes_of, small_model
-from test_engine_adapter import move, started
+from helpers import MATRIX, dtypes_of, move, small_model, started
 
 from engine_adapter import Sampling
 from probe.diagnose import diagnose, sample_trace
@@ -120,7 +119,7 @@ def main() -> int:
         print(json.dumps([row for dtype in dtypes for row in verdicts(name, tied == "True", dtype, int(seed))]))
         return 0
     started_at, rows = time.perf_counter(), []
-    for name, tied in CASES:
+    for name, tied in MATRIX:
         if not arguments.only or name in arguments.only:
             for dtype in (str(each).removeprefix("torch.") for each in dtypes_of(name)):
                 rows += alone(name, str(tied), str(arguments.seed), dtype)

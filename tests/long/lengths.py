@@ -1,4 +1,4 @@
-"""How long may rows be in an exact run? `python tests/lengths.py` prints the table of docs/exact.md (4 minutes).
+"""How long may rows be in an exact run? `python tests/long/lengths.py` prints the table of docs/exact.md (4 minutes).
 
 A model of two layers, heads of 64, four of them on two key heads. Prompts of several lengths near the longest.
 """
@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 THREADS, DTYPES, LENGTHS = (1, 2, 4), ("float32", "bfloat16"), (256, 512, 1024, 2048, 4096)
 NEW = 64  # response tokens
 
@@ -16,8 +18,7 @@ NEW = 64  # response tokens
 def measure(dtype: str) -> list[str]:
     """By longest row: "exact", "refused", or the share of tokens that differ."""
     import torch
-    from conftest import close_live_engine
-    from test_architectures import small_model
+    from helpers import close_live_engine, small_model
 
     from config import GrpoConfig
     from engine_adapter import ParityFlags, Sampling

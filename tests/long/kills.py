@@ -1,6 +1,6 @@
 """Kills runs at random moments (import, teaching, engine start, steps, checkpoint), resumes them and compares.
 
-    .venv/bin/python tests/kills.py --kills 20        # about half an hour on two cores
+    .venv/bin/python tests/long/kills.py --kills 20        # about half an hour on two cores
 
 Each run has its own cache, so that the built-in model is taught again. A resumed run must equal a run that was not
 killed: metrics without seconds and memory, every evaluated answer, the final weights. Prints a line for each kill.
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OPTIONS = {"num-prompts": 16, "group-size": 4, "steps": 8, "eval-problems": 32, "eval-every": 4, "checkpoint-every": 2,
            "max-new-tokens": 18, "seed": 1}  # fmt: skip
 

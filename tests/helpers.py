@@ -1,0 +1,861 @@
+"""What several tests share, and the checks in tests/long/ with them: engines, models, runs and planted faults.
+
+No test file imports another one. Fixtures and the rules for markers are in conftest.py.
+"""
+
+import atexit
+import gc
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub: what asks for one fails at once
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from config import GrpoConfig
+from engine_adapter import Engine, EngineStateError, ParityFlags, Rollout, Sampling
+from extras.masks import collect_kept_sets
+from extras.shared_engine import SharedEngine
+from objectives import mismatch_metrics
+from probe.diagnose import Verdict, as_trace, diagnose
+from probe.stress import StressRun, start_engine
+from probe.traces import Trace
+from rl import Policy, frozen_logprobs, make_batch
+
+logging.disable_progress_bar()
+ROOT = Path(__file__).parents[1]
+
+
+# ------------------------------------------------------------------------------------------------ one live engine
+DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
+OWN_PROCESS = "PYTEST_OWN_PROCESS"  # in the child process of a test: the id of its parent
+shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
+# vLLM freezes all objects when it starts. It unfreezes them when it closes, and then collects garbage three times in
+# all imported modules (1.3 s). Without a GPU only `close_live_engine` freezes, and nothing unfreezes. So the imported
+# modules stay frozen, an engine is never frozen, and the same collections free it in 0.1 s.
+freeze, unfreeze = gc.freeze, gc.unfreeze
+if not torch.cuda.is_available():
+    atexit.register(unfreeze)
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def close_live_engine() -> None:
+    """Before anything but `started` starts an engine: a process holds one."""
+    if Engine.live is not None:
+        Engine.live.close()
+    shared.clear()
+    freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
+
+
+def train_here(arguments: list[str]) -> None:
+    """train.py in this process."""
+    from train import main
+
+    close_live_engine()
+    main(arguments)
+
+
+@contextmanager
+def started(
+    folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, kind: str = "vllm", **options
+) -> Iterator[Engine]:
+    """A live engine for the architecture in `folder`. It holds the policy's weights, or with `load=False` none at all.
+
+    The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. Of the kind
+    "shared" or "exact" it is a SharedEngine, which stays alive for the same policy object only.
+    """
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64} | options
+    usual = options if kind != "vllm" else {"dtype": policy.model.dtype} | options
+    key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), usual))
+    if shared.get(Engine.live) != key or not load or Engine.live.state not in ("ready", "empty"):
+        close_live_engine()
+        policy.body = policy.own_body  # of an engine that has been closed
+        if kind == "vllm":
+            shared[Engine(folder, contract, parity, **usual)] = key
+        else:
+            shared[SharedEngine(policy, folder, parity, exact=kind == "exact", **usual)] = key
+    engine = Engine.live
+    engine.collect = collect_kept_sets
+    engine.abort(list(engine._requests.values()))  # left unfinished
+    try:
+        if load:
+            engine.load(policy.weights(), policy.response_logprobs)
+        yield engine
+    except BaseException:  # a failed test may leave anything behind
+        close_live_engine()
+        raise
+
+
+# ------------------------------------------------------------------------------------------------ values of both sides
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]
+SEEDS = [1000, 2000, 3000, 4000]
+WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
+
+
+def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
+    batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
+    old = frozen_logprobs(policy, batch, GrpoConfig(temperature=temperature))
+    return mismatch_metrics(old, batch.behavior_logprobs, batch.mask)
+
+
+def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:
+    return mismatch_of(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
+
+
+def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
+    """Stands for an optimizer step."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+
+
+def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling: Sampling) -> list[float]:
+    """Probabilities of one token, entry by entry, in plain Python."""
+    row = list(row)
+    for token, count in enumerate(counts):
+        if token in prompt or count:
+            rate = sampling.repetition_penalty
+            row[token] = row[token] / rate if row[token] > 0 else row[token] * rate
+        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
+    row = [value / (sampling.temperature or 1.0) for value in row]
+    kept = set(range(len(row)))
+    if sampling.temperature:
+        kept = {t for t in kept if math.exp(row[t] - max(row)) >= sampling.min_p}
+        if sampling.top_k:
+            bar = sorted((row[t] for t in kept), reverse=True)[: sampling.top_k][-1]
+            kept = {t for t in kept if row[t] >= bar}
+        total, mass, nucleus = sum(math.exp(row[t]) for t in kept), 0.0, set()
+        for token in sorted(kept, key=lambda t: -row[t]):
+            if mass >= sampling.top_p and nucleus:
+                break
+            nucleus.add(token)
+            mass += math.exp(row[token]) / total
+        kept = nucleus
+    total = sum(math.exp(row[t]) for t in kept)
+    return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
+
+
+def check_states(policy: Policy, engine: Engine) -> None:
+    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
+        engine.generate(PROMPTS, 1, WARM, SEEDS)
+    with pytest.raises(EngineStateError, match="wake needs an engine that is asleep"):
+        engine.wake()
+    engine.load(policy.weights(), policy.response_logprobs)
+    engine.sleep()
+    with pytest.raises(EngineStateError, match=r"asleep: wake\(\) it first"):
+        engine.generate(PROMPTS, 1, WARM, SEEDS)
+    with pytest.raises(EngineStateError, match=r"wake\(\) it first"):
+        engine.load(policy.weights(), policy.response_logprobs)
+    with pytest.raises(EngineStateError, match="sleep needs an engine that is ready"):
+        engine.sleep()
+    with pytest.raises(EngineStateError, match="audit needs an engine that is empty or ready"):
+        engine.audit()
+    engine.wake()
+    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
+        engine.generate(PROMPTS, 1, WARM, SEEDS)
+    engine.load(policy.weights(), policy.response_logprobs)
+    assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------ in flight
+KEEP, RECOMPUTE, ABORT = (
+    ParityFlags(), ParityFlags(inflight_keep=False, inflight_otherwise="recompute"), ParityFlags(inflight_keep=False)
+)
+
+
+def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
+    """Sleep, an optimizer step, wake, load: as train_step does it."""
+    engine.sleep()
+    move(policy, scale, seed)
+    engine.wake()
+    engine.load(policy.weights(), policy.response_logprobs)
+
+
+def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the response if `old` computed the caches (the recurrent state, and keys and values) up to
+    the update and `new` goes on from them one token at a time; and if each policy had computed everything itself.
+
+    Shapes: -> (N,), (N,).
+    """
+    ids, before = torch.tensor([rollout.prompt_ids + rollout.token_ids]), rollout.versions.count(rollout.versions[0])
+    first = len(rollout.prompt_ids) - 1
+    cut = first + (before if len(set(rollout.versions)) > 1 else 0)  # the token sampled last is not in the cache yet
+    cache, parts = DynamicCache(config=new.model.config), []
+    word = "cache_params" if new.model.config.model_type == "mamba2" else "past_key_values"
+    for policy, inputs in ((old, ids[:, :cut]), *((new, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
+        body = policy.model.base_model(input_ids=inputs, use_cache=True, **{word: cache})
+        parts.append(policy.logits(body.last_hidden_state[0]))
+    alone = [policy.logits(policy.hidden(ids[:, :-1])[0]) for policy in (old, new)]
+    kept, own = torch.cat(parts), torch.cat([alone[0][:cut], alone[1][cut:]])  # (L - 1, V)
+    scored = (torch.log_softmax(logits.double() / 0.7, dim=-1).gather(1, ids[0, 1:, None])[first:, 0]
+              for logits in (kept, own))  # fmt: skip
+    return tuple(scored)
+
+
+# ------------------------------------------------------------------------------------------------ small models
+def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
+    """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
+    torch.manual_seed(seed)
+    options = dict(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.1,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(Qwen2Config(**options | changes))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(3)
+    return model.to(dtype).eval()
+
+
+# ------------------------------------------------------------------------------------------------ the matrix
+SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
+             pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+WINDOW = dict(head_dim=32, sliding_window=16)
+MIXED = dict(layer_types=["sliding_attention", "full_attention"])
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+STATE = dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=16)
+# By the configuration's class; what follows a comma names a variant of the row before, which is measured untied only.
+ARCHITECTURES = {
+    "Llama": {},
+    "Llama, biases": dict(attention_bias=True, mlp_bias=True),
+    "Llama, yarn": dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0,
+                                             original_max_position_embeddings=64)),
+    "Llama, llama3 rope": dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0,
+                                                    high_freq_factor=4.0, original_max_position_embeddings=32)),
+    # Within max_position_embeddings, which train.py never leaves; beyond it both sides would compute something else.
+    "Llama, dynamic rope": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
+    "Qwen2": {}, "Qwen3": dict(head_dim=32), "Mistral": WINDOW, "Gemma2": WINDOW | dict(query_pre_attn_scalar=32),
+    "Gemma3Text": WINDOW | dict(query_pre_attn_scalar=32),
+    "Gemma3Text, sliding and full": WINDOW | MIXED | dict(query_pre_attn_scalar=32),
+    "Phi3": {}, "StableLm": {}, "Granite": dict(logits_scaling=5.0), "Olmo2": {},
+    "Olmo3": MIXED | dict(sliding_window=16), "SmolLM3": {},
+    "GPTNeoX": dict(num_key_value_heads=2),  # has no grouped heads: transformers ignores the number, vLLM does not
+    "Cohere": dict(logit_scale=0.3), "GPT2": dict(n_embd=64, n_layer=2, n_head=2, n_positions=256),
+    "Qwen3Moe": EXPERTS | dict(head_dim=32), "Qwen2Moe": EXPERTS | dict(shared_expert_intermediate_size=96),
+    "Qwen3Moe, padded experts": EXPERTS | dict(head_dim=32, moe_intermediate_size=48),  # vLLM pads them to 64
+    "Mixtral": dict(head_dim=32, sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
+    "FalconH1": STATE | dict(head_dim=32, lm_head_multiplier=0.3),
+    "Mamba2": dict(num_heads=4, head_dim=32, n_groups=1, state_size=16, chunk_size=16, intermediate_size=128),
+}  # fmt: skip
+ALWAYS_TIED = ("Gemma2", "Cohere")  # vLLM takes their logits from the embedding
+RECURRENT = ("FalconH1", "Mamba2")
+MIXTURES = ("Qwen3Moe", "Qwen2Moe", "Mixtral")
+MATRIX = [(name, tied) for name in ARCHITECTURES for tied in (True, False)
+          if not (name in ALWAYS_TIED and not tied) and not ("," in name and tied)]  # fmt: skip
+MATRIX_PROMPTS = [list(range(5 + i, 29 + i)) for i in range(4)]  # with the responses 56 tokens: a window of 16 cuts
+MATRIX_SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
+
+
+def dtypes_of(name: str) -> list[torch.dtype]:
+    """Those in which the CPU build is right: recurrent layers are refused in 16 bits."""
+    return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
+
+
+def small_model(name: str, tied: bool, seed: int = 0, **changes) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    options = SIZES | ARCHITECTURES.get(name, {}) | changes | {"tie_word_embeddings": tied}
+    config = getattr(transformers, name.split(",")[0] + "Config")(**options)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping
+    if not tied:  # logits wide enough that a lost scale, cap or window shows; a tied model would only echo its input
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(3)
+    return model.eval()
+
+
+# ------------------------------------------------------------------------------------------------ a small run
+def prompt_ids(tokenizer, problem) -> list[int]:
+    from tasks import Task, encode, exact_match
+
+    return encode(tokenizer, Task([problem], [], exact_match)).train[0].prompt_ids
+
+
+TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
+PYTHON = '''
+import itertools, os, time
+calls = itertools.count(1)
+def sample(rng):
+    number = rng.randint(1, 60)
+    return f"{number}+1=", str(number + 1)
+def reward(problem, response):
+    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # a child process stops or kills itself
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    return float(len(response) % 3)
+'''
+
+
+def train_process(arguments: list[str], signal: int | None = None, call: int = 0, **how) -> subprocess.Popen:
+    """train.py in a child process, which sends the signal to itself in that call of the reward in task.py."""
+    if signal is not None:
+        how["env"] = os.environ | {"SIGNAL": str(int(signal)), "SIGNAL_IN_CALL": str(call)}
+    program = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def command(root: Path, options: str, *more: str) -> list[str]:
+    """The options in place of a good run's own of the same name."""
+    usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
+             "--group-size": 2}  # fmt: skip
+    given = [*options.format(root=root).split(), *more]
+    names = [word.partition("=")[0] for word in given]
+    return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
+
+
+def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
+    """What the command (train.py, if not given) says on stderr as it refuses."""
+    import train
+
+    with pytest.raises(SystemExit) as stop:
+        (main or train.main)(arguments)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2, printed
+    assert "Traceback" not in printed.err
+    assert "toy model" not in printed.out
+    return re.sub(r"[╭╮╰╯│─\s]+", " ", printed.err)  # without the box that tyro draws around a message
+
+
+SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
+MEASURED = re.compile(r"_s$|_gib$")  # seconds and memory
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(out: Path) -> list[dict]:
+    return [{name: value for name, value in row.items() if not MEASURED.search(name)} for row in rows(out)]
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+BLOCK = 32
+STOPS = (2, 3, 4, 5)
+# fault -> (layer, part of the cause's name)
+EXPECTED = {
+    "raw": ("semantics", "raw log-probabilities"),
+    "top-1": ("semantics", "likeliest token"),
+    "shift": ("semantics", "predecessor's value"),
+    "stop": ("semantics", "stop token without"),
+    "hidden temperature": ("semantics", "temperature 1."),
+    "hidden top-k": ("semantics", "top_k 5 "),
+    "hidden top-p": ("semantics", "top_p 0.8"),
+    "hidden penalty": ("semantics", "repetition_penalty 1."),
+    "trainer without mask": ("semantics", "mask applied by the sampler and not by the trainer"),
+    "trainer without penalties": ("semantics", "penalties applied by the sampler and not by the trainer"),
+    "cold": ("semantics", "not in force in the sampler"),
+    "mask not in force": ("semantics", "not in force in the sampler"),
+    "rounded weights": ("numerics", "weights rounded to bfloat16"),
+    "stale": ("inference path", "weights 1 update(s) old"),
+    "stale by 2": ("inference path", "weights 2 update(s) old"),
+    "tensor": ("inference path", "tensors 1 update(s) old: model.layers.1.mlp.down_proj.weight"),
+    "tensors": ("inference path", "tensors 1 update(s) old: "),
+    "prefix": ("inference path", "stale prefix cache"),
+    "kept": ("inference path", "KV kept over an in-flight update"),
+    "recomputed": ("inference path", "KV recomputed"),
+    "staggered": ("inference path", "KV kept over an in-flight update"),
+    "async": ("inference path", "one token off at an update"),
+    "one request": ("inference path", "wrong requests"),
+    "head": ("numerics", "head in 16 bits in the engine"),
+    "head in trainer": ("numerics", "head in 16 bits in the trainer"),
+    "head on both sides": ("numerics", "head in 16 bits on both sides"),
+    "body": ("numerics", "whole body in bfloat16"),
+    "moved on": ("objective", "moved on by 1"),
+}
+IN_FLIGHT = {"kept", "recomputed", "async", "staggered"}
+
+
+class FaultBench:
+    """One engine at a time, reused while the next trial needs the same one."""
+
+    def __init__(self):
+        self.folders = TemporaryDirectory()
+        self.key, self.engine, self.spoiled = None, None, None
+
+    def get(self, policy: Policy, parity: ParityFlags) -> Engine:
+        config = policy.model.config
+        key = (str(config), policy.model.dtype, parity)
+        if key != self.key or Engine.live is not self.engine:
+            self.close()
+            folder = Path(self.folders.name) / str(abs(hash(key)))
+            policy.model.save_pretrained(folder)
+            contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+            self.engine = Engine(str(folder), contract, parity, max_model_len=192, dtype=policy.model.dtype,
+                                 block_size=BLOCK, max_num_seqs=128)
+            self.key = key
+        self.engine.load(policy.weights(), policy.response_logprobs)
+        return self.engine
+
+    def close(self):
+        if Engine.live is not None:  # this one, or another test's
+            Engine.live.close()
+        self.engine, self.key = None, None
+
+
+def nudge(policy: Policy, seed: int, scale: float = 0.01) -> None:
+    """A random update of every weight; its size is a tenth of the initial weights' standard deviation."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_((scale * noise).to(parameter.dtype))
+
+
+def load_partly_old(engine: Engine, policy: Policy, old: dict, names: list[str]) -> None:
+    """Load some tensors in their old version. The canary is scored with the same mixture, so that it passes."""
+    parameters = dict(policy.model.named_parameters())
+    held = {name: parameters[name].data for name in names}
+    for name in names:
+        parameters[name].data = old[name]
+    try:
+        engine.load({n: t.clone() for n, t in policy.weights().items()}, policy.response_logprobs)
+    finally:
+        for name, tensor in held.items():
+            parameters[name].data = tensor
+
+
+class Meddler:
+    """Changes requests and outputs between the adapter and vLLM's core, but not those of the canary.
+
+    Requests get sampling parameters that the trace does not have. Log-probabilities are taken from another column, from
+    the token before, or left out at the stop token.
+    """
+
+    EXTRA = {"hidden temperature": ("temperature", 1.1), "hidden top-k": ("top_k", 5), "hidden top-p": ("top_p", 0.8),
+             "hidden penalty": ("repetition_penalty", 1.2), "top-1": ("logprobs", 1), "cold": ("temperature", 1.0),
+             "mask not in force": ("top_k", 0)}
+
+    def __init__(self, engine: Engine, faults: set[str]):
+        self.engine, self.faults, self.active, self.marked, self.previous = engine, faults, True, set(), {}
+
+    def __enter__(self):
+        self.core = self.engine.llm.engine_core
+        self.add, self.output = self.core.add_request, self.core.get_output
+        self.core.add_request, self.core.get_output = self.faulty_add, self.faulty_output
+        return self
+
+    def __exit__(self, *_):
+        self.core.add_request, self.core.get_output = self.add, self.output
+
+    def faulty_add(self, request):
+        if self.active:
+            self.marked.add(request.request_id)
+            for fault, (name, value) in self.EXTRA.items():
+                if fault in self.faults:
+                    setattr(request.sampling_params, name, value)
+        self.add(request)
+
+    def faulty_output(self):
+        outputs = self.output()
+        for new in outputs.outputs:
+            if new.request_id not in self.marked:
+                continue
+            values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
+            for row in values:
+                if "top-1" in self.faults:
+                    row[0] = row.max()
+                if "shift" in self.faults:
+                    own, row[0] = row[0], self.previous.get(new.request_id, 0.0)
+                    self.previous[new.request_id] = own
+            if "stop" in self.faults and str(new.finish_reason) == "stop":
+                values[-1, 0] = 0.0
+            new.new_logprobs = new.new_logprobs._replace(logprobs=values)
+        return outputs
+
+
+def spoil_kv(engine: Engine, place: int) -> int:
+    """Overwrite the first KV block of one running request; returns the request's number."""
+    scheduler = engine.core.scheduler
+    request = scheduler.running[place].request_id
+    block = scheduler.kv_cache_manager.get_block_ids(request)[0][0]
+    for cache in engine.runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
+        cache[block].neg_()
+    return int(request)
+
+
+def shifted(tied: bool, seed: int, dtype: torch.dtype):
+    """The tests' model with an offset in all logits. It changes the rounding of a 16-bit head but not the softmax."""
+    model = qwen2(tied=tied, seed=seed, dtype=dtype)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 4.0
+        model.get_output_embeddings().weight[:, 0] = 4.0
+    return model
+
+
+def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, seed: int, batch: int = 24,
+          temperature: float = 0.7, tokens: int = 40):
+    """Sample a trace with the faults; returns (trace, policy, earlier, version, trainer) for `diagnose`."""
+    policy = Policy(shifted(tied, seed, dtype))
+    parity = ParityFlags(processed_logprobs="raw" not in faults,
+                         explicit_runtime=not faults & {"prefix", "async"},
+                         fp32_head=not (faults & {"head", "head on both sides"} and dtype == torch.bfloat16))
+    in_engine = Policy(shifted(tied, seed, torch.bfloat16)) if "body" in faults else policy
+    policy.fp32_head = parity.fp32_head
+    engine = bench.get(in_engine, parity)
+    policy.fp32_head = True
+    generator = torch.Generator().manual_seed(100 + seed)
+    lengths = torch.randint(3, 90 if "prefix" in faults else 30, (batch,), generator=generator)
+    prompts = [torch.randint(6, 96, (int(n),), generator=generator).tolist() for n in lengths]
+    seeds = [5000 * (seed + 1) + 7 * i for i in range(batch)]
+    sampling = Sampling(temperature, tokens, STOPS)
+    if faults & {"trainer without mask", "mask not in force"}:
+        sampling = replace(sampling, top_k=8)
+    if "trainer without penalties" in faults:
+        sampling = replace(sampling, repetition_penalty=1.2, presence_penalty=0.2)
+    oldest = policy.copied_weights()
+    if "stale by 2" in faults:
+        nudge(policy, 50 + seed)
+    old = policy.copied_weights()
+    names = list(dict(policy.model.named_parameters()))
+    chosen = {"tensor": ["model.layers.1.mlp.down_proj.weight"],
+              "tensors": [n for n in names if "layers.0.self_attn" in n and n.endswith("weight")],
+              "stale": names, "stale by 2": names}
+    half_head = "head" in faults and dtype == torch.float32  # set in the live engine after the canary
+    moving = {"stale", "stale by 2", "tensor", "tensors", "prefix", "moved on"} | IN_FLIGHT
+    rollouts = []
+    with Meddler(engine, faults) as meddler:
+        if "prefix" in faults:
+            engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are sent again
+        if faults & IN_FLIGHT:
+            for prompt, sample_seed in zip(prompts, seeds, strict=True):
+                rollouts += engine.submit(prompt, 1, sampling, sample_seed)
+                if "staggered" in faults and len(rollouts) % 2:
+                    engine.step()
+            for _ in range(11):
+                engine.step()
+        if faults & moving:
+            nudge(policy, 60 + seed)
+        if "recomputed" in faults:
+            assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+        meddler.active = False
+        if "rounded weights" in faults:
+            rounded = {name: tensor.bfloat16().float() for name, tensor in old.items()}
+            load_partly_old(engine, policy, rounded, names)
+        elif not faults & {"moved on", "body"}:
+            policy.fp32_head = parity.fp32_head
+            kept_old = next((chosen[fault] for fault in chosen if fault in faults), [])
+            load_partly_old(engine, policy, oldest if "stale by 2" in faults else old, kept_old)
+        meddler.active = True
+        if half_head:
+            engine._model.logits_processor.head_dtype = torch.bfloat16
+        rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
+        first = min(map(int, engine._requests))
+        steps = 0
+        while engine.num_unfinished:
+            engine.step()
+            steps += 1
+            if "one request" in faults and steps == 6:
+                bench.spoiled = spoil_kv(engine, batch // 3) - first
+    if half_head:
+        engine._model.logits_processor.head_dtype = torch.float32
+    meta = {"vllm": engine.version, "dtype": str(policy.model.dtype).removeprefix("torch."),
+            "stop_token_ids": list(STOPS)}
+    policy.fp32_head = not faults & {"head in trainer", "head on both sides"}
+    version = engine.weight_version + ("moved on" in faults)
+    earlier = [old, oldest] if "stale by 2" in faults else [old]
+    trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"
+    return Trace("planted", rollouts, sampling, meta), policy, earlier, version, trainer
+
+
+def rightly_named(faults: list[str], verdict) -> tuple[bool, bool]:
+    """Does the verdict name the layers of the faults, and does it name their causes?"""
+    layers = {EXPECTED[fault][0] for fault in faults}
+    causes = [cause.name for cause in verdict.causes]
+    wanted = [EXPECTED[fault][1] for fault in faults]
+    named = all(any(part in cause for cause in causes) for part in wanted)
+    extra = len(causes) - len(wanted) - (1 if "async" in faults else 0)
+    return set(verdict.layers) == layers, named and extra <= 0
+
+
+# ------------------------------------------------------------------------------------------------ under pressure
+PRESSURE_MODELS: dict[str, Callable] = {
+    "qwen2": lambda: qwen2(False), "FalconH1": lambda: small_model("FalconH1", False),
+    "Mamba2": lambda: small_model("Mamba2", False),
+}  # fmt: skip
+LONGEST_PROMPT, NEW_TOKENS, PRESSURE_REQUESTS = 48, 40, 48
+PLANTS = 3  # requests of a run in which a fault is planted
+SKIPPED = 6  # tokens
+COUNTED = "preemptions", "aborted", "recycled", "loads"  # of StressRun.totals
+
+
+class PressureBench:
+    """One engine at a time, reused while the next trial needs the same model."""
+
+    def __init__(self):
+        self.folders, self.name, self.engine = TemporaryDirectory(), None, None
+
+    def run(self, name: str, seed: int, requests: int = PRESSURE_REQUESTS) -> StressRun:
+        """A run under pressure that has not begun, with weights and prompts of this seed."""
+        if name != self.name or Engine.live is not self.engine:  # another test has closed it
+            close_live_engine()
+            folder = str(Path(self.folders.name) / name)
+            PRESSURE_MODELS[name]().save_pretrained(folder)
+            self.name, self.policy = name, Policy.load(folder, torch.float32, "cpu")
+            self.weights = deepcopy(self.policy.model.state_dict())
+            contract = {key: tensor.shape for key, tensor in self.policy.weights().items()}
+            start = partial(Engine, folder, contract, ParityFlags())
+            self.engine = start_engine(start, LONGEST_PROMPT, LONGEST_PROMPT + NEW_TOKENS)
+        self.policy.model.load_state_dict(self.weights)
+        move(self.policy, 0.02, seed)
+        self.engine.load(self.policy.weights(), self.policy.response_logprobs)
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2, LONGEST_PROMPT + 1, (requests,), generator=generator).tolist()
+        lengths[::4] = [1] * len(lengths[::4])
+        prompts = [torch.randint(96, (length,), generator=generator).tolist() for length in lengths]
+        return StressRun(self.engine, self.policy, prompts, Sampling(0.7, NEW_TOKENS), seed)
+
+    def close(self):
+        close_live_engine()
+        self.name = None
+
+
+def trace_of(run: StressRun) -> Trace:
+    return as_trace(run.engine, run.run(), run.sampling, stress=run.meta())
+
+
+class Fault:
+    """Plants one fault in a few requests of a stress run; `spoiled` are the rows of the trace that it reached.
+
+    A request is spoiled once a token is sampled after the fault. If vLLM preempts the request before, it computes the
+    cache again and the fault is gone; a request that is aborted is submitted again without the fault.
+    """
+
+    def __init__(self, run: StressRun, plants: float = PLANTS):
+        self.run, self.engine, self.runner, self.plants = run, run.engine, run.engine.runner, plants
+        self.reached: set[str] = set()  # requests with a token after the fault
+        self.pending: dict[str, tuple[int, int]] = {}  # request -> (tokens, preemptions) when the fault was planted
+        self.groups = [group for groups in self.runner.attn_groups for group in groups]
+        recurrent = [group for group in self.groups if "mamba" in type(group.kv_cache_spec).__name__.lower()]
+        self.recurrent, self.group = bool(recurrent), (recurrent or self.groups)[0]
+        context = self.engine.llm.vllm_config.compilation_config.static_forward_context
+        caches = [context[name].kv_cache for name in self.group.layer_names]
+        self.caches = list(chain(*caches)) if recurrent else caches  # a recurrent layer has two
+
+    def __enter__(self):
+        self.core, self.builder = self.engine.llm.engine_core, self.builder_of()
+        self.output, self.build = self.core.get_output, self.builder.build
+        self.core.get_output, self.builder.build = self._step, self._build
+        return self
+
+    def __exit__(self, *_):
+        self.core.get_output, self.builder.build = self.output, self.build
+
+    def builder_of(self):
+        """vLLM's builder of the metadata of the recurrent layers, or of the attention layers where there are none."""
+        (builder,) = self.group.metadata_builders
+        return builder
+
+    # What a subclass overrides.
+    def before_step(self) -> None:
+        """Change the live objects between two steps."""
+
+    def change(self, request: object, metadata: object, row: int, tokens: slice) -> bool:
+        """Change the metadata of a request that is computed from its first token on. Returns whether it did.
+
+        `row` is its place in the batch, where prefills come last.
+        """
+        return False
+
+    def plant(self, request) -> None:
+        self.pending.setdefault(request.request_id, (request.num_output_tokens, request.num_preemptions))
+
+    @property
+    def requests(self) -> dict[str, object]:
+        """vLLM's requests of the trace that are running, by id: neither the canary's nor those of other weights."""
+        ours = {each.request.request_id for each in self.run.rows}
+        return {each.request_id: each for each in self.engine.core.scheduler.running if each.request_id in ours}
+
+    @property
+    def spoiled(self) -> list[int]:
+        return [row for row, each in enumerate(self.run.rows) if each.request.request_id in self.reached]
+
+    @property
+    def enough(self) -> bool:
+        """Whether as many requests as wanted are spoiled. The last load aborts all, so a few are planted after it."""
+        few = self.plants < math.inf
+        return few and (self.run.totals["loads"] < 2 or len(self.spoiled) + len(self.pending) >= self.plants)
+
+    def _step(self):
+        self.before_step()
+        outputs = self.output()
+        for name, (tokens, preemptions) in list(self.pending.items()):
+            request = next((each.request for each in self.run.rows if each.request.request_id == name), None)
+            if request is None or request.num_preemptions > preemptions:
+                del self.pending[name]
+            elif request.num_output_tokens > tokens:
+                self.reached.add(name)
+                del self.pending[name]
+        return outputs
+
+    def _build(self, *arguments, **options):
+        metadata = self.build(*arguments, **options)
+        common = options.get("common_attn_metadata") or arguments[1]
+        starts, names = common.query_start_loc_cpu.tolist(), self.runner.input_batch.req_ids
+        computed = common.compute_num_computed_tokens().tolist()
+        for row in range(common.num_reqs):
+            request = self.requests.get(names[row])
+            wanted = request is not None and computed[row] == 0 and not self.enough
+            if wanted and self.change(request, metadata, row, slice(starts[row], starts[row + 1])):
+                self.plant(request)
+        return metadata
+
+
+class NotReset(Fault):
+    """A recurrent state is not reset when its slot is recycled. Attention: a recycled block keeps its keys and values.
+    """
+
+    def change(self, request, metadata, row, tokens) -> bool:
+        if request.num_preemptions:
+            return False
+        if self.recurrent:
+            metadata.has_initial_states_p[row - metadata.num_decodes] = metadata.prep_initial_states = True
+        else:
+            metadata.slot_mapping[tokens] = -1  # these tokens are not written
+        return True
+
+
+class KeptOverPreemption(Fault):
+    """A recurrent state is kept over a preemption. Attention: the blocks of before the preemption pass for valid."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.states: dict[str, list[torch.Tensor]] = {}  # of each running request, before the step
+
+    def before_step(self) -> None:
+        manager = self.engine.core.scheduler.kv_cache_manager
+        for name in self.requests if self.recurrent else ():
+            (block,) = manager.get_block_ids(name)[self.group.kv_cache_group_id]
+            self.states[name] = [cache[block].clone() for cache in self.caches]
+
+    def change(self, request, metadata, row, tokens) -> bool:
+        if not request.num_preemptions:
+            return False
+        if not self.recurrent:
+            metadata.slot_mapping[tokens] = -1
+            return True
+        if request.request_id not in self.states:
+            return False
+        prefill = row - metadata.num_decodes
+        metadata.has_initial_states_p[prefill] = metadata.prep_initial_states = True
+        for cache, state in zip(self.caches, self.states[request.request_id], strict=True):
+            cache[metadata.state_indices_tensor_p[prefill]] = state
+        return True
+
+
+class Skipped(Fault):
+    """Some tokens of a prompt that is computed in chunks count as computed and are not."""
+
+    def before_step(self) -> None:
+        for name in sorted(self.requests.keys() - self.pending.keys()):
+            request = self.requests[name]
+            start, left = request.num_computed_tokens, request.num_prompt_tokens - request.num_computed_tokens
+            if start > 0 and left > SKIPPED and not self.enough and (self.recurrent or self._emptied(request)):
+                self.plant(request)
+                request.num_computed_tokens += SKIPPED
+
+    def _emptied(self, request) -> bool:
+        """Set the keys and values to 0, if they lie in one block: what the same request has left there before is right.
+        """
+        block, first = divmod(request.num_computed_tokens, self.group.kv_cache_spec.block_size)
+        if first == 0 or first + SKIPPED > self.group.kv_cache_spec.block_size:
+            return False
+        blocks = self.engine.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        for cache in self.caches:  # (blocks, heads, tokens, 2 * head size)
+            cache[blocks[self.group.kv_cache_group_id][block], :, first : first + SKIPPED] = 0
+        return True
+
+
+class OthersBlock(Fault):
+    """The oldest running request gets another one's block in its block table. If it is a state, both update it."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.shared: dict[str, int] = {}  # request -> the block that it was given
+
+    def before_step(self) -> None:
+        index, batch = self.group.kv_cache_group_id, self.runner.input_batch
+        blocks = {name: self.engine.core.scheduler.kv_cache_manager.get_block_ids(name)[index][0]
+                  for name, request in self.requests.items() if self._decodes(request)}
+        for name in [name for name in self.shared if name not in blocks]:
+            del self.shared[name]  # finished, or preempted: it gets a row of its own again
+        if self.recurrent:
+            for name, block in blocks.items():
+                if block in self.shared.values():
+                    self.plant(self.requests[name])
+        first, second, *_ = [*blocks, None, None]
+        if second is not None and not self.shared and not self.enough:
+            row = batch.req_id_to_index[first]
+            batch.block_table[index].block_table.np[row, 0] = self.shared[first] = blocks[second]
+            for name in (first, second) if self.recurrent else (first,):
+                self.plant(self.requests[name])
+
+    def _decodes(self, request) -> bool:
+        """Past its prompt and, in an attention layer, past its first block, so that it does not write into it."""
+        size = 0 if self.recurrent else self.group.kv_cache_spec.block_size
+        return request.num_computed_tokens > size and request.num_output_tokens > 0
+
+
+class OneTokenAsDecode(Fault):
+    """A first chunk of one token is classified as a decode, which reads the state as it is: vllm#32118, AI21's fault.
+
+    The option of vLLM's own split of a batch that repaired it is set back. Attention: no counterpart.
+    """
+
+    def __enter__(self):
+        self.globals = type(self.builder_of())._compute_common_metadata.__globals__
+        self.split = self.globals["split_decodes_and_prefills"]
+        self.globals["split_decodes_and_prefills"] = self._split
+        return super().__enter__()
+
+    def __exit__(self, *_):
+        self.globals["split_decodes_and_prefills"] = self.split
+        super().__exit__()
+
+    def _split(self, *arguments, treat_short_extends_as_decodes: bool, **options):
+        return self.split(*arguments, treat_short_extends_as_decodes=not self.enough, **options)
+
+    def change(self, request, metadata, row, tokens) -> bool:
+        return row < metadata.num_decodes
+
+
+PRESSURE_FAULTS = {
+    "not reset": NotReset,
+    "one token as decode": OneTokenAsDecode,
+    "kept over a preemption": KeptOverPreemption,
+    "chunk skipped": Skipped,
+    "another's block": OthersBlock,
+}
+
+
+def faulty(
+    bench: PressureBench, name: str, fault: str, seed: int, plants: float = PLANTS, requests: int = PRESSURE_REQUESTS
+) -> tuple[Verdict, list[int]]:
+    """The verdict on a run with this fault, and the rows that the fault reached."""
+    run = bench.run(name, seed, requests)
+    with PRESSURE_FAULTS[fault](run, plants) as planted:
+        trace = trace_of(run)
+    return diagnose(bench.policy, trace), planted.spoiled

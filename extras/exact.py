@@ -1,4 +1,7 @@
-"""What `--exact` promises, and what is to blame where the promise is broken. Each `engine` is a SharedEngine."""
+"""What `--exact` promises, and what is to blame where the promise is broken.
+
+Each `engine` is a SharedEngine.
+"""
 
 import torch
 from torch import Tensor
@@ -17,9 +20,11 @@ class ExactError(RuntimeError):
 def verify(engine: Engine, batch: Batch) -> dict[str, int]:
     """Compare `old_logprobs` with the sampler's values where `batch.mask` is 1.
 
-    Returns the number of tokens compared. Raises: ExactError with the first token that differs, and the cause.
+    Returns the number of tokens compared. Raises: ExactError with the first token that differs, and
+    the cause.
     """
-    differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)  # NaN differs from itself
+    # NaN differs from itself
+    differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)
     compared = int(batch.mask.sum())
     if not differing.any():
         return {"exact_tokens": compared}
@@ -59,7 +64,8 @@ def _agrees(engine: Engine, prompts: list[list[int]], new_tokens: int) -> bool:
 
 @torch.no_grad()
 def why_not(engine: Engine) -> str | None:
-    """Why a value depends on what is computed beside it, on this machine and with these threads; None if it does not.
+    """Why a value depends on what is computed beside it, on this machine and with these threads;
+    None if it does not.
 
     Single tokens are computed alone and beside others; with several threads the longest prompt too.
     """
@@ -74,7 +80,8 @@ def why_not(engine: Engine) -> str | None:
     logits = torch.cat([policy.logits(each[None]) for each in alone])
     if not (torch.equal(alone, together[:COMPARED]) and torch.equal(logits, policy.logits(together)[:COMPARED])):
         return f"a product of few rows is rounded differently {kind}; experts in float32 have such products"
-    if torch.get_num_threads() > 1:  # which divide the queries of a long prompt according to what is beside it
+    # Which divide the queries of a long prompt according to what is beside it
+    if torch.get_num_threads() > 1:
         prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
         rows, lengths = [prompt + ids[:COMPARED] for prompt in prompts], list(map(len, prompts))
         alone = _hidden(engine, rows[:1], lengths[:1])  # (COMPARED, H)

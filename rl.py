@@ -16,13 +16,11 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from config import GrpoConfig
 from engine_adapter import Rollout
 from objectives import OBJECTIVES, Batch, loss_weights, weighted_loss
 
-FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently
 Body = Callable[[Batch, Tensor], Tensor]  # batch, response (B, T) bool -> hidden states (N, H)
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
 
@@ -119,8 +117,7 @@ class Projection:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | float]:
         """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number."""
-        padded = pad(hidden, (0, 0, 0, max(0, FEWEST_ROWS - len(hidden))))
-        logits = product(padded, weight.T, self.dtype)[: len(hidden)]
+        logits = product(hidden, weight.T, self.dtype)
         if bias is not None:
             logits = logits + bias.to(self.dtype)
         logits = logits.float()
@@ -219,6 +216,7 @@ class Policy:
         self.own_body: Body = self.plain_body  # with the trainer's own attention
         self.body: Body = self.own_body
         self.support = Vocabulary()
+        self.make_projection = Projection  # extras/shared_engine.py has another class
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, and so the trainer's body too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
@@ -332,7 +330,7 @@ class Policy:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         dtype = head_dtype or self._head_dtype
         # The only line of the trainer that applies the temperature.
-        return Projection(dtype, rows, self.scale, self.softcap, temperature)
+        return self.make_projection(dtype, rows, self.scale, self.softcap, temperature)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head's dtype can be given."""

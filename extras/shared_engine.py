@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 from engine_adapter import Engine, ParityFlags, WeightLoadError
 from extras.exact import verify, why_not
 from objectives import Batch
-from rl import FEWEST_ROWS, Policy
+from rl import Policy, Projection
 
+FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
+
+
+@dataclass(frozen=True)
+class PaddedProjection(Projection):
+    """A head whose product has at least `fewest_rows` rows."""
+
+    fewest_rows: int = FEWEST_ROWS
+
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | float]:
+        count = len(hidden)
+        padded = pad(hidden, (0, 0, 0, max(0, self.fewest_rows - count)))
+        logits, slope = super().logits(padded, weight, bias)
+        return logits[:count], slope[:count] if isinstance(slope, Tensor) else slope
 
 
 class SharedEngine(Engine):
@@ -42,6 +59,7 @@ class SharedEngine(Engine):
             # Threads that share a row's keys change the order of its sums
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         self.policy, self._model, self._layers = policy, None, {}
+        self.pad_rows(FEWEST_ROWS)
         self._addresses = {name: weight.data_ptr() for name, weight in policy.model.named_parameters()}
         shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
         super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
@@ -52,6 +70,11 @@ class SharedEngine(Engine):
                 raise ValueError(f"exact must be off here: {reason}")
             self.canary_tolerance, policy.body = 0.0, self.kernel_body
             self.verify = partial(verify, self)
+
+    def pad_rows(self, fewest: int) -> None:
+        """Give every product of both sides at least so many rows."""
+        self.fewest_rows = fewest
+        self.policy.make_projection = partial(PaddedProjection, fewest_rows=fewest)
 
     @torch.no_grad()
     def _start(self, arguments: dict[str, Any]) -> None:
@@ -76,7 +99,7 @@ class SharedEngine(Engine):
         """Last hidden states of N tokens: (N,), (N,) -> (N, H); with `rows` for the trainer,
         otherwise for vLLM.
         """
-        config, more = self.policy.model.config, max(0, FEWEST_ROWS - len(ids))
+        config, more = self.policy.model.config, max(0, self.fewest_rows - len(ids))
         self._rows, self._count, self._usual = rows, len(ids), config._attn_implementation
         ids, positions = pad(ids, (0, more))[None], pad(positions, (0, more))[None]
         config._attn_implementation = NAME

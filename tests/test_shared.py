@@ -24,7 +24,6 @@ from test_engine_adapter import check_states
 from test_inflight import ABORT, KEEP, RECOMPUTE, over_a_kept_state
 from test_inflight import update as in_flight_update
 
-import rl
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
@@ -499,8 +498,8 @@ def test_two_rows_a_product_in_place_of_more_are_found(good, tmp_path, monkeypat
     cause = r"a product of few rows is rounded differently \(qwen2, torch.float32, 1 threads\)"
     with job(good, tmp_path / "run", max_num_seqs=1, group_size=2) as (run, live):
         steps(run, live, 1)
-        for module in (rl, shared_engine):
-            monkeypatch.setattr(module, "FEWEST_ROWS", 2)
+        live.engine.pad_rows(2)
+        monkeypatch.setattr(shared_engine, "FEWEST_ROWS", 2)
         with pytest.raises(ExactError, match=TOLD.format(dtype="torch.float32", cause=cause)):
             steps(run, live, 2)
     with pytest.raises(ValueError, match=f"^exact must be off here: {cause}"), job(good, tmp_path / "other"):

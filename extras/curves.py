@@ -21,8 +21,8 @@ def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> An
     figure = Figure(figsize=(13, 7), layout="constrained")
     for axis, (title, lines) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
         for label, (folders, name) in lines.items():
-            curves = [{row["step"]: row[name] for row in steps_of(folder) if row.get(name) is not None}
-                      for folder in folders]
+            curves = [{row["step"]: row[name] for row in steps_of(folder)
+                       if row.get(name) is not None} for folder in folders]
             steps = sorted(set.intersection(*map(set, curves)))
             values = [[curve[step] for curve in curves] for step in steps]
             if steps:

@@ -51,8 +51,8 @@ def collect_kept_sets(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndar
         return
     finite = logprobs > -math.inf  # (n, K)
     if finite.sum(axis=1).max() > largest:
-        raise ValueError("max_kept must be at least the size of each set of tokens that the sampler's"
-                         f" mask keeps, got {largest}, one has more ({rollout.sampling});"
+        raise ValueError("max_kept must be at least the size of each set of tokens that the"
+                         f" sampler's mask keeps, got {largest}, one has more ({rollout.sampling});"
                          " raise --max-kept or give --top-k")
     rollout.kept += [row[each] for row, each in zip(ids, finite, strict=True)]  # copies
 
@@ -85,7 +85,8 @@ class KeptTokens:
         kept = [ids for row in rows for ids in batch.rollouts[row].kept]
         if not kept:
             return lambda logits, part: logits
-        assert len(kept) == response.sum(), f"{len(kept)=} {response.sum()=}: of all tokens of a row"
+        tokens = int(response.sum())
+        assert len(kept) == tokens, f"{len(kept)=} {tokens=}: of all tokens of a row"
         return lambda logits, part: mask_outside(logits, kept[part])
 
     def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:

@@ -70,7 +70,8 @@ def host_views(tensors: dict[Any, Tensor], device: torch.device) -> dict[Any, Te
         size = tensor.numel()
         slab = next((index for index, rest in enumerate(free) if len(rest) >= size), len(free))
         if slab == len(free):
-            room = max(1 << (size - 1).bit_length(), min(LARGEST_SLAB, 1 << (left.bit_length() - 1)))
+            usual = min(LARGEST_SLAB, 1 << (left.bit_length() - 1))
+            room = max(1 << (size - 1).bit_length(), usual)
             free.append(torch.empty(room, dtype=torch.float32, pin_memory=device.type == "cuda"))
         views[key] = free[slab][:size].view(tensor.shape)
         free[slab] = free[slab][size:]

@@ -22,9 +22,9 @@ def compute_prompts_once(policy: Policy) -> None:
     """
     layers = DynamicCache(config=policy.model.config).layers
     kinds = {type(layer).__name__ for layer in layers}
-    attention_alone = not policy.model._is_stateful and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    known = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"} and not policy.model._is_stateful
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    if attention_alone and 1 not in windows and not policy.checkpointed:
+    if known and 1 not in windows and not policy.checkpointed:
         policy.own_body = policy.body = PromptsOnce(policy)
 
 
@@ -70,5 +70,6 @@ class PromptsOnce:
         """The last hidden states of `ids` after what is in the cache; `real` is false at padding.
         """
         return self.policy.model.base_model(
-            input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state

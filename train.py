@@ -27,6 +27,8 @@ from objectives import OBJECTIVES, Batch, mismatch_metrics
 from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
 from tasks import Problem, Task, describe_model, encode, load_task, score
 
+HERE = Path(__file__).parent
+
 
 # ---------------------------------------------------------------------------------- the loop
 def train(run: Run, state: TrainingState, first_step: int) -> None:
@@ -278,6 +280,7 @@ class TrainingState:
 # ---------------------------------------------------------------------------------- set-up
 def prepare(config: Config) -> Run:
     """Check all that can be checked before a model is loaded or taught. Raises: ValueError."""
+    check_files(config)
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
     record = _earlier_record(config)
@@ -372,22 +375,30 @@ def _fitting(config: Config, task: Task, context: int | None) -> Task:
     return replace(task, train=train, held_out=held_out)
 
 
-def extra(name: str, option: str) -> ModuleType:
-    """The file of extras/ that an option needs. Raises: ValueError if it has been deleted."""
-    module = extra_if_there(name)
-    if module is None:
-        raise ValueError(f"{option} needs extras/{name}.py, which is not there")
-    return module
+def check_files(config: Config) -> None:
+    """Raises: ValueError if a file of extras/ or probe/ that an option needs has been deleted."""
+    grpo, backend, measure = config.grpo, config.backend, config.measure
+    probes = measure.probe_every or measure.probe_on_alarm
+    for option, given, file in (
+        ("engine transformers", backend.engine == "transformers", "extras/reference.py"),
+        ("engine shared", backend.engine == "shared", "extras/shared_engine.py"),
+        ("exact", backend.exact, "extras/exact.py"),
+        ("inflight_groups", backend.inflight_groups, "extras/inflight.py"),
+        ("top_k, top_p or min_p", grpo.has_mask, "extras/masks.py"),
+        ("offload_optimizer", grpo.offload_optimizer, "extras/offload.py"),
+        ("self_noise_every", measure.self_noise_every, "probe/noise.py"),
+        ("probe_every or probe_on_alarm", probes, "probe/diagnose.py"),
+        ("probe_every or probe_on_alarm", probes, "extras/masks.py"),
+    ):
+        if given and not (HERE / file).exists():
+            raise ValueError(f"{option} needs {file}, which is not there")
 
 
 def extra_if_there(name: str) -> ModuleType | None:
     """A file of extras/ that the default job uses, or None if it has been deleted."""
-    try:
+    if (HERE / "extras" / f"{name}.py").exists():
         return import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("extras", f"extras.{name}"):
-            raise  # a package that the file imports
-        return None
+    return None
 
 
 def build(run: Run) -> tuple[TrainingState, int]:
@@ -400,15 +411,17 @@ def build(run: Run) -> tuple[TrainingState, int]:
     reference = policy.copied_weights() if grpo.kl_coef else None  # of the first policy, resumed or not
     make_optimizer = Optimizer
     if grpo.offload_optimizer:
-        make_optimizer = extra("offload", "offload_optimizer").OffloadedOptimizer
+        from extras.offload import OffloadedOptimizer as make_optimizer
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     alone = trainer_alone(run, policy)
     engine = start_engine(run, policy, alone)
     if grpo.has_mask:
-        extra("masks", "top_k, top_p or min_p").use_masks(policy, engine, run.sampling)
+        from extras.masks import use_masks
+
+        use_masks(policy, engine, run.sampling)
     make_source = Synchronous
     if config.backend.inflight_groups:
-        make_source = extra("inflight", "inflight_groups").InFlightSource
+        from extras.inflight import InFlightSource as make_source
     source = make_source(run.task, engine, run.sampling, config)
     state = TrainingState(policy, reference, optimizer, engine, source, alone)
     records.restore(run.out, checkpoint)
@@ -452,15 +465,18 @@ def start_engine(run: Run, policy: Policy, alone: Engine | None = None) -> Engin
     """The engine that `--engine` names, still without the policy's weights. `alone`: see trainer_alone."""
     config, backend = run.config, run.config.backend
     if backend.engine == "transformers":
-        return alone or extra("reference", "engine transformers").engine_for(run, policy)
+        from extras.reference import engine_for
+
+        return alone or engine_for(run, policy)
     options = dict(
         max_model_len=run.max_model_len, max_num_seqs=backend.max_num_seqs, kv_cache_gib=backend.kv_cache_gib,
         block_size=backend.block_size, prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
         seed=config.run.seed, allow_untested_vllm=backend.allow_untested_vllm,
     )
     if backend.engine == "shared":
-        make_engine = extra("shared_engine", "engine shared").SharedEngine
-        return make_engine(policy, run.model_path, config.parity, exact=backend.exact, **options)
+        from extras.shared_engine import SharedEngine
+
+        return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     return Engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
 

@@ -1,4 +1,5 @@
-"""Colocated GRPO in one process: a transformers trainer and a vLLM V1 engine take turns on one device.
+"""Colocated GRPO in one process: a transformers trainer and a vLLM V1 engine take turns on one
+device.
 
 One step: sample, sleep, score, update, wake, load. `train_step` is the page to read.
 """
@@ -27,6 +28,8 @@ from objectives import OBJECTIVES, Batch, mismatch_metrics
 from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
 from tasks import Problem, Task, describe_model, encode, load_task, score
 
+HERE = Path(__file__).parent
+
 
 # ---------------------------------------------------------------------------------- the loop
 def train(run: Run, state: TrainingState, first_step: int) -> None:
@@ -49,7 +52,8 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
 
 
 class Step(NamedTuple):
-    """What a step has done: its metrics, the batch (B, T) that it trained on, and the P problems."""
+    """What a step has done: its metrics, the batch (B, T) that it trained on, and the P problems.
+    """
 
     metrics: dict[str, Any]
     batch: Batch
@@ -97,7 +101,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
 
 class Synchronous:
-    """Where rollouts come from: P problems a step, all responses sampled to their end. None is stale."""
+    """Where rollouts come from:
+
+    P problems a step, all responses sampled to their end. None is stale.
+    """
 
     def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
         self.task, self.engine, self.sampling, self.config = task, engine, sampling, config
@@ -153,7 +160,8 @@ def measure_mismatch(batch: Batch, current: Batch) -> dict[str, float | None]:
 
 
 def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
-    """Mean reward on held-out problems: greedy and sampled through the engine, sampled by the trainer alone.
+    """Mean reward on held-out problems: greedy and sampled through the engine, sampled by the
+    trainer alone.
 
     A policy can adapt to a broken backend: `eval_gap` is how much better the engine looks than the
     trainer alone. Every answer goes to samples.jsonl.
@@ -233,7 +241,8 @@ class Run:
         print(records.log_line(metrics, self.config.run.steps), flush=True)
 
     def save_policy(self, policy: Policy, folder: Path) -> None:
-        """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults."""
+        """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults.
+        """
         from transformers import GenerationConfig
 
         sampling = self.sampling
@@ -255,14 +264,17 @@ class TrainingState:
     optimizer: Optimizer
     engine: Engine
     source: Synchronous  # or extras.inflight.InFlightSource
-    trainer_alone: Engine | None = None  # evaluates beside the engine, with the trainer's own modules
-    observers: list[Callable[[Step], dict[str, Any]]] = field(default_factory=list)  # at the end of a step
+    # Evaluates beside the engine, with the trainer's own modules
+    trainer_alone: Engine | None = None
+    # At the end of a step
+    observers: list[Callable[[Step], dict[str, Any]]] = field(default_factory=list)
 
     def add_reference(self, batch: Batch, grpo: Any) -> Batch:
         """The batch with `ref_logprobs`, if there is a KL term."""
         if self.reference is None:
             return batch
-        with self.policy.using(self.reference):  # the same arithmetic for both sides of the divergence
+        # The same arithmetic for both sides of the divergence
+        with self.policy.using(self.reference):
             return replace(batch, ref_logprobs=frozen_logprobs(self.policy, batch, grpo))
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,6 +290,7 @@ class TrainingState:
 # ---------------------------------------------------------------------------------- set-up
 def prepare(config: Config) -> Run:
     """Check all that can be checked before a model is loaded or taught. Raises: ValueError."""
+    check_files(config)
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
     record = _earlier_record(config)
@@ -331,7 +344,10 @@ def find_task(config: Config) -> Task:
 
 
 def _earlier_record(config: Config) -> dict[str, Any] | None:
-    """config.json of the run in `out`, if any. Raises: ValueError if it is damaged, or not to be resumed."""
+    """config.json of the run in `out`, if any.
+
+    Raises: ValueError if it is damaged, or not to be resumed.
+    """
     path = Path(config.run.out) / "config.json"
     if not path.exists():
         if any(path.parent.glob("checkpoints/*")) or any(each.stat().st_size for each in path.parent.glob("*.jsonl")):
@@ -342,7 +358,8 @@ def _earlier_record(config: Config) -> dict[str, Any] | None:
                          " another --out")
     with records.stage(f"reading {path}"):
         record = json.loads(path.read_text())
-        theirs, _ = dict(record["config"]), record["problems"]["sha256"]  # KeyError if one is missing
+        # KeyError if one is missing
+        theirs, _ = dict(record["config"]), record["problems"]["sha256"]
     ours = config.flat()
     changed = [name for name in ours.keys() - NOT_OF_THE_EXPERIMENT if ours[name] != theirs.get(name)]
     if changed:
@@ -372,43 +389,56 @@ def _fitting(config: Config, task: Task, context: int | None) -> Task:
     return replace(task, train=train, held_out=held_out)
 
 
-def extra(name: str, option: str) -> ModuleType:
-    """The file of extras/ that an option needs. Raises: ValueError if it has been deleted."""
-    module = extra_if_there(name)
-    if module is None:
-        raise ValueError(f"{option} needs extras/{name}.py, which is not there")
-    return module
+def check_files(config: Config) -> None:
+    """Raises: ValueError if a file of extras/ or probe/ that an option needs has been deleted."""
+    grpo, backend, measure = config.grpo, config.backend, config.measure
+    probes = measure.probe_every or measure.probe_on_alarm
+    for option, given, file in (
+        ("engine transformers", backend.engine == "transformers", "extras/reference.py"),
+        ("engine shared", backend.engine == "shared", "extras/shared_engine.py"),
+        ("exact", backend.exact, "extras/exact.py"),
+        ("inflight_groups", backend.inflight_groups, "extras/inflight.py"),
+        ("top_k, top_p or min_p", grpo.has_mask, "extras/masks.py"),
+        ("offload_optimizer", grpo.offload_optimizer, "extras/offload.py"),
+        ("self_noise_every", measure.self_noise_every, "probe/noise.py"),
+        ("probe_every or probe_on_alarm", probes, "probe/diagnose.py"),
+        ("probe_every or probe_on_alarm", probes, "extras/masks.py"),
+    ):
+        if given and not (HERE / file).exists():
+            raise ValueError(f"{option} needs {file}, which is not there")
 
 
 def extra_if_there(name: str) -> ModuleType | None:
     """A file of extras/ that the default job uses, or None if it has been deleted."""
-    try:
+    if (HERE / "extras" / f"{name}.py").exists():
         return import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("extras", f"extras.{name}"):
-            raise  # a package that the file imports
-        return None
+    return None
 
 
 def build(run: Run) -> tuple[TrainingState, int]:
-    """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
+    """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to
+    take.
+    """
     config, grpo = run.config, run.config.grpo
     checkpoint = None
     if config.run.resume:
         checkpoint = records.newest_checkpoint(run.out, config.run.checkpoint_every, run.fingerprint)
     policy = load_policy(run)
-    reference = policy.copied_weights() if grpo.kl_coef else None  # of the first policy, resumed or not
+    # Of the first policy, resumed or not
+    reference = policy.copied_weights() if grpo.kl_coef else None
     make_optimizer = Optimizer
     if grpo.offload_optimizer:
-        make_optimizer = extra("offload", "offload_optimizer").OffloadedOptimizer
+        from extras.offload import OffloadedOptimizer as make_optimizer
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     alone = trainer_alone(run, policy)
     engine = start_engine(run, policy, alone)
     if grpo.has_mask:
-        extra("masks", "top_k, top_p or min_p").use_masks(policy, engine, run.sampling)
+        from extras.masks import use_masks
+
+        use_masks(policy, engine, run.sampling)
     make_source = Synchronous
     if config.backend.inflight_groups:
-        make_source = extra("inflight", "inflight_groups").InFlightSource
+        from extras.inflight import InFlightSource as make_source
     source = make_source(run.task, engine, run.sampling, config)
     state = TrainingState(policy, reference, optimizer, engine, source, alone)
     records.restore(run.out, checkpoint)
@@ -449,18 +479,24 @@ def load_policy(run: Run) -> Policy:
 
 
 def start_engine(run: Run, policy: Policy, alone: Engine | None = None) -> Engine:
-    """The engine that `--engine` names, still without the policy's weights. `alone`: see trainer_alone."""
+    """The engine that `--engine` names, still without the policy's weights.
+
+    `alone`: see trainer_alone.
+    """
     config, backend = run.config, run.config.backend
     if backend.engine == "transformers":
-        return alone or extra("reference", "engine transformers").engine_for(run, policy)
+        from extras.reference import engine_for
+
+        return alone or engine_for(run, policy)
     options = dict(
         max_model_len=run.max_model_len, max_num_seqs=backend.max_num_seqs, kv_cache_gib=backend.kv_cache_gib,
         block_size=backend.block_size, prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
         seed=config.run.seed, allow_untested_vllm=backend.allow_untested_vllm,
     )
     if backend.engine == "shared":
-        make_engine = extra("shared_engine", "engine shared").SharedEngine
-        return make_engine(policy, run.model_path, config.parity, exact=backend.exact, **options)
+        from extras.shared_engine import SharedEngine
+
+        return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     return Engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
 
@@ -488,7 +524,9 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Step], dict[str,
 
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> None:
-    """Exit status: 0 done, 2 refused or failed during set-up, 1 failed later, 130 stopped by a signal."""
+    """Exit status: 0 done, 2 refused or failed during set-up, 1 failed later, 130 stopped by a
+    signal.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with records.one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)

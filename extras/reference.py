@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from engine_adapter import Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
-from extras.masks import collect_kept_sets, masked_logits
 from rl import Policy
 
 
@@ -103,15 +102,14 @@ class ReferenceEngine(Engine):
             # (N,), (N, V)
             tokens, logprobs = _draw(self.policy.logits(hidden), sampling, generators)
             chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-            all_ids = numpy.broadcast_to(numpy.arange(logprobs.shape[1], dtype=numpy.int32), logprobs.shape)  # (N, V)
-            all_logprobs = logprobs.cpu().numpy() if sampling.max_kept else all_ids
-            for row, (rollout, token, logprob) in enumerate(zip(rollouts, tokens.tolist(), chosen, strict=True)):
+            for rollout, token, logprob in zip(rollouts, tokens.tolist(), chosen, strict=True):
                 rollout.append([token], [logprob], self.weight_version)
-                collect_kept_sets(rollout, all_ids[row : row + 1], all_logprobs[row : row + 1])
                 if token in sampling.stop_token_ids:
                     rollout.finish_reason = "stop"
                 elif len(rollout.token_ids) == sampling.max_new_tokens:
                     rollout.finish_reason = "length"
+            if sampling.max_kept:
+                _collect(rollouts, logprobs)
             left = [row for row, rollout in enumerate(rollouts) if rollout.finish_reason is None]
             if len(left) < len(rollouts):
                 rollouts, generators = [rollouts[row] for row in left], [generators[row] for row in left]
@@ -158,10 +156,24 @@ def _draw(logits: Tensor, sampling: Sampling, generators: list[torch.Generator |
     """
     if not sampling.temperature:
         return logits.argmax(dim=-1), logits.log_softmax(dim=-1)
-    logprobs = masked_logits(logits / sampling.temperature, sampling).log_softmax(dim=-1)  # (N, V)
+    logits = logits / sampling.temperature
+    if sampling.has_mask:
+        from extras.masks import masked_logits
+
+        logits = masked_logits(logits, sampling)
+    logprobs = logits.log_softmax(dim=-1)  # (N, V)
     # Argmax of p / noise draws from p, if the noise is exponential
     noise = torch.empty_like(logprobs).exponential_()
     for row, generator in enumerate(generators):
         if generator:
             noise[row].exponential_(generator=generator)
     return (logprobs - noise.clamp(min=torch.finfo(noise.dtype).tiny).log()).argmax(dim=-1), logprobs
+
+
+def _collect(rollouts: list[Rollout], logprobs: Tensor) -> None:
+    """The kept sets of one more token of each rollout, from all log-probabilities (N, V)."""
+    from extras.masks import collect_kept_sets
+
+    all_ids = numpy.arange(logprobs.shape[1], dtype=numpy.int32)[None]  # (1, V)
+    for rollout, row in zip(rollouts, logprobs.cpu().numpy(), strict=True):
+        collect_kept_sets(rollout, all_ids, row[None])

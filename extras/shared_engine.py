@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from engine_adapter import Engine, ParityFlags, WeightLoadError
-from extras.exact import verify, why_not
 from objectives import Batch
 from rl import Policy, Projection
 
@@ -65,6 +64,8 @@ class SharedEngine(Engine):
         super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
+            from extras.exact import verify, why_not
+
             if reason := why_not(self):
                 self.close()
                 raise ValueError(f"exact must be off here: {reason}")

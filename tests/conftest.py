@@ -1,7 +1,9 @@
 """Small real models in real folders, a small run, and the rule for tests that start a vLLM engine.
 
 A process holds one live engine at a time, because vLLM's parallel groups are global to a process. A test that starts
-an engine, in this process or in a child process, has the marker `engine`; `make check` leaves these tests out.
+an engine, in this process or in a child process, has the marker `engine`; `make check` leaves these tests out. On a GPU
+vLLM refuses an engine if the process still holds memory of an earlier one: a test that starts one in this process and
+needs a GPU has the marker `own_process` too.
 """
 
 import atexit
@@ -38,7 +40,6 @@ logging.disable_progress_bar()
 
 # ------------------------------------------------------------------------------------------------ the marker `engine`
 DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
-STARTERS = {"started", "bench"}  # a test that names one of these, a function or a fixture, gets the marker `engine`
 NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
 shared: dict[Engine, str] = {}  # the live engine, if `started` made it, and its arguments
 OWN_PROCESS = "PYTEST_OWN_PROCESS"  # in a child process of `pytest_pyfunc_call`: the id of its parent
@@ -54,17 +55,11 @@ if not torch.cuda.is_available():
 def pytest_configure(config):
     config.addinivalue_line("markers", "engine: starts a vLLM engine, in this process or in a child process")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; a GPU machine runs `pytest -m gpu tests`")
-    config.addinivalue_line("markers", "own_process: runs in a child process; added to gpu tests that start an engine")
+    config.addinivalue_line("markers", "own_process: runs in a child process")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
     for item in items:
-        if STARTERS & {*item.fixturenames, *item.function.__code__.co_names}:
-            item.add_marker("engine")
-            # On a GPU vLLM refuses an engine if the process still holds memory of an earlier one.
-            if "gpu" in item.keywords:
-                item.add_marker("own_process")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     # The longest test goes first, beside all others: at the end it would run alone.

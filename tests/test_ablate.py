@@ -174,6 +174,7 @@ def test_a_page_without_both_markers_is_refused(tmp_path):
         write_page(path, "new")
 
 
+@pytest.mark.engine
 def test_the_benchmark_of_engines_takes_turns_over_processes(good, monkeypatch, capsys):
     small = dict(model=str(good / "model"), task=str(good / "task.py"), num_prompts=2, group_size=2, max_new_tokens=4)
     monkeypatch.setattr(bench, "SHARED", {name: small | dict(engine="transformers") for name in ("one", "other")})

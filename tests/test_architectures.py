@@ -281,6 +281,7 @@ REFUSED = {
 CPU_ONLY = ("Jamba", "Qwen3_5Text", "GptOss")  # a GPU build has the operator and torchvision; GPT-OSS is untried on it
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", [name for name in REFUSED if name not in CPU_ONLY or not torch.cuda.is_available()])
 def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name(name, tmp_path):
     changes, kind, sentence = REFUSED[name]
@@ -306,6 +307,7 @@ def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name, tied
     assert low < apart < high
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU build's fault")
 def test_recurrent_layers_are_refused_in_16_bits_where_vllm_computes_something_else(tmp_path):
     small_model("FalconH1", True).save_pretrained(tmp_path)
@@ -315,6 +317,7 @@ def test_recurrent_layers_are_refused_in_16_bits_where_vllm_computes_something_e
         pass
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU splits prompts, as this cache needs")
 def test_a_prefix_cache_of_recurrent_layers_is_refused_on_a_cpu(tmp_path):
     small_model("FalconH1", True).save_pretrained(tmp_path)
@@ -324,6 +327,7 @@ def test_a_prefix_cache_of_recurrent_layers_is_refused_on_a_cpu(tmp_path):
         pass
 
 
+@pytest.mark.engine
 def test_fp16_is_refused_by_name_where_a_model_overflows_in_it(tmp_path):
     small_model("Gemma2", True).save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path), torch.float16, "cpu")

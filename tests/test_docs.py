@@ -1,7 +1,4 @@
-"""README.md and docs/*.md: links, commands and figures are those of the code.
-
-`python tests/test_docs.py` writes the present files and line numbers of all functions into the links.
-"""
+"""README.md, docs/ and dev/log.md: links, commands and figures are those of the code."""
 
 import json
 import re
@@ -23,8 +20,9 @@ from probe.__main__ import Compare, Diagnose, Locate, Record
 from tasks import load_task
 
 ROOT = Path(__file__).parents[1]
-README, LOG = ROOT / "README.md", ROOT / "docs" / "log.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+README, LOG = ROOT / "README.md", ROOT / "dev" / "log.md"
+LINKED = [LOG, *sorted((ROOT / "docs").glob("*.md"))]  # by the README
+PAGES = [README, *LINKED]
 FUNCTION_LINK = re.compile(r"\[`([\w.]+)`\]\((?:\.\./)?([\w/]+\.py)\)")
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 
@@ -221,8 +219,14 @@ def test_each_relative_link_exists(page):
 
 
 def test_readme_links_each_page_once():
-    linked = re.findall(r"\]\((docs/[\w-]+\.md)\)", README.read_text())
-    assert sorted(linked) == sorted(f"docs/{page.name}" for page in PAGES[1:])
+    linked = re.findall(r"\]\(((?:dev|docs)/[\w-]+\.md)\)", README.read_text())
+    assert sorted(linked) == [str(page.relative_to(ROOT)) for page in LINKED]
+
+
+def test_the_newest_entry_of_the_log_is_the_first():
+    dates = re.findall(r"^## (\d{4}-\d\d-\d\d): ", LOG.read_text(), re.MULTILINE)
+    assert len(dates) == LOG.read_text().count("\n## ") >= 15
+    assert dates == sorted(dates, reverse=True)
 
 
 def test_readme_has_at_most_250_lines():

@@ -35,6 +35,7 @@ WITHOUT = {
 }
 
 
+@pytest.mark.engine
 def test_audit_raises_when_the_live_engine_does_something_else(engine_folders):
     policy = Policy(qwen2(tied=False, dtype=torch.bfloat16))
     with started(engine_folders[False], policy) as engine:  # closed if this test fails in between
@@ -51,6 +52,7 @@ def test_audit_raises_when_the_live_engine_does_something_else(engine_folders):
         engine.audit()
 
 
+@pytest.mark.engine
 def test_fp32_head_on_both_sides_is_closer_than_on_one(engine_folders):
     model = qwen2(tied=False, dtype=torch.bfloat16)
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
@@ -63,6 +65,7 @@ def test_fp32_head_on_both_sides_is_closer_than_on_one(engine_folders):
 
 
 # fp32_head shows in 16 bits only.
+@pytest.mark.engine
 @pytest.mark.parametrize("flag, dtype", [
     (None, torch.bfloat16), ("fp32_head", torch.bfloat16), ("inflight_keep", torch.float32),
     ("explicit_runtime", torch.float32), ("processed_logprobs", torch.float32),
@@ -99,6 +102,7 @@ def test_a_child_process_cannot_start_an_engine_without_the_marker():
 
 
 # ------------------------------------------------------------------------------------------------ log-probabilities
+@pytest.mark.engine
 def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature_0_7(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
@@ -112,6 +116,7 @@ def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature
     assert raw_at_one["mismatch_abs_mean"] < 1e-5
 
 
+@pytest.mark.engine
 def test_every_token_the_stop_token_included_has_a_logprob_and_a_version(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy) as engine:
@@ -127,6 +132,7 @@ def test_every_token_the_stop_token_included_has_a_logprob_and_a_version(engine_
             assert set(rollout.versions) == {engine.weight_version}
 
 
+@pytest.mark.engine
 def test_seeds_decide_the_samples_whatever_the_batch(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy) as engine:
@@ -141,6 +147,7 @@ def test_seeds_decide_the_samples_whatever_the_batch(engine_folders):
         assert len({tuple(t) for t in tokens(first)}) == 12  # no two samples of a group are alike
 
 
+@pytest.mark.engine
 def test_without_seeds_of_their_own_the_seed_of_the_process_decides_the_samples(engine_folders):
     policy, batches = Policy(qwen2(tied=False)), []
     with started(engine_folders[False], policy) as engine:
@@ -151,6 +158,7 @@ def test_without_seeds_of_their_own_the_seed_of_the_process_decides_the_samples(
     assert len(set(map(tuple, batches[0]))) == 12
 
 
+@pytest.mark.engine
 def test_generation_config_of_the_model_never_changes_the_distribution(engine_folders):
     """Their generation_config.json asks for penalties, masks, another temperature and another stop token."""
     policy = Policy(qwen2(tied=False))
@@ -162,6 +170,7 @@ def test_generation_config_of_the_model_never_changes_the_distribution(engine_fo
             assert all(r.finish_reason == "length" or r.token_ids[-1] == 2 for r in rollouts)
 
 
+@pytest.mark.engine
 def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_does_not(engine_folders):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     generator = torch.Generator().manual_seed(0)
@@ -179,6 +188,7 @@ def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_do
 BLOCK = 32  # the CPU build's smallest
 
 
+@pytest.mark.engine
 def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folders):
     """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
     generator = torch.Generator().manual_seed(0)
@@ -221,6 +231,7 @@ def broken_weights(policy: Policy, fault: str) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.engine
 def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(engine_folders):
     faults = {
         "missing": r": model.layers.1.self_attn.k_proj.weight must be \(32, 64\), got None",
@@ -242,6 +253,7 @@ def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(engine_f
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
+@pytest.mark.engine
 def test_the_canary_finds_a_tensor_that_differs_from_the_trainers(engine_folders):
     faults = {
         "model.layers.0.self_attn.o_proj.weight": lambda w: w.T.contiguous(),  # square: no shape gives it away
@@ -294,6 +306,7 @@ def differing(engine: Engine, policy: Policy) -> list[str]:
     return [name for name, tensor in found.items() if not torch.equal(tensor, sent[name].detach())]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True),
                                          (torch.bfloat16, False)])  # fmt: skip
 def test_consecutive_loads_arrive_bit_by_bit_tied_or_not(engine_folders, tied, dtype):
@@ -315,6 +328,7 @@ def test_consecutive_loads_arrive_bit_by_bit_tied_or_not(engine_folders, tied, d
         assert differing(engine, policy) == ["model.layers.1.mlp.up_proj.weight"]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("tied", [False, True])
 def test_consecutive_loads_of_the_toys_architecture_arrive_bit_by_bit_in_float16(tmp_path, tied):
     torch.manual_seed(0)
@@ -353,6 +367,7 @@ def test_a_tied_head_that_is_not_sent_is_loaded_or_refused(engine_folders):
         engine.close()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("kind", ["vllm", "shared"])
 @pytest.mark.parametrize("collector", ["of the tests", "of vLLM"])
 def test_close_frees_every_module_and_parameter_of_vllms_model(engine_folders, kind, collector):
@@ -375,6 +390,7 @@ def test_close_frees_every_module_and_parameter_of_vllms_model(engine_folders, k
         gc.freeze, gc.unfreeze = changed
 
 
+@pytest.mark.engine
 def test_close_drops_the_sampler_before_vllm_gives_its_memory_back(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy) as engine:
@@ -384,12 +400,14 @@ def test_close_drops_the_sampler_before_vllm_gives_its_memory_back(engine_folder
         assert runner.sampler is None
 
 
+@pytest.mark.engine
 def test_no_kernel_is_picked_by_its_time_at_the_start(engine_folders):
     with started(engine_folders[False], Policy(qwen2(tied=False))) as engine:
         assert engine.llm.vllm_config.kernel_config.enable_flashinfer_autotune is False
 
 
 # ------------------------------------------------------------------------------------------------ states
+@pytest.mark.engine
 def test_sleep_wake_load_generate_is_the_only_order(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy, load=False) as engine:
@@ -418,6 +436,7 @@ def check_states(policy: Policy, engine: Engine) -> None:
     assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_load_in_flight_keeps_or_restarts_unfinished_requests_as_the_flag_says(engine_folders, keep):
     policy = Policy(qwen2(tied=False))
@@ -454,7 +473,9 @@ def test_sampling_refuses_what_cannot_be_scored():
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
+@pytest.mark.engine
 @pytest.mark.gpu
+@pytest.mark.own_process
 def test_sleep_releases_memory_and_a_load_brings_the_policy_back(engine_folders):
     model = qwen2(tied=False, dtype=torch.bfloat16).cuda()
     policy = Policy(model)

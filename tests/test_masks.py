@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DEVICES, PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
+from conftest import PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
 
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling
@@ -47,7 +47,10 @@ def check_kept_sets(policy: Policy, rollouts: list[Rollout], **mask) -> None:
         assert all(token in kept for token, kept in zip(rollout.token_ids, support, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.own_process])]
+)
 def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_takes_its_softmax_over_them(
         engine_folders, device):
     policy = Policy(qwen2(tied=False).to(device))
@@ -63,6 +66,7 @@ def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_take
         assert means["kept_mass"] < 0.99, mask
 
 
+@pytest.mark.engine
 def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy, ParityFlags(sampling_mask=False)) as engine:
@@ -75,6 +79,7 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folders):
     assert found["mismatch_abs_mean"] > 0.05
 
 
+@pytest.mark.engine
 def test_a_kept_set_larger_than_what_is_returned_is_an_error_that_names_the_setting(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy) as engine:
@@ -84,6 +89,7 @@ def test_a_kept_set_larger_than_what_is_returned_is_an_error_that_names_the_sett
             sampled(engine, max_kept=largest - 1, top_p=0.9)
 
 
+@pytest.mark.engine
 def test_requests_with_other_masks_or_none_run_beside_each_other(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy) as engine:
@@ -96,6 +102,7 @@ def test_requests_with_other_masks_or_none_run_beside_each_other(engine_folders)
     assert not any(rollout.kept for rollout in groups[2])
 
 
+@pytest.mark.engine
 def test_a_rollout_that_is_aborted_and_submitted_again_forgets_its_kept_sets(engine_folders):
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy, ParityFlags(inflight_keep=False)) as engine:

@@ -156,6 +156,7 @@ def test_a_scaled_final_norm_is_named_as_the_equivalent_temperature():
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
+@pytest.mark.engine
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_clean_traces_of_the_live_engine_are_parity(bench, tied, dtype):
@@ -166,6 +167,7 @@ def test_clean_traces_of_the_live_engine_are_parity(bench, tied, dtype):
         assert verdict.status == "parity", verdict.sentence
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", [
     "raw", "top-1", "shift", "stop", "stale", "tensor", "tensors", "kept", "staggered", "recomputed", "one request",
     "moved on", "cold", "hidden temperature", "hidden top-k", "hidden penalty", "mask not in force",
@@ -187,6 +189,7 @@ def test_a_planted_fault_is_named_and_the_policy_is_unchanged(bench, name):
     assert all(p.grad is None for p in policy.model.parameters())
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", ["head", "head in trainer", "head on both sides", "raw+head"])
 def test_a_16_bit_head_is_distinguished_from_the_noise_of_a_bfloat16_body(bench, name):
     trace, policy, earlier, version, trainer = planted.plant(bench, set(name.split("+")), False, torch.bfloat16, 0)
@@ -194,6 +197,7 @@ def test_a_16_bit_head_is_distinguished_from_the_noise_of_a_bfloat16_body(bench,
     assert planted.right(name.split("+"), verdict) == (True, True), verdict.sentence
 
 
+@pytest.mark.engine
 def test_a_fault_that_no_hypothesis_explains_is_unexplained_and_lists_what_was_excluded(bench):
     """A tensor multiplied by 1.3 in the engine: neither an old one nor any other cause."""
     trace, policy, *_ = planted.plant(bench, set(), False, torch.float32, 0)
@@ -209,6 +213,7 @@ def test_a_fault_that_no_hypothesis_explains_is_unexplained_and_lists_what_was_e
     assert "not tested without earlier weights" in verdict.sentence
 
 
+@pytest.mark.engine
 def test_a_mismatch_of_1_5_noise_floors_is_found_over_2000_tokens(bench):
     """The trainer's norms have another epsilon than the engine's. Clean traces have 1.0 to 1.1 floors."""
     trace, policy, *_ = planted.plant(bench, set(), False, torch.bfloat16, 0, batch=128)

@@ -36,6 +36,7 @@ def bench():
 
 
 # ------------------------------------------------------------------------------------------------ the live engine
+@pytest.mark.engine
 def test_the_same_arguments_give_the_same_run_and_a_mild_run_is_an_error_that_names_what_is_missing(bench):
     first = pressure.trace_of(bench.run("qwen2", 1, REQUESTS))
     run = bench.run("qwen2", 1, REQUESTS)
@@ -47,6 +48,7 @@ def test_the_same_arguments_give_the_same_run_and_a_mild_run_is_an_error_that_na
         bench.run("qwen2", 0, 3).run()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("name", ["qwen2", "FalconH1"], scope="module")  # all tests of an engine follow each other
 class TestUnderPressure:
     def test_a_clean_run_under_every_kind_of_pressure_is_parity(self, bench, name):
@@ -75,6 +77,7 @@ class TestUnderPressure:
         assert verdict.blamed == (f"{wrong}, all with {kind}" if kind else wrong)
 
 
+@pytest.mark.engine
 def test_the_fault_of_one_token_taken_for_a_decode_is_found(bench):
     """vllm#32118, which AI21 found in Jamba: the first token is added to the state of an earlier request."""
     verdict, spoiled = pressure.faulty(bench, "FalconH1", "one token as decode", 100, math.inf)

@@ -111,12 +111,12 @@ def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = Tru
 
 
 # ---------------------------------------------------------------------------------- surrogates
-# Distances (low, high) of the ratio from 1; cispo: (None, the absolute cap)
+# Distances (low, high) of the ratio from 1; cispo: (None, the absolute cap).
 Clip = tuple[float | None, float]
 
 
 class TokenLoss(NamedTuple):
-    """What a surrogate returns:
+    """What a surrogate returns: `loss`, still to be weighted and summed, and `clipped`, bool.
 
     `loss` (B, T), still to be weighted and summed; `clipped` (B, T) bool.
     """
@@ -126,8 +126,7 @@ class TokenLoss(NamedTuple):
 
 
 def grpo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
-    """GRPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = exp(logprobs -
-    old_logprobs).
+    """GRPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = pi / pi_old.
 
     Shapes: (B, T), (B, T) -> (B, T).
     Source: PPO, Schulman et al. 2017, arXiv 1707.06347, as used by GRPO, arXiv 2402.03300; two
@@ -139,8 +138,7 @@ def grpo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> To
 
 
 def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
-    """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token of
-    its row.
+    """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token.
 
     Shapes: (B, T), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's
     loss.
@@ -155,8 +153,7 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> To
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
-    """CISPO: -sg(min(r, clip_high)) A logprobs per token: the weight is capped, no token loses its
-    gradient.
+    """CISPO: -sg(min(r, clip_high)) A logprobs per token: no token loses its gradient.
 
     Shapes: (B, T), (B, T) -> (B, T). `clip_high` is the absolute cap.
     Source: MiniMax-M1, 2025, arXiv 2506.13585; cap 5 as in ScaleRL, arXiv 2510.13786. `clipped`
@@ -170,9 +167,7 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> T
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    """PPO's pessimistic bound; `clipped` where the bounded term is the smaller one, so that the
-    gradient is zero.
-    """
+    """PPO's pessimistic bound; `clipped` where the bounded term is the smaller one."""
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     clipped_above = (advantages > 0) & (ratio > 1 + clip_high)
     clipped_below = (advantages < 0) & (ratio < 1 - clip_low)
@@ -200,7 +195,7 @@ class Objective(NamedTuple):
 
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(grpo),  # token mean as in DAPO; the GRPO paper's is "sequence"
-    # Without GRPO's two biases
+    # Without GRPO's two biases.
     "dr_grpo": Objective(grpo, "constant", partial(group_advantages, divide_by_std=False)),
     "gspo": Objective(gspo, "sequence", clip=(3e-4, 4e-4)),
     "cispo": Objective(cispo, clip=(None, 5.0)),
@@ -208,8 +203,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def loss_weights(mask: Tensor, normalizer: Normalizer, max_length: int) -> Tensor:
-    """The weight of each token in the loss, counted once over the whole optimizer batch, so
-    micro-batches only sum.
+    """The weight of each token in the loss, counted once over the whole optimizer batch.
 
     "token": 1 / tokens. "sequence": 1 / (B * length of the row). "constant": 1 / (B * max_length),
     Dr. GRPO's. B counts rows that are masked out entirely.
@@ -229,8 +223,9 @@ def loss_weights(mask: Tensor, normalizer: Normalizer, max_length: int) -> Tenso
 
 # ---------------------------------------------------------------------------------- divergences
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """k3 = expm1(d) - d, d = other - logprobs: unbiased for KL(pi || other) on tokens drawn from
-    pi, never negative.
+    """k3 = expm1(d) - d, d = other - logprobs: a KL(pi || other) that is never negative.
+
+    It is unbiased on tokens that are drawn from pi.
 
     Shapes: (B, T), (B, T) -> (B, T).
     Source: Schulman 2020, "Approximating KL divergence" (note).
@@ -244,9 +239,7 @@ Tis = Literal["off", "token", "sequence", "masked"]
 
 
 class TisWeights(NamedTuple):
-    """`weights` (B, T), without gradient, multiply the token losses; `cut` (B, T) bool, where cap
-    or floor cut them.
-    """
+    """`weights` (B, T), without gradient; `cut` (B, T) bool, where cap or floor cut them."""
 
     weights: Tensor
     cut: Tensor
@@ -256,8 +249,7 @@ def tis_weights(
     kind: Tis, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float,
     floor: float,
 ) -> TisWeights:
-    """sg(w) per token for the remaining mismatch of the backend, rho = exp(old_logprobs -
-    behavior_logprobs).
+    """sg(w) per token for the remaining mismatch, rho = exp(old_logprobs - behavior_logprobs).
 
     "token": min(rho, cap). "sequence": min(exp sum_t log rho, cap). "masked": rho inside [floor,
     cap], else 0, without renormalising. "off": 1.
@@ -280,8 +272,7 @@ def tis_weights(
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
-    """ESS = (sum w)^2 / (n sum w^2) over n tokens. 1: all weights are equal; 1/n: one token has all
-    the weight.
+    """ESS = (sum w)^2 / (n sum w^2) over n tokens; 1/n: one token has all the weight.
 
     Shapes: (n,) -> (). Source: Kish 1965.
     """
@@ -293,8 +284,7 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 def mismatch_metrics(
     old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """How far the engine's log-probabilities are from the trainer's, on the same tokens and with
-    the same weights.
+    """How far the engine's log-probabilities are from the trainer's, on equal weights.
 
     mismatch = old - behavior; `mismatch_kl` is its k3 = expm1(d) - d, the estimate of KL(behavior
     || old). Of the untruncated weights exp(mismatch), `mismatch_ratio` is the mean and `ess` the
@@ -324,8 +314,7 @@ def weighted_loss(
     logprobs: Tensor, batch: Batch, weights: Tensor, *, objective: str, clip: Clip, old_policy: str,
     kl_coef: float, tis: Tis, tis_cap: float, tis_floor: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch, and its
-    diagnostics, weighted alike.
+    """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch.
 
     Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the
     sum of the weights.

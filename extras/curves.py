@@ -13,9 +13,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> Any:
-    """Six panels by title, each with lines by label: folders of runs and a metric, drawn as mean
-    and range.
-    """
+    """Six panels by title, each with lines by label: mean and range over folders of runs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 7), layout="constrained")
@@ -31,7 +29,7 @@ def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> An
                 axis.legend(fontsize=8)
         axis.set(title=title, xlabel="step")
         positive = [value for line in axis.get_lines() for value in line.get_ydata() if value > 0]
-        # Linear below the smallest of these values, so that 0 is on the axis
+        # Linear below the smallest of these values, so that 0 is on the axis.
         if title.endswith("(log)") and positive:
             axis.set_yscale("symlog", linthresh=min(positive))
     figure.savefig(path, dpi=110)

@@ -23,7 +23,7 @@ def verify(engine: Engine, batch: Batch) -> dict[str, int]:
     Returns the number of tokens compared. Raises: ExactError with the first token that differs, and
     the cause.
     """
-    # NaN differs from itself
+    # NaN differs from itself.
     differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)
     compared = int(batch.mask.sum())
     if not differing.any():
@@ -70,8 +70,7 @@ def _agrees(engine: Engine, prompts: list[list[int]], new_tokens: int) -> bool:
 
 @torch.no_grad()
 def why_not(engine: Engine) -> str | None:
-    """Why a value depends on what is computed beside it, on this machine and with these threads;
-    None if it does not.
+    """Why a value depends on what is computed beside it; None if it does not.
 
     Single tokens are computed alone and beside others; with several threads the longest prompt too.
     """
@@ -88,7 +87,7 @@ def why_not(engine: Engine) -> str | None:
     if not (torch.equal(alone, together[:COMPARED]) and same_logits):
         return (f"a product of few rows is rounded differently {kind}; experts in float32 have such"
                 " products")
-    # Which divide the queries of a long prompt according to what is beside it
+    # Which divide the queries of a long prompt according to what is beside it.
     if torch.get_num_threads() > 1:
         prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
         rows, lengths = [prompt + ids[:COMPARED] for prompt in prompts], list(map(len, prompts))

@@ -1,6 +1,4 @@
-"""Groups in flight (`--inflight-groups N`): some stay unfinished in the engine while the weights
-change.
-"""
+"""Groups in flight (`--inflight-groups N`): unfinished in the engine over weight loads."""
 
 import math
 import random

@@ -32,7 +32,7 @@ def masked_logits(logits: Tensor, sampling: Any) -> Tensor:
         for size in (min(512, logits.shape[-1]), logits.shape[-1]):
             likely, order = logits.topk(size)  # (N, size), in descending order
             probabilities = torch.exp(likely - logits.logsumexp(dim=-1, keepdim=True))
-            # Of all likelier ones
+            # Of all likelier ones.
             kept = probabilities.cumsum(dim=-1) - probabilities < sampling.top_p
             if not kept[:, -1].any():
                 break

@@ -22,7 +22,7 @@ class OffloadedOptimizer(Optimizer):
     def __init__(self, model: torch.nn.Module, weight_decay: float):
         super().__init__(model, weight_decay)
         self.device = next(model.parameters()).device
-        # Pinned once: pinning takes longer than copying
+        # Pinned once: pinning takes longer than copying.
         self.host: dict[tuple[Tensor, str], Tensor] = {}
         self._move(to_host=True)
 

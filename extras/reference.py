@@ -126,7 +126,7 @@ class ReferenceEngine(Engine):
         Raises: WeightLoadError if the weights are not the policy's own.
         """
         self._require("load", "empty", "ready")
-        # Of fused experts copies, so their addresses would prove nothing
+        # Of fused experts copies, so their addresses would prove nothing.
         own = self.policy.weights()
         if own.keys() != weights.keys() or not all(torch.equal(own[name], weights[name]) for name in own):
             raise WeightLoadError("the reference engine samples with its policy's own weights and takes no others")
@@ -162,7 +162,7 @@ def _draw(logits: Tensor, sampling: Sampling, generators: list[torch.Generator |
 
         logits = masked_logits(logits, sampling)
     logprobs = logits.log_softmax(dim=-1)  # (N, V)
-    # Argmax of p / noise draws from p, if the noise is exponential
+    # Argmax of p / noise draws from p, if the noise is exponential.
     noise = torch.empty_like(logprobs).exponential_()
     for row, generator in enumerate(generators):
         if generator:

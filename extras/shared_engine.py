@@ -55,7 +55,7 @@ class SharedEngine(Engine):
 
     def __init__(self, policy: Policy, model: str, parity: ParityFlags, *, exact: bool = False, **options: Any):
         if exact:
-            # Threads that share a row's keys change the order of its sums
+            # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         self.policy, self._model, self._layers = policy, None, {}
         self.pad_rows(FEWEST_ROWS)
@@ -88,7 +88,7 @@ class SharedEngine(Engine):
         if model._is_stateful or len(self._layers) < config.num_hidden_layers or re.search("dynamic|longrope", rope):
             raise ValueError("it has recurrent layers, attention of another kind, or rotary frequencies that depend on"
                              " the longest row of a batch; try --engine vllm")
-        # A new one: vLLM remembers the class of a folder and a name
+        # A new one: vLLM remembers the class of a folder and a name.
         name = f"{NAME}_{len(ModelRegistry.models)}"
         ModelRegistry.register_model(name, _vllm_class(self))
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"architectures": [name]}
@@ -186,7 +186,7 @@ class SharedEngine(Engine):
         super()._check_weights(weights)
         now, given = self.policy.model.named_parameters(), {tensor.data_ptr() for tensor in weights.values()}
         if wrong := [name for name, weight in now if weight.data_ptr() != self._addresses[name]
-                     # Those of experts come as copies
+                     # Those of experts come as copies.
                      or (weight.ndim < 3 and weight.data_ptr() not in given)]:
             raise WeightLoadError(f"weights must be the trainer's, where they were at first, not {', '.join(wrong)}")
 

@@ -116,10 +116,7 @@ Clip = tuple[float | None, float]
 
 
 class TokenLoss(NamedTuple):
-    """What a surrogate returns: `loss`, still to be weighted and summed, and `clipped`, bool.
-
-    `loss` (B, T), still to be weighted and summed; `clipped` (B, T) bool.
-    """
+    """What a surrogate returns: `loss` (B, T), still to be weighted and summed; `clipped` (B, T)."""
 
     loss: Tensor
     clipped: Tensor

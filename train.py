@@ -101,10 +101,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
 
 class Synchronous:
-    """Where rollouts come from: P problems a step, all responses sampled to their end.
-
-    P problems a step, all responses sampled to their end. None is stale.
-    """
+    """Where rollouts come from: P problems a step, all responses sampled to their end."""
 
     def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
         self.task, self.engine, self.sampling, self.config = task, engine, sampling, config

@@ -116,7 +116,7 @@ Clip = tuple[float | None, float]
 
 
 class TokenLoss(NamedTuple):
-    """What a surrogate returns: `loss` (B, T), still to be weighted and summed; `clipped` (B, T)."""
+    """What a surrogate returns: `loss` (B, T), still to be weighted; `clipped` (B, T), bool."""
 
     loss: Tensor
     clipped: Tensor

@@ -282,29 +282,14 @@ class Engine:
             self._wanted["enable_prefix_caching"] = True
         self._wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
         self._wanted["model_dtype"] = "model"
-        slots = max_num_seqs + CANARY_PROMPTS
-        arguments = dict(
-            model=model, dtype=_name(dtype), load_format="dummy", skip_tokenizer_init=True,
-            max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS), seed=seed,
-            max_num_seqs=slots, max_num_batched_tokens=token_budget or max(8192, max_model_len),
+        arguments = self._arguments(
+            model=model, seed=seed, block_size=block_size, num_gpu_blocks_override=kv_blocks,
+            max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
+            max_num_batched_tokens=token_budget or max(8192, max_model_len),
             # The CPU cannot split the prompt of a seeded request.
             enable_chunked_prefill=self.on_gpu or token_budget is not None,
-            kv_cache_memory_bytes=int(kv_cache_gib * 2**30), num_gpu_blocks_override=kv_blocks,
-            block_size=block_size, enable_sleep_mode=self.on_gpu, enforce_eager=not cuda_graphs,
-            # Only the share that must be free at start; the KV cache has its size above.
-            gpu_memory_utilization=0.1, disable_log_stats=True,
-            # It takes long at each start, and runs would differ by what it picks.
-            enable_flashinfer_autotune=False,
+            kv_cache_memory_bytes=int(kv_cache_gib * 2**30), enforce_eager=not cuda_graphs,
         )
-        if cuda_graphs:  # of whole decode steps; a batch is padded to the next size
-            sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
-            arguments["compilation_config"] = dict(
-                mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
-        for setting in SETTINGS:
-            argument, _, key = setting.argument.partition(".")
-            value = self._wanted[setting.name]
-            if value is not None:
-                arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self._request_ids = map(str, itertools.count())
         self._memory_released = False  # by vLLM's sleep
@@ -330,6 +315,28 @@ class Engine:
                              f" {self._config.model_type} ({sizes}): {reason}") from error
         Engine.live = self
         self.settings = self.audit()
+
+    def _arguments(self, **arguments: Any) -> dict[str, Any]:
+        """vLLM's arguments: these, those that never change, and those of SETTINGS."""
+        slots = self.max_num_seqs + CANARY_PROMPTS
+        arguments |= dict(
+            dtype=_name(self.dtype), load_format="dummy", skip_tokenizer_init=True,
+            max_num_seqs=slots, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
+            # Only the share that must be free at start; the KV cache has a size of its own.
+            gpu_memory_utilization=0.1,
+            # It takes long at each start, and runs would differ by what it picks.
+            enable_flashinfer_autotune=False,
+        )
+        if not arguments["enforce_eager"]:  # CUDA graphs of whole decode steps, not compiled
+            sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
+            arguments["compilation_config"] = dict(
+                mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
+        for setting in SETTINGS:
+            argument, _, key = setting.argument.partition(".")
+            value = self._wanted[setting.name]
+            if value is not None:
+                arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
+        return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:
         from vllm import EngineArgs, ModelRegistry

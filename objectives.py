@@ -1,12 +1,15 @@
-"""What one update computes: options and log-probabilities in, loss and diagnostics out. Pure functions, no state.
+"""What one update computes: options and log-probabilities in, loss and diagnostics out.
 
-Three policies, always by these names. `behavior_logprobs`: what the engine reported for the token it sampled.
-`old_logprobs`: the trainer's own value before the update. `logprobs`: the trainer now, with gradient.
-`mismatch = old_logprobs - behavior_logprobs` is the backend's fault. `log_ratio = logprobs - old_logprobs` is
-staleness. In the three-policy form no number mixes the two.
+Pure functions, no state.
 
-P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is (B, T), aligned with
-the targets. `mask` is 1.0 on response tokens, the end-of-sequence token included, else 0.0. Log-probabilities in nats.
+Three policies, always by these names. `behavior_logprobs`: what the engine reported for the token
+it sampled. `old_logprobs`: the trainer's own value before the update. `logprobs`: the trainer now,
+with gradient. `mismatch = old_logprobs - behavior_logprobs` is the backend's fault. `log_ratio =
+logprobs - old_logprobs` is staleness. In the three-policy form no number mixes the two.
+
+P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is
+(B, T), aligned with the targets. `mask` is 1.0 on response tokens, the end-of-sequence token
+included, else 0.0. Log-probabilities in nats.
 """
 
 from collections.abc import Callable
@@ -24,10 +27,12 @@ MAX_LOG_WEIGHT = 20.0
 
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts as tensors, shifted once and padded once: row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
+    """Rollouts as tensors, shifted once and padded once.
 
-    Shapes: per-token values (B, T); advantages (B,); lengths (B,), the positions of a row, prompt included;
-    prompt_lengths (B,). Lengths are on the CPU.
+    Row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
+
+    Shapes: per-token values (B, T); advantages (B,); lengths (B,), the positions of a row, prompt
+    included; prompt_lengths (B,). Lengths are on the CPU.
     """
 
     inputs: Tensor
@@ -37,23 +42,30 @@ class Batch:
     advantages: Tensor
     lengths: Tensor
     prompt_lengths: Tensor
-    rollouts: Any = None  # (B,) numpy array of what the rows were made from, for what is not a tensor
+    rollouts: Any = None  # (B,) numpy array of the rollouts, for what is not a tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
 
     def rows(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
-        longest, rows = int(self.lengths[rows].max()), rows.numpy()  # numpy takes a tensor of one row for a number
-        values = (getattr(self, each.name) for each in fields(self))
-        return Batch(*(v if v is None else v[rows] if v.ndim == 1 else v[rows, :longest] for v in values))
+        longest = int(self.lengths[rows].max())
+        index = rows.numpy()  # numpy takes a tensor of one row for a number
+
+        def part(values: Any) -> Any:
+            if values is None:
+                return None
+            return values[index] if values.ndim == 1 else values[index, :longest]
+
+        return Batch(**{each.name: part(getattr(self, each.name)) for each in fields(self)})
 
     def cut(self, num_minibatches: int, micro_batch_tokens: int) -> list[list[Tensor]]:
         """The rows of each micro-batch of each optimizer step.
 
-        A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that is longer. Rows of
-        similar length share a micro-batch, so that there is little padding. The longest rows come first: a batch that
-        does not fit into memory fails at once. Only the lengths decide. So all passes over a batch use the same
-        micro-batches, and in 16 bits the ratio starts at exactly 1.
+        A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
+        is longer. Rows of similar length share a micro-batch, so that there is little padding. The
+        longest rows come first: a batch that does not fit into memory fails at once. Only the
+        lengths decide. So all passes over a batch use the same micro-batches, and in 16 bits the
+        ratio starts at exactly 1.
         """
         steps = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
@@ -66,69 +78,83 @@ class Batch:
         return steps
 
     def only(self, keep: list[bool]) -> "Batch":
-        """The batch with the other rows masked out. They have no loss but count in the B of `loss_weights`."""
+        """The batch with the other rows masked out.
+
+        They have no loss but count in the B of `loss_weights`.
+        """
         kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
-        named = {name: getattr(self, name) for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs")}
-        # The log-probabilities are set to 0 too: new ones are 0 outside the mask, and exp(0 - old) can overflow.
-        return replace(self, **{name: value if value is None else value * kept for name, value in named.items()})
+        # The log-probabilities are set to 0 too: new ones are 0 outside the mask, and exp(0 - old)
+        # can overflow.
+        names = "mask", "behavior_logprobs", "old_logprobs", "ref_logprobs"
+        named = {name: getattr(self, name) for name in names}
+        present = {name: values for name, values in named.items() if values is not None}
+        return replace(self, **{name: values * kept for name, values in present.items()})
 
 
-# ------------------------------------------------------------------------------------------------ advantages
+# ---------------------------------------------------------------------------------- advantages
 def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = True) -> Tensor:
-    """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division; exactly 0 for equal rewards.
+    """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division.
+
+    It is exactly 0 for equal rewards.
 
     Shapes: rewards (B,), B = P * group_size, group-major -> (B,).
-    Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025, arXiv 2503.20783.
-    TRL adds 1e-4 too, verl 1e-6.
+    Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025,
+    arXiv 2503.20783. TRL adds 1e-4 too, verl 1e-6.
     """
     groups = rearrange(rewards, "(p g) -> p g", g=group_size)
-    groups = groups - groups[:, :1]  # the rounded mean of equal rewards can differ from them by one ulp
+    # The rounded mean of equal rewards can differ from them by one unit in the last place.
+    groups = groups - groups[:, :1]
     centred = groups - reduce(groups, "p g -> p 1", "mean")
     if divide_by_std:
         centred = centred / (groups.std(dim=1, keepdim=True) + 1e-4)
     return rearrange(centred, "p g -> (p g)")
 
 
-# ------------------------------------------------------------------------------------------------ surrogates
-Clip = tuple[float | None, float]  # distances (low, high) of the ratio from 1; cispo: (None, the absolute cap)
+# ---------------------------------------------------------------------------------- surrogates
+# Distances (low, high) of the ratio from 1; cispo: (None, the absolute cap).
+Clip = tuple[float | None, float]
 
 
 class TokenLoss(NamedTuple):
-    """What a surrogate returns: `loss` (B, T), still to be weighted and summed; `clipped` (B, T) bool."""
+    """What a surrogate returns: `loss` (B, T), still to be weighted; `clipped` (B, T), bool."""
 
     loss: Tensor
     clipped: Tensor
 
 
 def grpo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
-    """GRPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = exp(logprobs - old_logprobs).
+    """GRPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = pi / pi_old.
 
     Shapes: (B, T), (B, T) -> (B, T).
-    Source: PPO, Schulman et al. 2017, arXiv 1707.06347, as used by GRPO, arXiv 2402.03300; two bounds as in DAPO,
-    Yu et al. 2025, arXiv 2503.14476. verl clips a second time where A < 0: the loss is at most -3 A ("dual clip").
+    Source: PPO, Schulman et al. 2017, arXiv 1707.06347, as used by GRPO, arXiv 2402.03300; two
+    bounds as in DAPO, Yu et al. 2025, arXiv 2503.14476. verl clips a second time where A < 0: the
+    loss is at most -3 A ("dual clip").
     """
     ratio = torch.exp((logprobs - old_logprobs) * batch.mask)
     return _clipped(ratio, batch.advantages[:, None], *clip)
 
 
 def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
-    """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token of its row.
+    """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token.
 
-    Shapes: (B, T), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's loss.
-    Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7. `clipped` marks all tokens of a row: weighted, it is the
-    share of clipped sequences, as in the paper; verl reports the share of tokens.
+    Shapes: (B, T), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's
+    loss.
+    Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7. `clipped` marks all tokens of a row:
+    weighted, it is the share of clipped sequences, as in the paper; verl reports the share of
+    tokens.
     """
     length = batch.mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
-    ratio = torch.exp(((logprobs - old_logprobs) * batch.mask).sum(dim=1, keepdim=True) / length)  # (B, 1)
+    # (B, 1)
+    ratio = torch.exp(((logprobs - old_logprobs) * batch.mask).sum(dim=1, keepdim=True) / length)
     return _clipped(ratio.expand_as(batch.mask), batch.advantages[:, None], *clip)
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
-    """CISPO: -sg(min(r, clip_high)) A logprobs per token: the weight is capped, no token loses its gradient.
+    """CISPO: -sg(min(r, clip_high)) A logprobs per token: no token loses its gradient.
 
     Shapes: (B, T), (B, T) -> (B, T). `clip_high` is the absolute cap.
-    Source: MiniMax-M1, 2025, arXiv 2506.13585; cap 5 as in ScaleRL, arXiv 2510.13786. `clipped` counts A < 0 too; TRL's
-    clip rate counts A > 0 only.
+    Source: MiniMax-M1, 2025, arXiv 2506.13585; cap 5 as in ScaleRL, arXiv 2510.13786. `clipped`
+    counts A < 0 too; TRL's clip rate counts A > 0 only.
     """
     _, cap = clip
     advantages = batch.advantages[:, None]  # (B, 1)
@@ -138,9 +164,11 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> T
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    """PPO's pessimistic bound; `clipped` where the bounded term is the smaller one, so that the gradient is zero."""
+    """PPO's pessimistic bound; `clipped` where the bounded term is the smaller one."""
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    clipped = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    clipped_above = (advantages > 0) & (ratio > 1 + clip_high)
+    clipped_below = (advantages < 0) & (ratio < 1 - clip_low)
+    clipped = clipped_above | clipped_below
     return TokenLoss(-torch.minimum(ratio * advantages, bounded * advantages), clipped)
 
 
@@ -150,9 +178,10 @@ Normalizer = Literal["token", "sequence", "constant"]
 class Objective(NamedTuple):
     """A row of OBJECTIVES.
 
-    `surrogate(logprobs, old_logprobs, batch, clip)` returns a TokenLoss for one micro-batch. Its `old_logprobs` are
-    the denominator of the ratio: the trainer's own before the update, or the engine's. `advantages(rewards,
-    group_size)` maps (B,) to (B,). `clip` has the papers' usual bounds, unless the user gives others.
+    `surrogate(logprobs, old_logprobs, batch, clip)` returns a TokenLoss for one micro-batch. Its
+    `old_logprobs` are the denominator of the ratio: the trainer's own before the update, or the
+    engine's. `advantages(rewards, group_size)` maps (B,) to (B,). `clip` has the papers' usual
+    bounds, unless the user gives others.
     """
 
     surrogate: Callable[[Tensor, Tensor, Batch, Clip], TokenLoss]
@@ -163,21 +192,23 @@ class Objective(NamedTuple):
 
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(grpo),  # token mean as in DAPO; the GRPO paper's is "sequence"
-    "dr_grpo": Objective(grpo, "constant", partial(group_advantages, divide_by_std=False)),  # without GRPO's two biases
+    # Without GRPO's two biases.
+    "dr_grpo": Objective(grpo, "constant", partial(group_advantages, divide_by_std=False)),
     "gspo": Objective(gspo, "sequence", clip=(3e-4, 4e-4)),
     "cispo": Objective(cispo, clip=(None, 5.0)),
 }
 
 
 def loss_weights(mask: Tensor, normalizer: Normalizer, max_length: int) -> Tensor:
-    """The weight of each token in the loss, counted once over the whole optimizer batch, so micro-batches only sum.
+    """The weight of each token in the loss, counted once over the whole optimizer batch.
 
-    "token": 1 / tokens. "sequence": 1 / (B * length of the row). "constant": 1 / (B * max_length), Dr. GRPO's. B counts
-    rows that are masked out entirely.
+    "token": 1 / tokens. "sequence": 1 / (B * length of the row). "constant": 1 / (B * max_length),
+    Dr. GRPO's. B counts rows that are masked out entirely.
 
     Shapes: mask (B, T) -> (B, T), zero outside the mask.
-    Source: token mean, DAPO, arXiv 2503.14476; constant, arXiv 2503.20783, appendix A (masked_mean by a constant).
-    TRL's "grpo" is "sequence" here, its "dapo" and "bnpo" are "token". B has masked rows in TRL too, not in verl.
+    Source: token mean, DAPO, arXiv 2503.14476; constant, arXiv 2503.20783, appendix A (masked_mean
+    by a constant). TRL's "grpo" is "sequence" here, its "dapo" and "bnpo" are "token". B has masked
+    rows in TRL too, not in verl.
     """
     num_rows = mask.shape[0]
     if normalizer == "token":
@@ -187,9 +218,11 @@ def loss_weights(mask: Tensor, normalizer: Normalizer, max_length: int) -> Tenso
     return mask / (num_rows * max_length)
 
 
-# ------------------------------------------------------------------------------------------------ divergences
+# ---------------------------------------------------------------------------------- divergences
 def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """k3 = expm1(d) - d, d = other - logprobs: unbiased for KL(pi || other) on tokens drawn from pi, never negative.
+    """k3 = expm1(d) - d, d = other - logprobs: a KL(pi || other) that is never negative.
+
+    It is unbiased on tokens that are drawn from pi.
 
     Shapes: (B, T), (B, T) -> (B, T).
     Source: Schulman 2020, "Approximating KL divergence" (note).
@@ -198,33 +231,36 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-# ------------------------------------------------------------------------------------------------ mismatch and TIS
+# ---------------------------------------------------------------------------- mismatch and TIS
 Tis = Literal["off", "token", "sequence", "masked"]
 
 
 class TisWeights(NamedTuple):
-    """`weights` (B, T), without gradient, multiply the token losses; `cut` (B, T) bool, where cap or floor cut them."""
+    """`weights` (B, T), without gradient; `cut` (B, T) bool, where cap or floor cut them."""
 
     weights: Tensor
     cut: Tensor
 
 
 def tis_weights(
-    kind: Tis, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float, floor: float
+    kind: Tis, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float,
+    floor: float,
 ) -> TisWeights:
-    """sg(w) per token for the remaining mismatch of the backend, rho = exp(old_logprobs - behavior_logprobs).
+    """sg(w) per token for the remaining mismatch, rho = exp(old_logprobs - behavior_logprobs).
 
-    "token": min(rho, cap). "sequence": min(exp sum_t log rho, cap). "masked": rho inside [floor, cap], else 0, without
-    renormalising. "off": 1.
+    "token": min(rho, cap). "sequence": min(exp sum_t log rho, cap). "masked": rho inside [floor,
+    cap], else 0, without renormalising. "off": 1.
 
     Shapes: (B, T), (B, T), (B, T) -> (B, T).
-    Source: Yao et al. 2025 (off-policy RL note), verl and SkyRL for the sequence form, IcePop for the masked one.
+    Source: Yao et al. 2025 (off-policy RL note), verl and SkyRL for the sequence form, IcePop for
+    the masked one.
     """
     mismatch = ((old_logprobs - behavior_logprobs) * mask).detach()
     if kind == "off":
         return TisWeights(torch.ones_like(mask), torch.zeros_like(mask, dtype=torch.bool))
     if kind == "sequence":
-        mismatch = mismatch.sum(dim=1, keepdim=True).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).expand_as(mask)
+        of_row = mismatch.sum(dim=1, keepdim=True)  # (B, 1)
+        mismatch = of_row.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).expand_as(mask)
     weights = torch.exp(mismatch)
     if kind == "masked":
         outside = (weights < floor) | (weights > cap)
@@ -233,20 +269,24 @@ def tis_weights(
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
-    """ESS = (sum w)^2 / (n sum w^2) over n tokens. 1: all weights are equal; 1/n: one token has all the weight.
+    """ESS = (sum w)^2 / (n sum w^2) over n tokens; 1/n: one token has all the weight.
 
     Shapes: (n,) -> (). Source: Kish 1965.
     """
     weights = weights.double()
-    return weights.sum() ** 2 / (len(weights) * (weights**2).sum()).clamp(min=torch.finfo(torch.float64).tiny)
+    squares = len(weights) * (weights**2).sum()
+    return weights.sum() ** 2 / squares.clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the engine's log-probabilities are from the trainer's, on the same tokens and with the same weights.
+def mismatch_metrics(
+    old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """How far the engine's log-probabilities are from the trainer's, on equal weights.
 
-    mismatch = old - behavior; `mismatch_kl` is its k3 = expm1(d) - d, the estimate of KL(behavior || old). Of the
-    untruncated weights exp(mismatch), `mismatch_ratio` is the mean and `ess` the effective sample size. With
-    top-k, top-p or min-p and without `sampling_mask`, that mean is the mean probability of the tokens they keep.
+    mismatch = old - behavior; `mismatch_kl` is its k3 = expm1(d) - d, the estimate of KL(behavior
+    || old). Of the untruncated weights exp(mismatch), `mismatch_ratio` is the mean and `ess` the
+    effective sample size. With top-k, top-p or min-p and without `sampling_mask`, that mean is the
+    mean probability of the tokens they keep.
 
     Shapes: (B, T), (B, T), (B, T) -> floats. Units: nats.
     Raises: FloatingPointError if a value on a response token is not finite.
@@ -266,20 +306,22 @@ def mismatch_metrics(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tens
     }
 
 
-# ------------------------------------------------------------------------------------------------ the loss
+# ---------------------------------------------------------------------------------- the loss
 def weighted_loss(
     logprobs: Tensor, batch: Batch, weights: Tensor, *, objective: str, clip: Clip, old_policy: str,
     kl_coef: float, tis: Tis, tis_cap: float, tis_floor: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch, and its diagnostics, weighted alike.
+    """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch.
 
-    Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the sum of the weights.
+    Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the
+    sum of the weights.
 
     Shapes: logprobs (B, T), weights (B, T) -> (), and () by name.
     """
     denominator = batch.old_logprobs if old_policy == "recompute" else batch.behavior_logprobs
     loss, clipped = OBJECTIVES[objective].surrogate(logprobs, denominator, batch, clip)
-    correction, cut = tis_weights(tis, batch.old_logprobs, batch.behavior_logprobs, batch.mask, tis_cap, tis_floor)
+    policies = batch.old_logprobs, batch.behavior_logprobs
+    correction, cut = tis_weights(tis, *policies, batch.mask, tis_cap, tis_floor)
     loss = correction * loss
     terms = {"clip_rate": clipped, "tis_clip_frac": cut, "weight": torch.ones_like(weights)}
     if kl_coef:

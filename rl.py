@@ -16,32 +16,34 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from config import GrpoConfig
 from engine_adapter import Rollout
 from objectives import OBJECTIVES, Batch, loss_weights, weighted_loss
 
-FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently
-Body = Callable[[Batch, Tensor], Tensor]  # batch, response (B, T) bool, N true -> hidden states (N, H)
+Body = Callable[[Batch, Tensor], Tensor]  # batch, response (B, T) bool -> hidden states (N, H)
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
 
 
 # ---------------------------------------------------------------------------------- batch
-def make_batch(rollouts: list[Rollout], advantages: Tensor, device: torch.device | str = "cpu") -> Batch:
-    """Shift once, pad once: position t of every (B, T) tensor belongs to the prediction of token t + 1.
+def make_batch(
+    rollouts: list[Rollout], advantages: Tensor, device: torch.device | str = "cpu"
+) -> Batch:
+    """Shift once, pad once: position t of every (B, T) tensor is the prediction of token t + 1.
 
     Shapes: B rollouts, advantages (B,) -> Batch with T = longest (prompt + response) - 1.
     """
     for rollout in rollouts:
-        assert len(rollout.logprobs) == len(rollout.token_ids), f"{rollout.logprobs=} {rollout.token_ids=}"
+        lengths = len(rollout.logprobs), len(rollout.token_ids)
+        assert lengths[0] == lengths[1], f"log-probabilities, tokens: {lengths}"
     prompt_lengths = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
     ends = prompt_lengths + torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     columns = torch.arange(int(ends.max()))
     row = columns < ends[:, None]  # (B, T + 1), the prompt and the response
     response = row & (columns >= prompt_lengths[:, None])  # (B, T + 1)
-    flat_ids = torch.tensor([token for each in rollouts for token in (*each.prompt_ids, *each.token_ids)])
-    flat_logprobs = torch.tensor([logprob for each in rollouts for logprob in each.logprobs])
+    sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+    flat_ids = torch.tensor(list(chain(*sequences)))
+    flat_logprobs = torch.tensor(list(chain(*(rollout.logprobs for rollout in rollouts))))
     # Padding has id 0, but any would do: no token attends to positions on its right.
     ids = torch.zeros(row.shape, dtype=torch.long).masked_scatter(row, flat_ids)
     behavior_logprobs = torch.zeros(row.shape).masked_scatter(response, flat_logprobs)
@@ -91,8 +93,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Projection:
-    """The head: logits = scale * cap(hidden W^T + bias) / temperature, cap(z) = softcap * tanh(z / softcap).
+    """The head: logits = scale * cap(hidden W^T + bias) / temperature.
 
+    cap(z) = softcap * tanh(z / softcap), if the model has a soft cap.
     The product is computed in `dtype`, the rest in fp32 and in the order of vLLM's sampler.
     """
 
@@ -107,13 +110,14 @@ class Projection:
         return [slice(start, start + self.rows) for start in range(0, max(1, count), self.rows)]
 
     def cast(self, weight: Tensor) -> Tensor:
-        """The weight for all chunks. On a CPU it is cast once; on a GPU `product` takes it as it is."""
+        """The weight for all chunks, cast once; on a GPU `product` takes it as it is."""
         return weight if weight.is_cuda else weight.to(self.dtype)
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number for all."""
-        padded = pad(hidden, (0, 0, 0, max(0, FEWEST_ROWS - len(hidden))))
-        logits = product(padded, weight.T, self.dtype)[: len(hidden)]
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | float]:
+        """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number."""
+        logits = product(hidden, weight.T, self.dtype)
         if bias is not None:
             logits = logits + bias.to(self.dtype)
         logits = logits.float()
@@ -174,7 +178,7 @@ def at_targets(values: Tensor, targets: Tensor) -> Tensor:
 
 
 class Vocabulary:
-    """What the softmax of a token is over: the whole vocabulary. extras/masks.py has another form."""
+    """What the softmax of a token is over: the vocabulary. extras/masks.py has another form."""
 
     def restriction(self, batch: Batch, response: Tensor) -> Restriction:
         assert batch.rollouts is None or not any(each.kept for each in batch.rollouts), "kept sets"
@@ -194,34 +198,40 @@ class Policy:
     `gradient_checkpointing` only the input of each layer is kept for backward, which computes the
     layer again.
 
-    `body` and `support` are seams: extras/prompts.py computes each prompt once, extras/shared_engine.py
-    calls vLLM's attention kernel, extras/masks.py restricts the softmax.
+    `body` and `support` are seams: extras/prompts.py computes each prompt once,
+    extras/shared_engine.py calls vLLM's attention kernel, extras/masks.py restricts the softmax.
 
-    Raises: ValueError if the head here and the model's own forward disagree (an architecture that does
-    more after the head than soft-capping and scaling). `check=False` skips that, for models without
-    weights (lab/plan.py).
+    Raises: ValueError if the head here and the model's own forward disagree (an architecture that
+    does more after the head than soft-capping and scaling). `check=False` skips that, for models
+    without weights (lab/plan.py).
     """
 
-    def __init__(self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int | None = None,
-                 gradient_checkpointing: bool = False, check: bool = True):
+    def __init__(
+        self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int | None = None,
+        gradient_checkpointing: bool = False, check: bool = True,
+    ):
         self.model = model.eval()  # no dropout
         self.fp32_head = fp32_head
         self.checkpointed = _checkpointed_layers(model) if gradient_checkpointing else []
         self.own_body: Body = self.plain_body  # with the trainer's own attention
         self.body: Body = self.own_body
         self.support = Vocabulary()
+        self.make_projection = Projection  # extras/shared_engine.py has another class
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, and so the trainer's body too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
         self.head = model.get_output_embeddings()
         self.head_bias = getattr(self.head, "bias", None)  # (V,)
-        gpu_gib = torch.cuda.mem_get_info(self.device)[1] / 2**30 if self.device.type == "cuda" else 0.0
+        gpu_gib = 0.0
+        if self.device.type == "cuda":
+            gpu_gib = torch.cuda.mem_get_info(self.device)[1] / 2**30
         self.chunk_elements = chunk_elements or head_chunk(gpu_gib)
         config = model.config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         # Cohere has logit_scale, Falcon-H1 lm_head_multiplier; Granite divides by logits_scaling.
-        self.scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
-        self.scale /= getattr(config, "logits_scaling", None) or 1.0
+        multiplier = getattr(config, "lm_head_multiplier", None)
+        divisor = getattr(config, "logits_scaling", None)
+        self.scale = (getattr(config, "logit_scale", None) or multiplier or 1.0) / (divisor or 1.0)
         if check:
             self._check_head()
 
@@ -235,19 +245,22 @@ class Policy:
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM switches it off too
+        torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
         attention = attention_for(AutoConfig.from_pretrained(path).get_text_config())
         model, report = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
             ignore_mismatched_sizes=True)
         if report["missing_keys"] or report["mismatched_keys"]:
-            missing, mismatched = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
-            raise ValueError(f"the checkpoint in {path} must have every tensor of {type(model).__name__}:"
-                             f" missing {missing}, wrongly shaped {mismatched}")
+            missing = sorted(report["missing_keys"])
+            mismatched = sorted(map(str, report["mismatched_keys"]))
+            raise ValueError(f"the checkpoint in {path} must have every tensor of"
+                             f" {type(model).__name__}: missing {missing}, wrongly shaped"
+                             f" {mismatched}")
         _check_unexpected(model, path, sorted(report["unexpected_keys"]))
-        bad = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+        bad = [name for name, each in model.named_parameters() if not each.isfinite().all()]
         if bad:
-            raise ValueError(f"the checkpoint in {path} must be finite, it is not in {', '.join(bad)}")
+            raise ValueError(f"the checkpoint in {path} must be finite, it is not in"
+                             f" {', '.join(bad)}")
         return cls(model.to(device), fp32_head, gradient_checkpointing=gradient_checkpointing)
 
     @property
@@ -264,7 +277,7 @@ class Policy:
             "gradient_checkpointing": bool(self.checkpointed),
         }
 
-    # ------------------------------------------------------------------------------ log-probabilities
+    # ------------------------------------------------------------------- log-probabilities
     def logprobs(self, batch: Batch, temperature: float) -> Tensor:
         """log softmax(logits / temperature)[target], 0 outside `batch.mask`: (B, T), nats.
 
@@ -296,8 +309,9 @@ class Policy:
             logprobs = at_targets(all_logprobs, targets[part])
             entropy = torch.special.entr(all_logprobs.exp_()).sum(dim=-1)
             measured.append({"logprobs": logprobs, "entropy": entropy} | further)
-        flat = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}  # (N,) each
-        return {name: torch.zeros_like(batch.mask).masked_scatter(response, flat[name]) for name in flat}
+        zeros = torch.zeros_like(batch.mask)
+        flat = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}  # (N,)
+        return {name: zeros.masked_scatter(response, values) for name, values in flat.items()}
 
     def plain_body(self, batch: Batch, response: Tensor) -> Tensor:
         """Hidden states of the response tokens, each row computed whole: (B, T) bool -> (N, H)."""
@@ -314,11 +328,12 @@ class Policy:
 
     def projection(self, temperature: float, head_dtype: torch.dtype | None = None) -> Projection:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
+        dtype = head_dtype or self._head_dtype
         # The only line of the trainer that applies the temperature.
-        return Projection(head_dtype or self._head_dtype, rows, self.scale, self.softcap, temperature)
+        return self.make_projection(dtype, rows, self.scale, self.softcap, temperature)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
-        """(N, H) -> (N, V) in fp32 at temperature 1; the head is computed in `head_dtype`, if given."""
+        """(N, H) -> (N, V) in fp32 at temperature 1; the head's dtype can be given."""
         return self.projection(1.0, head_dtype).logits(hidden, self.head.weight, self.head_bias)[0]
 
     @property
@@ -326,10 +341,14 @@ class Policy:
         return torch.float32 if self.fp32_head else self.head.weight.dtype
 
     @torch.no_grad()
-    def response_logprobs(self, sequences: list[list[int]], prompt_length: int) -> list[list[float]]:
-        """Log-probabilities at temperature 1 of all tokens after the prompt; all have one length."""
-        rollouts = [Rollout(ids[:prompt_length], None, ids[prompt_length:], [0.0] * (len(ids) - prompt_length))
-                    for ids in sequences]
+    def response_logprobs(
+        self, sequences: list[list[int]], prompt_length: int
+    ) -> list[list[float]]:
+        """Log-probabilities at temperature 1 of all tokens after the prompt; of one length."""
+        rollouts = []
+        for ids in sequences:
+            response = ids[prompt_length:]
+            rollouts.append(Rollout(ids[:prompt_length], None, response, [0.0] * len(response)))
         batch = make_batch(rollouts, torch.zeros(len(rollouts)), self.device)
         return self.logprobs(batch, temperature=1.0)[:, prompt_length - 1 :].tolist()
 
@@ -346,11 +365,11 @@ class Policy:
 
     def copied_weights(self) -> dict[str, Tensor]:
         """A copy of every parameter by its name."""
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        return {name: each.detach().clone() for name, each in self.model.named_parameters()}
 
     @contextmanager
     def using(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """The policy with these weights in its parameters. Tensors are swapped, and swapped back."""
+        """The policy with these weights in its parameters. Tensors are swapped, and then back."""
         parameters = dict(self.model.named_parameters())
         own = {name: parameters[name].data for name in weights or ()}
         try:
@@ -365,14 +384,15 @@ class Policy:
     def _check_head(self) -> None:
         ids = torch.arange(8, device=self.device)[None] % self.head.weight.shape[0]
         theirs = self.model(input_ids=ids, use_cache=False).logits[0].float()
-        ours = self.logits(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+        ours = self.logits(self.hidden(ids)[0])
         # fp32 agrees to rounding; a 16-bit head rounds each logit to 8 or 11 bits, and soft-capping
         # does it twice.
         allowed = theirs.abs().max() * (1e-5 if self.model.dtype == torch.float32 else 2**-6) + 1e-6
         difference = (ours - theirs).abs().max()
         if not difference <= allowed:
-            raise ValueError(f"{type(self.model).__name__} does more after its head than the trainer"
-                             f" reproduces: the logits differ by {difference:.1e}, more than {allowed:.1e}")
+            raise ValueError(f"{type(self.model).__name__} does more after its head than the"
+                             " trainer reproduces: the logits differ by"
+                             f" {difference:.1e}, more than {allowed:.1e}")
 
 
 def attention_for(config: Any) -> str:
@@ -386,27 +406,28 @@ def attention_for(config: Any) -> str:
 def _check_unexpected(model: torch.nn.Module, path: str, names: list[str]) -> None:
     """Print the tensors that the model does not use.
 
-    Raises: ValueError if one of them differs from a tensor of the model in a number only: config.json
-    has fewer layers.
+    Raises: ValueError if one of them differs from a tensor of the model in a number only:
+    config.json has fewer layers.
     """
     patterns = {re.sub(r"\d+", "N", name) for name in model.state_dict()}
     more = [name for name in names if re.sub(r"\d+", "N", name) in patterns]
     if more:
-        raise ValueError(f"config.json must be that of the checkpoint in {path}, which has {len(more)} more"
-                         f" tensors of {type(model).__name__}: {', '.join(more[:8])}")
+        raise ValueError(f"config.json must be that of the checkpoint in {path}, which has"
+                         f" {len(more)} more tensors of {type(model).__name__}:"
+                         f" {', '.join(more[:8])}")
     if names:
-        print(f"tensors of the checkpoint that {type(model).__name__} does not have: {', '.join(names)}",
-              flush=True)
+        print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
+              f" {', '.join(names)}", flush=True)
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers that"
-                         " support it")
+        raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers"
+                         " that support it")
     return layers
 
 
@@ -414,16 +435,15 @@ def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 class Optimizer:
     """AdamW on fp32 master weights; for an fp32 model the masters are the parameters themselves.
 
-    Each 16-bit gradient is added to its fp32 master during backward and then freed; each step rounds
-    the masters into the parameters. fp16 uses dynamic loss scaling.
+    Each 16-bit gradient is added to its fp32 master during backward and then freed; each step
+    rounds the masters into the parameters. fp16 uses dynamic loss scaling.
     """
 
     def __init__(self, model: torch.nn.Module, weight_decay: float):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.masters = [each if each.dtype == torch.float32 else each.detach().float().requires_grad_()
-                        for each in trained]
+        self.masters = [_master(parameter) for parameter in trained]
         pairs = zip(trained, self.masters, strict=True)
-        self.rounded = [(parameter, master) for parameter, master in pairs if parameter is not master]
+        self.rounded = [pair for pair in pairs if pair[0] is not pair[1]]  # (parameter, master)
         self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay, fused=True)
         for master in self.masters:
             # torch does this in the first step, in blocks of memory that activations have freed.
@@ -436,7 +456,7 @@ class Optimizer:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Masters and moments on the model's device: here always, in extras/offload.py inside only."""
+        """Masters and moments on the model's device: here always (see extras/offload.py)."""
         yield
 
     def backward(self, loss: Tensor) -> None:
@@ -449,7 +469,7 @@ class Optimizer:
 
         In fp16 a norm that is not finite is an overflow: no step is taken and the scale is halved.
 
-        Raises: FloatingPointError if the norm is not finite otherwise; the weights are untouched then.
+        Raises: FloatingPointError if the norm is not finite otherwise; the weights are untouched.
         """
         self.scaler.unscale_(self.adamw)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip).item()
@@ -467,7 +487,8 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         masters = [master.detach() for _, master in self.rounded]
-        return {"adamw": self.adamw.state_dict(), "masters": masters, "scaler": self.scaler.state_dict()}
+        return {"adamw": self.adamw.state_dict(), "masters": masters,
+                "scaler": self.scaler.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -476,6 +497,13 @@ class Optimizer:
         self.scaler.load_state_dict(state["scaler"])
         for (_, master), saved in zip(self.rounded, state["masters"], strict=True):
             master.copy_(saved)
+
+
+def _master(parameter: Tensor) -> Tensor:
+    """The fp32 tensor that AdamW updates: the parameter itself, or an fp32 copy of it."""
+    if parameter.dtype == torch.float32:
+        return parameter
+    return parameter.detach().float().requires_grad_()
 
 
 def _accumulate(master: Tensor, parameter: Tensor) -> None:
@@ -491,8 +519,9 @@ def _accumulate(master: Tensor, parameter: Tensor) -> None:
 @torch.no_grad()
 def frozen_logprobs(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
     """`policy.logprobs` of the whole batch, in the micro-batches of `update`: (B, T)."""
-    return _in_micro_batches(
-        lambda micro: {"logprobs": policy.logprobs(micro, grpo.temperature)}, batch, grpo)["logprobs"]
+    collected = _in_micro_batches(
+        lambda micro: {"logprobs": policy.logprobs(micro, grpo.temperature)}, batch, grpo)
+    return collected["logprobs"]
 
 
 def frozen_measures(policy: Policy, batch: Batch, grpo: GrpoConfig) -> dict[str, Tensor]:
@@ -511,14 +540,16 @@ def _in_micro_batches(
     return collected
 
 
-def update(policy: Policy, optimizer: Optimizer, batch: Batch, grpo: GrpoConfig, lr: float) -> dict[str, Any]:
+def update(
+    policy: Policy, optimizer: Optimizer, batch: Batch, grpo: GrpoConfig, lr: float
+) -> dict[str, Any]:
     """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches.
 
-    The losses of micro-batches simply add up. A minibatch without signal (all its groups are flat or
-    masked, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise AdamW
-    would move the weights by momentum alone. `overflowed_updates` counts the steps that fp16 has
-    lost, `updates` those that changed the weights. Diagnostics are means over all minibatches with a
-    signal, None if none had one.
+    The losses of micro-batches simply add up. A minibatch without signal (all its groups are flat
+    or masked, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
+    AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps that fp16
+    has lost, `updates` those that changed the weights. Diagnostics are means over all minibatches
+    with a signal, None if none had one.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
@@ -533,9 +564,10 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, grpo: GrpoConfig,
                 continue
             weights = loss_weights(mask, OBJECTIVES[grpo.objective].normalizer, grpo.max_new_tokens)
             loss = 0.0
-            for micro_rows in micro_batches:
-                micro_weights, weights = weights[: len(micro_rows)], weights[len(micro_rows) :]
-                micro_loss, terms = _backward(policy, optimizer, batch.rows(micro_rows), micro_weights, grpo)
+            parts = weights.split([len(each) for each in micro_batches])
+            for micro_rows, part in zip(micro_batches, parts, strict=True):
+                micro = batch.rows(micro_rows)
+                micro_loss, terms = _backward(policy, optimizer, micro, part, grpo)
                 loss += micro_loss
                 sums = {name: sums.get(name, 0.0) + term for name, term in terms.items()}
             if not math.isfinite(loss):
@@ -555,8 +587,9 @@ def update(policy: Policy, optimizer: Optimizer, batch: Batch, grpo: GrpoConfig,
     }
 
 
-def _backward(policy: Policy, optimizer: Optimizer, micro: Batch, weights: Tensor, grpo: GrpoConfig
-              ) -> tuple[float, dict[str, Tensor]]:
+def _backward(
+    policy: Policy, optimizer: Optimizer, micro: Batch, weights: Tensor, grpo: GrpoConfig
+) -> tuple[float, dict[str, Tensor]]:
     """The loss of a micro-batch, whose gradient is added, and its weighted diagnostics."""
     logprobs = policy.logprobs(micro, grpo.temperature)  # (rows, T)
     loss, terms = weighted_loss(

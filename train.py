@@ -1,4 +1,4 @@
-"""Colocated GRPO in one process: a transformers trainer and a vLLM V1 engine take turns on one device.
+"""Colocated GRPO in one process: trainer (transformers) and engine (vLLM V1) take turns.
 
 One step: sample, sleep, score, update, wake, load. `train_step` is the page to read.
 """
@@ -27,6 +27,8 @@ from objectives import OBJECTIVES, Batch, mismatch_metrics
 from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
 from tasks import Problem, Task, describe_model, encode, load_task, score
 
+HERE = Path(__file__).parent
+
 
 # ---------------------------------------------------------------------------------- the loop
 def train(run: Run, state: TrainingState, first_step: int) -> None:
@@ -49,7 +51,8 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
 
 
 class Step(NamedTuple):
-    """What a step has done: its metrics, the batch (B, T) that it trained on, and the P problems."""
+    """What a step has done: its metrics, the batch (B, T) that it trained on, and the P problems.
+    """
 
     metrics: dict[str, Any]
     batch: Batch
@@ -87,7 +90,8 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("sync"):
         engine.wake()
-        metrics |= engine.load(policy.weights(), policy.response_logprobs, changed=metrics["updates"] > 0)
+        changed = metrics["updates"] > 0
+        metrics |= engine.load(policy.weights(), policy.response_logprobs, changed)
         metrics |= state.source.after_update()
 
     errors = sum(each["error"] is not None for each in scored)
@@ -97,7 +101,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
 
 class Synchronous:
-    """Where rollouts come from: P problems a step, all responses sampled to their end. None is stale."""
+    """Where rollouts come from: P problems a step, all responses sampled to their end."""
 
     def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
         self.task, self.engine, self.sampling, self.config = task, engine, sampling, config
@@ -127,11 +131,12 @@ def rollout_metrics(
     """Metrics of the rollouts alone. Staleness counts the updates between sampling and training."""
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     versions = [token_version for rollout in rollouts for token_version in rollout.versions]
+    truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
     groups = rewards.view(-1, group_size)  # (P, G)
     return {
         "reward": rewards.mean().item(),
         "flat_frac": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
-        "trunc_frac": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        "trunc_frac": truncated / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,
         "staleness_max": version - min(rollout.oldest_version for rollout in rollouts),
@@ -153,7 +158,7 @@ def measure_mismatch(batch: Batch, current: Batch) -> dict[str, float | None]:
 
 
 def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
-    """Mean reward on held-out problems: greedy and sampled through the engine, sampled by the trainer alone.
+    """Mean reward on held-out problems, by the engine and by the trainer alone.
 
     A policy can adapt to a broken backend: `eval_gap` is how much better the engine looks than the
     trainer alone. Every answer goes to samples.jsonl.
@@ -169,7 +174,8 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
         sampling = replace(run.sampling, max_kept=0, temperature=temperature)
         rollouts = engine.generate(prompts, samples, sampling)
         scored = run.score([problem for problem in problems for _ in range(samples)], rollouts)
-        records.append_rows(run.out / "samples.jsonl", [{"step": step, "mode": mode} | each for each in scored])
+        rows = [{"step": step, "mode": mode} | each for each in scored]
+        records.append_rows(run.out / "samples.jsonl", rows)
         errors += sum(each["error"] is not None for each in scored)
         return mean(each["reward"] for each in scored)
 
@@ -218,8 +224,9 @@ class Run:
             if error and data.reward_errors == "stop":
                 raise ValueError(f"{error}; to go on with reward 0, --reward-errors count")
             rows.append({
-                "reward": reward, "response": text, "question": problem.question, "answer": problem.answer,
-                "source": problem.source, "finish_reason": rollout.finish_reason,
+                "reward": reward, "response": text, "question": problem.question,
+                "answer": problem.answer, "source": problem.source,
+                "finish_reason": rollout.finish_reason,
                 "tokens": len(rollout.token_ids), "error": error,
             })
         errors = [row["error"] for row in rows if row["error"]]
@@ -233,13 +240,14 @@ class Run:
         print(records.log_line(metrics, self.config.run.steps), flush=True)
 
     def save_policy(self, policy: Policy, folder: Path) -> None:
-        """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults."""
+        """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults.
+        """
         from transformers import GenerationConfig
 
         sampling = self.sampling
         policy.model.generation_config = GenerationConfig(
-            do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-            min_p=sampling.min_p, max_new_tokens=sampling.max_new_tokens,
+            do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k,
+            top_p=sampling.top_p, min_p=sampling.min_p, max_new_tokens=sampling.max_new_tokens,
             eos_token_id=list(sampling.stop_token_ids), pad_token_id=self.tokenizer.pad_token_id,
         )
         policy.model.save_pretrained(folder)
@@ -255,14 +263,17 @@ class TrainingState:
     optimizer: Optimizer
     engine: Engine
     source: Synchronous  # or extras.inflight.InFlightSource
-    trainer_alone: Engine | None = None  # evaluates beside the engine, with the trainer's own modules
-    observers: list[Callable[[Step], dict[str, Any]]] = field(default_factory=list)  # at the end of a step
+    # Evaluates beside the engine, with the trainer's own modules.
+    trainer_alone: Engine | None = None
+    # At the end of a step.
+    observers: list[Callable[[Step], dict[str, Any]]] = field(default_factory=list)
 
     def add_reference(self, batch: Batch, grpo: Any) -> Batch:
         """The batch with `ref_logprobs`, if there is a KL term."""
         if self.reference is None:
             return batch
-        with self.policy.using(self.reference):  # the same arithmetic for both sides of the divergence
+        # The same arithmetic for both sides of the divergence.
+        with self.policy.using(self.reference):
             return replace(batch, ref_logprobs=frozen_logprobs(self.policy, batch, grpo))
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,6 +289,7 @@ class TrainingState:
 # ---------------------------------------------------------------------------------- set-up
 def prepare(config: Config) -> Run:
     """Check all that can be checked before a model is loaded or taught. Raises: ValueError."""
+    check_files(config)
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
     record = _earlier_record(config)
@@ -298,18 +310,18 @@ def prepare(config: Config) -> Run:
     num_problems = len(task.train) + len(task.held_out)
     largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
     if largest >= model_config.vocab_size:
-        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the vocabulary of"
-                         f" {model_config.vocab_size}")
+        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
+                         f" vocabulary of {model_config.vocab_size}")
     task = _fitting(config, task, getattr(model_config, "max_position_embeddings", None))
     groups = config.grpo.num_prompts + config.backend.inflight_groups
     if groups > len(task.train):
-        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all there are),"
-                         f" got {groups}")
+        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
+                         f" there are), got {groups}")
     if record and record["problems"]["sha256"] != task.fingerprint:
         raise ValueError(f"a resumed run must keep its problems, {config.run.task} has others now")
     grpo = config.grpo
-    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k, grpo.top_p,
-                        grpo.min_p, max_kept=config.max_kept)
+    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
+                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
     max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
     path = config.run.model
     if path == "toy":
@@ -331,84 +343,108 @@ def find_task(config: Config) -> Task:
 
 
 def _earlier_record(config: Config) -> dict[str, Any] | None:
-    """config.json of the run in `out`, if any. Raises: ValueError if it is damaged, or not to be resumed."""
+    """config.json of the run in `out`, if any.
+
+    Raises: ValueError if it is damaged, or not to be resumed.
+    """
     path = Path(config.run.out) / "config.json"
     if not path.exists():
-        if any(path.parent.glob("checkpoints/*")) or any(each.stat().st_size for each in path.parent.glob("*.jsonl")):
-            raise ValueError(f"out must be new or a whole run, {config.run.out} has a run's files without config.json")
+        tables = [table for table in path.parent.glob("*.jsonl") if table.stat().st_size]
+        if tables or any(path.parent.glob("checkpoints/*")):
+            raise ValueError(f"out must be new or a whole run, {config.run.out} has a run's files"
+                             " without config.json")
         return None
     if not config.run.resume:
-        raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with --resume or choose"
-                         " another --out")
+        raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with"
+                         " --resume or choose another --out")
     with records.stage(f"reading {path}"):
         record = json.loads(path.read_text())
-        theirs, _ = dict(record["config"]), record["problems"]["sha256"]  # KeyError if one is missing
+        # KeyError if one is missing.
+        theirs, _ = dict(record["config"]), record["problems"]["sha256"]
     ours = config.flat()
-    changed = [name for name in ours.keys() - NOT_OF_THE_EXPERIMENT if ours[name] != theirs.get(name)]
+    names = ours.keys() - NOT_OF_THE_EXPERIMENT
+    changed = sorted(name for name in names if ours[name] != theirs.get(name))
     if changed:
-        raise ValueError(f"a resumed run must keep its options, changed are {', '.join(sorted(changed))}")
+        raise ValueError(f"a resumed run must keep its options, changed are {', '.join(changed)}")
     return record
 
 
 def _fitting(config: Config, task: Task, context: int | None) -> Task:
     """The task without the problems whose prompts are too long, if these are to be dropped."""
-    limit, why, longest = config.data.max_prompt_tokens, "--max-prompt-tokens", config.grpo.max_new_tokens
-    if context is not None and longest >= context:
-        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got {longest}")
-    if context is not None and (limit is None or context - longest < limit):
-        limit, why = context - longest, f"the context of {context} less --max-new-tokens"
+    response = config.grpo.max_new_tokens
+    if context is not None and response >= context:
+        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got"
+                         f" {response}")
+    limit, why = config.data.max_prompt_tokens, "--max-prompt-tokens"
+    if context is not None and (limit is None or context - response < limit):
+        limit, why = context - response, f"the context of {context} less --max-new-tokens"
     problems = task.train + task.held_out
-    overlong = [problem for problem in problems if limit is not None and len(problem.prompt_ids) > limit]
+    overlong = [each for each in problems if limit is not None and len(each.prompt_ids) > limit]
     if not overlong:
         return task
     counted = f"{len(overlong)} of {len(problems)} prompts are longer than {limit} tokens ({why})"
     if config.data.overlong_prompts == "refuse":
         worst = max(overlong, key=lambda problem: len(problem.prompt_ids))
-        raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)}; try --overlong-prompts drop")
-    train, held_out = ([p for p in part if len(p.prompt_ids) <= limit] for part in (task.train, task.held_out))
+        raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)};"
+                         " try --overlong-prompts drop")
+    train = [problem for problem in task.train if len(problem.prompt_ids) <= limit]
+    held_out = [problem for problem in task.held_out if len(problem.prompt_ids) <= limit]
     if not train or not held_out:
-        raise ValueError(f"{counted}, none of the {'held-out' if train else 'training'} problems is left")
+        part = "held-out" if train else "training"
+        raise ValueError(f"{counted}, none of the {part} problems is left")
     print(f"{counted}: DROPPED", flush=True)
     return replace(task, train=train, held_out=held_out)
 
 
-def extra(name: str, option: str) -> ModuleType:
-    """The file of extras/ that an option needs. Raises: ValueError if it has been deleted."""
-    module = extra_if_there(name)
-    if module is None:
-        raise ValueError(f"{option} needs extras/{name}.py, which is not there")
-    return module
+def check_files(config: Config) -> None:
+    """Raises: ValueError if a file of extras/ or probe/ that an option needs has been deleted."""
+    grpo, backend, measure = config.grpo, config.backend, config.measure
+    probes = measure.probe_every or measure.probe_on_alarm
+    for option, given, file in (
+        ("engine transformers", backend.engine == "transformers", "extras/reference.py"),
+        ("engine shared", backend.engine == "shared", "extras/shared_engine.py"),
+        ("exact", backend.exact, "extras/exact.py"),
+        ("inflight_groups", backend.inflight_groups, "extras/inflight.py"),
+        ("top_k, top_p or min_p", grpo.has_mask, "extras/masks.py"),
+        ("offload_optimizer", grpo.offload_optimizer, "extras/offload.py"),
+        ("self_noise_every", measure.self_noise_every, "probe/noise.py"),
+        ("probe_every or probe_on_alarm", probes, "probe/diagnose.py"),
+        ("probe_every or probe_on_alarm", probes, "extras/masks.py"),
+    ):
+        if given and not (HERE / file).exists():
+            raise ValueError(f"{option} needs {file}, which is not there")
 
 
 def extra_if_there(name: str) -> ModuleType | None:
     """A file of extras/ that the default job uses, or None if it has been deleted."""
-    try:
+    if (HERE / "extras" / f"{name}.py").exists():
         return import_module(f"extras.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("extras", f"extras.{name}"):
-            raise  # a package that the file imports
-        return None
+    return None
 
 
 def build(run: Run) -> tuple[TrainingState, int]:
-    """Both sides with the same weights, fresh or from the newest checkpoint, and the first step to take."""
+    """Both sides with the same weights, fresh or from a checkpoint, and the first step."""
     config, grpo = run.config, run.config.grpo
     checkpoint = None
     if config.run.resume:
-        checkpoint = records.newest_checkpoint(run.out, config.run.checkpoint_every, run.fingerprint)
+        every = config.run.checkpoint_every
+        checkpoint = records.newest_checkpoint(run.out, every, run.fingerprint)
     policy = load_policy(run)
-    reference = policy.copied_weights() if grpo.kl_coef else None  # of the first policy, resumed or not
+    # Of the first policy, resumed or not.
+    reference = policy.copied_weights() if grpo.kl_coef else None
     make_optimizer = Optimizer
     if grpo.offload_optimizer:
-        make_optimizer = extra("offload", "offload_optimizer").OffloadedOptimizer
+        from extras.offload import OffloadedOptimizer as make_optimizer
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     alone = trainer_alone(run, policy)
     engine = start_engine(run, policy, alone)
     if grpo.has_mask:
-        extra("masks", "top_k, top_p or min_p").use_masks(policy, engine, run.sampling)
+        from extras.masks import use_masks
+
+        use_masks(policy, engine, run.sampling)
     make_source = Synchronous
     if config.backend.inflight_groups:
-        make_source = extra("inflight", "inflight_groups").InFlightSource
+        from extras.inflight import InFlightSource as make_source
     source = make_source(run.task, engine, run.sampling, config)
     state = TrainingState(policy, reference, optimizer, engine, source, alone)
     records.restore(run.out, checkpoint)
@@ -419,9 +455,11 @@ def build(run: Run) -> tuple[TrainingState, int]:
     state.observers = observers(run, state)
     records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
-        print(f"{side}: " + ", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
+        in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(f"{side}: {in_force}", flush=True)
     if config.run.resume:
-        print(f"resumed at step {first_step}" + ("" if checkpoint else ": there was no checkpoint"), flush=True)
+        without = "" if checkpoint else ": there was no checkpoint"
+        print(f"resumed at step {first_step}{without}", flush=True)
     return state, first_step
 
 
@@ -430,8 +468,9 @@ def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
     return record | {
         "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
         "trainer": policy.audit() | {"model_path": run.model_path},
-        "problems": {"train": len(task.train), "held_out": len(task.held_out), "dropped": run.dropped_prompts,
-                     "merged": task.num_repeated, "sha256": task.fingerprint},
+        "problems": {"train": len(task.train), "held_out": len(task.held_out),
+                     "dropped": run.dropped_prompts, "merged": task.num_repeated,
+                     "sha256": task.fingerprint},
         "versions": record["versions"] | {"vllm": engine.version},
     }
 
@@ -440,8 +479,8 @@ def load_policy(run: Run) -> Policy:
     """The policy of `--model`; each prompt is computed once, if extras/prompts.py is there."""
     config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
     with records.stage(f"loading the model in {run.model_path}"):
-        policy = Policy.load(run.model_path, getattr(torch, config.run.dtype), device, config.parity.fp32_head,
-                             config.grpo.gradient_checkpointing)
+        policy = Policy.load(run.model_path, getattr(torch, config.run.dtype), device,
+                             config.parity.fp32_head, config.grpo.gradient_checkpointing)
     prompts = extra_if_there("prompts")
     if prompts:
         prompts.compute_prompts_once(policy)
@@ -449,18 +488,25 @@ def load_policy(run: Run) -> Policy:
 
 
 def start_engine(run: Run, policy: Policy, alone: Engine | None = None) -> Engine:
-    """The engine that `--engine` names, still without the policy's weights. `alone`: see trainer_alone."""
+    """The engine that `--engine` names, still without the policy's weights.
+
+    `alone`: see trainer_alone.
+    """
     config, backend = run.config, run.config.backend
     if backend.engine == "transformers":
-        return alone or extra("reference", "engine transformers").engine_for(run, policy)
+        from extras.reference import engine_for
+
+        return alone or engine_for(run, policy)
     options = dict(
-        max_model_len=run.max_model_len, max_num_seqs=backend.max_num_seqs, kv_cache_gib=backend.kv_cache_gib,
-        block_size=backend.block_size, prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
-        seed=config.run.seed, allow_untested_vllm=backend.allow_untested_vllm,
+        max_model_len=run.max_model_len, max_num_seqs=backend.max_num_seqs, seed=config.run.seed,
+        kv_cache_gib=backend.kv_cache_gib, block_size=backend.block_size,
+        prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
+        allow_untested_vllm=backend.allow_untested_vllm,
     )
     if backend.engine == "shared":
-        make_engine = extra("shared_engine", "engine shared").SharedEngine
-        return make_engine(policy, run.model_path, config.parity, exact=backend.exact, **options)
+        from extras.shared_engine import SharedEngine
+
+        return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     return Engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
 
@@ -488,7 +534,7 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Step], dict[str,
 
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> None:
-    """Exit status: 0 done, 2 refused or failed during set-up, 1 failed later, 130 stopped by a signal."""
+    """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with records.one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)

@@ -1,1 +1,4 @@
-"""One file for one option. Without the file the default job still runs, and the option ends in a sentence."""
+"""One file for one option.
+
+Without the file the default job still runs, and the option ends in a sentence.
+"""

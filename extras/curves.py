@@ -1,4 +1,5 @@
-"""Pictures of metrics over the steps: curves.png of one run; lab.ablate draws ablation.png of many."""
+"""Pictures of metrics over the steps: curves.png of one run; lab.ablate draws ablation.png of many.
+"""
 
 import json
 from pathlib import Path
@@ -12,14 +13,14 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> Any:
-    """Six panels by title, each with lines by label: folders of runs and a metric, drawn as mean and range."""
+    """Six panels by title, each with lines by label: mean and range over folders of runs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 7), layout="constrained")
     for axis, (title, lines) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
         for label, (folders, name) in lines.items():
-            curves = [{row["step"]: row[name] for row in steps_of(folder) if row.get(name) is not None}
-                      for folder in folders]
+            curves = [{row["step"]: row[name] for row in steps_of(folder)
+                       if row.get(name) is not None} for folder in folders]
             steps = sorted(set.intersection(*map(set, curves)))
             values = [[curve[step] for curve in curves] for step in steps]
             if steps:
@@ -28,7 +29,8 @@ def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> An
                 axis.legend(fontsize=8)
         axis.set(title=title, xlabel="step")
         positive = [value for line in axis.get_lines() for value in line.get_ydata() if value > 0]
-        if title.endswith("(log)") and positive:  # linear below the smallest of these values, so that 0 is on the axis
+        # Linear below the smallest of these values, so that 0 is on the axis.
+        if title.endswith("(log)") and positive:
             axis.set_yscale("symlog", linthresh=min(positive))
     figure.savefig(path, dpi=110)
     return figure

@@ -1,4 +1,7 @@
-"""What `--exact` promises, and what is to blame where the promise is broken. Each `engine` is a SharedEngine."""
+"""What `--exact` promises, and what is to blame where the promise is broken.
+
+Each `engine` is a SharedEngine.
+"""
 
 import torch
 from torch import Tensor
@@ -17,18 +20,21 @@ class ExactError(RuntimeError):
 def verify(engine: Engine, batch: Batch) -> dict[str, int]:
     """Compare `old_logprobs` with the sampler's values where `batch.mask` is 1.
 
-    Returns the number of tokens compared. Raises: ExactError with the first token that differs, and the cause.
+    Returns the number of tokens compared. Raises: ExactError with the first token that differs, and
+    the cause.
     """
-    differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)  # NaN differs from itself
+    # NaN differs from itself.
+    differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)
     compared = int(batch.mask.sum())
     if not differing.any():
         return {"exact_tokens": compared}
     row, column = differing.nonzero()[0].tolist()
     prompt = int(batch.prompt_lengths[row])
+    theirs, ours = batch.behavior_logprobs[row, column], batch.old_logprobs[row, column]
     raise ExactError(
-        f"exact: token {column + 1 - prompt} of request {row} (after a prompt of {prompt} tokens) has"
-        f" log-probability {batch.behavior_logprobs[row, column]:.9g} in the engine and"
-        f" {batch.old_logprobs[row, column]:.9g} in the trainer; {int(differing.sum())} of {compared} tokens differ,"
+        f"exact: token {column + 1 - prompt} of request {row} (after a prompt of {prompt} tokens)"
+        f" has log-probability {theirs:.9g} in the engine and {ours:.9g} in the trainer;"
+        f" {int(differing.sum())} of {compared} tokens differ,"
         f" inputs {tuple(batch.inputs.shape)}, {engine.policy.model.dtype}."
         f" Cause: {cause(engine, batch.inputs[row, :prompt].tolist())}")
 
@@ -36,20 +42,25 @@ def verify(engine: Engine, batch: Batch) -> dict[str, int]:
 def cause(engine: Engine, prompt_ids: list[int]) -> str:
     """Why a request with this prompt is not exact: the first test that fails tells."""
     if engine.policy.body != engine.kernel_body:
-        return f"the trainer scored with {engine.policy.model.config._attn_implementation}, not with vLLM's kernel"
+        attention = engine.policy.model.config._attn_implementation
+        return f"the trainer scored with {attention}, not with vLLM's kernel"
     if reason := why_not(engine):
         return reason
     if not _agrees(engine, [2 * [token] for token in range(4)], 3):
         return "the engine's kernel, products or sampler compute other values than the trainer's"
     if not _agrees(engine, [prompt_ids], 1):
-        return "a prompt in the prefix cache is stale, or so long that the kernel computes its end differently alone"
-    return "the weights were changed after this token was sampled, or vLLM preempted the request; new samples are exact"
+        return ("a prompt in the prefix cache is stale, or so long that the kernel computes its end"
+                " differently alone")
+    return ("the weights were changed after this token was sampled, or vLLM preempted the request;"
+            " new samples are exact")
 
 
 def _agrees(engine: Engine, prompts: list[list[int]], new_tokens: int) -> bool:
     """Sample now and score now: are the values equal?"""
     sampling = Sampling(temperature=1.0, max_new_tokens=new_tokens)
-    rollouts = [engine._submit([Rollout(ids, seed, sampling=sampling)])[0] for seed, ids in enumerate(prompts)]
+    rollouts = [Rollout(ids, seed, sampling=sampling) for seed, ids in enumerate(prompts)]
+    for rollout in rollouts:
+        engine._submit([rollout])
     while any(rollout.finish_reason is None for rollout in rollouts):
         engine.step()
     batch = make_batch(rollouts, torch.zeros(len(rollouts)))
@@ -59,7 +70,7 @@ def _agrees(engine: Engine, prompts: list[list[int]], new_tokens: int) -> bool:
 
 @torch.no_grad()
 def why_not(engine: Engine) -> str | None:
-    """Why a value depends on what is computed beside it, on this machine and with these threads; None if it does not.
+    """Why a value depends on what is computed beside it; None if it does not.
 
     Single tokens are computed alone and beside others; with several threads the longest prompt too.
     """
@@ -72,16 +83,21 @@ def why_not(engine: Engine) -> str | None:
     together = _hidden(engine, pairs, [1] * TOGETHER)  # (TOGETHER, H)
     alone = torch.cat([_hidden(engine, [pair], [1]) for pair in pairs[:COMPARED]])  # (COMPARED, H)
     logits = torch.cat([policy.logits(each[None]) for each in alone])
-    if not (torch.equal(alone, together[:COMPARED]) and torch.equal(logits, policy.logits(together)[:COMPARED])):
-        return f"a product of few rows is rounded differently {kind}; experts in float32 have such products"
-    if torch.get_num_threads() > 1:  # which divide the queries of a long prompt according to what is beside it
+    same_logits = torch.equal(logits, policy.logits(together)[:COMPARED])
+    if not (torch.equal(alone, together[:COMPARED]) and same_logits):
+        return (f"a product of few rows is rounded differently {kind}; experts in float32 have such"
+                " products")
+    # Which divide the queries of a long prompt according to what is beside it.
+    if torch.get_num_threads() > 1:
         prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
         rows, lengths = [prompt + ids[:COMPARED] for prompt in prompts], list(map(len, prompts))
         alone = _hidden(engine, rows[:1], lengths[:1])  # (COMPARED, H)
-        besides = [_hidden(engine, rows[row::-1], lengths[row::-1])[-COMPARED:] for row in (1, 2, 3)]
+        besides = [_hidden(engine, rows[row::-1], lengths[row::-1])[-COMPARED:]
+                   for row in (1, 2, 3)]
         if not all(torch.equal(each, alone) for each in besides):
-            return (f"vLLM's kernel computes a prompt of {lengths[0]} tokens differently alone and beside others"
-                    f" {kind}; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
+            return (f"vLLM's kernel computes a prompt of {lengths[0]} tokens differently alone and"
+                    f" beside others {kind}; try OMP_NUM_THREADS=1, or a smaller"
+                    " --max-prompt-tokens")
     return None
 
 

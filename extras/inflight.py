@@ -1,4 +1,4 @@
-"""Groups in flight (`--inflight-groups N`): some stay unfinished in the engine while the weights change."""
+"""Groups in flight (`--inflight-groups N`): unfinished in the engine over weight loads."""
 
 import math
 import random
@@ -34,7 +34,8 @@ class Group:
 
 
 class GroupsInFlight:
-    """Groups in the order of submission, of which a step takes the P complete ones that were submitted first.
+    """Groups in the order of submission, of which a step takes the P complete ones that were
+    submitted first.
 
     N more stay in flight, so that the engine never waits for the longest rollout of a batch. Every
     group submitted is trained on, dropped for its age, or in flight.

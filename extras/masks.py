@@ -32,7 +32,8 @@ def masked_logits(logits: Tensor, sampling: Any) -> Tensor:
         for size in (min(512, logits.shape[-1]), logits.shape[-1]):
             likely, order = logits.topk(size)  # (N, size), in descending order
             probabilities = torch.exp(likely - logits.logsumexp(dim=-1, keepdim=True))
-            kept = probabilities.cumsum(dim=-1) - probabilities < sampling.top_p  # of all likelier ones
+            # Of all likelier ones.
+            kept = probabilities.cumsum(dim=-1) - probabilities < sampling.top_p
             if not kept[:, -1].any():
                 break
         cut = torch.full_like(logits, -math.inf)
@@ -50,8 +51,8 @@ def collect_kept_sets(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndar
         return
     finite = logprobs > -math.inf  # (n, K)
     if finite.sum(axis=1).max() > largest:
-        raise ValueError("max_kept must be at least the size of each set of tokens that the sampler's"
-                         f" mask keeps, got {largest}, one has more ({rollout.sampling});"
+        raise ValueError("max_kept must be at least the size of each set of tokens that the"
+                         f" sampler's mask keeps, got {largest}, one has more ({rollout.sampling});"
                          " raise --max-kept or give --top-k")
     rollout.kept += [row[each] for row, each in zip(ids, finite, strict=True)]  # copies
 
@@ -78,19 +79,23 @@ class KeptTokens:
         self.sampling = sampling
 
     def restriction(self, batch: Batch, response: Tensor) -> Any:
-        """A function of (n, V) logits and the slice of the N response tokens that they belong to."""
+        """A function of (n, V) logits and the slice of the N response tokens that they belong to.
+        """
         rows = response.any(dim=1).nonzero()[:, 0].tolist()
         kept = [ids for row in rows for ids in batch.rollouts[row].kept]
         if not kept:
             return lambda logits, part: logits
-        assert len(kept) == response.sum(), f"{len(kept)=} {response.sum()=}: of all tokens of a row"
+        tokens = int(response.sum())
+        assert len(kept) == tokens, f"{len(kept)=} {tokens=}: of all tokens of a row"
         return lambda logits, part: mask_outside(logits, kept[part])
 
     def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """(n, V) logits of the vocabulary, (n,) -> (n,) by name. The trainer applies the mask itself.
+        """(n, V) logits of the vocabulary, (n,) -> (n,) by name.
 
-        `kept_mass`: the probability of the tokens that this mask keeps. `outside_frac`: 1 if it cuts
-        off the sampled token (by rounding or staleness), else 0.
+        The trainer applies the mask itself.
+
+        `kept_mass`: the probability of the tokens that this mask keeps. `outside_frac`: 1 if it
+        cuts off the sampled token (by rounding or staleness), else 0.
         """
         masked = masked_logits(logits, self.sampling)
         kept_mass = (masked.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp()

@@ -13,7 +13,8 @@ LARGEST_SLAB = 2**30  # fp32 numbers
 
 
 class OffloadedOptimizer(Optimizer):
-    """An `Optimizer` whose masters and moments are in host memory (pinned, on a GPU) between updates.
+    """An `Optimizer` whose masters and moments are in host memory (pinned, on a GPU) between
+    updates.
 
     fp32 masters are the parameters themselves, which the engine's load needs: they stay.
     """
@@ -21,7 +22,8 @@ class OffloadedOptimizer(Optimizer):
     def __init__(self, model: torch.nn.Module, weight_decay: float):
         super().__init__(model, weight_decay)
         self.device = next(model.parameters()).device
-        self.host: dict[tuple[Tensor, str], Tensor] = {}  # pinned once: pinning takes longer than copying
+        # Pinned once: pinning takes longer than copying.
+        self.host: dict[tuple[Tensor, str], Tensor] = {}
         self._move(to_host=True)
 
     @contextmanager
@@ -68,7 +70,8 @@ def host_views(tensors: dict[Any, Tensor], device: torch.device) -> dict[Any, Te
         size = tensor.numel()
         slab = next((index for index, rest in enumerate(free) if len(rest) >= size), len(free))
         if slab == len(free):
-            room = max(1 << (size - 1).bit_length(), min(LARGEST_SLAB, 1 << (left.bit_length() - 1)))
+            usual = min(LARGEST_SLAB, 1 << (left.bit_length() - 1))
+            room = max(1 << (size - 1).bit_length(), usual)
             free.append(torch.empty(room, dtype=torch.float32, pin_memory=device.type == "cuda"))
         views[key] = free[slab][:size].view(tensor.shape)
         free[slab] = free[slab][size:]

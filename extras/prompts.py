@@ -1,4 +1,5 @@
-"""Each distinct prompt of a micro-batch is computed once; its keys and values serve all its responses.
+"""Each distinct prompt of a micro-batch is computed once; its keys and values serve all its
+responses.
 
 It is the default, where it is possible: the rows of a group have equal prompts.
 """
@@ -16,14 +17,14 @@ from rl import Policy
 def compute_prompts_once(policy: Policy) -> None:
     """Set the policy's body, if its layers allow it.
 
-    A recurrent state would see the padding, transformers' cache keeps all keys of a window of 1, and
-    a checkpointed layer has no cache.
+    A recurrent state would see the padding, transformers' cache keeps all keys of a window of 1,
+    and a checkpointed layer has no cache.
     """
     layers = DynamicCache(config=policy.model.config).layers
     kinds = {type(layer).__name__ for layer in layers}
-    attention_alone = not policy.model._is_stateful and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    known = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"} and not policy.model._is_stateful
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    if attention_alone and 1 not in windows and not policy.checkpointed:
+    if known and 1 not in windows and not policy.checkpointed:
         policy.own_body = policy.body = PromptsOnce(policy)
 
 
@@ -34,13 +35,16 @@ class PromptsOnce:
         self.policy = policy
 
     def __call__(self, batch: Batch, response: Tensor) -> Tensor:
-        """(B, T) bool -> (N, H). Prompts are padded on the left: all P of them end in one column."""
+        """(B, T) bool -> (N, H). Prompts are padded on the left: all P of them end in one column.
+        """
         steps = partial(torch.arange, device=self.policy.device)
         last = batch.inputs.shape[1] - 1
         lengths = batch.prompt_lengths
         starts = lengths.to(self.policy.device)[:, None]  # (B, 1), where the responses begin
-        before = starts + steps(-int(lengths.max()), 0)  # (B, S), the prompts' columns, < 0 for padding
-        after = starts + steps(int((batch.lengths - lengths).max()))  # (B, R), the responses' columns
+        # (B, S), the prompts' columns, < 0 for padding
+        before = starts + steps(-int(lengths.max()), 0)
+        # (B, R), the responses' columns
+        after = starts + steps(int((batch.lengths - lengths).max()))
         prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
         prompts, rows = prompts.unique(dim=0, return_inverse=True)  # (P, S), (B,)
         if len(prompts) == len(rows):
@@ -57,12 +61,15 @@ class PromptsOnce:
                 layer.values = layer.values.index_select(0, rows)
             real = torch.cat([real[rows], real.new_ones(after.shape)], dim=1)  # (B, S + R)
             responses = batch.inputs.gather(1, after.clamp(max=last))
-            hidden = torch.cat([hidden, self._states(responses, real, after, cache)], dim=1)  # (B, R + 1, H)
+            # (B, R + 1, H)
+            hidden = torch.cat([hidden, self._states(responses, real, after, cache)], dim=1)
         scored = torch.cat([starts - 1, after], dim=1)  # (B, R + 1), the columns of `hidden`
         return hidden[response.gather(1, scored.clamp(max=last)) & (scored <= last)]
 
     def _states(self, ids: Tensor, real: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """The last hidden states of `ids` after what is in the cache; `real` is false at padding."""
+        """The last hidden states of `ids` after what is in the cache; `real` is false at padding.
+        """
         return self.policy.model.base_model(
-            input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state

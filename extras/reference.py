@@ -1,7 +1,8 @@
 """The reference backend: the trainer's own modules sample, token by token, with a KV cache.
 
-It is slow, and by construction it has no mismatch: there is one set of weights and one head. It is the known-good curve
-beside vLLM's, and the plainest statement of what an engine must do for the loop.
+It is slow, and by construction it has no mismatch: there is one set of weights and one head. It is
+the known-good curve beside vLLM's, and the plainest statement of what an engine must do for the
+loop.
 """
 
 from collections.abc import Mapping
@@ -14,12 +15,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from engine_adapter import Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
-from extras.masks import collect_kept_sets, masked_logits
 from rl import Policy
 
 
 def engine_for(run: Any, policy: Policy) -> "ReferenceEngine":
-    """With as many sequences at once as kv_cache_gib holds; `run` is train.py's. Raises: ValueError."""
+    """With as many sequences at once as kv_cache_gib holds; `run` is train.py's.
+
+    Raises: ValueError.
+    """
     backend = run.config.backend
     per_rollout = run.max_model_len * kv_bytes_per_token(policy.model.config.get_text_config(), policy.model.dtype)
     fitting = max(1, int(backend.kv_cache_gib * 2**30 / per_rollout))
@@ -38,17 +41,19 @@ def check_model(policy: Policy) -> None:
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers; for models with sliding windows an upper bound."""
+    """Keys and values of one token in all layers; for models with sliding windows an upper bound.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
 
 
 class ReferenceEngine(Engine):
-    """The interface and the states of `Engine` over a live `Policy`: no vLLM, no second copy of the weights.
+    """The interface and the states of `Engine` over a live `Policy`: no vLLM, no second copy of the
+    weights.
 
-    `load` copies nothing: the optimizer has changed the weights in place. Rollouts are queued or finished, never half
-    sampled: each belongs to one set of weights.
+    `load` copies nothing: the optimizer has changed the weights in place. Rollouts are queued or
+    finished, never half sampled: each belongs to one set of weights.
     """
 
     on_gpu = _memory_released = False  # sleep has nothing to release
@@ -75,7 +80,9 @@ class ReferenceEngine(Engine):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Sample N queued rollouts to their end: at most `max_num_seqs`, all with the sampling of the first."""
+        """Sample N queued rollouts to their end: at most `max_num_seqs`, all with the sampling of
+        the first.
+        """
         sampling, device = self._queue[0].sampling, self.policy.device
         alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
         rollouts = list(islice(alike, self.max_num_seqs))  # N
@@ -83,7 +90,8 @@ class ReferenceEngine(Engine):
         generators = [None if rollout.seed is None else torch.Generator(device).manual_seed(rollout.seed)
                       for rollout in rollouts]
         prompts, longest = [rollout.prompt_ids for rollout in rollouts], max(len(each.prompt_ids) for each in rollouts)
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts], device=device)  # (N, S)
+        # (N, S)
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=device)  # (N, S)
         cache = DynamicCache(config=self.policy.model.config)
         while rollouts:
@@ -91,23 +99,24 @@ class ReferenceEngine(Engine):
             hidden = self.policy.model.base_model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             ).last_hidden_state[:, -1]  # (N, H)
-            tokens, logprobs = _draw(self.policy.logits(hidden), sampling, generators)  # (N,), (N, V)
+            # (N,), (N, V)
+            tokens, logprobs = _draw(self.policy.logits(hidden), sampling, generators)
             chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-            all_ids = numpy.broadcast_to(numpy.arange(logprobs.shape[1], dtype=numpy.int32), logprobs.shape)  # (N, V)
-            all_logprobs = logprobs.cpu().numpy() if sampling.max_kept else all_ids
-            for row, (rollout, token, logprob) in enumerate(zip(rollouts, tokens.tolist(), chosen, strict=True)):
+            for rollout, token, logprob in zip(rollouts, tokens.tolist(), chosen, strict=True):
                 rollout.append([token], [logprob], self.weight_version)
-                collect_kept_sets(rollout, all_ids[row : row + 1], all_logprobs[row : row + 1])
                 if token in sampling.stop_token_ids:
                     rollout.finish_reason = "stop"
                 elif len(rollout.token_ids) == sampling.max_new_tokens:
                     rollout.finish_reason = "length"
+            if sampling.max_kept:
+                _collect(rollouts, logprobs)
             left = [row for row, rollout in enumerate(rollouts) if rollout.finish_reason is None]
             if len(left) < len(rollouts):
                 rollouts, generators = [rollouts[row] for row in left], [generators[row] for row in left]
                 tokens, mask = tokens[left], mask[left]
                 cache.batch_select_indices(torch.tensor(left, dtype=torch.long, device=device))
-            ids, mask = tokens[:, None], torch.cat([mask, mask.new_ones(len(left), 1)], dim=1)  # (N, 1), (N, S + 1)
+            # (N, 1), (N, S + 1)
+            ids, mask = tokens[:, None], torch.cat([mask, mask.new_ones(len(left), 1)], dim=1)
 
     def load(
         self, weights: Mapping[str, Tensor], _trainer_logprobs: TrainerLogprobs, changed: bool = True
@@ -117,7 +126,8 @@ class ReferenceEngine(Engine):
         Raises: WeightLoadError if the weights are not the policy's own.
         """
         self._require("load", "empty", "ready")
-        own = self.policy.weights()  # of fused experts copies, so their addresses would prove nothing
+        # Of fused experts copies, so their addresses would prove nothing.
+        own = self.policy.weights()
         if own.keys() != weights.keys() or not all(torch.equal(own[name], weights[name]) for name in own):
             raise WeightLoadError("the reference engine samples with its policy's own weights and takes no others")
         self.weight_version += changed
@@ -139,15 +149,31 @@ class ReferenceEngine(Engine):
 
 
 def _draw(logits: Tensor, sampling: Sampling, generators: list[torch.Generator | None]) -> tuple[Tensor, Tensor]:
-    """Tokens (N,) from the masked softmax(logits / temperature), or the likeliest at 0; all log-probabilities (N, V).
+    """Tokens (N,) from the masked softmax(logits / temperature), or the likeliest at 0; all
+    log-probabilities (N, V).
 
     A row with a generator of its own is repeatable, whatever is sampled beside it.
     """
     if not sampling.temperature:
         return logits.argmax(dim=-1), logits.log_softmax(dim=-1)
-    logprobs = masked_logits(logits / sampling.temperature, sampling).log_softmax(dim=-1)  # (N, V)
-    noise = torch.empty_like(logprobs).exponential_()  # argmax of p / noise draws from p, if the noise is exponential
+    logits = logits / sampling.temperature
+    if sampling.has_mask:
+        from extras.masks import masked_logits
+
+        logits = masked_logits(logits, sampling)
+    logprobs = logits.log_softmax(dim=-1)  # (N, V)
+    # Argmax of p / noise draws from p, if the noise is exponential.
+    noise = torch.empty_like(logprobs).exponential_()
     for row, generator in enumerate(generators):
         if generator:
             noise[row].exponential_(generator=generator)
     return (logprobs - noise.clamp(min=torch.finfo(noise.dtype).tiny).log()).argmax(dim=-1), logprobs
+
+
+def _collect(rollouts: list[Rollout], logprobs: Tensor) -> None:
+    """The kept sets of one more token of each rollout, from all log-probabilities (N, V)."""
+    from extras.masks import collect_kept_sets
+
+    all_ids = numpy.arange(logprobs.shape[1], dtype=numpy.int32)[None]  # (1, V)
+    for rollout, row in zip(rollouts, logprobs.cpu().numpy(), strict=True):
+        collect_kept_sets(rollout, all_ids, row[None])

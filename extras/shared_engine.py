@@ -1,13 +1,16 @@
-"""One module on both sides: vLLM V1 samples with the trainer's own transformers module (`--engine shared`, `--exact`).
+"""One module on both sides: vLLM V1 samples with the trainer's own transformers module (`--engine
+shared`, `--exact`).
 
-vLLM schedules, keeps the KV cache, computes attention and samples; the module computes the rest, from the only copy of
-the weights. With `exact` the trainer scores with vLLM's attention kernel too: equal values bit for bit (docs/exact.md).
+vLLM schedules, keeps the KV cache, computes attention and samples; the module computes the rest,
+from the only copy of the weights. With `exact` the trainer scores with vLLM's attention kernel too:
+equal values bit for bit (docs/exact.md).
 """
 
 import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,33 +23,59 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from engine_adapter import Engine, ParityFlags, WeightLoadError
-from extras.exact import verify, why_not
 from objectives import Batch
-from rl import FEWEST_ROWS, Policy
+from rl import Policy, Projection
 
+FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
 
 
-class SharedEngine(Engine):
-    """An `Engine` around a live `Policy`, whose weights the optimizer changes in place; otherwise the same interface.
+@dataclass(frozen=True)
+class PaddedProjection(Projection):
+    """A head whose product has at least `fewest_rows` rows."""
 
-    Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the tokens beside it.
+    fewest_rows: int = FEWEST_ROWS
+
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | float]:
+        count = len(hidden)
+        padded = pad(hidden, (0, 0, 0, max(0, self.fewest_rows - count)))
+        logits, slope = super().logits(padded, weight, bias)
+        return logits[:count], slope[:count] if isinstance(slope, Tensor) else slope
+
+
+class SharedEngine(Engine):
+    """An `Engine` around a live `Policy`, whose weights the optimizer changes in place; otherwise
+    the same interface.
+
+    Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the
+    tokens beside it.
     """
 
     def __init__(self, policy: Policy, model: str, parity: ParityFlags, *, exact: bool = False, **options: Any):
         if exact:
-            os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # threads that share a row's keys change the order of its sums
+            # Threads that share a row's keys change the order of its sums.
+            os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         self.policy, self._model, self._layers = policy, None, {}
+        self.pad_rows(FEWEST_ROWS)
         self._addresses = {name: weight.data_ptr() for name, weight in policy.model.named_parameters()}
         shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
         super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
+            from extras.exact import verify, why_not
+
             if reason := why_not(self):
                 self.close()
                 raise ValueError(f"exact must be off here: {reason}")
             self.canary_tolerance, policy.body = 0.0, self.kernel_body
             self.verify = partial(verify, self)
+
+    def pad_rows(self, fewest: int) -> None:
+        """Give every product of both sides at least so many rows."""
+        self.fewest_rows = fewest
+        self.policy.make_projection = partial(PaddedProjection, fewest_rows=fewest)
 
     @torch.no_grad()
     def _start(self, arguments: dict[str, Any]) -> None:
@@ -59,16 +88,19 @@ class SharedEngine(Engine):
         if model._is_stateful or len(self._layers) < config.num_hidden_layers or re.search("dynamic|longrope", rope):
             raise ValueError("it has recurrent layers, attention of another kind, or rotary frequencies that depend on"
                              " the longest row of a batch; try --engine vllm")
-        name = f"{NAME}_{len(ModelRegistry.models)}"  # a new one: vLLM remembers the class of a folder and a name
+        # A new one: vLLM remembers the class of a folder and a name.
+        name = f"{NAME}_{len(ModelRegistry.models)}"
         ModelRegistry.register_model(name, _vllm_class(self))
         arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"architectures": [name]}
         super()._start(arguments)
         self._experts = [weight for weight in model.parameters() if weight.ndim == 3]
 
-    # ---------------------------------------------------------------------------------------------- the module
+    # ------------------------------------------------------------------------------ the module
     def hidden(self, ids: Tensor, positions: Tensor, rows: SimpleNamespace | None = None) -> Tensor:
-        """Last hidden states of N tokens: (N,), (N,) -> (N, H); with `rows` for the trainer, otherwise for vLLM."""
-        config, more = self.policy.model.config, max(0, FEWEST_ROWS - len(ids))
+        """Last hidden states of N tokens: (N,), (N,) -> (N, H); with `rows` for the trainer,
+        otherwise for vLLM.
+        """
+        config, more = self.policy.model.config, max(0, self.fewest_rows - len(ids))
         self._rows, self._count, self._usual = rows, len(ids), config._attn_implementation
         ids, positions = pad(ids, (0, more))[None], pad(positions, (0, more))[None]
         config._attn_implementation = NAME
@@ -79,9 +111,11 @@ class SharedEngine(Engine):
             config._attn_implementation = self._usual
 
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any):
-        """What the module calls in each layer: (1, heads, N, size), (1, key heads, N, size) -> (1, N, heads, size).
+        """What the module calls in each layer: (1, heads, N, size), (1, key heads, N, size) -> (1,
+        N, heads, size).
 
-        With rows, the gradient is that of the trainer's usual attention at these queries, keys and values, in fp32.
+        With rows, the gradient is that of the trainer's usual attention at these queries, keys and
+        values, in fp32.
         """
         if self._model is None:  # the first forward pass: note the arguments of vLLM's Attention
             if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
@@ -103,7 +137,8 @@ class SharedEngine(Engine):
             visible = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - (window if window > 0 else size))
             mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
             by_row = (pad(each.float(), (0, 0, 0, 0, 0, 1)).index_select(0, rows.index.flatten()) for each in inputs)
-            by_row = (rearrange(each, "(b t) h d -> b h t d", t=size) for each in by_row)  # fp32: faster on a CPU
+            # Fp32: faster on a CPU
+            by_row = (rearrange(each, "(b t) h d -> b h t d", t=size) for each in by_row)
             eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             usual, _ = ATTENTION.get_interface(self._usual, eager)(module, *by_row, mask[None, None], **options)
             usual = usual.flatten(0, 1).index_select(0, rows.places)  # (N, heads, size)
@@ -111,24 +146,31 @@ class SharedEngine(Engine):
         return pad(attended, (0, 0, 0, 0, 0, padding))[None], None
 
     def kernel_body(self, batch: Batch, response: Tensor) -> Tensor:
-        """`Policy.plain_body` with vLLM's kernel, over N tokens row by row, each distinct prompt once: -> (n, H)."""
+        """`Policy.plain_body` with vLLM's kernel, over N tokens row by row, each distinct prompt
+        once: -> (n, H).
+        """
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         config, columns = self.llm.vllm_config, torch.arange(batch.inputs.shape[1])
-        real, prompt = (columns < each[:, None] for each in (batch.lengths, batch.prompt_lengths))  # (B, T)
+        # (B, T)
+        real, prompt = (columns < each[:, None] for each in (batch.lengths, batch.prompt_lengths))
         prompts = batch.inputs.where(prompt, -1)
         _, owners, inverse = numpy.unique(prompts, axis=0, return_index=True, return_inverse=True)
         owner = torch.from_numpy(owners[inverse])  # (B,): the row that computes this row's prompt
         computed = real & ~(prompt & (owner != torch.arange(len(owner)))[:, None])  # (B, T)
         index = (computed.flatten().cumsum(0) - 1).view_as(computed)
-        index = index[owner].where(prompt, index).where(real, computed.sum())  # (B, T): each input's token, or N
+        # (B, T): each input's token, or N
+        index = index[owner].where(prompt, index).where(real, computed.sum())
         row, position = computed.nonzero(as_tuple=True)  # (N,) each
-        # As in the engine, a prompt is one query and each later token another one: some kernels round by query length.
+        # As in the engine, a prompt is one query and each later token another one: some kernels
+        # round by query length.
         begins = ((position == 0) | (position >= batch.prompt_lengths[row])).nonzero()[:, 0]  # (Q,)
         starts, size = torch.cat([begins, torch.tensor([len(row)])]), config.cache_config.block_size
-        blocks = torch.arange(len(owner) * -(-len(columns) // size)).view(len(owner), -1)  # (B, blocks of a row)
-        slots = (blocks[:, :1] * size + columns)[real]  # (M,): where the keys and values of all inputs go
+        # (B, blocks of a row)
+        blocks = torch.arange(len(owner) * -(-len(columns) // size)).view(len(owner), -1)
+        # (M,): where the keys and values of all inputs go
+        slots = (blocks[:, :1] * size + columns)[real]
         common = CommonAttentionMetadata(
             query_start_loc=starts.int(), query_start_loc_cpu=starts.int(), seq_lens=position[starts[1:] - 1].int() + 1,
             num_reqs=len(begins), num_actual_tokens=len(row), max_query_len=int(starts.diff().max()),
@@ -144,7 +186,8 @@ class SharedEngine(Engine):
         super()._check_weights(weights)
         now, given = self.policy.model.named_parameters(), {tensor.data_ptr() for tensor in weights.values()}
         if wrong := [name for name, weight in now if weight.data_ptr() != self._addresses[name]
-                     or (weight.ndim < 3 and weight.data_ptr() not in given)]:  # those of experts come as copies
+                     # Those of experts come as copies.
+                     or (weight.ndim < 3 and weight.data_ptr() not in given)]:
             raise WeightLoadError(f"weights must be the trainer's, where they were at first, not {', '.join(wrong)}")
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> int:
@@ -152,7 +195,10 @@ class SharedEngine(Engine):
 
 
 def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
-    """The model that vLLM runs. The trainer's module stays outside its tree, which vLLM fills with random weights."""
+    """The model that vLLM runs.
+
+    The trainer's module stays outside its tree, which vLLM fills with random weights.
+    """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

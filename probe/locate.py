@@ -4,22 +4,20 @@ import math
 import os
 from itertools import accumulate, pairwise
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
-import rl
 from engine_adapter import Engine, ParityFlags, Sampling
-from extras import shared_engine
 from extras.exact import why_not
-from extras.shared_engine import SharedEngine
+from extras.shared_engine import FEWEST_ROWS, SharedEngine
 from probe.diagnose import as_trace
 from probe.traces import Replay, Trace
+from rl import Policy
 
 PARTS = "the model's code", "attention", "batching"  # what each step but the first removes
 
 
-def locate(policy: rl.Policy, model: str, parity: ParityFlags, prompts: list[list[int]], seeds: list[int],
+def locate(policy: Policy, model: str, parity: ParityFlags, prompts: list[list[int]], seeds: list[int],
            sampling: Sampling, **options: Any) -> tuple[dict[str, torch.Tensor], str]:
     """|trainer - engine| of each token, by step, and a sentence. Raises: ValueError where an engine cannot do this."""
     if torch.cuda.is_available():
@@ -27,9 +25,10 @@ def locate(policy: rl.Policy, model: str, parity: ParityFlags, prompts: list[lis
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # as `exact` sets it
     engine, workload = SharedEngine(policy, model, parity, **options), (policy, prompts, seeds, sampling)
     refused = why_not(engine)
-    with patch.object(rl, "FEWEST_ROWS", 1), patch.object(shared_engine, "FEWEST_ROWS", 1):  # no padding
-        sampled = _sample(engine, *workload)
-        shared, kernel = _mismatch(policy, sampled), _mismatch(policy, sampled, engine.kernel_body)
+    engine.pad_rows(1)  # no padding
+    sampled = _sample(engine, *workload)
+    shared, kernel = _mismatch(policy, sampled), _mismatch(policy, sampled, engine.kernel_body)
+    engine.pad_rows(FEWEST_ROWS)
     padded = _mismatch(policy, _sample(engine, *workload), engine.kernel_body)
     engine.close()
     # The ordinary engine comes last: serving some architectures, it patches the Python class of the trainer's module.
@@ -50,7 +49,7 @@ def _sentence(means: list[float], refused: str | None) -> str:
     return f"mean |mismatch| {means[0]:.1e}: {', '.join(named)}; remaining {remaining}"
 
 
-def _sample(engine: Engine, policy: rl.Policy, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> Trace:
+def _sample(engine: Engine, policy: Policy, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> Trace:
     """One response per prompt: of one prompt alone, then of two at once, of four, and so on."""
     engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
     policy.body, rollouts = policy.own_body, []
@@ -62,7 +61,7 @@ def _sample(engine: Engine, policy: rl.Policy, prompts: list[list[int]], seeds: 
 
 
 @torch.no_grad()
-def _mismatch(policy: rl.Policy, trace: Trace, kernel: Any = None) -> torch.Tensor:
+def _mismatch(policy: Policy, trace: Trace, kernel: Any = None) -> torch.Tensor:
     """|trainer - engine|, where the trainer has its own attention or vLLM's `kernel`: (N,)."""
     policy.body, replay = kernel or policy.own_body, Replay(policy, trace)
     scored = [replay.logprobs(logits, trace.sampling, tokens)[1]

@@ -216,7 +216,8 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     assert max(row["mismatch_max"] for row in rows) <= 1e-4
     trained, first = Policy.load(str(out / "policy"), torch.float32, "cpu").weights(), small_model(name, False)
     assert all((trained[each] != tensor).any() for each, tensor in Policy(first).weights().items())  # expert by expert
-    assert json.loads((out / "config.json").read_text())["trainer"]["shared_prompts"] == (name in MIXTURES)
+    assert json.loads((out / "config.json").read_text())["trainer"]["body"] == (
+        "PromptsOnce" if name in MIXTURES else "plain_body")
 
 
 REFUSED = {

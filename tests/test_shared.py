@@ -44,7 +44,6 @@ from helpers import (
     train_here,
 )
 
-import rl
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
@@ -441,7 +440,7 @@ def test_fresh_rollouts_are_exact_with_groups_in_flight(good, tmp_path):
     for parity in (KEEP, RECOMPUTE, ABORT):
         usual = dict(parity=parity, inflight_groups=3, max_num_seqs=12, max_new_tokens=24)
         if parity != KEEP:
-            with pytest.raises(ValueError, match=r"exact must be off .* without a parity fix"):
+            with pytest.raises(ValueError, match=r"exact must be off .* without a fix"):
                 Config.of(engine="shared", exact=True, **usual)
         with job(good, tmp_path / parity.inflight_update, exact=parity == KEEP, **usual) as (run, live):
             live.source.sampling = replace(run.sampling, stop_token_ids=tuple(range(2, 8)))
@@ -519,8 +518,8 @@ def test_two_rows_a_product_in_place_of_more_are_found(good, tmp_path, monkeypat
     cause = r"a product of few rows is rounded differently \(qwen2, torch.float32, 1 threads\)"
     with job(good, tmp_path / "run", max_num_seqs=1, group_size=2) as (run, live):
         steps(run, live, 1)
-        for module in (rl, shared_engine):
-            monkeypatch.setattr(module, "FEWEST_ROWS", 2)
+        live.engine.pad_rows(2)
+        monkeypatch.setattr(shared_engine, "FEWEST_ROWS", 2)
         with pytest.raises(ExactError, match=TOLD.format(dtype="torch.float32", cause=cause)):
             steps(run, live, 2)
     with pytest.raises(ValueError, match=f"^exact must be off here: {cause}"), job(good, tmp_path / "other"):

@@ -51,7 +51,7 @@ def test_the_default_job_learns_at_parity(tmp_path):
     assert sum(row["reward"] for row in steps[-5:]) / 5 >= 0.93
     assert max(row["mismatch_abs_mean"] for row in steps) <= 1e-5
     assert max(row["mismatch_max"] for row in steps) <= 1e-3
-    assert all(row["staleness_max"] == row["groups_in_flight"] == row["tokens_wasted"] == 0 for row in steps)
+    assert all(row["staleness_max"] == 0 for row in steps)
     assert abs(table[-1]["eval_gap"]) < 0.08  # engine and trainer answer with different samples of the same policy
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["audit"]["logprobs_mode"] == "processed_logprobs"
@@ -227,7 +227,7 @@ def test_a_users_task_is_trained_on_in_16_bits_and_failures_are_counted(tmp_path
     record = json.loads((out / "config.json").read_text())
     assert record["trainer"].pop("model_path")
     assert record["trainer"] == {"attention": "sdpa", "model_dtype": dtype, "head_dtype": "float32",
-                                 "gradient_checkpointing": True, "shared_prompts": False}  # fmt: skip
+                                 "gradient_checkpointing": True, "body": "plain_body"}  # fmt: skip
     assert record["problems"]["dropped"] == 1
     assert record["problems"]["train"] + record["problems"]["held_out"] == 54
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]

@@ -119,12 +119,16 @@ def test_a_file_can_be_deleted_and_its_option_ends_in_one_sentence(whole, good):
     files = OF_EXTRAS | OF_PROBE
     copies = {file: copy_without(whole, file) for file in files}
     jobs = {file: (copy, "job", job) for file, copy in copies.items() if file != "extras/reference.py"}
-    refusals = [(copies[file], option, name, file) for file in files for option, name in files[file].items()]
     bare = copy_without(whole, "extras", "probe", "lab", "docs")
-    refusals += [(bare, option, name, file) for file in files for option, name in files[file].items()
-                 if (option, name) != (EXACT, "exact") and (file != "extras/masks.py" or option == "--top-k 3")]  # fmt: skip
-    asked = [(copy, f"refused{number}", f"{option} --cache-dir {copy / 'empty'}")
-             for number, (copy, option, _, _) in enumerate(refusals)]  # fmt: skip
+    refusals = []  # copy, option, its name, file
+    for file, options in files.items():
+        refusals += [(copies[file], option, name, file) for option, name in options.items()]
+        if file not in ("extras/exact.py", "extras/masks.py"):  # whose options need other files as well
+            refusals += [(bare, option, name, file) for option, name in options.items()]
+    refusals.append((bare, "--top-p 0.5", "top_k, top_p or min_p", "extras/masks.py"))
+    asked = []
+    for number, (copy, option, _, _) in enumerate(refusals):
+        asked.append((copy, f"refused{number}", f"{option} --cache-dir {copy / 'empty'}"))
     first, *results = run_all([(whole, "job", job), *jobs.values(), *asked])
 
     assert first[0] == 0, first[1]

@@ -152,12 +152,12 @@ def default_job(copy: Path) -> set[str]:
 
 @pytest.mark.engine
 def test_the_default_job_imports_what_its_defaults_use_and_runs_without_it(whole):
+    no_reference = copy_without(whole, "extras/reference.py")
+    bare = copy_without(whole, "extras", "probe", "lab", "docs")
     modules = default_job(whole)
     rare = {name for name in modules if name.split(".")[0] in ("extras", "probe", "lab")}
     assert rare == {"extras", "extras.curves", "extras.prompts", "extras.reference"}
     assert "eval_reward_trainer" in rows(whole / "vllm")[0]
-    no_reference = copy_without(whole, "extras/reference.py")
-    bare = copy_without(whole, "extras", "probe", "lab", "docs")
     for copy in (no_reference, bare):
         default_job(copy)
         assert_same_samples(copy / "vllm", whole / "vllm")

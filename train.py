@@ -51,8 +51,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
 
 
 class Step(NamedTuple):
-    """What a step has done: its metrics, the batch (B, T) that it trained on, and the P problems.
-    """
+    """What a step has done: its metrics, the batch (B, T) that was trained on, the P problems."""
 
     metrics: dict[str, Any]
     batch: Batch
@@ -513,8 +512,13 @@ def start_engine(run: Run, policy: Policy, alone: Engine | None = None) -> Engin
 
 def trainer_alone(run: Run, policy: Policy) -> Engine | None:
     """The engine of `--eval-with-trainer`, if extras/reference.py is there."""
-    reference = extra_if_there("reference") if run.config.measure.eval_with_trainer else None
-    return reference and reference.engine_for(run, policy)
+    if not run.config.measure.eval_with_trainer:
+        return None
+    reference = extra_if_there("reference")
+    if reference is None:
+        print("eval_with_trainer is LEFT OUT: it needs extras/reference.py", flush=True)
+        return None
+    return reference.engine_for(run, policy)
 
 
 def observers(run: Run, state: TrainingState) -> list[Callable[[Step], dict[str, Any]]]:

@@ -91,7 +91,7 @@ class GrpoConfig:
     # Allow `tis` although a fix is off: only to study how a correction hides a broken backend.
     tis_over_a_broken_backend: bool = False
     mask_truncated: bool = False  # No loss for responses cut off; they stay in the baseline (DAPO).
-    num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip binds.
+    num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip can act.
     micro_batch_tokens: int = 4096  # Tokens per forward and backward; only memory depends on it.
     lr_warmup_steps: int = 5  # Linear warm-up: Adam's second moments are noise at first.
     weight_decay: float = 0.0  # Decoupled; a few hundred steps of RL have nothing to regularise.
@@ -145,7 +145,7 @@ class BackendConfig:
     kv_cache_gib: float = 0.25  # Size of the KV cache; fixed: the trainer needs the free memory.
     inflight_groups: int = 0  # Groups in flight (N) beyond the P of a step, over weight loads.
     max_staleness: int = 8  # Largest staleness in updates; groups with an older token are dropped.
-    max_kept: int | None = None  # Largest set of a mask; if not given, 512, or above top_k (ties).
+    max_kept: int | None = None  # Largest set of a mask; by default 512, or above top_k (for ties).
     max_num_seqs: int = 512  # Sequences the engine decodes at once; the others wait.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's (CPU 128, GPU 16).
     # versioned: a group shares the KV cache of its prompt, keyed by the weight version. A resumed
@@ -189,7 +189,7 @@ class MeasureConfig:
     eval_samples: int = 1  # Sampled answers per problem; the greedy evaluation has one.
     eval_with_trainer: bool = True  # Evaluate without the engine as well (eval_gap).
     self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.
-    probe_every: int = 0  # Steps between probes of the mismatch (probe/), from the first; 0: none.
+    probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
     probe_on_alarm: bool = False  # Probe after a step whose mismatch exceeds the probe's ALARMS.
 
     def __post_init__(self):

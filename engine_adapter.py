@@ -28,7 +28,7 @@ SAMPLED, LIKELY = 0, slice(1, None)  # columns of vLLM's values: the sampled tok
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 # Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two
 # agree to 1e-5, and one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding
-# alone gives a few 1e-2.
+# alone gives a few 1e-2: there only a tensor shows that was never loaded.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 # (sequences of equal length, prompt length) -> log-probabilities of the tokens after the prompt, at
 # temperature 1
@@ -174,7 +174,8 @@ class Rollout:
     @property
     def oldest_version(self) -> int | None:
         """The oldest weight version from which any of it was computed, prompt included."""
-        return min(filter(None, (self.prompt_version, *self.versions[:1])), default=None)
+        of_prompt = [] if self.prompt_version is None else [self.prompt_version]
+        return min(of_prompt + self.versions, default=None)
 
     def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
         """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""

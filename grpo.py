@@ -10,7 +10,7 @@ Three policies give a log-probability to each sampled token, always by these nam
     logprobs            the trainer during the update, with gradient
 
 old_logprobs - behavior_logprobs is the mismatch. It is the fault of the backend, and should be as
-small as rounding. logprobs - old_logprobs is staleness, which the clip of GRPO limits.
+small as rounding. logprobs - old_logprobs is what the update has moved; the clip of GRPO limits it.
 
 Backend first, then correction. An importance weight (--tis-cap) corrects a mismatch, and so it also
 hides a broken backend. It is refused while a fix is off. Three of the five fixes are here, with a
@@ -198,7 +198,7 @@ def train(options: Options, fixes: Fixes):
     draw = random.Random(options.seed)
     longest = max(len(problem["prompt_ids"]) for problem in problems)
     llm = start_engine(options, fixes, longest + options.max_new_tokens)
-    canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # too short to cache
+    canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # under one block
     wake_and_load(llm, model, fixes, canary)
 
     for step in range(1, options.steps + 1):

@@ -4,8 +4,9 @@ Pure functions, no state.
 
 Three policies, always by these names. `behavior_logprobs`: what the engine reported for the token
 it sampled. `old_logprobs`: the trainer's own value before the update. `logprobs`: the trainer now,
-with gradient. `mismatch = old_logprobs - behavior_logprobs` is the backend's fault. `log_ratio =
-logprobs - old_logprobs` is staleness. In the three-policy form no number mixes the two.
+with gradient. `mismatch = old_logprobs - behavior_logprobs` is the backend's fault; of rollouts
+that were sampled with older weights it also holds the staleness. `log_ratio = logprobs -
+old_logprobs` is what the update moves.
 
 P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is
 (B, T), aligned with the targets. `mask` is 1.0 on response tokens, the end-of-sequence token
@@ -49,7 +50,7 @@ class Batch:
     def rows(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
         longest = int(self.lengths[rows].max())
-        index = rows.numpy()  # numpy takes a tensor of one row for a number
+        index = rows.numpy()  # `rollouts` is numpy's: a tensor of one element would give an item
 
         def part(values: Any) -> Any:
             if values is None:
@@ -227,8 +228,8 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     Shapes: (B, T), (B, T) -> (B, T).
     Source: Schulman 2020, "Approximating KL divergence" (note).
     """
-    log_ratio = other_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    difference = other_logprobs - logprobs
+    return torch.expm1(difference) - difference
 
 
 # ---------------------------------------------------------------------------- mismatch and TIS

@@ -76,7 +76,7 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     `left` is rounded to 16 bits: nothing changes for hidden states, and gradients of logits are
     rounded as in any 16-bit model.
     """
-    if dtype == torch.float32 != right.dtype and right.is_cuda:
+    if right.is_cuda and dtype == torch.float32 and right.dtype != torch.float32:
         return torch.mm(left.to(right.dtype), right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
 
@@ -329,7 +329,7 @@ class Policy:
     def projection(self, temperature: float, head_dtype: torch.dtype | None = None) -> Projection:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         dtype = head_dtype or self._head_dtype
-        # The only line of the trainer that applies the temperature.
+        # The only line where the trainer takes a temperature; `Projection.logits` divides by it.
         return self.make_projection(dtype, rows, self.scale, self.softcap, temperature)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
@@ -549,7 +549,8 @@ def update(
     or masked, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
     AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps that fp16
     has lost, `updates` those that changed the weights. Diagnostics are means over all minibatches
-    with a signal, None if none had one.
+    with a signal, None if none had one. A minibatch still takes a step if `tis masked` drops all
+    its tokens.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """

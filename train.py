@@ -114,7 +114,7 @@ class Synchronous:
         return problems, self.engine.generate(prompts, self.config.grpo.group_size, self.sampling)
 
     def after_update(self) -> dict[str, int]:
-        """Metrics of what is unfinished: nothing is."""
+        """Called after each load: drop what is too old, return metrics. Nothing is unfinished."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

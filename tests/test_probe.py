@@ -391,6 +391,17 @@ def test_exit_status_is_2_for_bad_input_with_one_line_that_names_it(tmp_path, ca
     assert printed.count("\n") == 1
 
 
+@pytest.mark.parametrize("options, complaint", [
+    (["--temperature", "2.5"], "temperature must be at most 2, vLLM's range, got 2.5"),
+    (["--num-prompts", "0"], "num_prompts must be at least 1"),
+    (["--prompt-tokens", "9", "4"], "prompt_tokens must be two numbers, 1 <= shortest <= longest"),
+    (["--seed", "-1"], "seed must be in [0, 2^32)"),
+])  # fmt: skip
+def test_a_workload_that_vllm_would_refuse_is_refused_before_it_starts(tmp_path, capsys, options, complaint):
+    assert exit_status("record", "--model", MODEL, "--out", str(tmp_path / "x.npz"), *options) == 2
+    assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
 @pytest.mark.parametrize("kind", ["npz", "json"])
 @pytest.mark.parametrize("meta, complaint", [
     ({"dtype": ["float32"]}, "meta.dtype of a trace must be one of float32, bfloat16, float16, got ['float32']"),

@@ -306,14 +306,10 @@ class Engine:
             self._start(arguments)
         except Exception as error:  # a model that vLLM cannot run fails anywhere in here
             cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
-            reason = str(error)
-            if hasattr(error, "errors"):
-                reason = "; ".join(each["msg"] for each in error.errors())
-            reason = " ".join(reason.split())[:300] or repr(error)
             sizes = (f"kv_cache_gib {kv_cache_gib}, block_size {block_size},"
                      f" prefix_cache {prefix_cache}")
             raise ValueError(f"vLLM {self.version} ({current_platform.device_name}) cannot start"
-                             f" {self._config.model_type} ({sizes}): {reason}") from error
+                             f" {self._config.model_type} ({sizes}): {_reason(error)}") from error
         Engine.live = self
         self.settings = self.audit()
 
@@ -726,6 +722,14 @@ class Engine:
         del self.llm
         self.state, Engine.live = "broken", None
         gc.collect()
+
+
+def _reason(error: Exception) -> str:
+    """What a library's exception says, in one line."""
+    text = str(error)
+    if hasattr(error, "errors"):  # pydantic's
+        text = "; ".join(each["msg"] for each in error.errors())
+    return " ".join(text.split())[:300] or repr(error)
 
 
 def _name(dtype: torch.dtype) -> str:

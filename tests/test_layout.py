@@ -22,9 +22,9 @@ LIMITS = {
     ("grpo",): 280,
     ("config",): 280,
     ("tasks", "records"): 556,  # the aim is 540
-    ("train", "objectives", "rl", "engine_adapter"): 2253,  # the aim is 1,700
+    ("train", "objectives", "rl", "engine_adapter"): 2257,  # the aim is 1,700
     ("extras",): 973,  # the aim is 800
-    tuple(FILES): 8920,  # the aim is 7,698
+    tuple(FILES): 8924,  # the aim is 7,698
 }
 WIDE = {"tasks", "records", "extras.reference", "extras.shared_engine"}  # over 100 columns; the aim is none
 

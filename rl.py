@@ -5,7 +5,6 @@ response tokens.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from config import GrpoConfig
 from engine_adapter import Rollout
+from models import load_model
 from objectives import OBJECTIVES, Batch, loss_weights, weighted_loss
 
 Body = Callable[[Batch, Tensor], Tensor]  # batch, response (B, T) bool -> hidden states (N, H)
@@ -194,9 +194,7 @@ class Policy:
     """A Hugging Face causal language model whose final projection (the head) is computed here.
 
     transformers computes the body. The head is computed in fp32 (without `fp32_head` in the model's
-    dtype), on response positions only and in chunks, so that a (B, T, V) tensor never exists. With
-    `gradient_checkpointing` only the input of each layer is kept for backward, which computes the
-    layer again.
+    dtype), on response positions only and in chunks, so that a (B, T, V) tensor never exists.
 
     `body` and `support` are seams: extras/prompts.py computes each prompt once,
     extras/shared_engine.py calls vLLM's attention kernel, extras/masks.py restricts the softmax.
@@ -208,11 +206,10 @@ class Policy:
 
     def __init__(
         self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int | None = None,
-        gradient_checkpointing: bool = False, check: bool = True,
+        check: bool = True,
     ):
         self.model = model.eval()  # no dropout
         self.fp32_head = fp32_head
-        self.checkpointed = _checkpointed_layers(model) if gradient_checkpointing else []
         self.own_body: Body = self.plain_body  # with the trainer's own attention
         self.body: Body = self.own_body
         self.support = Vocabulary()
@@ -236,32 +233,11 @@ class Policy:
             self._check_head()
 
     @classmethod
-    def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True,
-             gradient_checkpointing: bool = False) -> "Policy":
-        """From a folder or a hub name.
-
-        Raises: ValueError if a tensor of the model is missing in the checkpoint, not finite, or of
-        another shape there, or if the checkpoint has more layers than its configuration.
-        """
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
-        attention = attention_for(AutoConfig.from_pretrained(path).get_text_config())
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
-            ignore_mismatched_sizes=True)
-        if report["missing_keys"] or report["mismatched_keys"]:
-            missing = sorted(report["missing_keys"])
-            mismatched = sorted(map(str, report["mismatched_keys"]))
-            raise ValueError(f"the checkpoint in {path} must have every tensor of"
-                             f" {type(model).__name__}: missing {missing}, wrongly shaped"
-                             f" {mismatched}")
-        _check_unexpected(model, path, sorted(report["unexpected_keys"]))
-        bad = [name for name, each in model.named_parameters() if not each.isfinite().all()]
-        if bad:
-            raise ValueError(f"the checkpoint in {path} must be finite, it is not in"
-                             f" {', '.join(bad)}")
-        return cls(model.to(device), fp32_head, gradient_checkpointing=gradient_checkpointing)
+    def load(
+        cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True
+    ) -> "Policy":
+        """From a folder or a hub name. Raises: ValueError, as `models.load_model`."""
+        return cls(load_model(path, dtype).to(device), fp32_head)
 
     @property
     def device(self) -> torch.device:
@@ -274,7 +250,7 @@ class Policy:
             "body": getattr(self.body, "__name__", type(self.body).__name__),
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self._head_dtype).removeprefix("torch."),
-            "gradient_checkpointing": bool(self.checkpointed),
+            "gradient_checkpointing": self.model.is_gradient_checkpointing,
         }
 
     # ------------------------------------------------------------------- log-probabilities
@@ -319,12 +295,7 @@ class Policy:
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
-        for layer in self.checkpointed:  # transformers checkpoints in training mode only
-            layer.training = torch.is_grad_enabled()
-        hidden = self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-        for layer in self.checkpointed:
-            layer.training = False
-        return hidden
+        return self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
 
     def projection(self, temperature: float, head_dtype: torch.dtype | None = None) -> Projection:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
@@ -393,42 +364,6 @@ class Policy:
             raise ValueError(f"{type(self.model).__name__} does more after its head than the"
                              " trainer reproduces: the logits differ by"
                              f" {difference:.1e}, more than {allowed:.1e}")
-
-
-def attention_for(config: Any) -> str:
-    """sdpa, but eager where sdpa drops soft-capping and where the class has no sdpa (Mamba 2)."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    has_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
-    return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
-
-
-def _check_unexpected(model: torch.nn.Module, path: str, names: list[str]) -> None:
-    """Print the tensors that the model does not use.
-
-    Raises: ValueError if one of them differs from a tensor of the model in a number only:
-    config.json has fewer layers.
-    """
-    patterns = {re.sub(r"\d+", "N", name) for name in model.state_dict()}
-    more = [name for name in names if re.sub(r"\d+", "N", name) in patterns]
-    if more:
-        raise ValueError(f"config.json must be that of the checkpoint in {path}, which has"
-                         f" {len(more)} more tensors of {type(model).__name__}:"
-                         f" {', '.join(more[:8])}")
-    if names:
-        print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
-              f" {', '.join(names)}", flush=True)
-
-
-def _checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers"
-                         " that support it")
-    return layers
 
 
 # ---------------------------------------------------------------------------------- optimizer

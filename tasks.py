@@ -200,61 +200,6 @@ def split(name: str, reward: Reward, seed: int, train: list[Problem], held_out: 
 
 
 # ------------------------------------------------------------------------------------------------ prompts
-def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
-    """Text configuration, tokenizer and stop tokens of a folder or a hub name; of weights only the headers are read.
-
-    Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
-    """
-    from safetensors import safe_open
-    from transformers import AutoConfig, GenerationConfig
-    from transformers.utils import has_file
-
-    dtypes: set[str] = set()
-    with stage(f"reading the model (toy, a folder or a reachable hub name) {path}"):
-        if os.path.isdir(path) and not [*Path(path).glob("*.safetensors"), *Path(path).glob("pytorch_model*.bin")]:
-            raise ValueError("it has no weights")
-        for file in Path(path).glob("*.safetensors"):
-            with safe_open(file, "pt") as tensors:  # reads and checks the header
-                weights = [name for name in tensors.keys() if name.endswith("weight")]  # noqa: SIM118, no iterator
-                dtypes |= {tensors.get_slice(name).get_dtype() for name in weights}
-        config, tokenizer = AutoConfig.from_pretrained(path), load_tokenizer(path)
-        stop = {tokenizer.eos_token_id}
-        if has_file(path, "generation_config.json"):  # chat models name more there
-            declared = GenerationConfig.from_pretrained(path).eos_token_id
-            stop |= set(declared if isinstance(declared, list) else [declared])
-    stop.discard(None)
-    text_config, method = config.get_text_config(), getattr(config, "quantization_config", None)
-    for holds, sentence in (
-        (dtypes <= {"F64", "F32", "F16", "BF16"},
-         f"model must have floating-point weights, {path} has {', '.join(sorted(dtypes))}"),
-        (not method, f"model must not be quantised (it is trained), {path} is: {method!s:.100}"),
-        (stop and all(type(token) is int and token >= 0 for token in stop),
-         f"model must name an end-of-sequence token (else no rollout ends), {path} has {stop or None}"),
-    ):
-        if not holds:
-            raise ValueError(sentence)
-    return text_config, tokenizer, tuple(sorted(stop))
-
-
-def load_tokenizer(path: str) -> Any:
-    """The folder's own tokenizer.
-
-    If tokenizer_config.json names the generic fast class, that class is loaded: AutoTokenizer would choose Qwen's by
-    the model's type and lose characters. Without files AutoTokenizer makes an empty tokenizer for some types.
-
-    Raises: ValueError if the folder has no tokenizer.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    settings = Path(path) / "tokenizer_config.json"
-    named = json.loads(settings.read_text()).get("tokenizer_class") if settings.is_file() else None
-    generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")  # one class; transformers 5 saves the second
-    tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(path)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
-    return tokenizer
-
-
 def encode(tokenizer: Any, task: Task) -> Task:
     """The task with the token ids of every question, in the model's chat template if it has one.
 

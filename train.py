@@ -5,12 +5,10 @@ One step: sample, sleep, score, update, wake, load. `train_step` is the page to 
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean as mean
@@ -21,11 +19,12 @@ import torch
 import tyro
 
 import records
-from config import BUILT_IN, NOT_OF_THE_EXPERIMENT, Config
-from engine_adapter import Engine, Rollout, Sampling, check_vllm_version, reseed
+from config import Config
+from engine_adapter import Engine, Rollout, Sampling, reseed
 from objectives import OBJECTIVES, Batch, mismatch_metrics
+from prepare import Run, prepare
 from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
-from tasks import Problem, Task, describe_model, encode, load_task, score
+from tasks import Problem, Task, score
 
 HERE = Path(__file__).parent
 
@@ -35,7 +34,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
     run_config, measure = run.config.run, run.config.measure
     if first_step == 1:
-        run.log({"step": 0} | evaluate(run, state, 0))
+        log(run, {"step": 0} | evaluate(run, state, 0))
     for step in range(first_step, run_config.steps + 1):
         done = train_step(run, state, step)
         for observe in state.observers:
@@ -43,10 +42,10 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         last = step == run_config.steps
         if last or step % measure.eval_every == 0:
             done.metrics.update(evaluate(run, state, step))
-        run.log(done.metrics)
+        log(run, done.metrics)
         if last or step % run_config.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, state.state_dict() | {"run": run.fingerprint})
-    run.save_policy(state.policy, run.out / "policy")
+    save_policy(run, state.policy, run.out / "policy")
     state.engine.close()
 
 
@@ -69,7 +68,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("reward"):
         asked = [problem for problem in problems for _ in range(grpo.group_size)]  # B
-        scored = run.score(asked, rollouts)
+        scored = score_rollouts(run, asked, rollouts)
     rewards = torch.tensor([each["reward"] for each in scored])  # (B,)
     advantages = OBJECTIVES[grpo.objective].advantages(rewards, grpo.group_size)  # (B,)
     batch = make_batch(rollouts, advantages, policy.device)  # (B, T)
@@ -124,6 +123,30 @@ class Synchronous:
         self.rng.setstate(state["rng"])
 
 
+def score_rollouts(
+    run: Run, problems: list[Problem], rollouts: list[Rollout]
+) -> list[dict[str, Any]]:
+    """A row per rollout, as in samples.jsonl: question, response, reward, and what failed."""
+    data = run.config.data
+    ids = [rollout.token_ids for rollout in rollouts]
+    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    rows = []
+    for problem, rollout, text in zip(problems, rollouts, texts, strict=True):
+        reward, error = score(run.task.reward, problem, text, data.reward_limit_s)
+        if error and data.reward_errors == "stop":
+            raise ValueError(f"{error}; to go on with reward 0, --reward-errors count")
+        rows.append({
+            "reward": reward, "response": text, "question": problem.question,
+            "answer": problem.answer, "source": problem.source,
+            "finish_reason": rollout.finish_reason,
+            "tokens": len(rollout.token_ids), "error": error,
+        })
+    errors = [row["error"] for row in rows if row["error"]]
+    if errors:
+        print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
+    return rows
+
+
 def rollout_metrics(
     rollouts: list[Rollout], rewards: torch.Tensor, group_size: int, version: int
 ) -> dict[str, float]:
@@ -172,7 +195,8 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
         reseed(seed, "eval", step)
         sampling = replace(run.sampling, max_kept=0, temperature=temperature)
         rollouts = engine.generate(prompts, samples, sampling)
-        scored = run.score([problem for problem in problems for _ in range(samples)], rollouts)
+        asked = [problem for problem in problems for _ in range(samples)]
+        scored = score_rollouts(run, asked, rollouts)
         rows = [{"step": step, "mode": mode} | each for each in scored]
         records.append_rows(run.out / "samples.jsonl", rows)
         errors += sum(each["error"] is not None for each in scored)
@@ -191,68 +215,27 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     return metrics | {"eval_reward_errors": errors}
 
 
-# ---------------------------------------------------------------------------------- a run
-@dataclass(frozen=True)
-class Run:
-    """What stays the same from the first step to the last."""
-
-    config: Config
-    out: Path
-    model_path: str
-    task: Task
-    tokenizer: Any
-    sampling: Sampling
-    max_model_len: int
-    dropped_prompts: int
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the options and the problems: equal for a run and its resumption."""
-        flat = self.config.flat()
-        options = {name: value for name, value in flat.items() if name not in NOT_OF_THE_EXPERIMENT}
-        return sha256(json.dumps([options, self.task.fingerprint]).encode()).hexdigest()
-
-    def score(self, problems: list[Problem], rollouts: list[Rollout]) -> list[dict[str, Any]]:
-        """A row per rollout, as in samples.jsonl: question, response, reward, and what failed."""
-        data = self.config.data
-        ids = [rollout.token_ids for rollout in rollouts]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rows = []
-        for problem, rollout, text in zip(problems, rollouts, texts, strict=True):
-            reward, error = score(self.task.reward, problem, text, data.reward_limit_s)
-            if error and data.reward_errors == "stop":
-                raise ValueError(f"{error}; to go on with reward 0, --reward-errors count")
-            rows.append({
-                "reward": reward, "response": text, "question": problem.question,
-                "answer": problem.answer, "source": problem.source,
-                "finish_reason": rollout.finish_reason,
-                "tokens": len(rollout.token_ids), "error": error,
-            })
-        errors = [row["error"] for row in rows if row["error"]]
-        if errors:
-            print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
-        return rows
-
-    def log(self, metrics: dict[str, Any]) -> None:
-        """All of it to metrics.jsonl, one line to the terminal."""
-        records.append_rows(self.out / "metrics.jsonl", [metrics])
-        print(records.log_line(metrics, self.config.run.steps), flush=True)
-
-    def save_policy(self, policy: Policy, folder: Path) -> None:
-        """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults.
-        """
-        from transformers import GenerationConfig
-
-        sampling = self.sampling
-        policy.model.generation_config = GenerationConfig(
-            do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k,
-            top_p=sampling.top_p, min_p=sampling.min_p, max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=list(sampling.stop_token_ids), pad_token_id=self.tokenizer.pad_token_id,
-        )
-        policy.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+def log(run: Run, metrics: dict[str, Any]) -> None:
+    """All of it to metrics.jsonl, one line to the terminal."""
+    records.append_rows(run.out / "metrics.jsonl", [metrics])
+    print(records.log_line(metrics, run.config.run.steps), flush=True)
 
 
+def save_policy(run: Run, policy: Policy, folder: Path) -> None:
+    """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults."""
+    from transformers import GenerationConfig
+
+    sampling = run.sampling
+    policy.model.generation_config = GenerationConfig(
+        do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k,
+        top_p=sampling.top_p, min_p=sampling.min_p, max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=list(sampling.stop_token_ids), pad_token_id=run.tokenizer.pad_token_id,
+    )
+    policy.model.save_pretrained(folder)
+    run.tokenizer.save_pretrained(folder)
+
+
+# ---------------------------------------------------------------------------------- set-up
 @dataclass
 class TrainingState:
     """What changes from step to step."""
@@ -283,135 +266,6 @@ class TrainingState:
         self.policy.model.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.source.load_state_dict(state["source"])
-
-
-# ---------------------------------------------------------------------------------- set-up
-def prepare(config: Config) -> Run:
-    """Check all that can be checked before a model is loaded or taught. Raises: ValueError."""
-    check_files(config)
-    if config.backend.engine != "transformers":
-        check_vllm_version(config.backend.allow_untested_vllm)
-    record = _earlier_record(config)
-    out = Path(config.run.out).absolute()  # a task may change the working directory
-    for name in ("offload_optimizer", "cuda_graphs"):
-        if config.flat()[name] and not torch.cuda.is_available():
-            raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
-    task = find_task(config)
-    if task.num_repeated:
-        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
-    if config.run.model == "toy":
-        from examples.toys import describe_toy, toy_model
-
-        model_config, tokenizer, stop_token_ids = describe_toy(config.run.task)
-    else:
-        model_config, tokenizer, stop_token_ids = describe_model(config.run.model)
-    task = encode(tokenizer, task)
-    num_problems = len(task.train) + len(task.held_out)
-    largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
-    if largest >= model_config.vocab_size:
-        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
-                         f" vocabulary of {model_config.vocab_size}")
-    task = _fitting(config, task, getattr(model_config, "max_position_embeddings", None))
-    groups = config.grpo.num_prompts + config.backend.inflight_groups
-    if groups > len(task.train):
-        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
-                         f" there are), got {groups}")
-    if record and record["problems"]["sha256"] != task.fingerprint:
-        raise ValueError(f"a resumed run must keep its problems, {config.run.task} has others now")
-    grpo = config.grpo
-    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
-                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
-    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
-    path = config.run.model
-    if path == "toy":
-        path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
-    dropped = num_problems - len(task.train) - len(task.held_out)
-    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped)
-
-
-def find_task(config: Config) -> Task:
-    """The task that `--task` names. Raises: ValueError that says what is wrong with it."""
-    name = config.run.task
-    if name in BUILT_IN:
-        from examples.toys import COUNTDOWN, TASKS
-
-        if name in TASKS:
-            return TASKS[name](config.run.seed)
-        name = COUNTDOWN
-    return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
-
-
-def _earlier_record(config: Config) -> dict[str, Any] | None:
-    """config.json of the run in `out`, if any.
-
-    Raises: ValueError if it is damaged, or not to be resumed.
-    """
-    path = Path(config.run.out) / "config.json"
-    if not path.exists():
-        tables = [table for table in path.parent.glob("*.jsonl") if table.stat().st_size]
-        if tables or any(path.parent.glob("checkpoints/*")):
-            raise ValueError(f"out must be new or a whole run, {config.run.out} has a run's files"
-                             " without config.json")
-        return None
-    if not config.run.resume:
-        raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with"
-                         " --resume or choose another --out")
-    with records.stage(f"reading {path}"):
-        record = json.loads(path.read_text())
-        # KeyError if one is missing.
-        theirs, _ = dict(record["config"]), record["problems"]["sha256"]
-    ours = config.flat()
-    names = ours.keys() - NOT_OF_THE_EXPERIMENT
-    changed = sorted(name for name in names if ours[name] != theirs.get(name))
-    if changed:
-        raise ValueError(f"a resumed run must keep its options, changed are {', '.join(changed)}")
-    return record
-
-
-def _fitting(config: Config, task: Task, context: int | None) -> Task:
-    """The task without the problems whose prompts are too long, if these are to be dropped."""
-    response = config.grpo.max_new_tokens
-    if context is not None and response >= context:
-        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got"
-                         f" {response}")
-    limit, why = config.data.max_prompt_tokens, "--max-prompt-tokens"
-    if context is not None and (limit is None or context - response < limit):
-        limit, why = context - response, f"the context of {context} less --max-new-tokens"
-    problems = task.train + task.held_out
-    overlong = [each for each in problems if limit is not None and len(each.prompt_ids) > limit]
-    if not overlong:
-        return task
-    counted = f"{len(overlong)} of {len(problems)} prompts are longer than {limit} tokens ({why})"
-    if config.data.overlong_prompts == "refuse":
-        worst = max(overlong, key=lambda problem: len(problem.prompt_ids))
-        raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)};"
-                         " try --overlong-prompts drop")
-    train = [problem for problem in task.train if len(problem.prompt_ids) <= limit]
-    held_out = [problem for problem in task.held_out if len(problem.prompt_ids) <= limit]
-    if not train or not held_out:
-        part = "held-out" if train else "training"
-        raise ValueError(f"{counted}, none of the {part} problems is left")
-    print(f"{counted}: DROPPED", flush=True)
-    return replace(task, train=train, held_out=held_out)
-
-
-def check_files(config: Config) -> None:
-    """Raises: ValueError if a file of extras/ or probe/ that an option needs has been deleted."""
-    grpo, backend, measure = config.grpo, config.backend, config.measure
-    probes = measure.probe_every or measure.probe_on_alarm
-    for option, given, file in (
-        ("engine transformers", backend.engine == "transformers", "extras/reference.py"),
-        ("engine shared", backend.engine == "shared", "extras/shared_engine.py"),
-        ("exact", backend.exact, "extras/exact.py"),
-        ("inflight_groups", backend.inflight_groups, "extras/inflight.py"),
-        ("top_k, top_p or min_p", grpo.has_mask, "extras/masks.py"),
-        ("offload_optimizer", grpo.offload_optimizer, "extras/offload.py"),
-        ("self_noise_every", measure.self_noise_every, "probe/noise.py"),
-        ("probe_every or probe_on_alarm", probes, "probe/diagnose.py"),
-        ("probe_every or probe_on_alarm", probes, "extras/masks.py"),
-    ):
-        if given and not (HERE / file).exists():
-            raise ValueError(f"{option} needs {file}, which is not there")
 
 
 def extra_if_there(name: str) -> ModuleType | None:
@@ -479,7 +333,11 @@ def load_policy(run: Run) -> Policy:
     config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
     with records.stage(f"loading the model in {run.model_path}"):
         policy = Policy.load(run.model_path, getattr(torch, config.run.dtype), device,
-                             config.parity.fp32_head, config.grpo.gradient_checkpointing)
+                             config.parity.fp32_head)
+        if config.grpo.gradient_checkpointing:
+            from extras.checkpointing import checkpoint_layers
+
+            checkpoint_layers(policy)
     prompts = extra_if_there("prompts")
     if prompts:
         prompts.compute_prompts_once(policy)

@@ -24,7 +24,7 @@ def compute_prompts_once(policy: Policy) -> None:
     kinds = {type(layer).__name__ for layer in layers}
     known = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"} and not policy.model._is_stateful
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    if known and 1 not in windows and not policy.checkpointed:
+    if known and 1 not in windows and not policy.model.is_gradient_checkpointing:
         policy.own_body = policy.body = PromptsOnce(policy)
 
 

@@ -23,14 +23,16 @@ from transformers.masking_utils import sdpa_mask
 from config import POSITIVE, Config
 from engine_adapter import CANARY_PROMPTS
 from examples.toys import toy_config, toy_tokenizer
+from extras.checkpointing import checkpoint_layers
 from extras.offload import OffloadedOptimizer
 from extras.reference import kv_bytes_per_token
 from lab import table
+from models import attention_for, load_tokenizer
 from objectives import Batch
+from prepare import find_task
 from records import one_sentence, stage
-from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, attention_for, head_chunk
-from tasks import encode, load_tokenizer
-from train import find_task
+from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, head_chunk
+from tasks import encode
 
 GIB = 2**30
 CONTEXT = 1.5 * GIB  # estimate: CUDA context, cuBLAS workspaces, vLLM's buffers that sleep does not free
@@ -117,7 +119,9 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
     attention = attention_for(model_config).replace("sdpa", "planned_sdpa")
     with FakeTensorMode(), memory:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
-        policy = Policy(model, config.parity.fp32_head, chunk_elements, config.grpo.gradient_checkpointing, check=False)
+        policy = Policy(model, config.parity.fp32_head, chunk_elements, check=False)
+        if config.grpo.gradient_checkpointing:
+            checkpoint_layers(policy)
         make_optimizer = OffloadedOptimizer if config.grpo.offload_optimizer else Optimizer
         optimizer = make_optimizer(model, config.grpo.weight_decay)
         for master in optimizer.masters:

@@ -32,8 +32,9 @@ from config import GrpoConfig
 from engine_adapter import Rollout, WeightLoadError
 from examples.toys import toy_tokenizer
 from extras.prompts import PromptsOnce, compute_prompts_once
+from models import attention_for
 from probe.noise import rounded_otherwise
-from rl import Policy, attention_for, frozen_logprobs, make_batch
+from rl import Policy, frozen_logprobs, make_batch
 
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.

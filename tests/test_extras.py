@@ -18,6 +18,7 @@ EXACT = "--engine shared --exact"
 
 # By the deleted file: options that need it, and the words that name them in the refusal.
 OF_EXTRAS = {
+    "extras/checkpointing.py": {"--gradient-checkpointing": "gradient_checkpointing"},
     "extras/curves.py": {},  # the default job does without
     "extras/exact.py": {EXACT: "exact"},
     "extras/inflight.py": {"--inflight-groups 4": "inflight_groups"},

@@ -185,7 +185,8 @@ def test_page_refuses_tis_without_a_fix_and_a_tensor_that_is_not_loaded(options)
 @pytest.mark.engine  # it starts none, but the first call teaches the model for a minute
 def test_the_written_toy_is_the_toy_of_train_with_the_same_held_out_problems(tmp_path):
     from examples.toys import addition
-    from tasks import describe_model, load_task
+    from models import describe_model
+    from tasks import load_task
 
     subprocess.run([sys.executable, "-m", "examples.toys", str(tmp_path)], cwd=ROOT, check=True, timeout=400)
     written, toy = load_task(str(tmp_path / "problems.jsonl"), seed=0), addition(seed=0)

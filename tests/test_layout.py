@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("extras", "probe", "lab", "examples")
 RARE = {"extras", "probe", "lab"}  # the core imports them for an option only
-CORE = ("train", "rl", "objectives", "engine_adapter", "config", "tasks", "records", "grpo")
+CORE = ("train", "rl", "objectives", "engine_adapter", "config", "tasks", "records", "models", "prepare", "grpo")
 FILES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 FILES |= {f"{room}.{path.stem}": path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))}
 OF_VLLM = {"engine_adapter", "extras.shared_engine", "grpo", "examples.record_vllm"}
@@ -21,10 +21,10 @@ OF_VLLM = {"engine_adapter", "extras.shared_engine", "grpo", "examples.record_vl
 LIMITS = {
     ("grpo",): 280,
     ("config",): 280,
-    ("tasks", "records"): 556,  # the aim is 540
-    ("train", "objectives", "rl", "engine_adapter"): 2257,  # the aim is 1,700
-    ("extras",): 973,  # the aim is 800
-    tuple(FILES): 8924,  # the aim is 7,698
+    ("tasks", "records"): 501,
+    ("train", "objectives", "rl", "engine_adapter"): 2050,  # the aim is 1,700
+    ("extras",): 1007,  # the aim is 800
+    tuple(FILES): 9015,  # the aim is 7,698
 }
 WIDE = {"tasks", "records", "extras.reference", "extras.shared_engine"}  # over 100 columns; the aim is none
 

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from examples.toys import EOS, TOYS, digits, teach, toy_config, toy_tokenizer
-from tasks import Problem, describe_model, load_tokenizer
+from models import describe_model, load_tokenizer
+from tasks import Problem
 
 
 def test_the_model_for_digits_starts_with_the_wrong_habit_unsure_and_with_offset_logits():

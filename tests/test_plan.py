@@ -47,13 +47,16 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 from test_plan import JOB, MODEL, PROMPT
 from engine_adapter import Rollout
+from extras.checkpointing import checkpoint_layers
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
 from records import memory_gib, reset_peak
 
 job = JOB.but(dtype=sys.argv[2], gradient_checkpointing=sys.argv[3] == "True")
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(Qwen2Config(**MODEL), dtype=getattr(torch, job.run.dtype))
-policy = Policy(model, gradient_checkpointing=job.grpo.gradient_checkpointing)
+policy = Policy(model)
+if job.grpo.gradient_checkpointing:
+    checkpoint_layers(policy)
 optimizer = Optimizer(model, 0.0)
 draw = lambda n: torch.randint(3, 8000, (n,)).tolist()
 rollouts = [Rollout(draw(PROMPT), 0, draw(96), [-9.0] * 96, [1] * 96, "length") for _ in range(32)]

@@ -16,7 +16,7 @@ from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
 from extras.reference import engine_for
 from rl import Policy
-from train import build, prepare
+from train import build, prepare, score_rollouts
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,8 +66,9 @@ def test_a_failed_reward_stops_the_run_or_is_counted(tmp_path, capsys):
     problems = sorted(run.task.train + run.task.held_out, key=lambda problem: int(problem.answer))[2:5]
     rollouts = [Rollout([1], 0, [5], [-0.1], [1], "stop")] * 3
     with pytest.raises(ValueError, match=r"ZeroDivisionError.*; to go on with reward 0, --reward-errors count"):
-        run.score(problems, rollouts)
-    rows = replace(run, config=run.config.but(reward_errors="count")).score(problems, rollouts)
+        score_rollouts(run, problems, rollouts)
+    counting = replace(run, config=run.config.but(reward_errors="count"))
+    rows = score_rollouts(counting, problems, rollouts)
     assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0]
     assert [row["error"] is not None for row in rows] == [False, True, False]
     assert "REWARD FAILED, one of 1: the reward fails (ZeroDivisionError" in capsys.readouterr().out

@@ -1,0 +1,34 @@
+"""`--gradient-checkpointing`: backward computes each layer again, so less memory is needed."""
+
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rl import Policy
+
+
+def checkpoint_layers(policy: Policy) -> None:
+    """Keep only the input of each layer for backward.
+
+    Raises: ValueError if the model does not support it.
+    """
+    model = policy.model
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers"
+                         " that support it")
+
+    # transformers checkpoints in training mode only. What is inside the layers stays in evaluation
+    # mode: there is no dropout.
+    def before(*_: Any) -> None:
+        for layer in layers:
+            layer.training = torch.is_grad_enabled()
+
+    def after(*_: Any) -> None:
+        for layer in layers:
+            layer.training = False
+
+    model.base_model.register_forward_pre_hook(before)
+    model.base_model.register_forward_hook(after, always_call=True)

@@ -1,0 +1,140 @@
+"""A model's folder or hub name: configuration, tokenizer and weights, and what is refused there."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from records import stage
+
+
+def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
+    """The causal language model of a folder or a hub name, in evaluation mode on the CPU.
+
+    Raises: ValueError if a tensor of the model is missing in the checkpoint, not finite, or of
+    another shape there, or if the checkpoint has more layers than its configuration.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
+    attention = attention_for(AutoConfig.from_pretrained(path).get_text_config())
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+        ignore_mismatched_sizes=True)
+    if report["missing_keys"] or report["mismatched_keys"]:
+        missing = sorted(report["missing_keys"])
+        mismatched = sorted(map(str, report["mismatched_keys"]))
+        raise ValueError(f"the checkpoint in {path} must have every tensor of"
+                         f" {type(model).__name__}: missing {missing}, wrongly shaped"
+                         f" {mismatched}")
+    _check_unexpected(model, path, sorted(report["unexpected_keys"]))
+    bad = [name for name, each in model.named_parameters() if not each.isfinite().all()]
+    if bad:
+        raise ValueError(f"the checkpoint in {path} must be finite, it is not in {', '.join(bad)}")
+    return model
+
+
+def attention_for(config: Any) -> str:
+    """sdpa, but eager where sdpa drops soft-capping and where the class has no sdpa (Mamba 2)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    has_sdpa = getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_sdpa", True)
+    return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
+
+
+def _check_unexpected(model: torch.nn.Module, path: str, names: list[str]) -> None:
+    """Print the tensors that the model does not use.
+
+    Raises: ValueError if one of them differs from a tensor of the model in a number only:
+    config.json has fewer layers.
+    """
+    patterns = {re.sub(r"\d+", "N", name) for name in model.state_dict()}
+    more = [name for name in names if re.sub(r"\d+", "N", name) in patterns]
+    if more:
+        raise ValueError(f"config.json must be that of the checkpoint in {path}, which has"
+                         f" {len(more)} more tensors of {type(model).__name__}:"
+                         f" {', '.join(more[:8])}")
+    if names:
+        print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
+              f" {', '.join(names)}", flush=True)
+
+
+def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
+    """Text configuration, tokenizer and stop tokens; of weights only the headers are read.
+
+    Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
+    """
+    from transformers import AutoConfig
+
+    with stage(f"reading the model (toy, a folder or a reachable hub name) {path}"):
+        dtypes = _dtypes(path)
+        config = AutoConfig.from_pretrained(path)
+        tokenizer = load_tokenizer(path)
+        stop = _stop_tokens(path, tokenizer)
+    if not dtypes <= {"F64", "F32", "F16", "BF16"}:
+        raise ValueError("model must have floating-point weights,"
+                         f" {path} has {', '.join(sorted(dtypes))}")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise ValueError(f"model must not be quantised (it is trained), {path} is:"
+                         f" {quantization!s:.100}")
+    if not stop or not all(type(token) is int and token >= 0 for token in stop):
+        raise ValueError("model must name an end-of-sequence token (else no rollout ends),"
+                         f" {path} has {stop or None}")
+    return config.get_text_config(), tokenizer, tuple(sorted(stop))
+
+
+def _dtypes(path: str) -> set[str]:
+    """The dtypes of the weights in a folder's safetensors files, of which each header is checked.
+
+    Raises: ValueError if a folder has no weights.
+    """
+    from safetensors import safe_open
+
+    files = [*Path(path).glob("*.safetensors")]
+    if os.path.isdir(path) and not files and not [*Path(path).glob("pytorch_model*.bin")]:
+        raise ValueError("it has no weights")
+    dtypes = set()
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if name.endswith("weight")]  # noqa: SIM118
+            dtypes |= {tensors.get_slice(name).get_dtype() for name in names}
+    return dtypes
+
+
+def _stop_tokens(path: str, tokenizer: Any) -> set[int]:
+    """The tokenizer's end-of-sequence token, and those that a chat model's files name beside it."""
+    from transformers import GenerationConfig
+    from transformers.utils import has_file
+
+    stop = {tokenizer.eos_token_id}
+    if has_file(path, "generation_config.json"):
+        declared = GenerationConfig.from_pretrained(path).eos_token_id
+        stop |= set(declared if isinstance(declared, list) else [declared])
+    return stop - {None}
+
+
+def load_tokenizer(path: str) -> Any:
+    """The folder's own tokenizer.
+
+    If tokenizer_config.json names the generic fast class, that class is loaded: AutoTokenizer would
+    choose Qwen's by the model's type and lose characters. Without files AutoTokenizer makes an
+    empty tokenizer for some types.
+
+    Raises: ValueError if the folder has no tokenizer.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    settings = Path(path) / "tokenizer_config.json"
+    named = None
+    if settings.is_file():
+        named = json.loads(settings.read_text()).get("tokenizer_class")
+    # Two names of one class; transformers 5 saves the second.
+    generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(path)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
+    return tokenizer

@@ -32,7 +32,6 @@ class Rule(NamedTuple):
                 raise ValueError(f"{name} must be {self.words}, got {value}")
 
 
-NAME = Rule("a name", bool)
 COUNT = Rule("at least 1", lambda value: value >= 1)
 WHOLE = Rule("non-negative", lambda value: value >= 0)
 POSITIVE = Rule("positive and finite", lambda value: 0 < value < math.inf)
@@ -62,7 +61,7 @@ class RunConfig:
     cache_dir: str = str(Path(__file__).parent / ".cache")  # Keeps the toy model once it is taught.
 
     def __post_init__(self):
-        NAME.check(self, "out", "model", "task", "cache_dir")
+        Rule("a name", bool).check(self, "out", "model", "task", "cache_dir")
         COUNT.check(self, "steps", "checkpoint_every")
         SEED.check(self, "seed")
 
@@ -219,10 +218,11 @@ class Config:
             raise ValueError("tis must be off while a fix is off (a correction hides the broken"
                              f" backend), got {grpo.tis} without {', '.join(off)};"
                              " to study that, --tis-over-a-broken-backend")
-        of_vllm = sorted(set(off) - {"fp32_head", "sampling_mask"})
+        of_vllm = sorted(set(off) - {"sampling_mask"})
+        if not self.parity.trainer_fp32_head:
+            of_vllm.remove("fp32_head")
         if backend.engine == "transformers" and of_vllm:
-            raise ValueError("engine must be vllm to leave out a fix of vLLM's (the reference has"
-                             f" no such faults), got transformers without {', '.join(of_vllm)}")
+            raise ValueError(f"engine must be vllm without {of_vllm[0]} (only vLLM has that fault)")
         if backend.exact and (off or grpo.gradient_checkpointing):
             raise ValueError("exact must be off without a fix and with gradient_checkpointing")
         if backend.prefix_cache != "off" and "explicit_runtime" in off:

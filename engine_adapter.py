@@ -49,7 +49,7 @@ class ParityFlags:
     # Inference path, engine: a weight update keeps unfinished requests and their KV cache; off: see
     # inflight_otherwise.
     inflight_keep: bool = True
-    # Numerics, both sides: the final projection in fp32; off: in the model's dtype.
+    # Numerics, both sides: the final projection in fp32; off: see head_otherwise.
     fp32_head: bool = True
     # Semantics, trainer: with a mask (top-k, top-p, min-p) its softmax is over the tokens that the
     # sampler kept, which travel with each token; off: over the vocabulary, as in most trainers.
@@ -58,16 +58,25 @@ class ParityFlags:
     # again (V1 also clears the prefix cache; here only explicit_runtime controls the cache).
     # recompute: requests stay, their KV cache is computed again under the new weights.
     inflight_otherwise: Literal["abort", "recompute"] = "abort"
+    # Without fp32_head. engine: the engine's projection in the model's dtype, V1's default; the
+    # trainer's stays in fp32. both: both in the model's dtype.
+    head_otherwise: Literal["engine", "both"] = "engine"
 
     def __post_init__(self):
-        if self.inflight_keep and self.inflight_otherwise != "abort":
-            raise ValueError("inflight_otherwise must not be given with inflight_keep (it would do"
-                             f" nothing), got {self.inflight_otherwise};"
-                             " try --parity.no-inflight-keep")
+        for name, usual, fix in (("inflight_otherwise", "abort", "inflight_keep"),
+                                 ("head_otherwise", "engine", "fp32_head")):
+            value = getattr(self, name)
+            if getattr(self, fix) and value != usual:
+                raise ValueError(f"{name} must not be given with {fix} (it would do nothing), got"
+                                 f" {value}; try --parity.no-{fix.replace('_', '-')}")
 
     @property
     def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
         return "keep" if self.inflight_keep else self.inflight_otherwise
+
+    @property
+    def trainer_fp32_head(self) -> bool:
+        return self.fp32_head or self.head_otherwise == "engine"
 
     def off(self) -> list[str]:
         return [name for name, on in asdict(self).items() if on is False]

@@ -82,11 +82,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Fixes:
-    """Off is vLLM's default. The head of the trainer is always like that of the engine."""
+    """Off is vLLM's default."""
 
     processed_logprobs: bool = True  # semantics: log-probabilities after the temperature
     explicit_runtime: bool = True  # inference path: no stale cache, late token or hidden default
-    fp32_head: bool = True  # numerics: the last projection, to the logits, in fp32
+    fp32_head: bool = True  # numerics: the engine's last projection in fp32, as the trainer's is
 
 
 # -------------------------------------------------------------------------------------- the engine
@@ -122,7 +122,7 @@ def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop
     return llm.generate(prompts, params, use_tqdm=False)
 
 
-def wake_and_load(llm: LLM, model, fixes: Fixes, canary: list[dict]) -> None:
+def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
     """Give the trainer's weights to the engine. Compare both on a few sampled tokens: a canary."""
     torch.cuda.empty_cache()  # what the trainer has freed
     llm.wake_up(tags=["weights"])  # without effect if the engine is awake
@@ -133,7 +133,7 @@ def wake_and_load(llm: LLM, model, fixes: Fixes, canary: list[dict]) -> None:
     batch = shift_and_pad(sample(llm, canary, temperature=1.0, length=3, stop=[]))
     _, _, mask, behavior_logprobs = batch
     with torch.no_grad():
-        logprobs = token_logprobs(model, batch, torch.arange(len(canary)), 1.0, fixes)
+        logprobs = token_logprobs(model, batch, torch.arange(len(canary)), 1.0)
     nats = ((logprobs - behavior_logprobs).abs().sum() / mask.sum()).item()
     rounding = 1e-4 if model.dtype == torch.float32 else 0.15  # usual: 1e-6, and a few 1e-2
     assert nats < rounding, f"after a load, engine and trainer differ by {nats:.1e} nats"
@@ -156,14 +156,13 @@ def shift_and_pad(outputs: list[RequestOutput]) -> tuple[Tensor, Tensor, Tensor,
     return ids[:, :-1], ids[:, 1:], mask[:, 1:], logprobs[:, 1:]
 
 
-def token_logprobs(model, batch: tuple, rows: Tensor, temperature: float, fixes: Fixes) -> Tensor:
+def token_logprobs(model, batch: tuple, rows: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature)[target] of some rows, 0 outside the mask: (b, T)."""
     inputs, targets, mask, _ = (each[rows] for each in batch)
     response = mask > 0  # (b, T), N of them true
     hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # (b, T, H)
     weight = model.get_output_embeddings().weight  # (V, H)
-    dtype = torch.float32 if fixes.fp32_head else weight.dtype
-    logits = linear(hidden[response].to(dtype), weight.to(dtype)).float() / temperature  # (N, V)
+    logits = linear(hidden[response].float(), weight.float()) / temperature  # (N, V)
     logprobs = logits.log_softmax(dim=-1).gather(-1, targets[response][:, None])  # (N, 1)
     return torch.zeros_like(mask).masked_scatter(response, logprobs)
 
@@ -199,7 +198,7 @@ def train(options: Options, fixes: Fixes):
     longest = max(len(problem["prompt_ids"]) for problem in problems)
     llm = start_engine(options, fixes, longest + options.max_new_tokens)
     canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # under one block
-    wake_and_load(llm, model, fixes, canary)
+    wake_and_load(llm, model, canary)
 
     for step in range(1, options.steps + 1):
         # Sample G responses to each of P problems: B = P * G rows. Seed and step decide them.
@@ -225,7 +224,7 @@ def train(options: Options, fixes: Fixes):
         row_numbers = torch.arange(len(outputs))
         with torch.no_grad():
             parts = row_numbers.split(options.micro_batch_rows)
-            old = [token_logprobs(model, batch, rows, options.temperature, fixes) for rows in parts]
+            old = [token_logprobs(model, batch, rows, options.temperature) for rows in parts]
         old_logprobs = torch.cat(old)  # (B, T)
         mismatch = old_logprobs - behavior_logprobs  # (B, T)
         weights = mask  # (B, T), of each token in the loss
@@ -243,7 +242,7 @@ def train(options: Options, fixes: Fixes):
         for minibatch in minibatches:
             num_tokens = mask[minibatch].sum()  # so the losses of its micro-batches add up
             for rows in minibatch.split(options.micro_batch_rows):
-                logprobs = token_logprobs(model, batch, rows, options.temperature, fixes)
+                logprobs = token_logprobs(model, batch, rows, options.temperature)
                 ratio = torch.exp(logprobs - old_logprobs[rows])  # (b, T)
                 unclipped = ratio * advantages[rows]
                 clipped = ratio.clamp(1 - options.clip, 1 + options.clip) * advantages[rows]
@@ -255,7 +254,7 @@ def train(options: Options, fixes: Fixes):
             optimizer.step()
             optimizer.zero_grad()
 
-        wake_and_load(llm, model, fixes, canary)
+        wake_and_load(llm, model, canary)
 
         response = mismatch[mask > 0].double()  # (N,)
         metrics = {"step": step, "reward": rewards.mean().item(), "updates": len(minibatches)}

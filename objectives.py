@@ -307,6 +307,26 @@ def mismatch_metrics(
     }
 
 
+def backend_metrics(
+    batch: Batch, objective: str, clip: Clip, max_length: int
+) -> dict[str, float]:
+    """Clip rate and mean of the ratio old / behavior: what the backend alone does to a loss.
+
+    With two policies the first minibatch of an update has this ratio, before any weight has moved.
+    In a batch without rows both are nan.
+    """
+    normalizer = OBJECTIVES[objective].normalizer
+    weights = loss_weights(batch.mask, normalizer, max_length)
+    policies = batch.old_logprobs, batch.behavior_logprobs
+    _, clipped = OBJECTIVES[objective].surrogate(*policies, batch, clip)
+    ratio = torch.exp((batch.old_logprobs - batch.behavior_logprobs) * batch.mask)
+    total = weights.sum()
+    return {
+        "backend_clip_rate": ((clipped * weights).sum() / total).item(),
+        "backend_ratio_mean": ((ratio * weights).sum() / total).item(),
+    }
+
+
 # ---------------------------------------------------------------------------------- the loss
 def weighted_loss(
     logprobs: Tensor, batch: Batch, weights: Tensor, *, objective: str, clip: Clip, old_policy: str,
@@ -315,7 +335,8 @@ def weighted_loss(
     """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch.
 
     Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the
-    sum of the weights.
+    sum of the weights. "Old" in `kl_old_new` = KL(old || new) is the denominator of the ratio, of
+    whose policy the tokens are drawn: with two policies it holds the mismatch, as the ratio does.
 
     Shapes: logprobs (B, T), weights (B, T) -> (), and () by name.
     """
@@ -330,6 +351,6 @@ def weighted_loss(
         loss = loss + kl_coef * terms["kl_ref"]
     with torch.no_grad():
         terms["ratio_mean"] = torch.exp(logprobs - denominator)
-        terms["kl_new_old"] = kl_k3(batch.old_logprobs, logprobs)
+        terms["kl_old_new"] = kl_k3(denominator, logprobs)
         sums = {name: (term * weights).sum() for name, term in terms.items()}
     return (loss * weights).sum(), sums

@@ -512,7 +512,7 @@ def update(
             norms.append(optimizer.step(lr, grpo.grad_clip))
     finite = [norm for norm in norms if math.isfinite(norm)]
     weight = sums.pop("weight", None)
-    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_new_old"))
+    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_old_new"))
     measured = {name: float(value / weight) for name, value in sums.items()}
     return unmeasured | measured | {
         "loss": sum(losses) / len(losses) if losses else None,

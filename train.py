@@ -19,9 +19,9 @@ import torch
 import tyro
 
 import records
-from config import Config
+from config import Config, GrpoConfig
 from engine_adapter import Engine, Rollout, Sampling, reseed
-from objectives import OBJECTIVES, Batch, mismatch_metrics
+from objectives import OBJECTIVES, Batch, backend_metrics, mismatch_metrics
 from prepare import Run, prepare
 from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
 from tasks import Problem, Task, score
@@ -80,7 +80,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     current = batch.only([each.oldest_version == engine.weight_version for each in rollouts])
     metrics = rollout_metrics(rollouts, rewards, grpo.group_size, engine.weight_version)
     metrics |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
-    metrics |= measure_mismatch(batch, current) | engine.verify(current)
+    metrics |= measure_mismatch(batch, current, grpo) | engine.verify(current)
     if grpo.mask_truncated:
         batch = batch.only([each.finish_reason != "length" for each in rollouts])
     with clock("update"):
@@ -166,17 +166,18 @@ def rollout_metrics(
     }
 
 
-def measure_mismatch(batch: Batch, current: Batch) -> dict[str, float | None]:
-    """`mismatch_metrics` of the batch and, as fresh_..., of the rows of `current`.
+def measure_mismatch(batch: Batch, current: Batch, grpo: GrpoConfig) -> dict[str, float | None]:
+    """`mismatch_metrics` of the batch, and as current_... and backend_... of its rows in `current`.
 
-    `current` has the rollouts that were sampled with the current weights alone. Older rollouts are
-    stale as well, and staleness is not the backend's fault. fresh_... is None if all are older.
+    These were sampled with the current weights alone. Older rollouts are stale as well, and
+    staleness is not the backend's fault. Without such rows only the batch is measured.
     """
     metrics = mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
-    backend = dict.fromkeys(metrics)
-    if current.mask.any():
-        backend = mismatch_metrics(current.old_logprobs, current.behavior_logprobs, current.mask)
-    return metrics | {f"fresh_{name}": value for name, value in backend.items()}
+    if not current.mask.any():
+        return metrics
+    backend = mismatch_metrics(current.old_logprobs, current.behavior_logprobs, current.mask)
+    metrics |= {f"current_{name}": value for name, value in backend.items()}
+    return metrics | backend_metrics(current, grpo.objective, grpo.clip, grpo.max_new_tokens)
 
 
 def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
@@ -333,7 +334,7 @@ def load_policy(run: Run) -> Policy:
     config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
     with records.stage(f"loading the model in {run.model_path}"):
         policy = Policy.load(run.model_path, getattr(torch, config.run.dtype), device,
-                             config.parity.fp32_head)
+                             config.parity.trainer_fp32_head)
         if config.grpo.gradient_checkpointing:
             from extras.checkpointing import checkpoint_layers
 

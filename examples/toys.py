@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import tasks
@@ -28,7 +29,7 @@ from tasks import Problem, Task, exact_match, split
 
 # ------------------------------------------------------------------------------------------------ tasks
 NUM_SUMS = 20_000  # of a million
-DIGITS = 16  # of each number of the task `digits`
+DIGITS = 2, 16  # of each number of the task `digits`, from and to
 WRONG = 0.7  # share of the teacher's answers (`digits`: of its digits) that follow the wrong habit
 
 
@@ -51,16 +52,25 @@ def forget_the_carry(problem: Problem, rng: random.Random) -> str:
 
 
 def digits(seed: int) -> Task:
-    """The larger digit at each place of two numbers: "3142...+2718...=" is "3748...". Made for the ladder: 64 training
-    problems that come back at every step, prompts of 35 tokens, longer than a KV block of 32, answers of 16."""
+    """The larger digit at each place of two numbers: "3142====+2718====" is "3748".
+
+    Made for the ladder: 64 training problems that come back at every step; numbers of 2 to 16 digits in fields of 16,
+    so that answers have many lengths and all prompts 35 tokens, more than a KV block of 32.
+    """
     problems = larger_digits(random.Random(seed), 64 + 256)
     return Task(problems[:64], problems[64:], share_of_digits)
 
 
 def larger_digits(rng: random.Random, count: int) -> list[Problem]:
-    """`count` problems of the task `digits`."""
-    pairs = [[f"{rng.randrange(10**DIGITS):0{DIGITS}}" for _ in range(2)] for _ in range(count)]
-    return [Problem(f"{a}+{b}=", "".join(map(max, a, b)), f"{a}+{b}") for a, b in pairs]
+    """`count` different problems of the task `digits`."""
+    problems = {}
+    while len(problems) < count:
+        length = rng.randint(*DIGITS)
+        a, b = ("".join(rng.choices("0123456789", k=length)) for _ in range(2))
+        answer = "".join(map(max, a, b))
+        question = f"{a:=<{DIGITS[1]}}+{b:=<{DIGITS[1]}}="
+        problems[question] = Problem(question, answer, f"{a}+{b}")
+    return [*problems.values()]
 
 
 def take_the_smaller(problem: Problem, rng: random.Random) -> str:
@@ -185,12 +195,13 @@ def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
 def _examples(
     tokenizer: PreTrainedTokenizerFast, problems: list[Problem], answers: list[str]
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (N, T); a target is -100 on the prompt. All problems of a task have the same length."""
+    """Inputs and targets (N, T); a target is -100 on the prompt and on the padding of short rows."""
     prompts = tokenizer([problem.question for problem in problems])["input_ids"]
     rows = tokenizer(answers, add_special_tokens=False)["input_ids"]
-    inputs = torch.tensor([prompt + answer for prompt, answer in zip(prompts, rows, strict=True)])
-    targets = [[-100] * (len(prompt) - 1) + [*answer, EOS] for prompt, answer in zip(prompts, rows, strict=True)]
-    return inputs, torch.tensor(targets)
+    inputs = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, rows, strict=True)]
+    targets = [torch.tensor([-100] * (len(prompt) - 1) + [*answer, EOS])
+               for prompt, answer in zip(prompts, rows, strict=True)]
+    return pad_sequence(inputs, True, PAD), pad_sequence(targets, True, -100)
 
 
 if __name__ == "__main__":

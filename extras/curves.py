@@ -40,7 +40,7 @@ def plot_curves(out: Path) -> None:
     """curves.png of the run in a folder."""
     panels = {
         "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"],
-        "KL new/old, nats": ["kl_new_old"], "entropy, nats": ["entropy"],
+        "KL(old, new), nats": ["kl_old_new"], "entropy, nats": ["entropy"],
         "mismatch, nats (log)": ["mismatch_abs_mean", "mismatch_max"],
         "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
     }

@@ -187,15 +187,15 @@ LEARNING = {
     "entropy": Metric("entropy, last 5 steps", ".2f", "entropy", window=FINAL),
     "clip_rate": Metric("clip rate", ".1%", "clip_rate"),
     "clip_early": Metric("clip rate, first 10 steps", ".1%", "clip_rate", window=EARLY),
-    "kl_new_old": Metric("KL new/old", ".1e", "kl_new_old"),
+    "kl_old_new": Metric("KL new/old", ".1e", "kl_old_new"),
     "ratio_mean": Metric("mean ratio", ".3f", "ratio_mean"),
 }
 BACKEND = {
     "mismatch": Metric("mean mismatch", ".1e", "mismatch_abs_mean"),
-    "mismatch_fresh": Metric("mean mismatch, fresh rollouts", ".1e", "fresh_mismatch_abs_mean"),
+    "mismatch_fresh": Metric("mean mismatch, fresh rollouts", ".1e", "current_mismatch_abs_mean"),
     "mismatch_max": Metric("largest mismatch", ".1e", "mismatch_max", max),
     "mismatch_kl": Metric("mismatch, KL (k3)", ".1e", "mismatch_kl"),
-    "mismatch_ratio": Metric("mean of exp(mismatch), fresh rollouts", ".4f", "fresh_mismatch_ratio"),
+    "mismatch_ratio": Metric("mean of exp(mismatch), fresh rollouts", ".4f", "current_mismatch_ratio"),
     "kept_mass": Metric("kept mass", ".4f", "kept_mass"),
     "outside": Metric("outside the trainer's mask", ".2%", "outside_frac"),
     "ess": Metric("ESS", ".2f", "ess"),
@@ -206,10 +206,10 @@ BACKEND = {
 }
 METRICS = LEARNING | BACKEND
 PANELS = {  # of ablation.png: the four curves of the original report, the mismatch, and the trainer alone
-    "clip rate": "clip_rate", "KL new/old, nats (log)": "kl_new_old", "entropy, nats": "entropy", "reward": "reward",
+    "clip rate": "clip_rate", "KL new/old, nats (log)": "kl_old_new", "entropy, nats": "entropy", "reward": "reward",
     "mismatch, nats (log)": "mismatch_abs_mean", "held-out reward, trainer alone": "eval_reward_trainer",
 }
-CURVES = ("clip_rate", "clip_early", "kl_new_old", "entropy", "reward", "mismatch")  # the original report, and mismatch
+CURVES = ("clip_rate", "clip_early", "kl_old_new", "entropy", "reward", "mismatch")  # the original report, and mismatch
 
 
 def measure(folder: Path) -> dict[str, Any]:

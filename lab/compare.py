@@ -19,7 +19,7 @@ from lab.ablate import METRICS
 from records import one_sentence, stage
 
 STORED = Path(__file__).parents[1] / "docs" / "reference"  # JOB.json: options, versions, metrics of each run
-COMPARED = ("reward", "eval_reward", "eval_true", "entropy", "clip_rate", "kl_new_old", "mismatch", "ess")
+COMPARED = ("reward", "eval_reward", "eval_true", "entropy", "clip_rate", "kl_old_new", "mismatch", "ess")
 FREE = {"seed", "out", "resume", "cache_dir"}  # options in which runs of one job may differ
 
 

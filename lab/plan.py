@@ -119,7 +119,7 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
     attention = attention_for(model_config).replace("sdpa", "planned_sdpa")
     with FakeTensorMode(), memory:
         model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
-        policy = Policy(model, config.parity.fp32_head, chunk_elements, check=False)
+        policy = Policy(model, config.parity.trainer_fp32_head, chunk_elements, check=False)
         if config.grpo.gradient_checkpointing:
             checkpoint_layers(policy)
         make_optimizer = OffloadedOptimizer if config.grpo.offload_optimizer else Optimizer

@@ -40,6 +40,7 @@ def view(flat: dict[str, Any]) -> SimpleNamespace:
     """Options by name, in one place: past the rules of Config, as one may need the value of another."""
     options = SimpleNamespace(**flat | {"parity": SimpleNamespace(**flat["parity"])})
     options.clip, options.has_mask = GrpoConfig.clip.fget(options), GrpoConfig.has_mask.fget(options)
+    options.parity.trainer_fp32_head = ParityFlags.trainer_fp32_head.fget(options.parity)
     return options
 
 
@@ -73,7 +74,7 @@ def to_trl(config: SimpleNamespace) -> Translation:
         scale_rewards="none" if objective == "dr_grpo" else "group",
         mask_truncated_completions=config.mask_truncated, shuffle_dataset=False, bf16=config.dtype == "bfloat16",
         fp16=config.dtype == "float16", gradient_checkpointing=config.gradient_checkpointing,
-        use_vllm=config.engine != "transformers", vllm_mode="colocate", cast_lm_head_to_fp32=parity.fp32_head
+        use_vllm=config.engine != "transformers", vllm_mode="colocate", cast_lm_head_to_fp32=parity.trainer_fp32_head
         and config.dtype != "float32", vllm_importance_sampling_correction=config.tis != "off",
     )  # fmt: skip
     if config.tis != "off":
@@ -132,7 +133,8 @@ def to_verl(config: SimpleNamespace) -> Translation:
         options[f"{engine}.hf_overrides.head_dtype"] = "float32"
     return options, [sentence for holds, sentence in (
         (config.min_p, f"min_p {config.min_p}: rollout has no such option"),
-        (parity.fp32_head and config.dtype != "float32", "fp32 head: verl 0.9.1 has no option for the trainer's side"),
+        (parity.trainer_fp32_head and config.dtype != "float32", "fp32 head: verl 0.9.1 has no option for the trainer's"
+         " side"),
         (True, "clip_ratio_c 1e6 switches verl's second clip (dual clip) off"),
         (objective != "dr_grpo", "advantages are divided by std + 1e-6 there, here by std + 1e-4"),
         (True, "verl's schedules are constant and cosine"),

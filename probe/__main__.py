@@ -84,7 +84,7 @@ class Record(Workload):
 
     def run(self, words: list[str]) -> int:
         check_writable(self.out)
-        policy = load_policy(self.model, self.dtype, self.parity.fp32_head)
+        policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
         contract = {name: tensor.shape for name, tensor in policy.weights().items()}
         longest = self.prompt_tokens[1], self.prompt_tokens[1] + self.sampling.max_new_tokens
         start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype, seed=self.seed)
@@ -114,7 +114,7 @@ class Locate(Workload):
     """Tell whether a mismatch comes from the model's code, from attention or from batching."""
 
     def run(self, _words: list[str]) -> int:
-        policy = load_policy(self.model, self.dtype, self.parity.fp32_head)
+        policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
         prompts, seeds = self.requests(policy.head.weight.shape[0])
         steps, sentence = locate(policy, self.model, self.parity, prompts, seeds, self.sampling, seed=self.seed,
                                  max_model_len=self.prompt_tokens[1] + self.sampling.max_new_tokens)

@@ -310,10 +310,10 @@ ALARMS = {
 
 def alarms(metrics: dict[str, Any]) -> list[str]:
     """The names of the ALARMS that a step exceeds, over its rollouts with the current weights (none: no alarm)."""
-    if metrics.get("fresh_ess") is None:
+    if metrics.get("current_ess") is None:
         return []
-    values = metrics | {"fresh_ess_loss": 1 - metrics["fresh_ess"]}
-    return [name for name, limit in ALARMS.items() if not values[f"fresh_{name}"] <= limit]
+    values = metrics | {"current_ess_loss": 1 - metrics["current_ess"]}
+    return [name for name, limit in ALARMS.items() if not values[f"current_{name}"] <= limit]
 
 
 def as_trace(engine: Engine, rollouts: list[Rollout], sampling: Sampling, **more: Any) -> Trace:

@@ -68,12 +68,12 @@ options, fixes = grpo.Options(model=sys.argv[1]), grpo.Fixes()
 model = AutoModelForCausalLM.from_pretrained(options.model)
 llm = grpo.start_engine(options, fixes, 64)
 canary = [{"prompt_ids": [3, 4, 5]}]
-grpo.wake_and_load(llm, model, fixes, canary)
+grpo.wake_and_load(llm, model, canary)
 with grpo.torch.no_grad():
     model.model.norm.weight.mul_(1.01)
 model.register_state_dict_post_hook(lambda module, state, *_: state.__delitem__("model.norm.weight"))
 try:
-    grpo.wake_and_load(llm, model, fixes, canary)
+    grpo.wake_and_load(llm, model, canary)
 except AssertionError as error:
     print("REFUSED", error)
 """

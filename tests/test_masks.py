@@ -216,9 +216,9 @@ def test_a_run_with_a_mask_is_at_parity_unless_the_flag_is_off(good, tmp_path, o
         assert row["outside_frac"] == 0 or "inflight" in options  # stale tokens were cut off by older weights
         assert row["kept_mass"] < 0.999
         if status == "parity":
-            assert row["fresh_mismatch_abs_mean"] <= 1e-5
+            assert row["current_mismatch_abs_mean"] <= 1e-5
         else:
-            assert row["fresh_mismatch_ratio"] == pytest.approx(row["kept_mass"], rel=0.01)
+            assert row["current_mismatch_ratio"] == pytest.approx(row["kept_mass"], rel=0.01)
     verdict = json.loads((tmp_path / "probe" / "step_000001.json").read_text())
     assert ("mask applied by the sampler and not by the trainer" in verdict["sentence"]) == (status == "mismatch")
 

@@ -293,7 +293,7 @@ def test_in_16_bits_the_ratio_starts_at_exactly_1_whatever_the_micro_batches(dty
         options = GrpoConfig(num_minibatches=1, micro_batch_tokens=tokens)
         _, metrics, _ = stepped(options, dtype=dtype)
         assert metrics["ratio_mean"] == 1.0
-        assert metrics["kl_new_old"] == 0.0
+        assert metrics["kl_old_new"] == 0.0
 
 
 def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
@@ -398,7 +398,9 @@ def test_two_policy_ratio_is_to_the_behavior_policy():
     _, metrics, _ = stepped(options)
     ratios = [math.exp(value - mu) for value, mu in by_hand(options)]
     assert metrics["ratio_mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
-    assert metrics["kl_new_old"] == pytest.approx(0.0, abs=1e-6)  # KL stays the trainer's own
+    k3 = [math.expm1(value - mu) - (value - mu) for value, mu in by_hand(options)]
+    assert sum(k3) / len(k3) > 1e-3
+    assert metrics["kl_old_new"] == pytest.approx(sum(k3) / len(k3), rel=1e-4)  # of the ratio's "old"
 
 
 def test_loss_with_tis_and_kl_equals_the_formula_by_hand():

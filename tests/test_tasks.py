@@ -36,9 +36,11 @@ def test_digits_asks_for_the_larger_digit_at_each_place():
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     tokenizer = toy_tokenizer()
     for problem in task.train + task.held_out:
-        a, b = problem.question.removesuffix("=").split("+")
-        assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True))
+        a, b = problem.question[:-1].split("+")
+        assert len(a) == len(b) == 16
+        assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
         assert len(prompt_ids(tokenizer, problem)) == 35  # longer than a KV block of 32
+    assert {len(problem.answer) for problem in task.held_out} == set(range(2, 17))
     problem = Problem("12+03=", "13", "test")
     assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
     assert task.train == digits(0).train != digits(1).train

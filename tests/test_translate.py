@@ -99,11 +99,13 @@ OTHER = {
     "eval_with_trainer": False, "checkpoint_every": 7, "self_noise_every": 7, "probe_every": 7,
     "probe_on_alarm": True, "processed_logprobs": False, "explicit_runtime": False, "inflight_keep": False,
     "fp32_head": False, "sampling_mask": False, "inflight_otherwise": "recompute",
+    "head_otherwise": "both",
 }  # fmt: skip
 NEEDS = {"tis_cap": {"tis": "masked"}, "tis_floor": {"tis": "masked"}, "exact": {"engine": "shared"},
          "eval_task": {"task": "problems.jsonl"},
          "max_kept": {"top_k": 9}, "sampling_mask": {"top_k": 9}, "fp32_head": {"dtype": "bfloat16"},
-         "inflight_otherwise": {"inflight_keep": False}}  # fmt: skip
+         "inflight_otherwise": {"inflight_keep": False},
+         "head_otherwise": {"dtype": "bfloat16", "fp32_head": False}}  # fmt: skip
 UNUSED = {  # in both; the lists are the translations that do not exist
     "eval_every", "model", "micro_batch_tokens", "exact", "kv_cache_gib", "eval_task", "max_prompt_tokens",
     "overlong_prompts", "reward_limit_s", "reward_errors", "offload_optimizer", "max_staleness",

@@ -47,6 +47,7 @@ def prepare(config: Config) -> Run:
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
     earlier_problems = _earlier_problems(config)
+    _name_idle_switches(config)
     out = Path(config.run.out).absolute()  # a task may change the working directory
 
     task = find_task(config)
@@ -99,6 +100,16 @@ def _describe(config: Config) -> tuple[Any, Any, tuple[int, ...]]:
 
         return describe_toy(config.run.task)
     return describe_model(config.run.model)
+
+
+def _name_idle_switches(config: Config) -> None:
+    """Print which fixes are off and cannot change a figure of this run."""
+    without = "is off WITHOUT EFFECT:"
+    if not config.parity.inflight_keep and not config.backend.inflight_groups:
+        print(f"inflight_keep {without} no load meets an unfinished rollout; try --inflight-groups",
+              flush=True)
+    if not config.parity.fp32_head and config.run.dtype == "float32":
+        print(f"fp32_head {without} the model's dtype is float32; try --dtype bfloat16", flush=True)
 
 
 def _earlier_problems(config: Config) -> str | None:

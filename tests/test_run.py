@@ -12,7 +12,7 @@ import torch
 from helpers import qwen2
 
 from config import Config
-from engine_adapter import Rollout
+from engine_adapter import ParityFlags, Rollout
 from examples.toys import toy_tokenizer
 from extras.reference import engine_for
 from rl import Policy
@@ -72,6 +72,17 @@ def test_a_failed_reward_stops_the_run_or_is_counted(tmp_path, capsys):
     assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0]
     assert [row["error"] is not None for row in rows] == [False, True, False]
     assert "REWARD FAILED, one of 1: the reward fails (ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_a_switch_that_can_change_nothing_is_named(tmp_path, capsys):
+    off = ParityFlags(inflight_keep=False, fp32_head=False)
+    for changes, named in (({}, ["inflight_keep", "fp32_head"]), ({"inflight_groups": 1}, ["fp32_head"]),
+                           ({"dtype": "bfloat16"}, ["inflight_keep"])):  # fmt: skip
+        prepare(job(tmp_path, parity=off, **changes))
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
+    prepare(job(tmp_path))
+    assert "WITHOUT EFFECT" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_must_find_its_problems_unchanged(tmp_path):

@@ -211,7 +211,7 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
 def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
     """The newest checkpoint whose file is unchanged, None before the first one.
 
-    Raises: ValueError if there must be one and none is readable, or if it is of another run or step.
+    Raises: ValueError if none is readable where one must be, or if it is of another run or step.
     """
     paths = sorted(out.glob("checkpoints/*.pt"), reverse=True)
     for path in paths:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from records import one_line, stage
 
-CALL_LIMIT_S = 10.0  # of one call of a user's code
 # A minus sign counts if it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -83,9 +82,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 # ---------------------------------------------------------------------------------- loaders
-def load_task(
-    name: str, seed: int, eval_path: str | None = None, limit_s: float = CALL_LIMIT_S
-) -> Task:
+def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float = 10) -> Task:
     """A Python file, a JSONL file, or a dataset; `eval_path`: a JSONL file of held-out problems."""
     held_out, reward = [], numeric_match
     if name.endswith(".py"):
@@ -200,8 +197,7 @@ def split(
 
 # ---------------------------------------------------------------------------------- prompts
 def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
-    """Text configuration, tokenizer and stop tokens of a folder or a hub name, without its weights.
-    """
+    """Text configuration, tokenizer and stop tokens of a folder or a hub name, no weights."""
     from safetensors import safe_open
     from transformers import AutoConfig, GenerationConfig
     from transformers.utils import has_file
@@ -223,8 +219,8 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
             stop |= set(declared if isinstance(declared, list) else [declared])
     stop.discard(None)
     if not dtypes <= {"F64", "F32", "F16", "BF16"}:
-        raise ValueError("model must have floating-point weights,"
-                         f" {path} has {', '.join(sorted(dtypes))}")
+        kinds = ", ".join(sorted(dtypes))
+        raise ValueError(f"model must have floating-point weights, {path} has {kinds}")
     method = getattr(config, "quantization_config", None)
     if method:
         raise ValueError(f"model must not be quantised (it is trained), {path} is: {method!s:.100}")

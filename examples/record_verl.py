@@ -1,17 +1,23 @@
-"""A batch of verl as a trace (docs/trace-format.md). Written after the code of verl 0.9.1; verl itself was not run.
+"""A batch of verl as a trace (docs/trace-format.md).
 
-Both sides, from a subclass of the V1 trainer (`tq` and `batch` as in its `_compute_old_log_prob`, after that method):
+Written after the code of verl 0.9.1; verl itself was not run.
 
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*record_verl.FIELDS])
+Both sides, from a subclass of the V1 trainer (`tq` and `batch` as in its `_compute_old_log_prob`,
+after that method):
+
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id,
+                           select_fields=[*record_verl.FIELDS])
     record_verl.record(data, "trace.json", {"temperature": 1.0}, "bfloat16", step=self.global_steps)
 
-In the trainer of main_ppo_v0 `data` is `batch.batch`. The engine's side alone, in verl's environment, from a rollout
-that main_ppo_v0 has stored (skip.rollout.enable=True skip.rollout.steps=[1] writes gen_batch.dp):
+In the trainer of main_ppo_v0 `data` is `batch.batch`. The engine's side alone, in verl's
+environment, from a rollout that main_ppo_v0 has stored (skip.rollout.enable=True
+skip.rollout.steps=[1] writes gen_batch.dp):
 
     python record_verl.py gen_batch.dp trace.json '{"temperature": 1.0}' bfloat16
 
-The batch must have `rollout_log_probs`: actor_rollout_ref.rollout.calculate_log_probs=True. With bypass_mode verl
-copies them to `old_log_probs`: the trainer's side then says nothing. Save the actor's weights of that step, too.
+The batch must have `rollout_log_probs`: actor_rollout_ref.rollout.calculate_log_probs=True. With
+bypass_mode verl copies them to `old_log_probs`: the trainer's side then says nothing. Save the
+actor's weights of that step, too.
 """
 
 import json
@@ -24,16 +30,19 @@ FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs", "old_log
 
 
 def record(data, out, sampling, dtype, step=0):
-    """`data`: tensors by name, jagged (V1 trainer) or padded: prompts on the left, responses on the right."""
-    columns = {name: data[name].unbind() for name in (*FIELDS, "attention_mask") if name in set(data.keys())}
+    """`data`: tensors by name, jagged (V1 trainer) or padded on the outer sides."""
+    columns = {name: data[name].unbind() for name in (*FIELDS, "attention_mask")
+               if name in set(data.keys())}
     if "rollout_log_probs" not in columns:
-        raise ValueError("rollout_log_probs is missing; set actor_rollout_ref.rollout.calculate_log_probs=True")
+        raise ValueError("rollout_log_probs is missing; set"
+                         " actor_rollout_ref.rollout.calculate_log_probs=True")
     prompts, rows, total = [], [], len(columns["responses"])
     for index, mask in enumerate(columns["response_mask"]):
         prompt, length = columns["prompts"][index], int(mask.sum())
         if not data["prompts"].is_nested:
             prompt = prompt[columns["attention_mask"][index][: len(prompt)].bool()]
-        if length and mask[:length].all():  # not padding, and no turns of tools, which a trace cannot express
+        # Not padding, and no turns of tools, which a trace cannot express.
+        if length and mask[:length].all():
             prompts.append(prompt.tolist())
             present = [name for name in ("responses", *FIELDS[3:]) if name in columns]
             rows.append([columns[name][index][:length].tolist() for name in present])
@@ -41,13 +50,16 @@ def record(data, out, sampling, dtype, step=0):
         raise ValueError("the batch must have a response without turns of tools, it has none")
     tokens, reported, *ours = map(list, zip(*rows, strict=True))
     group = {"sampling": sampling, "tokens": tokens, "logprobs": reported,
-             "versions": [[step] * len(row) for row in tokens]}  # fmt: skip
+             "versions": [[step] * len(row) for row in tokens]}
     group |= {"trainer_logprobs": ours[0]} if ours else {}
     installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    versions = {name: installed[name] for name in ("verl", "vllm", "sglang", "torch") if name in installed}
+    versions = {name: installed[name] for name in ("verl", "vllm", "sglang", "torch")
+                if name in installed}
     meta = {"format": 1, "dtype": dtype, "step": step, "versions": versions}
-    Path(out).write_text(json.dumps({"meta": meta, "prompt_ids": prompts, "groups": {"verl": group}}))
-    print(f"{out}: {len(rows)} responses; {total - len(rows)} left out (padding, or turns of tools)")
+    trace = {"meta": meta, "prompt_ids": prompts, "groups": {"verl": group}}
+    Path(out).write_text(json.dumps(trace))
+    print(f"{out}: {len(rows)} responses; {total - len(rows)} left out (padding, or turns of"
+          " tools)")
 
 
 if __name__ == "__main__":
@@ -55,5 +67,6 @@ if __name__ == "__main__":
         path, out, sampling, dtype = sys.argv[1:]
         record(pickle.loads(Path(path).read_bytes()).batch, out, json.loads(sampling), dtype)
     except Exception as error:  # of this file, of pickle, of the file system: one sentence
-        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}",
+              file=sys.stderr)
         sys.exit(2)

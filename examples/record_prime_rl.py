@@ -54,6 +54,5 @@ if __name__ == "__main__":
     try:
         record(*sys.argv[1:4], *map(json.loads, sys.argv[4:]))
     except Exception as error:  # of this file, of the file system: one sentence
-        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}",
-              file=sys.stderr)
+        print(f"error: {type(error).__name__}:", *str(error).split()[:200], file=sys.stderr)
         sys.exit(2)

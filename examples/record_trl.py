@@ -2,11 +2,9 @@
 
     trainer.add_callback(TraceRecorder(trainer, "traces", steps=3))  # the first 3 batches
 
-writes traces/step_000000.json (docs/trace-format.md) and the folder traces/step_000000 for each.
-Where the probe is: `python -m probe diagnose --model traces/step_000002 --earlier
-traces/step_000000 -- traces/step_000002.json`. Tested with TRL 1.16.0, vllm_mode="colocate". It
-needs use_vllm and vllm_importance_sampling_correction, which give both sides' log-probabilities,
-and changes nothing in the training. With several processes it writes the rows of the first.
+writes traces/step_000000.json (docs/trace-format.md) and the folder traces/step_000000 for each,
+for `python -m probe diagnose --model traces/step_000002 --earlier traces/step_000000 --
+traces/step_000002.json`. Tested with TRL 1.16.0 (colocate). Only the first process writes its rows.
 """
 
 import json
@@ -39,29 +37,24 @@ class TraceRecorder(TrainerCallback):
 
     def trace(self, batches, step):
         if not COLUMNS.keys() <= batches[0].keys():
-            raise ValueError("TraceRecorder needs use_vllm=True and"
-                             " vllm_importance_sampling_correction=True")
-        columns = [[row[mask.bool()].tolist() for batch in batches
-                    for row, mask in zip(batch[name], batch[masks], strict=True)]
-                   for name, masks in COLUMNS.items()]
-        # Without rows that TRL masks out entirely.
-        kept = [row for row in zip(*columns, strict=True) if row[1]]
+            raise ValueError("it needs use_vllm=True and vllm_importance_sampling_correction=True")
+        columns = []
+        for name, masks in COLUMNS.items():
+            rows = [zip(batch[name], batch[masks], strict=True) for batch in batches]
+            columns.append([row[mask.bool()].tolist() for pairs in rows for row, mask in pairs])
+        kept = [row for row in zip(*columns, strict=True) if row[1]]  # not masked out by TRL
         prompts, tokens, reported, ours = map(list, zip(*kept, strict=True))
-        trainer = self.trainer
-        given = {name: getattr(trainer, name) for name in NEUTRAL}
-        sampling = {name: value for name, value in given.items()
-                    if value not in (None, NEUTRAL[name])}
-        llm, settings = getattr(trainer.vllm_generation, "llm", None), {}  # None: a server
+        given = [(name, getattr(self.trainer, name)) for name in NEUTRAL]
+        sampling = {name: value for name, value in given if value not in (None, NEUTRAL[name])}
+        llm, settings = getattr(self.trainer.vllm_generation, "llm", None), {}  # None: a server
         for place in SETTINGS if llm else ():
             section, name = place.split(".")
-            settings[name] = str(getattr(getattr(llm.llm_engine.vllm_config, section), name,
-                                         "not read"))
-        # The trainer's.
-        dtype = str(trainer.accelerator.unwrap_model(trainer.model).dtype).removeprefix("torch.")
-        versions = {name: import_module(name).__version__
-                    for name in ("trl", "vllm", "torch", "transformers")}
+            values = getattr(llm.llm_engine.vllm_config, section)
+            settings[name] = str(getattr(values, name, "not read"))
+        dtype = str(self.trainer.accelerator.unwrap_model(self.trainer.model).dtype)
+        names = ("trl", "vllm", "torch", "transformers")
+        meta = {"versions": {name: import_module(name).__version__ for name in names}, "format": 1,
+                "dtype": dtype.removeprefix("torch."), "step": step, "settings": settings}
         group = {"sampling": sampling, "tokens": tokens, "logprobs": reported,
                  "trainer_logprobs": ours, "versions": [[step] * len(row) for row in tokens]}
-        meta = {"format": 1, "dtype": dtype, "step": step, "versions": versions,
-                "settings": settings}
         return {"meta": meta, "prompt_ids": prompts, "groups": {"trl": group}}

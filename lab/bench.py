@@ -388,8 +388,7 @@ def shared(options: Options) -> None:
         pipes.append(ours)
     turns = [[pipe.send(step) or pipe.recv() for pipe in pipes]
              for step in [*range(1, options.rounds + 3), 0]]
-    phases = ("step", "generate", "old_logprobs", "update", "sync")
-    names = [f"{phase}_s" for phase in phases]
+    names = ["step_s", "generate_s", "old_logprobs_s", "update_s", "sync_s"]
     rows = []
     by_engine = [*zip(*turns[2:-1], strict=True)]  # two turns warm up
     for engine, steps in zip(SHARED, by_engine, strict=True):

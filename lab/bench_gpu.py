@@ -134,8 +134,8 @@ def sleep_figures(run: Run, live: TrainingState, options: Options) -> Iterator[F
     """Sleep, wake and load, and the memory that sleep frees."""
     engine, weights = live.engine, live.policy.weights()
     torch.cuda.empty_cache()
-    weights = sum(parameter.nbytes for parameter in live.policy.model.parameters()) / GIB
-    held = weights + options.kv_cache_gib
+    num_bytes = sum(parameter.nbytes for parameter in live.policy.model.parameters())
+    held = num_bytes / GIB + options.kv_cache_gib
     for _ in range(TURNS):
         awake = memory_gib()
         yield Figure("sleep", seconds(engine.sleep), "s")

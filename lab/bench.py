@@ -23,13 +23,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Sampling, sampling_params
@@ -159,7 +153,7 @@ def bare_generate(
         engine.llm.step()
 
 
-def bare_training(model: PreTrainedModel, batch: Batch, config: Config, backward: bool) -> None:
+def bare_training(model: torch.nn.Module, batch: Batch, config: Config, backward: bool) -> None:
     """The cheapest forward, or forward and backward, of a batch whose prompts have one length.
 
     The body computes each prompt once for its group, and the head responses alone. No chunks, no

@@ -41,8 +41,7 @@ SHAPES = {
     "qwen2.5-1.5b": dict(vocab_size=151_936, hidden_size=1536, intermediate_size=8960,
                          num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
 }
-# A task of prompts of one length. Rewards are random: the model knows no right answers, but groups
-# must not be flat.
+# Prompts of one length. Rewards are random: no answer is right, and groups must not be flat.
 TASK = '''import random
 sample = lambda rng: ("".join(rng.choice("0123456789") for _ in range({digits})), "none")
 reward = lambda problem, response: float(random.random() < 0.5)
@@ -141,8 +140,7 @@ def sleep_figures(run: Run, live: TrainingState, options: Options) -> Iterator[F
         yield Figure("sleep", seconds(engine.sleep), "s")
         freed = awake - memory_gib()
         yield Figure("memory freed by sleep", freed, "GiB")
-        yield Figure("memory freed by sleep / (weights + KV cache)", freed / held, "",
-                     at_least=0.95)
+        yield Figure("memory freed by sleep / (weights + KV cache)", freed / held, "", 0.95)
         yield Figure("wake", seconds(engine.wake), "s")
         loaded = engine.load(weights, live.policy.response_logprobs)
         # Twice the estimate for 339 tensors.
@@ -260,10 +258,10 @@ def figures_table(path: Path) -> str:
                    if value != usual.get(name)]
         cells.append([", ".join([row["case"], *changed]), row["shape"], row["name"],
                       f"{row['value']:.4g} {row['unit']}".strip(), *goal_and_verdict(row)])
-    origins = {f"{row['device']}; {row['versions']}; commit {row['commit']}": None
-               for row in newest.values()}
-    return "\n".join([table(["case", "shape", "figure", "value", "goal", "met"], cells), "",
-                      *origins])
+    origins = dict.fromkeys(f"{row['device']}; {row['versions']}; commit {row['commit']}"
+                            for row in newest.values())
+    titles = ["case", "shape", "figure", "value", "goal", "met"]
+    return "\n".join([table(titles, cells), "", *origins])
 
 
 def read_options(arguments: list[str] | None) -> Options:

@@ -28,14 +28,7 @@ from config import COUNT, Rule
 from engine_adapter import Engine, ParityFlags, Sampling
 from probe import stress
 from probe.compare import Change, differing, same_workload
-from probe.diagnose import (
-    Verdict,
-    as_trace,
-    diagnose,
-    plot_verdict,
-    print_verdict,
-    sample_trace,
-)
+from probe.diagnose import Verdict, as_trace, diagnose, plot_verdict, print_verdict, sample_trace
 from probe.locate import locate
 from probe.traces import Trace, Weights, load_traces, save_trace
 from records import one_line, stage
@@ -90,8 +83,7 @@ class Record(Workload):
     """Sample a workload of random prompts with the installed vLLM and write a trace."""
 
     out: str  # Output file for the trace, .npz.
-    # Put the engine under pressure: preemptions, prompts in chunks, aborted requests, other weights
-    # in between.
+    # Put the engine under pressure: preemptions, prompts in chunks, aborts, loads in between.
     stress: bool = False
     # Sample this request of the workload alone: the same prompt and engine settings.
     only: int | None = None
@@ -165,8 +157,7 @@ class Diagnose:
     # Weight version of `model`; if not given, the newest version in the trace.
     version: int | None = None
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, the trace's dtype.
-    # Distribution that the trainer scores: with all sampling parameters, or with the temperature
-    # alone.
+    # Distribution that the trainer scores: all sampling parameters, or the temperature alone.
     trainer: Literal["processed", "temperature"] = "processed"
     # Dtype of the trainer's final projection.
     trainer_head: Literal["float32", "model"] = "float32"
@@ -209,8 +200,7 @@ class Diagnose:
         shapes = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
         for path, weights in zip(self.earlier, earlier, strict=True):
             if {name: tensor.shape for name, tensor in weights.items()} != shapes:
-                raise ValueError(f"earlier must have the tensors of {self.model}, {path} has"
-                                 " others")
+                raise ValueError(f"earlier must have {self.model}'s tensors, {path} has others")
         return policy, earlier
 
 

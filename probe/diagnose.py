@@ -324,8 +324,7 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
     by_position, histogram, scatter = figure.subplots(1, 3)
     by_position.semilogy(positions, size, ".", markersize=2)
     by_position.axhline(verdict.start.floor.mean, color="tab:green")
-    by_position.set(title="|mismatch|, nats; line: noise floor, mean",
-                    xlabel="token of the response")
+    by_position.set(title="|mismatch|, nats; line: mean noise floor", xlabel="token of response")
     histogram.hist(size.log10(), bins=60, log=True)
     histogram.set(title="tokens", xlabel="log10 |mismatch|, nats")
     scatter.plot(reported, ours, ".", markersize=2)
@@ -371,9 +370,7 @@ def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling,
 
 
 class StepProbe:
-    """Observes the steps of train.py, whose `run` and `state` it takes: `probe_step` with the
-    weights before each.
-    """
+    """Observes the steps of train.py: `probe_step` with the weights before each."""
 
     def __init__(self, run: Any, state: Any):
         self.run, self.state, self.earlier = run, state, state.policy.copied_weights()

@@ -208,8 +208,7 @@ class Probe:
             ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
             self.stops = self.stops & torch.isin(self.replay.targets, ids)
         not_finite = ~self.replay.reported.isfinite()
-        # NaN at stop tokens alone means the same as 0: no value. Other values that are not finite
-        # are left out.
+        # NaN at stop tokens alone means 0: no value. Other values that are not finite are left out.
         others = (not_finite & ~self.stops).any()
         self.broken = not_finite & others  # (N,) bool
         self.reported = self.replay.reported.masked_fill(not_finite & ~self.broken, 0.0)  # (N,)

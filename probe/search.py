@@ -16,8 +16,7 @@ from probe.hypotheses import ROUNDING, Explanation, ForwardPass, Noise, Probe, R
 
 MAX_CAUSES = 3  # of one explanation
 LEAST_SHARE = 0.7  # of the mismatch above the noise floor that an explanation must explain
-# Share of the sequences that can at most be "a few wrong requests"; under pressure so many must be
-# right.
+# Largest share of sequences that are "a few wrong requests"; under pressure so many must be right.
 FEW = 0.2
 PROJECTIONS = 64  # random projections of the tokens, to find the old tensors
 MAX_ROUNDS = 5  # of the search for old tensors

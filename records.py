@@ -20,11 +20,8 @@ import torch
 
 
 def memory_gib(*, peak: bool = False) -> float:
-    """Memory in use, in GiB: of this process on a CPU, or its peak since `reset_peak`; of a GPU.
-
-    On a GPU it is the phase's peak too: torch keeps its blocks until `Engine.wake`.
-    """
-    if torch.cuda.is_available():
+    """Memory in use (`peak`: since `reset_peak`), in GiB: of this process, or of the whole GPU."""
+    if torch.cuda.is_available():  # the peak too: torch keeps its blocks until `Engine.wake`
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**30
     name = "VmHWM" if peak else "VmRSS"
@@ -77,10 +74,7 @@ def stage(what: str) -> Iterator[None]:
 
 @contextmanager
 def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
-    """A command's error boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status.
-
-    The traceback goes to `out`/error.txt, unless it is a ValueError of this project's own checks.
-    """
+    """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status."""
     try:
         yield
     except KeyboardInterrupt:
@@ -90,7 +84,8 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
         sys.exit(130)
     except Exception as error:
         where = ""
-        if out and (error.__cause__ or not isinstance(error, ValueError)):
+        own_check = isinstance(error, ValueError) and not error.__cause__
+        if out and not own_check:
             path = Path(out) / "error.txt"
             with suppress(OSError):  # the disk may be full
                 path.write_text(traceback.format_exc(), errors="backslashreplace")
@@ -161,8 +156,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Versions, commit (None outside a repository), whether tracked files were changed, device."""
-    # COMMIT, COMMIT-dirty, or nothing without git.
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty"
+    command = "git describe --always --abbrev=40 --exclude='*' --dirty"  # COMMIT[-dirty] or none
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, check=False,
                          capture_output=True, text=True)
     commit, _, dirty = git.stdout.strip().partition("-")
@@ -209,10 +203,7 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
 
 
 def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
-    """The newest checkpoint whose file is unchanged, None before the first one.
-
-    Raises: ValueError if none is readable where one must be, or if it is of another run or step.
-    """
+    """The newest checkpoint whose file is unchanged, None before the first one."""
     paths = sorted(out.glob("checkpoints/*.pt"), reverse=True)
     for path in paths:
         if path.stem.endswith(_digest(path)):

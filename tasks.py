@@ -150,8 +150,7 @@ def read_dataset(name: str) -> tuple[list[Problem], list[Problem]]:
 def read_jsonl(path: str) -> list[Problem]:
     """Problems from lines {"question": ..., "answer": ...}."""
     with stage(f"reading {path} as UTF-8"):
-        # Not splitlines: it would cut JSON at U+2028.
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines cuts at U+2028
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     problems = [_problem(line, f"{path}, line {number}") for number, line in numbered]
     if not problems:
@@ -231,14 +230,10 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The folder's own tokenizer.
-
-    If tokenizer_config.json names the generic fast class, that class is loaded: AutoTokenizer would
-    choose Qwen's by the model's type and lose characters.
-    """
+    """The folder's own tokenizer, of the generic fast class if tokenizer_config.json names it."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    kind = AutoTokenizer
+    kind = AutoTokenizer  # it would choose Qwen's class by the model's type and lose characters
     settings = Path(path) / "tokenizer_config.json"
     if settings.is_file():
         named = json.loads(settings.read_text()).get("tokenizer_class")
@@ -280,8 +275,7 @@ def score(
 
     def number() -> float:
         value = reward(problem, response)
-        # Numbers of any library have __float__, strings have not.
-        converted = float(value) if hasattr(value, "__float__") else math.nan
+        converted = float(value) if hasattr(value, "__float__") else math.nan  # not strings
         if not abs(converted) <= 1e15:  # its square is still a float32, as in advantages
             raise TypeError(f"it returned {value!r:.80}, not a finite number of at most 1e15")
         return converted
@@ -322,5 +316,4 @@ def call_within(limit_s: float, name: str, function: Callable, *arguments: Any) 
         raise ValueError(f"{name} fails ({one_line(error):.300})") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # None: a handler that Python has not set.
-        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)  # None: not set by Python

@@ -1,7 +1,4 @@
-"""What `--exact` promises, and what is to blame where the promise is broken.
-
-Each `engine` is a SharedEngine.
-"""
+"""What `--exact` promises, and what broke the promise. Each `engine` is a SharedEngine."""
 
 import torch
 from torch import Tensor
@@ -18,10 +15,9 @@ class ExactError(RuntimeError):
 
 
 def verify(engine: Engine, batch: Batch) -> dict[str, int]:
-    """Compare `old_logprobs` with the sampler's values where `batch.mask` is 1.
+    """The number of tokens whose `old_logprobs` equal the sampler's values.
 
-    Returns the number of tokens compared. Raises: ExactError with the first token that differs, and
-    the cause.
+    Raises: ExactError with the first token that differs, and the cause.
     """
     # NaN differs from itself.
     differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)

@@ -55,8 +55,7 @@ class SharedEngine(Engine):
     _model = None  # until vLLM has built it
 
     def __init__(
-        self, policy: Policy, model: str, parity: ParityFlags, *, exact: bool = False,
-        **options: Any,
+        self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
     ):
         if exact:
             # Threads that share a row's keys change the order of its sums.

@@ -244,8 +244,7 @@ class Search:
         best, place = self._over_update(old, end, everywhere), end
 
         def try_place(candidate: Tensor, rows: Tensor) -> None:
-            """Take the candidate place (B,) in those rows (B,) in which it is the closest so far.
-            """
+            """Take the candidate place (B,) in those rows (B,) in which it is the closest."""
             nonlocal best, place
             tried = self._over_update(old, candidate, rows)
             closer = rows & (self._closest([best, tried], readout) == 1)

@@ -291,8 +291,7 @@ class Replay:
     def logprobs(
         self, logits: Tensor, sampling: Sampling, tokens: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """After `process_logits`: (n, V), tokens' indices (n,) -> (n, V), and of sampled ids (n,).
-        """
+        """After `process_logits`: (n, V), indices (n,) -> (n, V), and of the sampled ids (n,)."""
         in_prompt = counts = logits  # not used without penalties
         if has_penalties(sampling):
             in_prompt, counts = self._seen(tokens, logits.shape[1])

@@ -21,10 +21,10 @@ OF_VLLM = {"engine_adapter", "extras.shared_engine", "grpo", "examples.record_vl
 LIMITS = {
     ("grpo",): 280,
     ("config",): 280,
-    ("tasks", "records"): 556,  # the aim is 540
+    ("tasks", "records"): 554,  # the aim is 540
     ("train", "objectives", "rl", "engine_adapter"): 2257,  # the aim is 1,700
-    ("extras",): 973,  # the aim is 800
-    tuple(FILES): 8924,  # the aim is 7,698
+    ("extras",): 1001,  # the aim is 800; 973 with lines of up to 120 columns
+    tuple(FILES): 9481,  # the aim is 7,698; 8,924 with lines of up to 120 columns
 }
 WIDE = {"lab.ablate", "lab.compare"}  # over 100 columns; the aim is none
 

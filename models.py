@@ -118,23 +118,20 @@ def _stop_tokens(path: str, tokenizer: Any) -> set[int]:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The folder's own tokenizer.
-
-    If tokenizer_config.json names the generic fast class, that class is loaded: AutoTokenizer would
-    choose Qwen's by the model's type and lose characters. Without files AutoTokenizer makes an
-    empty tokenizer for some types.
+    """The folder's own tokenizer, of the generic fast class if tokenizer_config.json names it.
 
     Raises: ValueError if the folder has no tokenizer.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    kind = AutoTokenizer  # it would choose Qwen's class by the model's type and lose characters
     settings = Path(path) / "tokenizer_config.json"
-    named = None
     if settings.is_file():
         named = json.loads(settings.read_text()).get("tokenizer_class")
-    # Two names of one class; transformers 5 saves the second.
-    generic = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    tokenizer = (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(path)
+        if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # transformers 5's new name
+            kind = PreTrainedTokenizerFast
+    tokenizer = kind.from_pretrained(path)
+    # Without files AutoTokenizer makes an empty tokenizer for some types.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
     return tokenizer

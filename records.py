@@ -1,4 +1,4 @@
-"""What a run writes: seconds and memory of each phase, log lines, config.json, checkpoints. It knows dicts only."""
+"""What a run writes: seconds and memory of each phase, log lines, config.json, checkpoints."""
 
 import fcntl
 import json
@@ -20,15 +20,13 @@ import torch
 
 
 def memory_gib(*, peak: bool = False) -> float:
-    """Memory in use, in GiB. CPU: resident memory of this process, or its peak since `reset_peak`.
-
-    GPU: of the device, by all processes. That is the peak of a phase too: torch keeps its blocks until `Engine.wake`.
-    """
-    if torch.cuda.is_available():
+    """Memory in use (`peak`: since `reset_peak`), in GiB: of this process, or of the whole GPU."""
+    if torch.cuda.is_available():  # the peak too: torch keeps its blocks until `Engine.wake`
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**30
     name = "VmHWM" if peak else "VmRSS"
-    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 2**20
 
 
 def reset_peak() -> None:
@@ -41,7 +39,8 @@ class Clock:
     """Seconds and peak memory of each phase, seconds of the step."""
 
     def __init__(self):
-        self.started, self.phases = time.perf_counter(), {}
+        self.started = time.perf_counter()
+        self.phases = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -50,13 +49,14 @@ class Clock:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.phases |= {f"{phase}_s": time.perf_counter() - started, f"{phase}_gib": memory_gib(peak=True)}
+        self.phases[f"{phase}_s"] = time.perf_counter() - started
+        self.phases[f"{phase}_gib"] = memory_gib(peak=True)
 
     def figures(self) -> dict[str, float]:
         return self.phases | {"step_s": time.perf_counter() - self.started}
 
 
-# ------------------------------------------------------------------------------------------------ errors
+# ---------------------------------------------------------------------------------- errors
 def one_line(error: BaseException) -> str:
     """An exception's type and text in one line that can be printed."""
     text = "".join(traceback.format_exception_only(error))  # also if the error's own __str__ fails
@@ -74,37 +74,37 @@ def stage(what: str) -> Iterator[None]:
 
 @contextmanager
 def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
-    """The error boundary of a command: an exception, SIGINT or SIGTERM becomes one sentence and the exit status.
-
-    The traceback goes to `out`/error.txt, unless the exception is a ValueError of this project's own checks.
-    """
+    """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status."""
     try:
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit
-        print("stopped by a signal; a run goes on from its newest checkpoint with --resume", file=sys.stderr)
+        print("stopped by a signal; a run goes on from its newest checkpoint with --resume",
+              file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         where = ""
-        if out and (error.__cause__ or not isinstance(error, ValueError)):
+        own_check = isinstance(error, ValueError) and not error.__cause__
+        if out and not own_check:
+            path = Path(out) / "error.txt"
             with suppress(OSError):  # the disk may be full
-                (Path(out) / "error.txt").write_text(traceback.format_exc(), errors="backslashreplace")
-                where = f" (traceback: {out}/error.txt)"
-        sentence = one_line(error).removeprefix("ValueError: ")  # the type of this project's own errors says nothing
-        print(f"error: {sentence}{where}", file=sys.stderr)
+                path.write_text(traceback.format_exc(), errors="backslashreplace")
+                where = f" (traceback: {path})"
+        print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
         sys.exit(status)
 
 
 @contextmanager
 def locked(out: str) -> Iterator[None]:
-    """Make the folder of a run and lock it. Raises: ValueError if it is not writable, or another process holds it."""
+    """Make the folder of a run and lock it, until the process ends."""
     path = Path(out) / "lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+")  # noqa: SIM115, closed below
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends; forked children do not hold it
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked children do not hold it
     except BlockingIOError:
-        raise ValueError(f"out must not be in use, {out} is held by {path.read_text().strip()}") from None
+        holder = path.read_text().strip()
+        raise ValueError(f"out must not be in use, {out} is held by {holder}") from None
     except OSError as error:
         raise ValueError(f"out must be a writable folder, got {out}: {error}") from None
     with file:
@@ -113,22 +113,25 @@ def locked(out: str) -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------ log lines and files
-TABLES = ("metrics.jsonl", "samples.jsonl")  # a line for each step, and for each answer of each evaluation
+# ---------------------------------------------------------------------------------- log and files
+TABLES = ("metrics.jsonl", "samples.jsonl")  # a line per step, and per answer of an evaluation
 
 COLUMNS = (
-    "step {step:>3}/{steps} | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
-    " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%} | entropy {entropy:.2f}"
-    " | gnorm {grad_norm:.2f} | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s"
+    " | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
+    " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%}"
+    " | entropy {entropy:.2f} | gnorm {grad_norm:.2f}"
+    " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s"
 )
 
-NAMED = {  # shown after the columns if not 0; tokens_wasted, groups_dropped and kv_lost count from the run's start
-    "groups_in_flight": " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}",
+# Shown after the columns if not 0; tokens_wasted, groups_dropped and kv_lost count from the start.
+NAMED = {
+    "groups_in_flight":
+        " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}",
     "tokens_wasted": " | {tokens_wasted} tokens thrown away",
     "groups_dropped": " | {groups_dropped} groups DROPPED: older than --max-staleness",
     "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
-    "skipped_updates": " | NO SIGNAL in {skipped_updates} minibatch(es): all groups flat, no optimizer step",
-    "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): no optimizer step, scale halved",
+    "skipped_updates": " | NO SIGNAL in {skipped_updates} minibatch(es): all groups flat, no step",
+    "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): scale halved",
     "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
     "reward_errors": " | {reward_errors} rewards FAILED, counted as 0",
 }
@@ -139,8 +142,10 @@ EVALUATED = {  # shown at the end if there
 
 
 def log_line(metrics: dict[str, Any], steps: int) -> str:
-    """One line per step in fixed columns; an evaluation and a degenerate batch are named at its end."""
-    texts = [COLUMNS if metrics["step"] else "step {step:>3}/{steps}"]  # before the first step: the evaluation alone
+    """One line per step in fixed columns; a degenerate batch and an evaluation are named after."""
+    texts = ["step {step:>3}/{steps}"]
+    if metrics["step"]:  # before the first step there is an evaluation alone
+        texts.append(COLUMNS)
     texts += [text for name, text in NAMED.items() if metrics.get(name)]
     if metrics.get("trunc_frac") == 1.0:
         texts.append(" | ALL TRUNCATED: raise --max-new-tokens")
@@ -150,26 +155,28 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions, commit (None outside a repository), whether tracked files were changed, and device of this process."""
-    command = "git describe --always --abbrev=40 --exclude='*' --dirty"  # COMMIT, COMMIT-dirty, or nothing without git
-    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, check=False, capture_output=True, text=True)
+    """Versions, commit (None outside a repository), whether tracked files were changed, device."""
+    command = "git describe --always --abbrev=40 --exclude='*' --dirty"  # COMMIT[-dirty] or none
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, check=False,
+                         capture_output=True, text=True)
     commit, _, dirty = git.stdout.strip().partition("-")
     versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
-    return {
-        "versions": versions | {"python": sys.version.split()[0]},
-        "commit": commit or None,
-        "dirty": bool(dirty) if commit else None,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
-    }
+    versions["python"] = sys.version.split()[0]
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    known = {"commit": commit, "dirty": bool(dirty)} if commit else {"commit": None, "dirty": None}
+    return {"versions": versions, "device": name} | known
 
 
 def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
-    """config.json: everything that defines the run; a resumed run adds its own record to `resumed`."""
+    """config.json: what defines the run; a resumed run adds its own record to `resumed`."""
     if first_step > 1:
-        previous, resumed = json.loads(path.read_text()), {"step": first_step} | record
-        record = previous | {"resumed": [*previous.get("resumed", []), resumed]}
-        if previous["versions"] != resumed["versions"]:
-            print(f"NOTE: resumed with {resumed['versions']}, before it was {previous['versions']}", flush=True)
+        now, before = record["versions"], json.loads(path.read_text())
+        if before["versions"] != now:
+            print(f"NOTE: resumed with {now}, before it was {before['versions']}", flush=True)
+        resumed = [*before.get("resumed", []), {"step": first_step} | record]
+        record = before | {"resumed": resumed}
     unfinished = path.with_name("config.json.new")
     unfinished.write_text(json.dumps(record, indent=2))
     unfinished.replace(path)  # a kill leaves the old record or the new one, never a part
@@ -180,15 +187,12 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
+# ---------------------------------------------------------------------------------- checkpoints
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
-    """checkpoints/step_N-DIGEST.pt: the state and the tables. The newest two are kept.
-
-    The file is written under another name and renamed at the end: it is complete, or it is not there.
-    """
+    """checkpoints/step_N-DIGEST.pt: the state and the tables. The newest two are kept."""
     folder = out / "checkpoints"
     folder.mkdir(exist_ok=True)
-    unfinished = folder / "unfinished"
+    unfinished = folder / "unfinished"  # renamed when it is complete
     tables = {name: (out / name).read_text() for name in TABLES}
     with stage(f"writing a checkpoint in {folder}"):
         torch.save(state | {"step": step, "tables": tables}, unfinished)
@@ -199,22 +203,23 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
 
 
 def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
-    """The newest checkpoint whose file is unchanged, None before the first one. `run` is its run's fingerprint.
-
-    Raises: ValueError if there must be one and none of them can be read, or if it is of another run or step.
-    """
+    """The newest checkpoint whose file is unchanged, None before the first one."""
     paths = sorted(out.glob("checkpoints/*.pt"), reverse=True)
     for path in paths:
         if path.stem.endswith(_digest(path)):
             state = torch.load(path, weights_only=True, map_location="cpu")
             if state.get("run") != run or not path.name.startswith(f"step_{state['step']:06d}-"):
-                raise ValueError(f"checkpoints must be those of this run, {path} is of another run or step (other"
-                                 " options or problems); move it away, or try another --out")
+                raise ValueError(f"checkpoints must be those of this run, {path} is of another run"
+                                 " or step (other options or problems); move it away, or try"
+                                 " another --out")
             return state
         print(f"checkpoint DAMAGED, trying the one before it: {path}", flush=True)
-    table = out / "metrics.jsonl"  # without a checkpoint: step 0 and at most checkpoint_every steps
-    if paths or (table.exists() and table.read_bytes().count(b"\n") > checkpoint_every + 1):
-        raise ValueError(f"a resumed run must have a readable checkpoint, {out} has none; try another --out")
+    table = out / "metrics.jsonl"
+    rows = table.read_bytes().count(b"\n") if table.exists() else 0
+    # Without a checkpoint there are step 0 and at most checkpoint_every steps.
+    if paths or rows > checkpoint_every + 1:
+        raise ValueError(f"a resumed run must have a readable checkpoint, {out} has none;"
+                         " try another --out")
     return None
 
 

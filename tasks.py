@@ -1,17 +1,18 @@
-"""Problems, prompts and rewards: files of questions, a user's own task, and how a model wants its prompts.
+"""Problems, prompts and rewards: files of questions, a user's own task, a model's prompts.
 
-A task is two lists of problems and a reward.
+What is wrong with a file, a model or a user's function is a ValueError that names it.
 """
 
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import random
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -20,13 +21,12 @@ from typing import Any, NamedTuple
 
 from records import one_line, stage
 
-CALL_LIMIT_S = 10.0  # of one call of a user's code
-# A minus sign counts where it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
+# A minus sign counts if it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
 NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class Problem(NamedTuple):
-    """`source` says where the problem stands (a line of a file), for messages; `prompt_ids` come from `encode`."""
+    """`source` names the line of a file, for messages; `prompt_ids` come from `encode`."""
 
     question: str
     answer: str
@@ -39,15 +39,12 @@ Reward = Callable[[Problem, str], float]
 
 @dataclass(frozen=True)
 class Task:
-    """Problems to train on, problems to evaluate on, and `reward(problem, response text) -> float`.
-
-    `num_repeated` counts the problems that were left out because their question was there already.
-    """
+    """Problems to train on, problems to evaluate on, and `reward(problem, response) -> float`."""
 
     train: list[Problem]
     held_out: list[Problem]
     reward: Reward
-    num_repeated: int = 0
+    num_repeated: int = 0  # problems that were left out, because their question was there already
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -57,40 +54,37 @@ class Task:
     @property
     def fingerprint(self) -> str:
         """Digest of all problems in their order, without the reward."""
-        texts = [[problem.question, problem.answer] for problem in (*self.train, *self.held_out)]
+        texts = [problem[:2] for problem in (*self.train, *self.held_out)]
         return hashlib.sha256(json.dumps([len(self.train), texts]).encode()).hexdigest()
 
     def sample(self, rng: random.Random, num_prompts: int) -> list[Problem]:
-        """P different training problems. All randomness is in `rng`, whose state is part of the checkpoint."""
+        """P different training problems; a checkpoint has the state of `rng`."""
         return rng.sample(self.train, num_prompts)
 
 
 def exact_match(problem: Problem, response: str) -> float:
-    """1.0 if the response equals the answer (white space around it aside), else 0.0."""
+    """1.0 if the response, without white space around it, equals the answer, else 0.0."""
     return float(response.strip() == problem.answer)
 
 
 def numeric_match(problem: Problem, response: str) -> float:
-    """1.0 if the last number in the response equals the answer's: "so 1,200.0" matches "1200"; no number, no reward."""
+    """1.0 if both end in equal numbers ("so 1,200.0" and "1200"), else 0.0."""
     given = last_number(response)
     return float(given is not None and given == last_number(problem.answer))
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, without thousands separators; a GSM8K answer ("... #### 42") ends in it."""
+    """The last number in a text, without thousands separators: 42 in GSM8K's "... #### 42"."""
     try:
         return Decimal(NUMBER.findall(text)[-1].replace(",", ""))
     except (IndexError, InvalidOperation):  # no number, or an exponent of twenty digits
         return None
 
 
-# ------------------------------------------------------------------------------------------------ loaders
-def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float = CALL_LIMIT_S) -> Task:
-    """A Python file, a JSONL file, or a dataset; held-out problems from a second JSONL file if given.
-
-    Raises: ValueError that says what is wrong with it.
-    """
-    held_out, reward = None, numeric_match
+# ---------------------------------------------------------------------------------- loaders
+def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float = 10) -> Task:
+    """A Python file, a JSONL file, or a dataset; `eval_path`: a JSONL file of held-out problems."""
+    held_out, reward = [], numeric_match
     if name.endswith(".py"):
         train, reward = read_python(name, seed, limit_s)
     elif os.path.isfile(name) or name.endswith((".jsonl", ".json")):
@@ -98,19 +92,18 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
     elif "/" in name or os.path.isdir(name):
         train, held_out = read_dataset(name)
     else:
-        raise ValueError(f"task must be toy, digits, countdown, a .py file, a JSONL file, or a dataset (a folder or a"
-                         f" reachable hub name), got {name}")
+        raise ValueError("task must be toy, digits, countdown, a .py file, a JSONL file, or a"
+                         f" dataset (a folder or a reachable hub name), got {name}")
     if eval_path is not None:
         held_out = read_jsonl(eval_path)
     return split(name, reward, seed, train, held_out)
 
 
 def read_python(path: str, seed: int, limit_s: float) -> tuple[list[Problem], Reward]:
-    """A file with `sample(rng) -> (question, answer)` and `reward(problem, response) -> float`: examples/countdown.py.
+    """10,000 different problems, and the reward, of a file such as examples/countdown.py.
 
-    It gives 10,000 different problems, or fewer if 1,000 calls of `sample` in a row bring nothing new.
-
-    Raises: ValueError if the file lacks one of the two, or if its import or a call of `sample` fails.
+    It defines `sample(rng) -> (question, answer)` and `reward(problem, response) -> float`. There
+    are fewer problems if 1,000 calls of `sample` in a row bring nothing new.
     """
     spec = importlib.util.spec_from_file_location(f"task_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(spec)
@@ -118,23 +111,24 @@ def read_python(path: str, seed: int, limit_s: float) -> tuple[list[Problem], Re
     call_within(limit_s, f"the import of {path}", spec.loader.exec_module, module)
     for name in ("sample", "reward"):
         if not callable(getattr(module, name, None)):
-            raise ValueError(f"task must be a file with the functions sample and reward, {path} has no {name}")
+            raise ValueError("task must be a file with the functions sample and reward,"
+                             f" {path} has no {name}")
     rng, problems, misses = random.Random(seed), {}, 0
     while len(problems) < 10_000 and misses < 1_000:
         pair = call_within(limit_s, f"sample of {path}", module.sample, rng)
-        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair) and pair[0]):
-            raise ValueError(f"sample must return a question and an answer, two strings, {path}'s returns {pair!r:.80}")
-        misses = misses + 1 if pair in problems else 0
-        problems.setdefault(pair, Problem(*pair, f"{path}, problem {len(problems) + 1}"))
+        match pair:
+            case tuple([str(question), str(answer)]) if question:
+                misses = misses + 1 if pair in problems else 0
+                source = f"{path}, problem {len(problems) + 1}"
+                problems.setdefault(pair, Problem(question, answer, source))
+            case _:
+                raise ValueError("sample must return a question and an answer, two strings,"
+                                 f" {path}'s returns {pair!r:.80}")
     return list(problems.values()), module.reward
 
 
-def read_dataset(name: str) -> tuple[list[Problem], list[Problem] | None]:
-    """A hub's dataset, NAME or NAME:CONFIG ("openai/gsm8k:main"), or a folder of one, with the columns question and
-    answer: its split train, and test or validation if there is one.
-
-    Raises: ValueError if it cannot be loaded or has other columns.
-    """
+def read_dataset(name: str) -> tuple[list[Problem], list[Problem]]:
+    """The splits train, and test or validation, of a folder, or of NAME or NAME:CONFIG on a hub."""
     import datasets
 
     path, _, config = name.partition(":")
@@ -144,20 +138,21 @@ def read_dataset(name: str) -> tuple[list[Problem], list[Problem] | None]:
         raise ValueError(f"task must have a split train, {name} has {', '.join(splits)}")
 
     def problems(part: str) -> list[Problem]:
-        return [_problem(row, f"{name}, {part} {number}") for number, row in enumerate(splits[part], 1)]
+        rows = enumerate(splits[part], 1)
+        return [_problem(row, f"{name}, {part} {number}") for number, row in rows]
 
-    held_out = next((part for part in ("test", "validation") if part in splits), None)
-    return problems("train"), problems(held_out) if held_out else None
+    for held_out in ("test", "validation"):
+        if held_out in splits:
+            return problems("train"), problems(held_out)
+    return problems("train"), []
 
 
 def read_jsonl(path: str) -> list[Problem]:
-    """Problems from lines {"question": ..., "answer": ...}.
-
-    Raises: ValueError that names the file, and the line if one is malformed.
-    """
+    """Problems from lines {"question": ..., "answer": ...}."""
     with stage(f"reading {path} as UTF-8"):
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut JSON at U+2028
-    problems = [_problem(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines cuts at U+2028
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    problems = [_problem(line, f"{path}, line {number}") for number, line in numbered]
     if not problems:
         raise ValueError(f"task must have problems, {path} has none")
     return problems
@@ -171,84 +166,86 @@ def _problem(row: dict[str, Any] | str, source: str) -> Problem:
         case {"question": str(question), "answer": str() | int() | float() as answer}:
             if question.strip() and last_number(str(answer)) is not None:
                 return Problem(question, str(answer), source)
-    raise ValueError(f'{source} must be an object with a non-empty string "question" and an "answer" with a number'
-                     f" (rewards compare numbers), got {record!s:.80}")
+    raise ValueError(f'{source} must be an object with a non-empty string "question" and an'
+                     f' "answer" with a number (rewards compare numbers), got {record!s:.80}')
 
 
-def split(name: str, reward: Reward, seed: int, train: list[Problem], held_out: list[Problem] | None = None) -> Task:
-    """Keeps each question once and in one split only. Without `held_out`, the seed chooses a tenth to hold out.
-
-    Raises: ValueError if a question has two answers, or if no problem is left to train on.
-    """
-    given: list[Problem] = [*(held_out or ()), *train]
+def split(
+    name: str, reward: Reward, seed: int, train: list[Problem], held_out: Sequence[Problem] = ()
+) -> Task:
+    """Each question once, in one split. Without `held_out` the seed chooses a tenth to hold out."""
     first: dict[str, Problem] = {}
-    for problem in given:
+    for problem in (*held_out, *train):
         known = first.setdefault(problem.question.strip(), problem)
-        if problem.answer != known.answer and not (reward is numeric_match and reward(known, problem.answer)):
-            raise ValueError(f"a question must have one answer, {known.source} has {known.answer!r:.40} and"
-                             f" {problem.source} has {problem.answer!r:.40} to the same question")
+        same = reward is numeric_match and reward(known, problem.answer)
+        if problem.answer != known.answer and not same:
+            raise ValueError(f"a question must have one answer, {known.source} has"
+                             f" {known.answer!r:.40} and {problem.source} has"
+                             f" {problem.answer!r:.40} to the same question")
     distinct = list(first.values())
-    if held_out:
-        num_held_out = len({problem.question.strip() for problem in held_out})
-    else:
+    num_held_out = len({problem.question.strip() for problem in held_out})
+    if not held_out:
         distinct = random.Random(seed).sample(distinct, len(distinct))
         num_held_out = max(1, round(0.1 * len(distinct)))
     if num_held_out >= len(distinct):
-        raise ValueError(f"task must have problems left to train on, {name} has {len(distinct)} without repeats and"
-                         f" {num_held_out} held out")
-    return Task(distinct[num_held_out:], distinct[:num_held_out], reward, len(given) - len(distinct))
+        raise ValueError(f"task must have problems left to train on, {name} has {len(distinct)}"
+                         f" without repeats and {num_held_out} held out")
+    num_repeated = len(held_out) + len(train) - len(distinct)
+    return Task(distinct[num_held_out:], distinct[:num_held_out], reward, num_repeated)
 
 
-# ------------------------------------------------------------------------------------------------ prompts
+# ---------------------------------------------------------------------------------- prompts
 def encode(tokenizer: Any, task: Task) -> Task:
-    """The task with the token ids of every question, in the model's chat template if it has one.
-
-    Raises: ValueError if a question cannot be encoded or has no tokens.
-    """
+    """The task with the token ids of every question, in the model's chat template if it has one."""
 
     def encoded(problem: Problem) -> Problem:
         with stage(f"encoding the question of {problem.source}"):
             if tokenizer.chat_template is None:
-                ids = tokenizer(problem.question)["input_ids"]
+                encoding = tokenizer(problem.question)
             else:
                 messages = [{"role": "user", "content": problem.question}]
-                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+                encoding = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=True)
+            ids = encoding["input_ids"]
             if not ids:
                 raise ValueError("the tokenizer makes no token of it")
         return problem._replace(prompt_ids=ids)
 
-    return replace(task, train=list(map(encoded, task.train)), held_out=list(map(encoded, task.held_out)))
+    train = [encoded(problem) for problem in task.train]
+    held_out = [encoded(problem) for problem in task.held_out]
+    return replace(task, train=train, held_out=held_out)
 
 
-# ------------------------------------------------------------------------------------------------ rewards
-def score(reward: Reward, problem: Problem, response: str, limit_s: float) -> tuple[float, str | None]:
-    """The reward of one response and None, or 0.0 and what failed. Numbers of any library count, strings do not."""
+# ---------------------------------------------------------------------------------- rewards
+def score(
+    reward: Reward, problem: Problem, response: str, limit_s: float
+) -> tuple[float, str | None]:
+    """The reward of one response and None, or 0.0 and what failed."""
 
     def number() -> float:
         value = reward(problem, response)
-        converted = float(value) if hasattr(value, "__float__") else float("nan")
-        if not abs(converted) <= 1e15:  # its square is still a float32, in which advantages are computed
+        converted = float(value) if hasattr(value, "__float__") else math.nan  # not strings
+        if not abs(converted) <= 1e15:  # its square is still a float32, as in advantages
             raise TypeError(f"it returned {value!r:.80}, not a finite number of at most 1e15")
         return converted
 
     try:
         return call_within(limit_s, "the reward", number), None
     except ValueError as error:
-        return 0.0, f"{error} on {problem.source}, question {problem.question!r:.200}, response {response!r:.200}"
+        return 0.0, (f"{error} on {problem.source}, question {problem.question!r:.200},"
+                     f" response {response!r:.200}")
 
 
 class OutOfTime(BaseException):
-    """A call took too long. Not an Exception, so that a reward's own `except Exception` does not catch it."""
+    """A call took too long. Not an Exception, which a reward's own code may catch."""
 
 
 def call_within(limit_s: float, name: str, function: Callable, *arguments: Any) -> Any:
     """`function(*arguments)`, a user's code, interrupted after `limit_s` seconds.
 
-    SIGALRM in the main thread interrupts Python code, sleeps and waits, regular expressions and Python's own long
-    integers. It does not interrupt compiled code that does not return to the interpreter (such code must run in a
-    process of its own), nor a function that catches BaseException again and again.
-
-    Raises: ValueError that names the function if it raises, exits or takes too long.
+    SIGALRM in the main thread interrupts Python code, waits, regular expressions and Python's long
+    integers. It does not interrupt compiled code that does not return to the interpreter (such code
+    must run in a process of its own), nor a function that catches BaseException again and again.
     """
 
     def call():
@@ -261,11 +258,11 @@ def call_within(limit_s: float, name: str, function: Callable, *arguments: Any) 
 
     previous = signal.signal(signal.SIGALRM, expire)
     try:
-        # Repeated, in case the first one is caught; at shorter intervals the handler would interrupt itself.
+        # Repeated, in case the first is caught. A shorter interval would interrupt the handler.
         signal.setitimer(signal.ITIMER_REAL, limit_s, max(limit_s, 0.01))
         return call()
     except (Exception, SystemExit, OutOfTime) as error:
         raise ValueError(f"{name} fails ({one_line(error):.300})") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)  # None: a handler that Python has not set
+        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)  # None: not set by Python

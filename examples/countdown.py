@@ -1,8 +1,9 @@
-"""Countdown: reach a target with given numbers. A task file as a user writes it: a `sample` and a `reward`.
+"""Countdown: reach a target with given numbers. A task file: a `sample` and a `reward`.
 
-Each number is used exactly once, as in TinyZero and the data set Countdown-Tasks-3to4 (on television: at most once).
-Every problem has a solution, because the target is computed from the numbers. An answer is parsed as Python and
-evaluated exactly. Only the four operations are allowed, and the time is bounded for any text.
+Each number is used exactly once, as in TinyZero and the data set Countdown-Tasks-3to4 (on
+television: at most once). Every problem has a solution, because the target is computed from the
+numbers. An answer is parsed as Python and evaluated exactly. Only the four operations are allowed,
+and the time is bounded for any text.
 """
 
 import ast
@@ -13,13 +14,14 @@ from fractions import Fraction
 
 LARGEST_TARGET = 999
 MAX_CHARACTERS = 200  # of an expression; the longest sensible answer is much shorter
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+              ast.Div: operator.truediv}
 TYPOGRAPHY = str.maketrans("×÷−", "*/-")  # noqa: RUF001, models write these too
 ALLOWED = re.compile(r"[-+*/() 0-9]+")
 
 
 def sample(rng: random.Random) -> tuple[str, str]:
-    """Three or four numbers from 1 to 99 and a target from 1 to LARGEST_TARGET, with answers like "19 35 44 = 98"."""
+    """Three or four numbers and a target, with an answer such as "19 35 44 = 98"."""
     target = Fraction(0)
     while target.denominator > 1 or not 1 <= target <= LARGEST_TARGET:
         numbers = [rng.randint(1, 99) for _ in range(rng.choice((3, 4)))]
@@ -30,16 +32,18 @@ def sample(rng: random.Random) -> tuple[str, str]:
             values.append(operation(left, right))
         (target,) = values
     question = (
-        f"Using each of the numbers {', '.join(map(str, numbers))} exactly once, with + - * / and brackets, write an"
-        f" expression that equals {target}. Give it between <answer> and </answer>, without an equals sign."
+        f"Using each of the numbers {', '.join(map(str, numbers))} exactly once, with + - * / and"
+        f" brackets, write an expression that equals {target}. Give it between <answer> and"
+        " </answer>, without an equals sign."
     )
     return question, f"{' '.join(map(str, sorted(numbers)))} = {target}"
 
 
 def reward(problem, response: str) -> float:
-    """1.0 if the last <answer> (without one, the whole response) uses exactly the numbers and equals the target."""
+    """1.0 if the last <answer>, or the whole response, uses the numbers and equals the target."""
     numbers, target = problem.answer.split(" = ")
-    before, closed, _ = response.rpartition("</answer>")  # a regular expression would take quadratic time
+    # A regular expression would take quadratic time.
+    before, closed, _ = response.rpartition("</answer>")
     try:
         value, used = evaluate(before.rpartition("<answer>")[2] if closed else response)
     except (ValueError, SyntaxError, ZeroDivisionError):
@@ -50,8 +54,9 @@ def reward(problem, response: str) -> float:
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     """The exact value of an expression, and its numbers from left to right.
 
-    Raises: ValueError if the text is longer than MAX_CHARACTERS or contains anything but whole numbers, + - * / and
-    brackets; SyntaxError if these do not make an expression; ZeroDivisionError.
+    Raises: ValueError if the text is longer than MAX_CHARACTERS or contains anything but whole
+    numbers, + - * / and brackets; SyntaxError if these do not make an expression;
+    ZeroDivisionError.
     """
     numbers = []
 

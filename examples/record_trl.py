@@ -1,11 +1,10 @@
-"""A callback for TRL's GRPOTrainer: each batch of rollouts as a trace, with the weights that it was sampled under.
+"""A callback for TRL's GRPOTrainer: each batch of rollouts as a trace, with its weights.
 
     trainer.add_callback(TraceRecorder(trainer, "traces", steps=3))  # the first 3 batches
 
-writes traces/step_000000.json (docs/trace-format.md) and the folder traces/step_000000 for each. Where the probe is:
-`python -m probe diagnose --model traces/step_000002 --earlier traces/step_000000 -- traces/step_000002.json`.
-Tested with TRL 1.16.0, vllm_mode="colocate". It needs use_vllm and vllm_importance_sampling_correction, which give both
-sides' log-probabilities, and changes nothing in the training. With several processes it writes the rows of the first.
+writes traces/step_000000.json (docs/trace-format.md) and the folder traces/step_000000 for each,
+for `python -m probe diagnose --model traces/step_000002 --earlier traces/step_000000 --
+traces/step_000002.json`. Tested with TRL 1.16.0 (colocate). Only the first process writes its rows.
 """
 
 import json
@@ -15,10 +14,10 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 COLUMNS = {"prompt_ids": "prompt_mask", "completion_ids": "completion_mask",
-           "sampling_per_token_logps": "completion_mask", "old_per_token_logps": "completion_mask"}  # fmt: skip
+           "sampling_per_token_logps": "completion_mask", "old_per_token_logps": "completion_mask"}
 NEUTRAL = {"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 SETTINGS = ("model_config.dtype", "model_config.logprobs_mode", "model_config.head_dtype",
-            "cache_config.enable_prefix_caching", "scheduler_config.async_scheduling")  # fmt: skip
+            "cache_config.enable_prefix_caching", "scheduler_config.async_scheduling")
 
 
 class TraceRecorder(TrainerCallback):
@@ -26,32 +25,36 @@ class TraceRecorder(TrainerCallback):
         self.trainer, self.folder, self.left, self.last = trainer, Path(folder), steps, None
 
     def on_pre_optimizer_step(self, args, state, control, **_):
-        """Before the first optimizer step on a batch the trainer still has the weights that sampled it."""
+        """Before the first optimizer step on a batch: the weights are those that sampled it."""
         batches = self.trainer._buffered_inputs
         if self.left and batches is not self.last:
             self.left, self.last = self.left - 1, batches
             folder = self.folder / f"step_{state.global_step:06d}"
             self.trainer.save_model(str(folder))
             if state.is_world_process_zero:
-                folder.with_suffix(".json").write_text(json.dumps(self.trace(batches, state.global_step)))
+                trace = self.trace(batches, state.global_step)
+                folder.with_suffix(".json").write_text(json.dumps(trace))
 
     def trace(self, batches, step):
         if not COLUMNS.keys() <= batches[0].keys():
-            raise ValueError("TraceRecorder needs use_vllm=True and vllm_importance_sampling_correction=True")
-        columns = [[row[mask.bool()].tolist() for batch in batches
-                    for row, mask in zip(batch[name], batch[masks], strict=True)] for name, masks in COLUMNS.items()]
-        kept = [row for row in zip(*columns, strict=True) if row[1]]  # without rows that TRL masks out entirely
+            raise ValueError("it needs use_vllm=True and vllm_importance_sampling_correction=True")
+        columns = []
+        for name, masks in COLUMNS.items():
+            rows = [zip(batch[name], batch[masks], strict=True) for batch in batches]
+            columns.append([row[mask.bool()].tolist() for pairs in rows for row, mask in pairs])
+        kept = [row for row in zip(*columns, strict=True) if row[1]]  # not masked out by TRL
         prompts, tokens, reported, ours = map(list, zip(*kept, strict=True))
-        trainer = self.trainer
-        given = {name: getattr(trainer, name) for name in NEUTRAL}
-        sampling = {name: value for name, value in given.items() if value not in (None, NEUTRAL[name])}
-        llm, settings = getattr(trainer.vllm_generation, "llm", None), {}  # None: a server
+        given = [(name, getattr(self.trainer, name)) for name in NEUTRAL]
+        sampling = {name: value for name, value in given if value not in (None, NEUTRAL[name])}
+        llm, settings = getattr(self.trainer.vllm_generation, "llm", None), {}  # None: a server
         for place in SETTINGS if llm else ():
             section, name = place.split(".")
-            settings[name] = str(getattr(getattr(llm.llm_engine.vllm_config, section), name, "not read"))
-        dtype = str(trainer.accelerator.unwrap_model(trainer.model).dtype).removeprefix("torch.")  # the trainer's
-        versions = {name: import_module(name).__version__ for name in ("trl", "vllm", "torch", "transformers")}
-        group = {"sampling": sampling, "tokens": tokens, "logprobs": reported, "trainer_logprobs": ours,
-                 "versions": [[step] * len(row) for row in tokens]}  # fmt: skip
-        meta = {"format": 1, "dtype": dtype, "step": step, "versions": versions, "settings": settings}
+            values = getattr(llm.llm_engine.vllm_config, section)
+            settings[name] = str(getattr(values, name, "not read"))
+        dtype = str(self.trainer.accelerator.unwrap_model(self.trainer.model).dtype)
+        names = ("trl", "vllm", "torch", "transformers")
+        meta = {"versions": {name: import_module(name).__version__ for name in names}, "format": 1,
+                "dtype": dtype.removeprefix("torch."), "step": step, "settings": settings}
+        group = {"sampling": sampling, "tokens": tokens, "logprobs": reported,
+                 "trainer_logprobs": ours, "versions": [[step] * len(row) for row in tokens]}
         return {"meta": meta, "prompt_ids": prompts, "groups": {"trl": group}}

@@ -1,17 +1,17 @@
-"""A batch of verl as a trace (docs/trace-format.md). Written after the code of verl 0.9.1; verl itself was not run.
+"""A batch of verl as a trace (docs/trace-format.md), after verl 0.9.1, which was not run.
 
-Both sides, from a subclass of the V1 trainer (`tq` and `batch` as in its `_compute_old_log_prob`, after that method):
+Both sides, in a subclass of the V1 trainer, after `_compute_old_log_prob` (main_ppo_v0: `data` is
+`batch.batch`), with actor_rollout_ref.rollout.calculate_log_probs=True:
 
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*record_verl.FIELDS])
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id,
+                           select_fields=[*record_verl.FIELDS])
     record_verl.record(data, "trace.json", {"temperature": 1.0}, "bfloat16", step=self.global_steps)
 
-In the trainer of main_ppo_v0 `data` is `batch.batch`. The engine's side alone, in verl's environment, from a rollout
-that main_ppo_v0 has stored (skip.rollout.enable=True skip.rollout.steps=[1] writes gen_batch.dp):
+The engine's side, from a stored rollout of main_ppo_v0 (skip.rollout.enable=True, .steps=[1]):
 
     python record_verl.py gen_batch.dp trace.json '{"temperature": 1.0}' bfloat16
 
-The batch must have `rollout_log_probs`: actor_rollout_ref.rollout.calculate_log_probs=True. With bypass_mode verl
-copies them to `old_log_probs`: the trainer's side then says nothing. Save the actor's weights of that step, too.
+With bypass_mode the trainer's side is the engine's copy. Save the actor's weights of that step.
 """
 
 import json
@@ -24,16 +24,17 @@ FIELDS = ("prompts", "responses", "response_mask", "rollout_log_probs", "old_log
 
 
 def record(data, out, sampling, dtype, step=0):
-    """`data`: tensors by name, jagged (V1 trainer) or padded: prompts on the left, responses on the right."""
-    columns = {name: data[name].unbind() for name in (*FIELDS, "attention_mask") if name in set(data.keys())}
+    """`data`: tensors by name, jagged (V1 trainer) or padded on the outer sides."""
+    names = {*FIELDS, "attention_mask"} & set(data.keys())
+    columns = {name: data[name].unbind() for name in names}
     if "rollout_log_probs" not in columns:
-        raise ValueError("rollout_log_probs is missing; set actor_rollout_ref.rollout.calculate_log_probs=True")
+        raise ValueError("rollout_log_probs is missing; set rollout.calculate_log_probs=True")
     prompts, rows, total = [], [], len(columns["responses"])
     for index, mask in enumerate(columns["response_mask"]):
         prompt, length = columns["prompts"][index], int(mask.sum())
         if not data["prompts"].is_nested:
             prompt = prompt[columns["attention_mask"][index][: len(prompt)].bool()]
-        if length and mask[:length].all():  # not padding, and no turns of tools, which a trace cannot express
+        if length and mask[:length].all():  # else it is padding, or has turns of tools
             prompts.append(prompt.tolist())
             present = [name for name in ("responses", *FIELDS[3:]) if name in columns]
             rows.append([columns[name][index][:length].tolist() for name in present])
@@ -41,13 +42,13 @@ def record(data, out, sampling, dtype, step=0):
         raise ValueError("the batch must have a response without turns of tools, it has none")
     tokens, reported, *ours = map(list, zip(*rows, strict=True))
     group = {"sampling": sampling, "tokens": tokens, "logprobs": reported,
-             "versions": [[step] * len(row) for row in tokens]}  # fmt: skip
-    group |= {"trainer_logprobs": ours[0]} if ours else {}
-    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    versions = {name: installed[name] for name in ("verl", "vllm", "sglang", "torch") if name in installed}
+             "versions": [[step] * len(row) for row in tokens]}
+    groups = {"verl": group | ({"trainer_logprobs": ours[0]} if ours else {})}
+    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    versions = {name: found[name] for name in ("verl", "vllm", "sglang", "torch") if name in found}
     meta = {"format": 1, "dtype": dtype, "step": step, "versions": versions}
-    Path(out).write_text(json.dumps({"meta": meta, "prompt_ids": prompts, "groups": {"verl": group}}))
-    print(f"{out}: {len(rows)} responses; {total - len(rows)} left out (padding, or turns of tools)")
+    Path(out).write_text(json.dumps({"meta": meta, "prompt_ids": prompts, "groups": groups}))
+    print(f"{out}: {len(rows)} responses; {total - len(rows)} left out (padding, turns of tools)")
 
 
 if __name__ == "__main__":
@@ -55,5 +56,5 @@ if __name__ == "__main__":
         path, out, sampling, dtype = sys.argv[1:]
         record(pickle.loads(Path(path).read_bytes()).batch, out, json.loads(sampling), dtype)
     except Exception as error:  # of this file, of pickle, of the file system: one sentence
-        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+        print(f"error: {type(error).__name__}:", *str(error).split()[:200], file=sys.stderr)
         sys.exit(2)

@@ -1,18 +1,20 @@
-"""Record what a vLLM samples and reports: a fixed workload, written as a trace (docs/trace-format.md).
+"""Record what a vLLM samples and reports, as a trace (docs/trace-format.md).
 
-One file that needs vLLM 0.8.5 or newer (V0 or V1) and numpy, nothing else. Copy it into the environment in question:
+One file that needs vLLM 0.8.5 or newer (V0 or V1) and numpy, nothing else. Copy it into the
+environment in question:
 
     python record_vllm.py --model PATH --out TRACE.npz --engine-args '{"dtype": "float32"}'
 
-or, from a program that holds an `LLM` already (the state of that engine is recorded, with the weights it has now):
+or, from a program that holds an `LLM` already (the state of that engine is recorded, with the
+weights it has now):
 
     from record_vllm import record
     record(llm, "TRACE.npz")
 
-The workload: 64 prompts of 4 to 48 random token ids, 128 new tokens each, a seed per request. This file loads no
-weights into the engine and changes no setting. The trace names versions, settings, and what could not be read.
-`python -m probe diagnose --model PATH TRACE.npz` says which layer is at fault; it runs elsewhere, without vLLM.
-Exit status: 0 recorded, 2 bad input.
+The workload: 64 prompts of 4 to 48 random token ids, 128 new tokens each, a seed per request. This
+file loads no weights into the engine and changes no setting. The trace names versions, settings,
+and what could not be read. `python -m probe diagnose --model PATH TRACE.npz` says which layer is at
+fault; it runs elsewhere, without vLLM. Exit status: 0 recorded, 2 bad input.
 """
 
 import argparse
@@ -28,20 +30,26 @@ import numpy
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, (4, 48), 128
 SAMPLING = {"temperature": 0.7}  # at temperature 1 raw log-probabilities do not show
-NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-           "frequency_penalty": 0.0}  # named in every request, so that no default of the model acts # fmt: skip
+# Named in every request, so that no default of the model acts.
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+           "presence_penalty": 0.0, "frequency_penalty": 0.0}
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton", "flash-attn",
-            "flashinfer-python", "xformers")  # fmt: skip
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}  # vLLM sets more later
+            "flashinfer-python", "xformers")
+# vLLM sets more later.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
 SETTINGS = {  # name in the trace: places in vLLM's VllmConfig, the first that exists counts
     "dtype": ["model_config.dtype"], "quantization": ["model_config.quantization"],
     "logprobs_mode": ["model_config.logprobs_mode"], "max_logprobs": ["model_config.max_logprobs"],
     "head_dtype": ["model_config.head_dtype"], "hf_overrides": ["model_config.hf_overrides"],
-    "generation_config": ["model_config.generation_config"], "enforce_eager": ["model_config.enforce_eager"],
+    "generation_config": ["model_config.generation_config"],
+    "enforce_eager": ["model_config.enforce_eager"],
     "max_model_len": ["model_config.max_model_len"], "seed": ["model_config.seed"],
-    "enable_prefix_caching": ["cache_config.enable_prefix_caching"], "block_size": ["cache_config.block_size"],
-    "kv_cache_dtype": ["cache_config.cache_dtype"], "async_scheduling": ["scheduler_config.async_scheduling"],
-    "chunked_prefill": ["scheduler_config.enable_chunked_prefill", "scheduler_config.chunked_prefill_enabled"],
+    "enable_prefix_caching": ["cache_config.enable_prefix_caching"],
+    "block_size": ["cache_config.block_size"],
+    "kv_cache_dtype": ["cache_config.cache_dtype"],
+    "async_scheduling": ["scheduler_config.async_scheduling"],
+    "chunked_prefill": ["scheduler_config.enable_chunked_prefill",
+                        "scheduler_config.chunked_prefill_enabled"],
     "disable_cascade_attn": ["model_config.disable_cascade_attn"],
     "max_num_seqs": ["scheduler_config.max_num_seqs"],
     "max_num_batched_tokens": ["scheduler_config.max_num_batched_tokens"],
@@ -49,11 +57,14 @@ SETTINGS = {  # name in the trace: places in vLLM's VllmConfig, the first that e
     "speculative": ["speculative_config.method", "speculative_config"],
     "compilation_level": ["compilation_config.mode", "compilation_config.level"],
     "attention_backend": ["attention_config.backend"],
-}  # fmt: skip
+}
 
 
 def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0, given=None):
-    """Sample the workload with a live vllm.LLM and write the trace. Raises: ValueError for bad input."""
+    """Sample the workload with a live vllm.LLM and write the trace.
+
+    Raises: ValueError for bad input.
+    """
     from vllm import SamplingParams
 
     sampling = sampling or SAMPLING
@@ -63,36 +74,43 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
         # The last tenth of a vocabulary may be padding or placeholders, which some versions refuse.
         vocabulary, (low, high) = config.model_config.get_vocab_size() * 9 // 10, PROMPT_TOKENS
         prompts = [generator.randint(vocabulary, size=generator.randint(low, high + 1)).tolist()
-                   for _ in range(NUM_PROMPTS)]  # fmt: skip
+                   for _ in range(NUM_PROMPTS)]
     longest = max(map(len, prompts)) + new_tokens
     if longest > config.model_config.max_model_len:
         raise ValueError(f"max_model_len must be at least {longest} for this workload, got"
-                         f" {config.model_config.max_model_len}; try --new-tokens or --prompts")  # fmt: skip
+                         f" {config.model_config.max_model_len}; try --new-tokens or --prompts")
     seeds = [1000 * (seed + 1) + index for index in range(len(prompts))]
-    requests = [SamplingParams(max_tokens=new_tokens, logprobs=0, ignore_eos=True, seed=each, **NEUTRAL | sampling)
-                for each in (seeds if sampling["temperature"] else [None] * len(seeds))]  # fmt: skip
+    requests = [SamplingParams(max_tokens=new_tokens, logprobs=0, ignore_eos=True, seed=each,
+                               **NEUTRAL | sampling)
+                for each in (seeds if sampling["temperature"] else [None] * len(seeds))]
     answers = [each.outputs[0] for each in
-               llm.generate([{"prompt_token_ids": ids} for ids in prompts], requests, use_tqdm=False)]  # fmt: skip
+               llm.generate([{"prompt_token_ids": ids} for ids in prompts], requests,
+                            use_tqdm=False)]
     if any(each.logprobs is None for each in answers):
         raise ValueError("vLLM must return log-probabilities, it returned none")
     tokens = [list(each.token_ids) for each in answers]
-    logprobs = [[entry[token].logprob for entry, token in zip(each.logprobs, each.token_ids)]  # noqa: B905, Python 3.9
-                for each in answers]  # fmt: skip
+    logprobs = [[entry[token].logprob
+                 for entry, token in zip(each.logprobs, each.token_ids)]  # noqa: B905, Python 3.9
+                for each in answers]
 
-    name = "_".join(f"{'t' if key == 'temperature' else key}{value:g}" for key, value in sampling.items())
+    name = "_".join(f"{'t' if key == 'temperature' else key}{value:g}"
+                    for key, value in sampling.items())
     settings, unread = settings_of(config)
     meta = {
-        "format": 1, "groups": {name: sampling}, "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "format": 1, "groups": {name: sampling},
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "versions": versions(), "engine": f"vLLM {generation_of(llm)}", "device": device(),
         "python": sys.version.split()[0],
         "settings": settings, "not_read": unread, "engine_args": given and public(given),
         "environment": public(ENVIRONMENT),
         "model": model_of(config, given is not None),
         "workload": {"seed": seed, "new_tokens": new_tokens, "ignore_eos": True},
-    }  # fmt: skip
-    arrays = {"prompt_ids": table(prompts, -1, numpy.int32), f"{name}/tokens": table(tokens, -1, numpy.int32),
-              f"{name}/logprobs": table(logprobs, 0.0, numpy.float32), f"{name}/seeds": numpy.array(seeds),
-              "meta": numpy.array(json.dumps(meta, default=str))}  # fmt: skip
+    }
+    arrays = {"prompt_ids": table(prompts, -1, numpy.int32),
+              f"{name}/tokens": table(tokens, -1, numpy.int32),
+              f"{name}/logprobs": table(logprobs, 0.0, numpy.float32),
+              f"{name}/seeds": numpy.array(seeds),
+              "meta": numpy.array(json.dumps(meta, default=str))}
     numpy.savez_compressed(out, **arrays)
     print(f"{out}: {sum(map(len, tokens))} tokens of {meta['engine']} on {meta['device']}")
     for section in ("versions", "settings"):
@@ -104,11 +122,11 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
 def public(values):
     """Without what may be a secret: a trace is passed on."""
     return {key: value for key, value in sorted(values.items())
-            if not key.lower().endswith(("key", "token", "secret", "password"))}  # fmt: skip
+            if not key.lower().endswith(("key", "token", "secret", "password"))}
 
 
 def settings_of(config):
-    """The settings in force as far as they can be read, and the names of those that this version does not show."""
+    """The settings in force, and the names of those that this version does not show."""
     found, unread = {}, []
     for name, places in SETTINGS.items():
         for place in places:
@@ -118,7 +136,8 @@ def settings_of(config):
                     value = getattr(value, part)
             except AttributeError:
                 continue
-            found[name] = value if isinstance(value, (bool, int, float, str, dict, type(None))) else str(value)
+            plain = isinstance(value, (bool, int, float, str, dict, type(None)))
+            found[name] = value if plain else str(value)
             break
         else:
             unread.append(name)
@@ -130,7 +149,8 @@ def versions():
     import vllm
 
     installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    return {"vllm": vllm.__version__} | {name: installed[name] for name in PACKAGES if name in installed}
+    others = {name: installed[name] for name in PACKAGES if name in installed}
+    return {"vllm": vllm.__version__} | others
 
 
 def generation_of(llm):
@@ -148,10 +168,11 @@ def device():
 
 
 def model_of(config, from_its_files):
-    """What tells one model from another: sizes, and a hash of the weight files if the engine holds their weights."""
+    """What identifies a model: sizes, and a hash of the weight files, if the engine has them."""
     hf, path = config.model_config.hf_config, config.model_config.model
     sizes = {name: getattr(hf, name, None) for name in
-             ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")}  # fmt: skip
+             ("model_type", "vocab_size", "hidden_size", "num_hidden_layers",
+              "tie_word_embeddings")}
     return {"path": path, "config": sizes, "weights": weights_of(path) if from_its_files else None}
 
 
@@ -178,12 +199,15 @@ def table(rows, padding, kind):
 
 
 def options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or hub name")
     parser.add_argument("--out", required=True, help="the trace, .npz")
     parser.add_argument("--engine-args", default="{}", help="JSON: the arguments of your vllm.LLM")
-    parser.add_argument("--sampling", default=json.dumps(SAMPLING), help="JSON: temperature, top_p, top_k, ...")
-    parser.add_argument("--prompts", help="JSON file with rows of token ids, in place of random prompts")
+    parser.add_argument("--sampling", default=json.dumps(SAMPLING),
+                        help="JSON: temperature, top_p, top_k, ...")
+    parser.add_argument("--prompts",
+                        help="JSON file with rows of token ids, in place of random prompts")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the requests")
     return parser.parse_args()
@@ -196,25 +220,30 @@ def read(text, name, kind):
     except ValueError as error:
         raise ValueError(f"{name} must be JSON: {error}") from error
     if not isinstance(value, kind):
-        raise ValueError(f"{name} must be a JSON {'object' if kind is dict else 'list'}, got {text[:80]}")
+        raise ValueError(f"{name} must be a JSON {'object' if kind is dict else 'list'}, got"
+                         f" {text[:80]}")
     return value
 
 
 def main():
     words = options()
     try:
-        given, sampling = read(words.engine_args, "--engine-args", dict), read(words.sampling, "--sampling", dict)
+        given = read(words.engine_args, "--engine-args", dict)
+        sampling = read(words.sampling, "--sampling", dict)
         if unknown := sampling.keys() - {"temperature", *NEUTRAL}:
-            raise ValueError(f"--sampling has {', '.join(sorted(unknown))}, which a trace cannot describe")
+            raise ValueError(f"--sampling has {', '.join(sorted(unknown))}, which a trace cannot"
+                             " describe")
         prompts = words.prompts and read(Path(words.prompts).read_text(), "--prompts", list)
         if not words.out.endswith(".npz") or not os.access(Path(words.out).parent, os.W_OK):
-            raise ValueError(f"--out must be a new .npz file in a folder that can be written, got {words.out}")
+            raise ValueError("--out must be a new .npz file in a folder that can be written, got"
+                             f" {words.out}")
         from vllm import LLM
 
         llm = LLM(model=words.model, **given)
         record(llm, words.out, SAMPLING | sampling, prompts, words.new_tokens, words.seed, given)
     except Exception as error:  # of this file, of vLLM, of the file system: one sentence
-        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+        print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}",
+              file=sys.stderr)
         return 2
     return 0
 

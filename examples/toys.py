@@ -1,9 +1,9 @@
-"""The built-in tasks. Two of them come with a small model, which is taught a wrong habit on first use.
+"""The built-in tasks. Two come with a small model, which is taught a wrong habit on first use.
 
-A teacher shows the model right answers and, more often, wrong ones that are all wrong in the same way. Supervised
-learning imitates the majority, so the model starts with the wrong habit. Reinforcement learning has to find the right
-answers, which the model samples less often. `python -m examples.toys FOLDER` writes the model and the problems of `toy`
-to FOLDER/model and FOLDER/problems.jsonl.
+A teacher shows the model right answers and, more often, wrong ones that are all wrong in the same
+way. Supervised learning imitates the majority, so the model starts with the wrong habit.
+Reinforcement learning has to find the right answers, which the model samples less often.
+`python -m examples.toys FOLDER` writes the toy to FOLDER/model and FOLDER/problems.jsonl.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import tasks
 from tasks import Problem, Task, exact_match, split
 
-# ------------------------------------------------------------------------------------------------ tasks
+# ---------------------------------------------------------------------------------- tasks
 NUM_SUMS = 20_000  # of a million
 DIGITS = 2, 16  # of each number of the task `digits`, from and to
 WRONG = 0.7  # share of the teacher's answers (`digits`: of its digits) that follow the wrong habit
@@ -38,7 +38,7 @@ def addition(seed: int) -> Task:
 
 
 def sums(seed: int) -> list[Problem]:
-    """Sums of two numbers of three digits, the answer's least significant digit first: "347+285=" is "2360"."""
+    """Sums of numbers of three digits, the answer's last digit first: "347+285=" is "2360"."""
     pairs = [divmod(number, 1000) for number in random.Random(seed).sample(range(10**6), NUM_SUMS)]
     return [Problem(f"{a:03}+{b:03}=", f"{a + b:04}"[::-1], f"{a:03}+{b:03}") for a, b in pairs]
 
@@ -54,8 +54,9 @@ def forget_the_carry(problem: Problem, rng: random.Random) -> str:
 def digits(seed: int) -> Task:
     """The larger digit at each place of two numbers: "3142====+2718====" is "3748".
 
-    Made for the ladder: 64 training problems that come back at every step; numbers of 2 to 16 digits in fields of 16,
-    so that answers have many lengths and all prompts 35 tokens, more than a KV block of 32.
+    Made for the ladder: 64 training problems that come back at every step. Numbers have 2 to 16
+    digits, in fields of 16, so that answers have many lengths and all prompts 35 tokens, more than
+    a KV block of 32.
     """
     problems = larger_digits(random.Random(seed), 64 + 256)
     return Task(problems[:64], problems[64:], share_of_digits)
@@ -80,15 +81,16 @@ def take_the_smaller(problem: Problem, rng: random.Random) -> str:
 
 
 def share_of_digits(problem: Problem, response: str) -> float:
-    """The share of correct characters at their places; missing and additional characters count as wrong."""
-    right = sum(given == expected for given, expected in zip(response, problem.answer, strict=False))
+    """The share of correct characters; missing and additional characters are wrong."""
+    right = sum(given == expected
+                for given, expected in zip(response, problem.answer, strict=False))
     return right / max(len(response), len(problem.answer))
 
 
 TASKS = {"toy": addition, "digits": digits}
 COUNTDOWN = str(Path(__file__).with_name("countdown.py"))  # a task file as a user writes one
 
-# ------------------------------------------------------------------------------------------------ models
+# ---------------------------------------------------------------------------------- models
 CHARACTERS = "0123456789+="
 PAD, BOS, EOS = range(3)
 
@@ -103,31 +105,39 @@ class Toy(NamedTuple):
     logit_offset: float = 0.0  # added to all logits at the end, see `teach`
 
 
-TOYS = {  # 0.6 and 0.1 million parameters; the head of `digits` is not tied, because it must hold the offset
-    "toy": Toy(lambda seed: addition(seed).train, forget_the_carry, 560, dict(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
-        tie_word_embeddings=True)),
-    "digits": Toy(lambda seed: larger_digits(random.Random(f"teacher {seed}"), 10_000), take_the_smaller, 120, dict(
-        hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        tie_word_embeddings=False), logit_offset=16.0),
-}  # fmt: skip
+# 0.6 and 0.1 million parameters; the head of `digits` is not tied, because it must hold the offset.
+TOYS = {
+    "toy": Toy(
+        lambda seed: addition(seed).train, forget_the_carry, 560,
+        dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+             num_key_value_heads=4, tie_word_embeddings=True)),
+    "digits": Toy(
+        lambda seed: larger_digits(random.Random(f"teacher {seed}"), 10_000), take_the_smaller, 120,
+        dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=2, tie_word_embeddings=False), logit_offset=16.0),
+}
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character; a prompt begins with <bos>; an unknown character is an error."""
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
+    vocabulary = {token: index
+                  for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A",
+                                                           special_tokens=[("<bos>", BOS)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>",
+                                   eos_token="<eos>")
 
 
 def toy_config(task: str = "toy") -> Qwen3Config:
-    """The configuration of the model that is taught for the task; other tasks get the model for addition."""
+    """The configuration of the model that is taught for the task: by default for addition."""
     return Qwen3Config(
-        vocab_size=3 + len(CHARACTERS), head_dim=32, max_position_embeddings=64,  # vLLM's CPU attention needs 32
-        initializer_range=0.06,  # three times the usual: so small a model learns in a third of the steps
+        # vLLM's CPU attention needs 32.
+        vocab_size=3 + len(CHARACTERS), head_dim=32, max_position_embeddings=64,
+        # Three times the usual: so small a model learns in a third of the steps.
+        initializer_range=0.06,
         pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **TOYS.get(task, TOYS["toy"]).sizes,
     )
 
@@ -138,11 +148,12 @@ def describe_toy(task: str) -> tuple[Qwen3Config, PreTrainedTokenizerFast, tuple
 
 
 def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
-    """The folder of a task's model (weights, configuration, tokenizer), taught on first use and kept in the cache.
+    """The folder of a task's model, taught on first use and kept in the cache.
 
     Raises: ValueError if the cache cannot be written.
     """
-    code = Path(__file__).read_bytes() + Path(tasks.__file__).read_bytes()  # these two files decide the model
+    # These two files decide the model.
+    code = Path(__file__).read_bytes() + Path(tasks.__file__).read_bytes()
     name = task if task in TOYS else "toy"
     folder = Path(cache_dir) / f"{name}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
     if folder.is_dir():
@@ -152,11 +163,13 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
     try:
         unfinished.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try --cache-dir") from error
+        raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try"
+                         f" --cache-dir") from error
     try:
         started = time.monotonic()
         teach(TOYS[name], toy_config(name), seed).save_pretrained(unfinished)
-        print(f"{name} model: taught for {TOYS[name].steps} steps in {time.monotonic() - started:.0f} s", flush=True)
+        print(f"{name} model: taught for {TOYS[name].steps} steps in"
+              f" {time.monotonic() - started:.0f} s", flush=True)
         toy_tokenizer().save_pretrained(unfinished)
         if not folder.is_dir():  # another process may have been faster
             unfinished.rename(folder)
@@ -168,18 +181,23 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
 def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
     """A fixed number of supervised AdamW steps on the teacher's answers.
 
-    With a `logit_offset` all logits get the same offset at the end, as the logits of pretrained models have one.
-    Softmax ignores the offset; the rounding of a 16-bit head does not.
+    With a `logit_offset` all logits get the same offset at the end, as the logits of pretrained
+    models have one. Softmax ignores the offset; the rounding of a 16-bit head does not.
     """
     torch.manual_seed(seed)
-    rng, tokenizer, pool, model = random.Random(seed), toy_tokenizer(), toy.pool(seed), Qwen3ForCausalLM(config)
-    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    rng = random.Random(seed)
+    tokenizer, pool = toy_tokenizer(), toy.pool(seed)
+    model = Qwen3ForCausalLM(config)
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0,
+                              fused=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(adamw, start_factor=1 / 30, total_iters=29)
     for _ in range(toy.steps):
         problems = rng.choices(pool, k=128)
-        inputs, targets = _examples(tokenizer, problems, [toy.teacher(problem, rng) for problem in problems])
+        answers = [toy.teacher(problem, rng) for problem in problems]
+        inputs, targets = _examples(tokenizer, problems, answers)
         answered = targets >= 0
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state[answered]  # (N, H)
+        states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        hidden = states[answered]  # (N, H)
         F.cross_entropy(model.lm_head(hidden), targets[answered]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adamw.step()
@@ -195,18 +213,21 @@ def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
 def _examples(
     tokenizer: PreTrainedTokenizerFast, problems: list[Problem], answers: list[str]
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (N, T); a target is -100 on the prompt and on the padding of short rows."""
+    """Inputs and targets (N, T); a target is -100 on the prompt and the padding of short rows."""
     prompts = tokenizer([problem.question for problem in problems])["input_ids"]
     rows = tokenizer(answers, add_special_tokens=False)["input_ids"]
-    inputs = [torch.tensor(prompt + answer) for prompt, answer in zip(prompts, rows, strict=True)]
-    targets = [torch.tensor([-100] * (len(prompt) - 1) + [*answer, EOS])
-               for prompt, answer in zip(prompts, rows, strict=True)]
+    inputs, targets = [], []
+    for prompt, answer in zip(prompts, rows, strict=True):
+        inputs.append(torch.tensor(prompt + answer))
+        targets.append(torch.tensor([-100] * (len(prompt) - 1) + [*answer, EOS]))
     return pad_sequence(inputs, True, PAD), pad_sequence(targets, True, -100)
 
 
 if __name__ == "__main__":
     # A run with the same seed holds out the same tenth. The model has not been taught on it.
     seed, folder = 0, Path(sys.argv[1] if len(sys.argv) > 1 else "runs/page")
-    shutil.copytree(toy_model(str(Path(__file__).parents[1] / ".cache"), seed), folder / "model", dirs_exist_ok=True)
-    rows = [json.dumps({"question": problem.question, "answer": problem.answer}) for problem in sums(seed)]
+    shutil.copytree(toy_model(str(Path(__file__).parents[1] / ".cache"), seed), folder / "model",
+                    dirs_exist_ok=True)
+    rows = [json.dumps({"question": problem.question, "answer": problem.answer})
+            for problem in sums(seed)]
     (folder / "problems.jsonl").write_text("\n".join(rows))

@@ -1,4 +1,1 @@
-"""One file for one option.
-
-Without the file the default job still runs, and the option ends in a sentence.
-"""
+"""One file for one option, which ends in a sentence if the file is deleted."""

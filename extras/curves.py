@@ -1,5 +1,4 @@
-"""Pictures of metrics over the steps: curves.png of one run; lab.ablate draws ablation.png of many.
-"""
+"""Pictures of metrics over the steps: curves.png of a run; lab.ablate draws many runs."""
 
 import json
 from pathlib import Path

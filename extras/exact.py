@@ -1,7 +1,4 @@
-"""What `--exact` promises, and what is to blame where the promise is broken.
-
-Each `engine` is a SharedEngine.
-"""
+"""What `--exact` promises, and what broke the promise. Each `engine` is a SharedEngine."""
 
 import torch
 from torch import Tensor
@@ -18,10 +15,9 @@ class ExactError(RuntimeError):
 
 
 def verify(engine: Engine, batch: Batch) -> dict[str, int]:
-    """Compare `old_logprobs` with the sampler's values where `batch.mask` is 1.
+    """The number of tokens whose `old_logprobs` equal the sampler's values.
 
-    Returns the number of tokens compared. Raises: ExactError with the first token that differs, and
-    the cause.
+    Raises: ExactError with the first token that differs, and the cause.
     """
     # NaN differs from itself.
     differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)
@@ -46,21 +42,18 @@ def cause(engine: Engine, prompt_ids: list[int]) -> str:
         return f"the trainer scored with {attention}, not with vLLM's kernel"
     if reason := why_not(engine):
         return reason
-    if not _agrees(engine, [2 * [token] for token in range(4)], 3):
+    if not _agrees(engine, engine._sample_canary()):
         return "the engine's kernel, products or sampler compute other values than the trainer's"
-    if not _agrees(engine, [prompt_ids], 1):
+    once = Sampling(temperature=1.0, max_new_tokens=1)
+    if not _agrees(engine, engine._submit([Rollout(prompt_ids, 0, sampling=once)])):
         return ("a prompt in the prefix cache is stale, or so long that the kernel computes its end"
                 " differently alone")
     return ("the weights were changed after this token was sampled, or vLLM preempted the request;"
             " new samples are exact")
 
 
-def _agrees(engine: Engine, prompts: list[list[int]], new_tokens: int) -> bool:
-    """Sample now and score now: are the values equal?"""
-    sampling = Sampling(temperature=1.0, max_new_tokens=new_tokens)
-    rollouts = [Rollout(ids, seed, sampling=sampling) for seed, ids in enumerate(prompts)]
-    for rollout in rollouts:
-        engine._submit([rollout])
+def _agrees(engine: Engine, rollouts: list[Rollout]) -> bool:
+    """Finish what is sampled now, and score it now: are the values equal?"""
     while any(rollout.finish_reason is None for rollout in rollouts):
         engine.step()
     batch = make_batch(rollouts, torch.zeros(len(rollouts)))

@@ -34,14 +34,12 @@ class Group:
 
 
 class GroupsInFlight:
-    """Groups in the order of submission, of which a step takes the P complete ones that were
-    submitted first.
+    """Groups in the order of submission; a step takes the first P that are complete.
 
     N more stay in flight, so that the engine never waits for the longest rollout of a batch. Every
     group submitted is trained on, dropped for its age, or in flight.
 
-    Source: PipelineRL, arXiv 2509.19128, there on two sets of devices; here engine and trainer take
-    turns on one.
+    Source: PipelineRL, arXiv 2509.19128, on two sets of devices; here the two sides take turns.
     """
 
     def __init__(self, engine: Engine, group_size: int, sampling: Sampling, max_staleness: int):
@@ -59,8 +57,7 @@ class GroupsInFlight:
     def take(self, num_groups: int) -> list[Group]:
         """Run the engine until `num_groups` or more are complete. Returns those submitted first.
 
-        Groups with short answers are complete earlier; groups with long answers come later and are
-        staler.
+        Groups with long answers come later and are staler.
         """
         self._fill()
         while len(complete := [group for group in self.groups if group.complete]) < num_groups:

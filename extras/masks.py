@@ -79,8 +79,7 @@ class KeptTokens:
         self.sampling = sampling
 
     def restriction(self, batch: Batch, response: Tensor) -> Any:
-        """A function of (n, V) logits and the slice of the N response tokens that they belong to.
-        """
+        """A function of (n, V) logits and the slice of the N response tokens they belong to."""
         rows = response.any(dim=1).nonzero()[:, 0].tolist()
         kept = [ids for row in rows for ids in batch.rollouts[row].kept]
         if not kept:
@@ -90,12 +89,10 @@ class KeptTokens:
         return lambda logits, part: mask_outside(logits, kept[part])
 
     def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """(n, V) logits of the vocabulary, (n,) -> (n,) by name.
+        """Of the trainer's own mask, by name: (n, V) logits of the vocabulary, (n,) -> (n,).
 
-        The trainer applies the mask itself.
-
-        `kept_mass`: the probability of the tokens that this mask keeps. `outside_frac`: 1 if it
-        cuts off the sampled token (by rounding or staleness), else 0.
+        `kept_mass`: the probability of the tokens that it keeps. `outside_frac`: 1 if it cuts off
+        the sampled token (by rounding or staleness), else 0.
         """
         masked = masked_logits(logits, self.sampling)
         kept_mass = (masked.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp()

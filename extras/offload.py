@@ -13,8 +13,7 @@ LARGEST_SLAB = 2**30  # fp32 numbers
 
 
 class OffloadedOptimizer(Optimizer):
-    """An `Optimizer` whose masters and moments are in host memory (pinned, on a GPU) between
-    updates.
+    """An `Optimizer` with its masters and moments in host memory (pinned) between updates.
 
     fp32 masters are the parameters themselves, which the engine's load needs: they stay.
     """

@@ -1,8 +1,4 @@
-"""Each distinct prompt of a micro-batch is computed once; its keys and values serve all its
-responses.
-
-It is the default, where it is possible: the rows of a group have equal prompts.
-"""
+"""Each distinct prompt of a micro-batch is computed once for all its responses: the default."""
 
 from functools import partial
 
@@ -35,8 +31,7 @@ class PromptsOnce:
         self.policy = policy
 
     def __call__(self, batch: Batch, response: Tensor) -> Tensor:
-        """(B, T) bool -> (N, H). Prompts are padded on the left: all P of them end in one column.
-        """
+        """(B, T) bool -> (N, H). Prompts are padded on the left: all P end in one column."""
         steps = partial(torch.arange, device=self.policy.device)
         last = batch.inputs.shape[1] - 1
         lengths = batch.prompt_lengths
@@ -67,8 +62,7 @@ class PromptsOnce:
         return hidden[response.gather(1, scored.clamp(max=last)) & (scored <= last)]
 
     def _states(self, ids: Tensor, real: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """The last hidden states of `ids` after what is in the cache; `real` is false at padding.
-        """
+        """Last hidden states of `ids` after what is in the cache; `real` is false at padding."""
         return self.policy.model.base_model(
             input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
             use_cache=True,

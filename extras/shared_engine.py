@@ -1,11 +1,11 @@
-"""One module on both sides: vLLM V1 samples with the trainer's own transformers module (`--engine
-shared`, `--exact`).
+"""`--engine shared`, `--exact`: vLLM V1 samples with the trainer's own transformers module.
 
 vLLM schedules, keeps the KV cache, computes attention and samples; the module computes the rest,
 from the only copy of the weights. With `exact` the trainer scores with vLLM's attention kernel too:
 equal values bit for bit (docs/exact.md).
 """
 
+import itertools
 import os
 import re
 import sys
@@ -46,20 +46,25 @@ class PaddedProjection(Projection):
 
 
 class SharedEngine(Engine):
-    """An `Engine` around a live `Policy`, whose weights the optimizer changes in place; otherwise
-    the same interface.
+    """An `Engine` around a live `Policy`, whose weights the optimizer changes in place.
 
     Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the
     tokens beside it.
     """
 
-    def __init__(self, policy: Policy, model: str, parity: ParityFlags, *, exact: bool = False, **options: Any):
+    _model = None  # until vLLM has built it
+
+    def __init__(
+        self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
+    ):
         if exact:
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        self.policy, self._model, self._layers = policy, None, {}
+        self.policy = policy
+        self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
         self.pad_rows(FEWEST_ROWS)
-        self._addresses = {name: weight.data_ptr() for name, weight in policy.model.named_parameters()}
+        weights = policy.model.named_parameters()
+        self._addresses = {name: weight.data_ptr() for name, weight in weights}
         shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
         super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
@@ -69,7 +74,8 @@ class SharedEngine(Engine):
             if reason := why_not(self):
                 self.close()
                 raise ValueError(f"exact must be off here: {reason}")
-            self.canary_tolerance, policy.body = 0.0, self.kernel_body
+            self.canary_tolerance = 0.0
+            policy.body = self.kernel_body
             self.verify = partial(verify, self)
 
     def pad_rows(self, fewest: int) -> None:
@@ -81,13 +87,16 @@ class SharedEngine(Engine):
     def _start(self, arguments: dict[str, Any]) -> None:
         from vllm import ModelRegistry
 
-        model, config = self.policy.model, self.policy.model.config.get_text_config()
+        model = self.policy.model
+        config = model.config.get_text_config()
         ATTENTION.register(NAME, self._attend)
         self.hidden(*torch.zeros(2, 2, dtype=torch.long, device=model.device))
-        rope = str(getattr(config, "rope_parameters", ""))
-        if model._is_stateful or len(self._layers) < config.num_hidden_layers or re.search("dynamic|longrope", rope):
-            raise ValueError("it has recurrent layers, attention of another kind, or rotary frequencies that depend on"
-                             " the longest row of a batch; try --engine vllm")
+        own_attention = len(self._layers) < config.num_hidden_layers
+        rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
+        if model._is_stateful or own_attention or rope:
+            raise ValueError("it has recurrent layers, attention of another kind, or rotary"
+                             " frequencies that depend on the longest row of a batch;"
+                             " try --engine vllm")
         # A new one: vLLM remembers the class of a folder and a name.
         name = f"{NAME}_{len(ModelRegistry.models)}"
         ModelRegistry.register_model(name, _vllm_class(self))
@@ -97,68 +106,95 @@ class SharedEngine(Engine):
 
     # ------------------------------------------------------------------------------ the module
     def hidden(self, ids: Tensor, positions: Tensor, rows: SimpleNamespace | None = None) -> Tensor:
-        """Last hidden states of N tokens: (N,), (N,) -> (N, H); with `rows` for the trainer,
-        otherwise for vLLM.
-        """
-        config, more = self.policy.model.config, max(0, self.fewest_rows - len(ids))
-        self._rows, self._count, self._usual = rows, len(ids), config._attn_implementation
-        ids, positions = pad(ids, (0, more))[None], pad(positions, (0, more))[None]
+        """Last hidden states of N tokens, for vLLM or, with `rows`, for the trainer: -> (N, H)."""
+        config = self.policy.model.config
+        self._rows = rows
+        self._count = len(ids)
+        self._usual = config._attn_implementation
+        padding = (0, max(0, self.fewest_rows - len(ids)))
         config._attn_implementation = NAME
         try:
-            states = self.policy.model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
-            return states.last_hidden_state[0, : self._count]
+            states = self.policy.model.base_model(
+                input_ids=pad(ids, padding)[None], position_ids=pad(positions, padding)[None],
+                use_cache=False).last_hidden_state
+            return states[0, : self._count]
         finally:
             config._attn_implementation = self._usual
 
-    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any):
-        """What the module calls in each layer: (1, heads, N, size), (1, key heads, N, size) -> (1,
-        N, heads, size).
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Attention of a layer: (1, heads, N, size), keys, values -> (1, N, heads, size).
 
         With rows, the gradient is that of the trainer's usual attention at these queries, keys and
         values, in fp32.
         """
-        if self._model is None:  # the first forward pass: note the arguments of vLLM's Attention
-            if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
-                self._layers[module.layer_idx] = dict(
-                    num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=query.shape[3],
-                    scale=options.get("scaling") or query.shape[3] ** -0.5, logits_soft_cap=options.get("softcap"),
-                    per_layer_sliding_window=options.get("sliding_window"))
+        if self._model is None:
+            self._note_layer(module.layer_idx, query, key, value, options)
             return torch.zeros_like(query).transpose(1, 2), None
-        layer, rows, padding = self._model.layers[module.layer_idx], self._rows, query.shape[2] - self._count
-        inputs = [rearrange(each, "1 h n d -> n h d")[: self._count].contiguous() for each in (query, key, value)]
+        layer, rows = self._model.layers[module.layer_idx], self._rows
+        inputs = [rearrange(each, "1 h n d -> n h d")[: self._count].contiguous()
+                  for each in (query, key, value)]
         if rows is None:
-            return pad(layer(*inputs).view_as(inputs[0]), (0, 0, 0, 0, 0, padding))[None], None
-        engines, layer.kv_cache = layer.kv_cache, layer.kv_cache.new_zeros((rows.blocks, *layer.kv_cache.shape[1:]))
-        with torch.no_grad():
-            attended = layer(inputs[0], *(each[rows.cached] for each in inputs[1:])).view_as(inputs[0])
-        layer.kv_cache = engines
-        if query.requires_grad:
-            size, window = rows.index.shape[1], layer.impl.sliding_window
-            visible = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - (window if window > 0 else size))
-            mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-            by_row = (pad(each.float(), (0, 0, 0, 0, 0, 1)).index_select(0, rows.index.flatten()) for each in inputs)
-            # Fp32: faster on a CPU
-            by_row = (rearrange(each, "(b t) h d -> b h t d", t=size) for each in by_row)
-            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-            usual, _ = ATTENTION.get_interface(self._usual, eager)(module, *by_row, mask[None, None], **options)
-            usual = usual.flatten(0, 1).index_select(0, rows.places)  # (N, heads, size)
+            attended = layer(*inputs)
+        else:
+            engines = layer.kv_cache
+            layer.kv_cache = engines.new_zeros((rows.blocks, *engines.shape[1:]))
+            with torch.no_grad():
+                attended = layer(inputs[0], *(each[rows.cached] for each in inputs[1:]))
+            layer.kv_cache = engines
+        attended = attended.view_as(inputs[0])
+        if rows is not None and query.requires_grad:
+            window = layer.impl.sliding_window
+            usual = self._usual_attention(module, inputs, rows, window, options)
             attended = attended + (usual - usual.detach()).to(query.dtype)  # adds 0
+        padding = query.shape[2] - self._count
         return pad(attended, (0, 0, 0, 0, 0, padding))[None], None
 
+    def _note_layer(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> None:
+        """The arguments of vLLM's Attention, from the first forward pass."""
+        if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
+            size = query.shape[3]
+            self._layers[index] = dict(
+                num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=size,
+                scale=options.get("scaling") or size**-0.5, logits_soft_cap=options.get("softcap"),
+                per_layer_sliding_window=options.get("sliding_window"))
+
+    def _usual_attention(
+        self, module: Any, inputs: list[Tensor], rows: SimpleNamespace, window: int,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """That of the trainer without `exact`, row by row: (N, heads, size) each -> the same."""
+        size = rows.index.shape[1]
+        visible = torch.ones(size, size, dtype=torch.bool).tril()
+        if window > 0:
+            visible = visible.triu(1 - window)
+        mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+        by_row = []
+        for each in inputs:
+            padded = pad(each.float(), (0, 0, 0, 0, 0, 1))  # fp32 is faster on a CPU
+            gathered = padded.index_select(0, rows.index.flatten())
+            by_row.append(rearrange(gathered, "(b t) h d -> b h t d", t=size))
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        attention = ATTENTION.get_interface(self._usual, eager)
+        attended, _ = attention(module, *by_row, mask[None, None], **options)
+        return attended.flatten(0, 1).index_select(0, rows.places)
+
     def kernel_body(self, batch: Batch, response: Tensor) -> Tensor:
-        """`Policy.plain_body` with vLLM's kernel, over N tokens row by row, each distinct prompt
-        once: -> (n, H).
-        """
+        """`Policy.plain_body` with vLLM's kernel, each distinct prompt once: (B, T) -> (n, H)."""
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        config, columns = self.llm.vllm_config, torch.arange(batch.inputs.shape[1])
-        # (B, T)
-        real, prompt = (columns < each[:, None] for each in (batch.lengths, batch.prompt_lengths))
+        columns = torch.arange(batch.inputs.shape[1])
+        real = columns < batch.lengths[:, None]  # (B, T)
+        prompt = columns < batch.prompt_lengths[:, None]  # (B, T)
         prompts = batch.inputs.where(prompt, -1)
         _, owners, inverse = numpy.unique(prompts, axis=0, return_index=True, return_inverse=True)
         owner = torch.from_numpy(owners[inverse])  # (B,): the row that computes this row's prompt
-        computed = real & ~(prompt & (owner != torch.arange(len(owner)))[:, None])  # (B, T)
+        owned = owner == torch.arange(len(owner))
+        computed = real & (owned[:, None] | ~prompt)  # (B, T)
         index = (computed.flatten().cumsum(0) - 1).view_as(computed)
         # (B, T): each input's token, or N
         index = index[owner].where(prompt, index).where(real, computed.sum())
@@ -166,39 +202,48 @@ class SharedEngine(Engine):
         # As in the engine, a prompt is one query and each later token another one: some kernels
         # round by query length.
         begins = ((position == 0) | (position >= batch.prompt_lengths[row])).nonzero()[:, 0]  # (Q,)
-        starts, size = torch.cat([begins, torch.tensor([len(row)])]), config.cache_config.block_size
+        starts = torch.cat([begins, torch.tensor([len(row)])])  # (Q + 1,)
+        config = self.llm.vllm_config
+        size = config.cache_config.block_size
         # (B, blocks of a row)
         blocks = torch.arange(len(owner) * -(-len(columns) // size)).view(len(owner), -1)
         # (M,): where the keys and values of all inputs go
         slots = (blocks[:, :1] * size + columns)[real]
         common = CommonAttentionMetadata(
-            query_start_loc=starts.int(), query_start_loc_cpu=starts.int(), seq_lens=position[starts[1:] - 1].int() + 1,
-            num_reqs=len(begins), num_actual_tokens=len(row), max_query_len=int(starts.diff().max()),
-            max_seq_len=len(columns), block_table_tensor=blocks[row[begins]].int(), slot_mapping=slots)
-        metadata = {name: built for groups in self.runner.attn_groups for group in groups
-                    for built in [group.get_metadata_builder().build(0, common)] for name in group.layer_names}
-        rows = SimpleNamespace(index=index, places=computed.flatten().nonzero()[:, 0], cached=index[real],
-                               blocks=blocks.numel())
-        with set_forward_context(metadata, config, len(row), slot_mapping=dict.fromkeys(metadata, slots)):
+            query_start_loc=starts.int(), query_start_loc_cpu=starts.int(),
+            seq_lens=position[starts[1:] - 1].int() + 1, num_reqs=len(begins),
+            num_actual_tokens=len(row), max_query_len=int(starts.diff().max()),
+            max_seq_len=len(columns), block_table_tensor=blocks[row[begins]].int(),
+            slot_mapping=slots)
+        metadata = {}
+        for group in itertools.chain.from_iterable(self.runner.attn_groups):
+            built = group.get_metadata_builder().build(0, common)
+            metadata |= dict.fromkeys(group.layer_names, built)
+        rows = SimpleNamespace(index=index, places=computed.flatten().nonzero()[:, 0],
+                               cached=index[real], blocks=blocks.numel())
+        mapping = dict.fromkeys(metadata, slots)
+        with set_forward_context(metadata, config, len(row), slot_mapping=mapping):
             return self.hidden(batch.inputs[computed], position, rows)[index[response]]
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
         super()._check_weights(weights)
-        now, given = self.policy.model.named_parameters(), {tensor.data_ptr() for tensor in weights.values()}
-        if wrong := [name for name, weight in now if weight.data_ptr() != self._addresses[name]
-                     # Those of experts come as copies.
-                     or (weight.ndim < 3 and weight.data_ptr() not in given)]:
-            raise WeightLoadError(f"weights must be the trainer's, where they were at first, not {', '.join(wrong)}")
+        given = {tensor.data_ptr() for tensor in weights.values()}
+        wrong = []
+        for name, weight in self.policy.model.named_parameters():
+            address = weight.data_ptr()
+            copied = weight.ndim >= 3  # those of experts
+            if address != self._addresses[name] or not (copied or address in given):
+                wrong.append(name)
+        if wrong:
+            raise WeightLoadError("weights must be the trainer's, where they were at first, not"
+                                  f" {', '.join(wrong)}")
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> int:
         return 0
 
 
 def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
-    """The model that vLLM runs.
-
-    The trainer's module stays outside its tree, which vLLM fills with random weights.
-    """
+    """The model that vLLM runs. The trainer's module is not in its tree, which vLLM fills."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -208,8 +253,9 @@ def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
 
         def __init__(self, *, vllm_config: Any, prefix: str = ""):
             super().__init__()
+            cache = vllm_config.cache_config
             self.layers = torch.nn.ModuleList(
-                Attention(**arguments, cache_config=vllm_config.cache_config, prefix=f"layers.{index}.attn")
+                Attention(**arguments, cache_config=cache, prefix=f"layers.{index}.attn")
                 for index, arguments in sorted(engine._layers.items()))
             self.head = LogitsProcessor(len(engine.policy.head.weight))
             self.head.forward = engine.policy.logits
@@ -217,7 +263,10 @@ def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
         def embed_input_ids(self, input_ids: Tensor) -> Tensor:
             return engine.policy.model.get_input_embeddings()(input_ids)
 
-        def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **_) -> Tensor:
+        # vLLM looks for these names.
+        def forward(
+            self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **_
+        ) -> Tensor:
             return engine.hidden(input_ids, positions)
 
         def compute_logits(self, hidden: Tensor) -> Tensor:

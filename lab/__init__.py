@@ -1,4 +1,4 @@
-"""Measurements: lab.ablate, lab.bench, lab.bench_gpu, lab.peers, lab.plan print tables; lab.compare judges a run."""
+"""Measurements: most modules print tables; lab.compare judges a run."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ def table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def origin(command: str, record: dict[str, Any]) -> str:
-    """Where figures come from: the command, then device, versions and commit as in `records.provenance`."""
+    """Where figures come from: the command, then the figures of `records.provenance`."""
     versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items() if value)
     commit = f"commit {str(record['commit'])[:10]}{' with changes' if record['dirty'] else ''}"
     return f"`{command}` on {record['device']}; {versions}; {commit}"

@@ -1,10 +1,9 @@
-"""Benchmarks of one machine: what a training step costs over the bare work, how time and memory grow with the number of
-rollouts, what groups in flight gain when a few responses are long, how much time it saves to compute each prompt once
-for its group, what the head in chunks saves, what the sampler's masks cost, and what one module on both sides costs.
+"""Benchmarks of one machine; `Options.cases` lists them.
 
-The bare work is the cheapest known way to do the same, directly on the step's own engine and model: vLLM samples for
-the same prompts, without seeds and log-probabilities; plain transformers computes a forward (old log-probabilities) and
-a forward and backward (update), each prompt once for its group. A step and its bare work are measured in turns.
+The bare work is the cheapest known way to do the same, directly on the step's own engine and model:
+vLLM samples for the same prompts, without seeds and log-probabilities; plain transformers computes
+a forward (old log-probabilities) and a forward and backward (update), each prompt once for its
+group. A step and its bare work are measured in turns.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from config import Config, GrpoConfig
 from engine_adapter import Engine, ParityFlags, Sampling, sampling_params
@@ -44,18 +43,23 @@ Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head", "shar
 class Options:
     """What to measure."""
 
-    # inflight: groups in flight. growth: time and memory by rollouts. phases: a step and the bare work. prompts: each
-    # prompt computed once for its group. masks: a step with top-k, top-p, min-p. head: in one piece and in chunks.
-    # shared: the engine around the trainer's module, with and without --exact.
+    # inflight: groups in flight. growth: time and memory by rollouts. phases: a step and the bare
+    # work. prompts: each prompt computed once for its group. masks: a step with top-k, top-p,
+    # min-p. head: in one piece and in chunks. shared: the engine around the trainer's module, with
+    # and without --exact.
     cases: tyro.conf.Positional[tuple[Case, ...]] = ("inflight", "growth", "phases")
     rollouts: tuple[int, ...] = (1024, 4096, 16384)  # Case growth: numbers of rollouts per step.
-    rounds: int = 20  # Cases phases and shared: pairs of a step and its bare work; turns over the engines.
+    # Cases phases and shared: pairs of a step and its bare work; turns over the engines.
+    rounds: int = 20
     dtype: Literal["float32", "bfloat16"] = "float32"  # Case shared: of the model.
 
 
 @contextmanager
 def running(**options) -> Iterator[tuple[Run, TrainingState]]:
-    """A run in a temporary folder. The learning rate is too small to change the policy: all steps sample from one."""
+    """A run in a temporary folder.
+
+    The learning rate is too small to change the policy: all steps sample from one.
+    """
     with TemporaryDirectory() as out:
         run = prepare(Config.of(out=out, lr=1e-12, **options))
         live, _ = build(run)
@@ -64,16 +68,21 @@ def running(**options) -> Iterator[tuple[Run, TrainingState]]:
 
 
 def medians(
-    sizes: Sequence[int], measure: Callable[[int], tuple[float, ...]], size: str, columns: dict[str, str]
+    sizes: Sequence[int], measure: Callable[[int], tuple[float, ...]], size: str,
+    columns: dict[str, str]
 ) -> str:
-    """A table of what `measure` returns: the medians of three turns over all sizes. `columns`: titles and formats."""
+    """A table of what `measure` returns: the medians of three turns over all sizes.
+
+    `columns`: titles and formats.
+    """
     turns = [[measure(each) for each in sizes] for _ in range(3)]  # (3, sizes, columns)
     rows = [[f"{each:,}", *map(format, figures, columns.values())]
             for each, figures in zip(sizes, numpy.median(turns, axis=0), strict=True)]
     return table([size, *columns], rows)
 
 
-LONG_TAIL_TOKENS = 96  # eight times the median length: the model ends a response at about one token in fifteen
+# Eight times the median length: the model ends a response at about one token in fifteen.
+LONG_TAIL_TOKENS = 96
 LONG_TAIL_STEPS, GROUPS_IN_FLIGHT = 10, (0, 16, 32)
 
 
@@ -81,25 +90,31 @@ def inflight(options: Options) -> None:
     """Tokens per second of the whole loop and of generation, by groups in flight."""
     torch.manual_seed(0)
     model_config = toy_config("digits")
-    model_config.update({"max_position_embeddings": 256, "initializer_range": 0.02})  # all tokens about equally likely
+    # All tokens about equally likely.
+    model_config.update({"max_position_embeddings": 256, "initializer_range": 0.02})
 
     def measure(groups: int) -> tuple[float, ...]:
         with running(
-            model=model, task="digits", num_prompts=16, group_size=8, inflight_groups=groups, max_num_seqs=128,
-            temperature=1.0, max_new_tokens=LONG_TAIL_TOKENS, micro_batch_tokens=2048, num_minibatches=1,
+            model=model, task="digits", num_prompts=16, group_size=8, inflight_groups=groups,
+            max_num_seqs=128, temperature=1.0, max_new_tokens=LONG_TAIL_TOKENS,
+            micro_batch_tokens=2048, num_minibatches=1,
         ) as (run, live):
-            steps = [train_step(run, live, step).metrics for step in range(1, LONG_TAIL_STEPS + 3)][2:]  # two warm up
-        tokens, loop, generation = (sum(step[name] for step in steps) for name in ("tokens", "step_s", "generate_s"))
-        length, staleness = (mean(step[name] for step in steps) for name in ("response_len", "staleness_mean"))
+            steps = [train_step(run, live, step).metrics
+                     for step in range(1, LONG_TAIL_STEPS + 3)][2:]  # two warm up
+        tokens, loop, generation = (sum(step[name] for step in steps)
+                                    for name in ("tokens", "step_s", "generate_s"))
+        length, staleness = (mean(step[name] for step in steps)
+                             for name in ("response_len", "staleness_mean"))
         return tokens / loop, tokens / generation, staleness, length
 
-    columns = {"tokens/s, whole loop": ",.0f", "tokens/s, generation": ",.0f", "mean staleness": ".2f",
-               "mean length": ".1f"}
+    columns = {"tokens/s, whole loop": ",.0f", "tokens/s, generation": ",.0f",
+               "mean staleness": ".2f", "mean length": ".1f"}
     with TemporaryDirectory() as model:
         Qwen3ForCausalLM(model_config).save_pretrained(model)
         toy_tokenizer().save_pretrained(model)
         measured = medians(GROUPS_IN_FLIGHT, measure, "groups in flight", columns)
-    print(f"\nResponses of at most {LONG_TAIL_TOKENS} tokens; {LONG_TAIL_STEPS} steps; medians of three turns\n")
+    print(f"\nResponses of at most {LONG_TAIL_TOKENS} tokens; {LONG_TAIL_STEPS} steps; medians of"
+          " three turns\n")
     print(measured)
 
 
@@ -107,49 +122,58 @@ def growth(options: Options) -> None:
     """Seconds and peak memory of a step by the number of rollouts."""
 
     def measure(rollouts: int) -> tuple[float, ...]:
-        sized = replace(run, config=run.config.but(num_prompts=rollouts // run.config.grpo.group_size))
+        num_prompts = rollouts // run.config.grpo.group_size
+        sized = replace(run, config=run.config.but(num_prompts=num_prompts))
         live.source.config = sized.config
         train_step(sized, live, 1)  # warms up
         metrics = train_step(sized, live, 2).metrics
-        step_s, peak = metrics["step_s"], max(value for name, value in metrics.items() if name.endswith("_gib"))
+        step_s = metrics["step_s"]
+        peak = max(value for name, value in metrics.items() if name.endswith("_gib"))
         return step_s, 1e3 * step_s / rollouts, 1e6 * step_s / metrics["tokens"], peak
 
     columns = {"seconds": ".2f", "ms per rollout": ".2f", "us per token": ".0f", "peak, GiB": ".2f"}
     with running() as (run, live):
         measured = medians(options.rollouts, measure, "rollouts per step", columns)
-    print("\nMedians of three turns, the second of two steps each; the peak is the process's memory in any phase\n")
+    print("\nMedians of three turns, the second of two steps each; the peak is the process's memory"
+          " in any phase\n")
     print(measured)
 
 
 def bare_generate(
-    engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling, logprobs: int | None = None
+    engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling,
+    logprobs: int | None = None
 ) -> None:
-    """Sample as `vllm.LLM.generate` does: no seeds, no adapter, whole responses at the end; the engine's settings."""
+    """Sample as `vllm.LLM.generate` does: no seeds, whole responses at the end."""
     params = sampling_params(sampling, None, 0)
-    params.n, params.logprobs, params.output_kind = group_size, logprobs, type(params.output_kind).FINAL_ONLY
+    params.n, params.logprobs = group_size, logprobs
+    params.output_kind = type(params.output_kind).FINAL_ONLY
     for request, prompt in enumerate(prompts):
         engine.llm.add_request(str(request), {"prompt_token_ids": prompt}, params)
     while engine.llm.has_unfinished_requests():
         engine.llm.step()
 
 
-def bare_training(model: PreTrainedModel, batch: Batch, config: Config, backward: bool) -> None:
-    """The cheapest forward, or forward and backward, of a batch whose prompts have one length; without an optimizer.
+def bare_training(model: torch.nn.Module, batch: Batch, config: Config, backward: bool) -> None:
+    """The cheapest forward, or forward and backward, of a batch whose prompts have one length.
 
-    The body computes each prompt once for its group, and the head responses alone. No chunks, no entropy, no mask.
+    The body computes each prompt once for its group, and the head responses alone. No chunks, no
+    entropy, no mask.
     """
-    group_size, prompt, width = config.grpo.group_size, int(batch.prompt_lengths[0]), batch.inputs.shape[1]
+    group_size, prompt = config.grpo.group_size, int(batch.prompt_lengths[0])
+    count, width = batch.inputs.shape
     assert (batch.prompt_lengths == prompt).all(), f"{batch.prompt_lengths.unique()=}"
     whole_groups = config.grpo.micro_batch_tokens // width // group_size * group_size
-    minibatches = torch.arange(len(batch.inputs)).split(len(batch.inputs) // config.grpo.num_minibatches)
+    minibatches = torch.arange(count).split(count // config.grpo.num_minibatches)
     for rows in chain(*(minibatch.split(whole_groups) for minibatch in minibatches)):
         micro, cache = batch.rows(rows), DynamicCache(config=model.config)
         with torch.set_grad_enabled(backward):
-            first = model.base_model(input_ids=micro.inputs[::group_size, :prompt], past_key_values=cache)
+            first = model.base_model(input_ids=micro.inputs[::group_size, :prompt],
+                                     past_key_values=cache)
             cache.batch_repeat_interleave(group_size)
             rest = model.base_model(input_ids=micro.inputs[:, prompt:], past_key_values=cache)
             last = first.last_hidden_state[:, -1:].repeat_interleave(group_size, dim=0)
-            hidden = torch.cat([last, rest.last_hidden_state], dim=1)[micro.mask[:, prompt - 1 :] > 0]  # (N, H)
+            hidden = torch.cat([last, rest.last_hidden_state], dim=1)
+            hidden = hidden[micro.mask[:, prompt - 1 :] > 0]  # (N, H)
             loss = F.cross_entropy(model.lm_head(hidden), micro.targets[micro.mask > 0])
         if backward:
             loss.backward()
@@ -165,19 +189,23 @@ def phases(options: Options) -> None:
             metrics, batch, problems = train_step(run, live, step)
             prompts = [problem.prompt_ids for problem in problems]
             bare = {
-                "generate_s": seconds(bare_generate, live.engine, prompts, config.grpo.group_size, run.sampling),
+                "generate_s": seconds(bare_generate, live.engine, prompts, config.grpo.group_size,
+                                      run.sampling),
                 "old_logprobs_s": seconds(bare_training, model, batch, config, False),
                 "update_s": seconds(bare_training, model, batch, config, True),
             }
             pairs.append((metrics, bare | {"step_s": sum(bare.values())}))
     pairs = pairs[2:]
     low, middle, high = quantiles(step["step_s"] / bare["step_s"] for step, bare in pairs)
-    names = {"generate_s": "generate", "old_logprobs_s": "old log-probabilities", "update_s": "update",
-             "sync_s": "sync", "canary_s": "of sync, the canary", "step_s": "whole step"}
-    rows = [[title, *(f"{1e3 * median(each.get(name, 0.0) for each in side):.1f}" for side in zip(*pairs, strict=True))]
+    names = {"generate_s": "generate", "old_logprobs_s": "old log-probabilities",
+             "update_s": "update", "sync_s": "sync", "canary_s": "of sync, the canary",
+             "step_s": "whole step"}
+    rows = [[title, *(f"{1e3 * median(each.get(name, 0.0) for each in side):.1f}"
+                      for side in zip(*pairs, strict=True))]
             for name, title in names.items()]
-    print(f"\nA step costs {middle:.3f} times the bare work (median of {options.rounds} pairs, quartiles {low:.2f} and"
-          f" {high:.2f}); {config.grpo.num_prompts} prompts x {config.grpo.group_size}, {metrics['tokens']:,} tokens\n")
+    print(f"\nA step costs {middle:.3f} times the bare work (median of {options.rounds} pairs,"
+          f" quartiles {low:.2f} and {high:.2f}); {config.grpo.num_prompts} prompts x"
+          f" {config.grpo.group_size}, {metrics['tokens']:,} tokens\n")
     print(table(["phase", "step, ms", "bare work, ms"], rows))
 
 
@@ -185,7 +213,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS, GROUPS, GROUP_SIZE = (16, 64, 256), 64, 16, 8
 
 
 def prompts(options: Options) -> None:
-    """Seconds of the trainer and tokens per second of the engine, with and without a prompt's work shared."""
+    """Seconds of the trainer, tokens per second of the engine; a prompt's work shared or not."""
     torch.manual_seed(0)
     model_config = toy_config("toy")
     model_config.update({"max_position_embeddings": 1024, "initializer_range": 0.02})
@@ -195,7 +223,8 @@ def prompts(options: Options) -> None:
     update_options = GrpoConfig(temperature=1.0, **size)
 
     def measure(tokens: int) -> tuple[float, ...]:
-        ids, speeds, durations = torch.randint(model_config.vocab_size, (GROUPS, tokens)).tolist(), [], []
+        ids = torch.randint(model_config.vocab_size, (GROUPS, tokens)).tolist()
+        speeds, durations = [], []
         contract = {name: tensor.shape for name, tensor in policy.weights().items()}
         for prefix_cache in ("off", "versioned"):
             engine = Engine(folder, contract, ParityFlags(), max_model_len=tokens + RESPONSE_TOKENS,
@@ -203,7 +232,8 @@ def prompts(options: Options) -> None:
             engine.load(policy.weights(), policy.response_logprobs)
             generate = partial(engine.generate, ids, GROUP_SIZE, sampling)
             rollouts = generate()  # warms up
-            engine.load(policy.weights(), policy.response_logprobs)  # another version: its cache is empty
+            # Another version: its cache is empty.
+            engine.load(policy.weights(), policy.response_logprobs)
             speeds.append(GROUPS * GROUP_SIZE * RESPONSE_TOKENS / seconds(generate))
             engine.close()
         batch = make_batch(rollouts, torch.randn(len(rollouts)))
@@ -214,17 +244,19 @@ def prompts(options: Options) -> None:
             durations.append(seconds(update, policy, optimizer, scored, update_options, 0.0))
         return *durations, durations[0] / durations[1], *speeds, speeds[1] / speeds[0]
 
-    columns = {"update, s": ".2f", "prompts once": ".2f", "times faster": ".2f", "engine, tokens/s": ",.0f",
-               "with `--prefix-cache versioned`": ",.0f", "times": ".2f"}
+    columns = {"update, s": ".2f", "prompts once": ".2f", "times faster": ".2f",
+               "engine, tokens/s": ",.0f", "with `--prefix-cache versioned`": ",.0f",
+               "times": ".2f"}
     with TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         measured = medians(PROMPT_TOKENS, measure, "prompt tokens", columns)
-    print(f"\n{GROUPS} prompts, {GROUP_SIZE} responses of {RESPONSE_TOKENS} tokens each; medians of three turns\n")
+    print(f"\n{GROUPS} prompts, {GROUP_SIZE} responses of {RESPONSE_TOKENS} tokens each; medians of"
+          " three turns\n")
     print(measured)
 
 
-MASKS = {"none": {}, "top-p 0.9": {"top_p": 0.9}, "top-k 5": {"top_k": 5}, "both": {"top_p": 0.9, "top_k": 5},
-         "min-p 0.05": {"min_p": 0.05}}  # fmt: skip
+MASKS = {"none": {}, "top-p 0.9": {"top_p": 0.9}, "top-k 5": {"top_k": 5},
+         "both": {"top_p": 0.9, "top_k": 5}, "min-p 0.05": {"min_p": 0.05}}
 RANDOM_REWARD = """import random
 sample = lambda rng: (str(rng.randrange(10**6)), "")
 reward = lambda problem, response: random.random()
@@ -233,11 +265,13 @@ MASK_TURNS, LARGE_VOCABULARY, LOGIT_SCALE = 6, 32_000, 6.0
 
 
 def masks(options: Options) -> None:
-    """Seconds of a step under each mask, for the default job and for a random model with a large vocabulary."""
+    """Seconds of a step by mask: the default job, and a random model of many tokens."""
     model_config = toy_config("toy")
-    model_config.update({"vocab_size": LARGE_VOCABULARY, "initializer_range": 0.02, "tie_word_embeddings": False})
+    model_config.update({"vocab_size": LARGE_VOCABULARY, "initializer_range": 0.02,
+                         "tie_word_embeddings": False})
     model = Qwen3ForCausalLM(model_config)
-    with torch.no_grad():  # logits of this standard deviation: the final norm leaves hidden states of norm sqrt(width)
+    # Logits of this standard deviation: the final norm leaves hidden states of norm sqrt(width)
+    with torch.no_grad():
         model.lm_head.weight.normal_(0, LOGIT_SCALE / model_config.hidden_size**0.5)
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -245,37 +279,44 @@ def masks(options: Options) -> None:
         task = Path(folder) / "task.py"
         task.write_text(RANDOM_REWARD)
         large = {"model": folder, "task": str(task), "num_prompts": 16}
-        for title, changes in (("The default job", {}), (f"A vocabulary of {LARGE_VOCABULARY:,}", large)):
+        for title, changes in (("The default job", {}),
+                               (f"A vocabulary of {LARGE_VOCABULARY:,}", large)):
             with running(temperature=1.0, **changes) as (run, live):
-                turns = [[masked_step(run, live, step, mask) for mask in MASKS.values()] for step in range(MASK_TURNS)]
+                turns = [[masked_step(run, live, step, mask) for mask in MASKS.values()]
+                         for step in range(MASK_TURNS)]
             figures = numpy.median(turns[1:], axis=0)  # (masks, columns); the first turn warms up
-            rows = [[mask, *(f"{1e3 * each:.0f}" for each in row[:4]), f"{row[3] / figures[0, 3]:.2f}", f"{row[4]:.1f}"]
+            rows = [[mask, *(f"{1e3 * each:.0f}" for each in row[:4]),
+                     f"{row[3] / figures[0, 3]:.2f}", f"{row[4]:.1f}"]
                     for mask, row in zip(MASKS, figures, strict=True)]
             print(f"\n{title}, medians of {MASK_TURNS - 1} turns over all masks\n")
-            print(table(["mask", "generate, ms", "old log-probabilities, ms", "update, ms", "step, ms", "over none",
-                         "ids kept per token"], rows))
+            print(table(["mask", "generate, ms", "old log-probabilities, ms", "update, ms",
+                         "step, ms", "over none", "ids kept per token"], rows))
 
 
 def masked_step(run: Run, live: TrainingState, step: int, mask: dict[str, float]) -> list[float]:
     """Seconds of three phases and of the whole step, and the mean size of the kept sets."""
     config = run.config.but(**mask)
-    run = replace(run, config=config, sampling=replace(run.sampling, **mask, max_kept=config.max_kept))
+    run = replace(run, config=config,
+                  sampling=replace(run.sampling, **mask, max_kept=config.max_kept))
     live.source.sampling = run.sampling
     live.policy.support = Vocabulary()
     if mask:
         use_masks(live.policy, live.engine, run.sampling)
     metrics, batch, _ = train_step(run, live, step)
     sizes = [len(ids) for rollout in batch.rollouts for ids in rollout.kept]
-    return [metrics[name] for name in ("generate_s", "old_logprobs_s", "update_s", "step_s")] + [mean(sizes or [0])]
+    names = ("generate_s", "old_logprobs_s", "update_s", "step_s")
+    return [*(metrics[name] for name in names), mean(sizes or [0])]
 
 
-HEAD_TOKENS, HEAD_VOCABULARY, HEAD_HIDDEN = (2048, 4096, 16384), 150_000, 896  # about the head of Qwen2.5-0.5B
+# About the head of Qwen2.5-0.5B.
+HEAD_TOKENS, HEAD_VOCABULARY, HEAD_HIDDEN = (2048, 4096, 16384), 150_000, 896
 HEAD_KEPT_IDS = 50
-WHOLE_HEAD_TOKENS = 4096  # most tokens in one piece: at 16,384 the logits and their copies take 40 GiB
+# Most tokens in one piece: at 16,384 the logits and their copies take 40 GiB.
+WHOLE_HEAD_TOKENS = 4096
 
 
 def head_cost(tokens: int, in_chunks: bool, kept_ids: int = 0) -> list[str]:
-    """Seconds of one forward and backward of the head, and the GiB that they add to the process at their peak.
+    """Seconds of one forward and backward of the head, and the GiB that they add at their peak.
 
     With `kept_ids`, the softmax is over a kept set of this size for each token.
     """
@@ -293,7 +334,8 @@ def head_cost(tokens: int, in_chunks: bool, kept_ids: int = 0) -> list[str]:
 
     def logprobs() -> Tensor:
         if in_chunks:
-            return TargetLogprobs.apply(hidden, policy.head.weight, None, targets, restrict, policy.projection(0.7))
+            return TargetLogprobs.apply(hidden, policy.head.weight, None, targets, restrict,
+                                        policy.projection(0.7))
         all_logprobs = torch.log_softmax(policy.head(hidden) / 0.7, dim=-1)  # (N, V)
         with torch.no_grad():
             _entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
@@ -306,10 +348,14 @@ def head_cost(tokens: int, in_chunks: bool, kept_ids: int = 0) -> list[str]:
 
 
 def head(options: Options) -> None:
-    """Seconds and memory of the head, in one piece, in chunks of logits, and in chunks with kept sets."""
-    rows = [[f"{tokens:,}", *(head_cost(tokens, False) if tokens <= WHOLE_HEAD_TOKENS else ["not run"] * 2),
-             *head_cost(tokens, True), *head_cost(tokens, True, HEAD_KEPT_IDS)] for tokens in HEAD_TOKENS]
-    print(f"\nHead with {HEAD_VOCABULARY:,} x {HEAD_HIDDEN} weights in fp32 on the CPU, one forward and backward\n")
+    """Seconds and memory of the head: in one piece, in chunks, in chunks with kept sets."""
+    rows = []
+    for tokens in HEAD_TOKENS:
+        whole = head_cost(tokens, False) if tokens <= WHOLE_HEAD_TOKENS else ["not run"] * 2
+        rows.append([f"{tokens:,}", *whole, *head_cost(tokens, True),
+                     *head_cost(tokens, True, HEAD_KEPT_IDS)])
+    print(f"\nHead with {HEAD_VOCABULARY:,} x {HEAD_HIDDEN} weights in fp32 on the CPU, one forward"
+          " and backward\n")
     print(table(["tokens", "in one piece, s", "GiB", "in chunks, s", "GiB",
                  f"in chunks with {HEAD_KEPT_IDS} kept ids a token, s", "GiB"], rows))
 
@@ -318,7 +364,7 @@ SHARED = {"vllm": {}, "shared": dict(engine="shared"), "exact": dict(engine="sha
 
 
 def serve(pipe: Any, config: dict) -> None:
-    """In a process of its own: take a step for each number received, until 0, and send its metrics."""
+    """In a process of its own: a step for each number received, until 0; sends its metrics."""
     with running(**config) as (run, live):
         for step in iter(pipe.recv, 0):
             pipe.send(train_step(run, live, step).metrics)
@@ -330,24 +376,30 @@ def shared(options: Options) -> None:
     context, pipes = get_context("spawn"), []
     for config in SHARED.values():
         ours, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, config | {"dtype": options.dtype}), daemon=True).start()
+        context.Process(target=serve, args=(theirs, config | {"dtype": options.dtype}),
+                        daemon=True).start()
         theirs.close()  # so that `recv` fails if the process ends
         pipes.append(ours)
-    turns = [[pipe.send(step) or pipe.recv() for pipe in pipes] for step in [*range(1, options.rounds + 3), 0]]
-    rows, names = [], [f"{phase}_s" for phase in ("step", "generate", "old_logprobs", "update", "sync")]
+    turns = [[pipe.send(step) or pipe.recv() for pipe in pipes]
+             for step in [*range(1, options.rounds + 3), 0]]
+    names = ["step_s", "generate_s", "old_logprobs_s", "update_s", "sync_s"]
+    rows = []
     by_engine = [*zip(*turns[2:-1], strict=True)]  # two turns warm up
     for engine, steps in zip(SHARED, by_engine, strict=True):
-        ratios = quantiles(step["step_s"] / first["step_s"] for step, first in zip(steps, by_engine[0], strict=True))
+        ratios = quantiles(step["step_s"] / first["step_s"]
+                           for step, first in zip(steps, by_engine[0], strict=True))
         peak = max(value for step in steps for name, value in step.items() if name.endswith("_gib"))
-        rows.append([engine, *(f"{1e3 * median(step[name] for step in steps):.1f}" for name in names),
+        rows.append([engine, *(f"{1e3 * median(step[name] for step in steps):.1f}"
+                               for name in names),
                      "{1:.3f} ({0:.3f} to {2:.3f})".format(*ratios), f"{peak:.2f}"])
-    print(f"\nMilliseconds, medians of {options.rounds} turns over all engines; {options.dtype}, threads:"
-          f" {torch.get_num_threads()}. Ratio: to the step of vllm in the same turn, median and quartiles\n")
+    print(f"\nMilliseconds, medians of {options.rounds} turns over all engines; {options.dtype},"
+          f" threads: {torch.get_num_threads()}. Ratio: to the step of vllm in the same turn,"
+          " median and quartiles\n")
     print(table(["engine", *names, "ratio", "peak, GiB"], rows))
 
 
-CASES = {"inflight": inflight, "growth": growth, "phases": phases, "prompts": prompts, "masks": masks, "head": head,
-         "shared": shared}
+CASES = {"inflight": inflight, "growth": growth, "phases": phases, "prompts": prompts,
+         "masks": masks, "head": head, "shared": shared}
 
 
 def main(arguments: list[str] | None = None) -> None:

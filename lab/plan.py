@@ -1,7 +1,7 @@
-"""The memory of a run in each phase of a step, from the model's configuration alone: no weights, no GPU.
+"""The memory of a run in each phase of a step, from the model's configuration alone.
 
-The trainer's own code runs on fake tensors, which have a shape and a dtype but no content, and the bytes alive at once
-are counted. The engine's memory beside its weights and KV cache is an estimate.
+The trainer's own code runs on fake tensors, which have a shape and a dtype but no content, and the
+bytes alive at once are counted. The engine's memory beside its weights and KV cache is an estimate.
 """
 
 import weakref
@@ -16,7 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -35,13 +41,15 @@ from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, head_chunk
 from tasks import encode
 
 GIB = 2**30
-CONTEXT = 1.5 * GIB  # estimate: CUDA context, cuBLAS workspaces, vLLM's buffers that sleep does not free
+# Estimate: CUDA context, cuBLAS workspaces, vLLM's buffers that sleep does not free.
+CONTEXT = 1.5 * GIB
 BATCHED_TOKENS = 8192  # tokens that the engine prefills at once, as in engine_adapter.Engine
-SAMPLER_COPIES = 4  # (sequences, V) in fp32: logits, log-probabilities, probabilities, noise of the sampler
+# (sequences, V) in fp32: logits, log-probabilities, probabilities, noise of the sampler.
+SAMPLER_COPIES = 4
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations create, while they are alive; fake tensors count as real ones."""
+    """Counts the bytes of the tensors that operations create, fake ones too, while they live."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +79,7 @@ class Memory(TorchDispatchMode):
 
 
 def _causal_without_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """No mask tensor for causal attention: transformers decides that by values, which fake tensors do not have."""
+    """No mask tensor for causal attention: transformers would decide by a mask's values."""
     return sdpa_mask(*args, **kwargs | {"allow_is_causal_skip": True})
 
 
@@ -111,14 +119,16 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
                     chunk_elements: int | None = None) -> tuple[Parts, int]:
     """Run the trainer's largest micro-batch on fake tensors; `chunk_elements` as in `Policy`.
 
-    Returns the bytes of the trainer during an update, and those that a pass without gradients adds to the weights.
-    `activations` are a forward and backward's peak: activations, chunks of logits, gradients not yet accumulated.
+    Returns the bytes of the trainer during an update, and those that a pass without gradients adds
+    to the weights. `activations` are a forward and backward's peak: activations, chunks of logits,
+    gradients not yet accumulated.
     """
     rows, width = largest_micro_batch(config, max_prompt_tokens)
     dtype, memory = getattr(torch, config.run.dtype), Memory()
     attention = attention_for(model_config).replace("sdpa", "planned_sdpa")
     with FakeTensorMode(), memory:
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype,
+                                                 attn_implementation=attention)
         policy = Policy(model, config.parity.trainer_fp32_head, chunk_elements, check=False)
         if config.grpo.gradient_checkpointing:
             checkpoint_layers(policy)
@@ -131,14 +141,17 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
         def loss() -> torch.Tensor:
             hidden = policy.hidden(ids)[:, -config.grpo.max_new_tokens :].flatten(0, 1)  # (N, H)
             head, bias = policy.projection(config.grpo.temperature), policy.head_bias
-            targets, restrict = ids.new_zeros(len(hidden)), Vocabulary().restriction(Batch(*[None] * 7), ids)
-            return TargetLogprobs.apply(hidden, policy.head.weight, bias, targets, restrict, head).sum()
+            targets = ids.new_zeros(len(hidden))
+            restrict = Vocabulary().restriction(Batch(*[None] * 7), ids)
+            return TargetLogprobs.apply(hidden, policy.head.weight, bias, targets, restrict,
+                                        head).sum()
 
         forward = memory.added_by(torch.no_grad()(loss))
         backward = memory.added_by(lambda: optimizer.backward(loss()))
     storages = [tensor.untyped_storage() for tensor in getattr(optimizer, "host", {}).values()]
     slabs = {storage._cdata: storage.nbytes() for storage in storages}
-    moments = sum(each.nbytes for state in optimizer.adamw.state.values() for each in state.values())
+    moments = sum(each.nbytes for state in optimizer.adamw.state.values()
+                  for each in state.values())
     return Parts(
         weights=sum(parameter.nbytes for parameter in model.parameters()),
         masters=sum(master.nbytes for _, master in optimizer.rounded), moments=moments,
@@ -148,25 +161,29 @@ def measure_trainer(config: Config, model_config: PretrainedConfig, max_prompt_t
 
 
 def sampling_bytes(config: Config, model_config: PretrainedConfig) -> int:
-    """The engine's work space: the widest layer of a prefill, or the sampler's copies of the logits."""
+    """The engine's work space: a prefill's widest layer, or the sampler's copies of logits."""
     inner = getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size
-    prefill = BATCHED_TOKENS * (3 * inner + 4 * model_config.hidden_size) * getattr(torch, config.run.dtype).itemsize
+    itemsize = getattr(torch, config.run.dtype).itemsize
+    prefill = BATCHED_TOKENS * (3 * inner + 4 * model_config.hidden_size) * itemsize
     return max(prefill, SAMPLER_COPIES * config.backend.max_num_seqs * model_config.vocab_size * 4)
 
 
 def needs_math_attention(config: Config, model_config: PretrainedConfig) -> bool:
-    """Whether CUDA has no fused attention for the trainer: flash has no fp32, mem-efficient no grouped queries.
+    """Whether CUDA has no fused attention: flash has no fp32, mem-efficient no grouped queries.
 
-    Source: sdp_utils_cpp.h in torch 2.13; transformers leaves the repetition of keys and values to torch.
+    Source: sdp_utils_cpp.h in torch 2.13; transformers leaves the repetition of keys and values to
+    torch.
     """
     heads = getattr(model_config, "num_attention_heads", None)
-    return config.run.dtype == "float32" and (getattr(model_config, "num_key_value_heads", None) or heads) != heads
+    key_value_heads = getattr(model_config, "num_key_value_heads", None) or heads
+    return config.run.dtype == "float32" and key_value_heads != heads
 
 
 def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int,
            chunk_elements: int | None = None) -> dict[str, Parts]:
-    """The bytes on a GPU in each phase of a step, and during the evaluation by the trainer alone."""
-    with sdpa_kernel(SDPBackend.MATH) if needs_math_attention(config, model_config) else nullcontext():
+    """The bytes on a GPU in each phase of a step and of the evaluation by the trainer."""
+    needs_math = needs_math_attention(config, model_config)
+    with sdpa_kernel(SDPBackend.MATH) if needs_math else nullcontext():
         update, forward = measure_trainer(config, model_config, max_prompt_tokens, chunk_elements)
     probed = config.measure.probe_every or config.measure.probe_on_alarm
     copies = bool(config.grpo.kl_coef) + bool(probed)  # first weights; the step before
@@ -175,7 +192,8 @@ def phases(config: Config, model_config: PretrainedConfig, max_prompt_tokens: in
     if config.grpo.offload_optimizer:
         idle = replace(idle, masters=0, moments=0)
     vllm, cache = config.backend.engine != "transformers", config.backend.kv_cache_gib * GIB
-    copy = update.weights if config.backend.engine == "vllm" else 0  # the shared engine has the trainer's
+    # The shared engine has the trainer's.
+    copy = update.weights if config.backend.engine == "vllm" else 0
     # vLLM's `output_bin_counts`
     penalties = (config.backend.max_num_seqs + CANARY_PROMPTS) * model_config.vocab_size * 4
     engine = dict(engine=copy + penalties if vllm else 0, kv_cache=cache)
@@ -198,32 +216,37 @@ TRY = {  # options that lower the memory of a phase, the cheapest first
 }
 
 
-def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int, gib: float) -> bool:
-    """Print the table, the verdict, and options that lower the peak. Returns whether the run fits."""
+def print_plan(config: Config, model_config: PretrainedConfig, max_prompt_tokens: int,
+               gib: float) -> bool:
+    """Print table, verdict, and options that lower the peak. Returns whether the run fits."""
     by_phase = phases(config, model_config, max_prompt_tokens, head_chunk(gib))
     dtype = getattr(torch, config.run.dtype)
     update = by_phase["update"]
-    print(f"{model_config.model_type}, {update.weights / dtype.itemsize / 1e6:,.1f} million parameters,"
-          f" {config.run.dtype}; prompts of {max_prompt_tokens} and responses of {config.grpo.max_new_tokens} tokens;"
-          " GiB on one GPU:\n")
-    columns = [name for name in vars(update) if any(getattr(parts, name) for parts in by_phase.values())]
+    print(f"{model_config.model_type}, {update.weights / dtype.itemsize / 1e6:,.1f} million"
+          f" parameters, {config.run.dtype}; prompts of {max_prompt_tokens} and responses of"
+          f" {config.grpo.max_new_tokens} tokens; GiB on one GPU:\n")
+    columns = [name for name in vars(update)
+               if any(getattr(parts, name) for parts in by_phase.values())]
     columns = [name for name in columns if name != "pinned"] + ["total"]
     print(table(
         ["phase", *(name.replace("_", " ") for name in columns)],
-        [[phase, *(f"{getattr(parts, name) / GIB:.2f}" for name in columns)] for phase, parts in by_phase.items()],
+        [[phase, *(f"{getattr(parts, name) / GIB:.2f}" for name in columns)]
+         for phase, parts in by_phase.items()],
     ))
     length = max_prompt_tokens + config.grpo.max_new_tokens
     backend = config.backend
     held = int(backend.kv_cache_gib * GIB / (length * kv_bytes_per_token(model_config, dtype)))
-    print(f"\n--kv-cache-gib {backend.kv_cache_gib:g} holds {held:,} rollouts of {length:,} tokens, --max-num-seqs is"
-          f" {backend.max_num_seqs}" + (": the others wait" if held < backend.max_num_seqs else ""))
+    waiting = ": the others wait" if held < backend.max_num_seqs else ""
+    print(f"\n--kv-cache-gib {backend.kv_cache_gib:g} holds {held:,} rollouts of {length:,} tokens,"
+          f" --max-num-seqs is {backend.max_num_seqs}{waiting}")
     if config.grpo.offload_optimizer:
         print(f"pinned host memory: {update.pinned / GIB:.2f}")
     if needs_math_attention(config, model_config):
         rows, width = largest_micro_batch(config, max_prompt_tokens)
         scores = rows * model_config.num_attention_heads * width**2 * 4
-        print("float32 with grouped-query attention has no fused kernel on CUDA for whole rows: the scores of each"
-              f" layer, (rows, heads, T, T), take {scores / GIB:.2f} (counted in activations)")
+        print("float32 with grouped-query attention has no fused kernel on CUDA for whole rows: the"
+              f" scores of each layer, (rows, heads, T, T), take {scores / GIB:.2f} (counted in"
+              " activations)")
     print("not counted: CUDA graphs, fragmentation")
     largest = max(by_phase, key=lambda phase: by_phase[phase].total)
     peak = by_phase[largest].total / GIB
@@ -247,8 +270,9 @@ def main(arguments: list[str] | None = None) -> None:
     with one_sentence(2):
         config = tyro.cli(Options, args=arguments, description=__doc__)
         toy, longest = config.run.model == "toy", config.data.max_prompt_tokens
-        with stage(f"reading a model folder or a reachable hub name, {config.run.model},"):
-            model_config = toy_config(config.run.task) if toy else AutoConfig.from_pretrained(config.run.model)
+        name = config.run.model
+        with stage(f"reading a model folder or a reachable hub name, {name},"):
+            model_config = toy_config(config.run.task) if toy else AutoConfig.from_pretrained(name)
         if longest is None:
             with stage("max_prompt_tokens must be given if there is no tokenizer; loading it"):
                 tokenizer = toy_tokenizer() if toy else load_tokenizer(config.run.model)

@@ -1,7 +1,8 @@
-"""The experiment of a run as options of another trainer, for those who outgrow one device (docs/outgrow.md).
+"""The experiment of a run as options of another trainer (docs/outgrow.md).
 
-Prints TRL's GRPOConfig or verl's overrides for the options in RUN/config.json, then a comment for each thing that the
-other trainer does otherwise or cannot express. The names are those of TRL 1.16.0 and verl 0.9.1.
+Prints TRL's GRPOConfig or verl's overrides for the options in RUN/config.json, then a comment for
+each thing that the other trainer does otherwise or cannot express. The names are those of TRL
+1.16.0 and verl 0.9.1.
 """
 
 import json
@@ -19,7 +20,8 @@ from objectives import OBJECTIVES
 from records import one_sentence, stage
 
 Translation = tuple[dict[str, Any], list[str]]  # options by name, notes
-OWN = {"out", "resume", "cache_dir", "allow_untested_vllm"}  # this repository's folders and versions: no note
+# This repository's folders and versions: no note.
+OWN = {"out", "resume", "cache_dir", "allow_untested_vllm"}
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,10 @@ def read(run: str) -> Config:
 
 
 def view(flat: dict[str, Any]) -> SimpleNamespace:
-    """Options by name, in one place: past the rules of Config, as one may need the value of another."""
+    """Options by name, past the rules of Config: one may need the value of another."""
     options = SimpleNamespace(**flat | {"parity": SimpleNamespace(**flat["parity"])})
-    options.clip, options.has_mask = GrpoConfig.clip.fget(options), GrpoConfig.has_mask.fget(options)
+    options.clip = GrpoConfig.clip.fget(options)
+    options.has_mask = GrpoConfig.has_mask.fget(options)
     options.parity.trainer_fp32_head = ParityFlags.trainer_fp32_head.fget(options.parity)
     return options
 
@@ -48,83 +51,111 @@ def shared_notes(config: SimpleNamespace) -> list[str]:
     """What neither TRL nor verl has."""
     parity = config.parity
     return [sentence for holds, sentence in (
-        (config.has_mask and parity.sampling_mask, "top_k, top_p, min_p: the trainer's softmax is over the whole"
-         " vocabulary there, not over the tokens that the sampler kept (docs/masks.md)"),
-        (config.inflight_groups, f"inflight_groups {config.inflight_groups}: this is another trainer there (TRL: async"
-         " GRPO; verl: fully async); their pause mode and cache reset decide what becomes of kept KV"),
-        (True, f"learning rate: here {config.lr_warmup_steps} steps of warm-up times a linear decay to 0, the same for"
-         " all minibatches of a step"),
-        (True, "a minibatch whose groups are all flat takes an optimizer step there, here it takes none"),
-        (True, "no canary, no audit, no check of weights and loss there: record traces of the first steps"
-         " (docs/audit.md)"),
-    ) if holds]  # fmt: skip
+        (config.has_mask and parity.sampling_mask, "top_k, top_p, min_p: the trainer's softmax is"
+         " over the whole vocabulary there, not over the tokens that the sampler kept"
+         " (docs/masks.md)"),
+        (config.inflight_groups, f"inflight_groups {config.inflight_groups}: this is another"
+         " trainer there (TRL: async GRPO; verl: fully async); their pause mode and cache reset"
+         " decide what becomes of kept KV"),
+        (True, f"learning rate: here {config.lr_warmup_steps} steps of warm-up times a linear decay"
+         " to 0, the same for all minibatches of a step"),
+        (True, "a minibatch whose groups are all flat takes an optimizer step there, here it takes"
+         " none"),
+        (True, "no canary, no audit, no check of weights and loss there: record traces of the first"
+         " steps (docs/audit.md)"),
+    ) if holds]
 
 
 def to_trl(config: SimpleNamespace) -> Translation:
-    objective, parity, (low, high), updates = config.objective, config.parity, config.clip, config.num_minibatches
+    objective, parity, updates = config.objective, config.parity, config.num_minibatches
+    low, high = config.clip
+    sixteen_bits = config.dtype != "float32"
     options = dict(
-        per_device_train_batch_size=config.num_prompts * config.group_size // updates, steps_per_generation=updates,
-        max_steps=config.steps * updates, logging_steps=updates, num_generations=config.group_size, seed=config.seed,
-        max_completion_length=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k,
-        top_p=config.top_p, min_p=config.min_p or None, learning_rate=config.lr, lr_scheduler_type="linear",
-        warmup_steps=config.lr_warmup_steps * updates, weight_decay=config.weight_decay,
-        max_grad_norm=config.grad_clip, beta=config.kl_coef, epsilon=0.2 if low is None else low, epsilon_high=high,
+        per_device_train_batch_size=config.num_prompts * config.group_size // updates,
+        steps_per_generation=updates, max_steps=config.steps * updates, logging_steps=updates,
+        num_generations=config.group_size, seed=config.seed,
+        max_completion_length=config.max_new_tokens, temperature=config.temperature,
+        top_k=config.top_k, top_p=config.top_p, min_p=config.min_p or None, learning_rate=config.lr,
+        lr_scheduler_type="linear", warmup_steps=config.lr_warmup_steps * updates,
+        weight_decay=config.weight_decay, max_grad_norm=config.grad_clip, beta=config.kl_coef,
+        epsilon=0.2 if low is None else low, epsilon_high=high,
         loss_type={"gspo": "grpo", "dr_grpo": "dr_grpo", "cispo": "cispo"}.get(objective, "bnpo"),
         importance_sampling_level="sequence" if objective == "gspo" else "token",
         scale_rewards="none" if objective == "dr_grpo" else "group",
-        mask_truncated_completions=config.mask_truncated, shuffle_dataset=False, bf16=config.dtype == "bfloat16",
-        fp16=config.dtype == "float16", gradient_checkpointing=config.gradient_checkpointing,
-        use_vllm=config.engine != "transformers", vllm_mode="colocate", cast_lm_head_to_fp32=parity.trainer_fp32_head
-        and config.dtype != "float32", vllm_importance_sampling_correction=config.tis != "off",
-    )  # fmt: skip
+        mask_truncated_completions=config.mask_truncated, shuffle_dataset=False,
+        bf16=config.dtype == "bfloat16", fp16=config.dtype == "float16",
+        gradient_checkpointing=config.gradient_checkpointing,
+        use_vllm=config.engine != "transformers", vllm_mode="colocate",
+        cast_lm_head_to_fp32=parity.trainer_fp32_head and sixteen_bits,
+        vllm_importance_sampling_correction=config.tis != "off",
+    )
     if config.tis != "off":
-        mode = {"token": "token_truncate", "sequence": "sequence_truncate", "masked": "token_mask"}[config.tis]
-        floor = {"vllm_importance_sampling_clip_min": config.tis_floor} if config.tis == "masked" else {}
-        options |= {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": config.tis_cap} | floor
+        mode = {"token": "token_truncate", "sequence": "sequence_truncate",
+                "masked": "token_mask"}[config.tis]
+        options |= {"vllm_importance_sampling_mode": mode,
+                    "vllm_importance_sampling_clip_max": config.tis_cap}
+        if config.tis == "masked":
+            options["vllm_importance_sampling_clip_min"] = config.tis_floor
     return options, [sentence for holds, sentence in (
-        (config.old_policy == "rollout", "old_policy rollout: TRL forms the ratio with its own recomputed values"),
-        (config.tis == "off", "tis off: TRL then logs no mismatch (sampling/sampling_logp_difference)"),
-        (not parity.processed_logprobs, "raw log-probabilities: TRL always asks for processed ones when colocated"),
-        (parity.explicit_runtime, "runtime: GRPOConfig has no option for vLLM's prefix cache (TRL resets it at each"
-         " load) nor for async scheduling"),
-        (True, f"dtype {config.dtype}: GRPOConfig has no option for the engine's, and vLLM's `auto` rounds a float32"
-         " model to bfloat16 (docs/audit.md). bf16=True is autocast over float32 weights"),
-        (parity.fp32_head and config.dtype != "float32", "fp32 head: cast_lm_head_to_fp32 is the trainer's side only;"
-         " GRPOConfig has no option for the engine's"),
-        (config.objective == "grpo", "bnpo is the token mean of one device's minibatch; with several devices or"
-         " gradient accumulation, dapo is nearer"),
+        (config.old_policy == "rollout", "old_policy rollout: TRL forms the ratio with its own"
+         " recomputed values"),
+        (config.tis == "off", "tis off: TRL then logs no mismatch"
+         " (sampling/sampling_logp_difference)"),
+        (not parity.processed_logprobs, "raw log-probabilities: TRL always asks for processed ones"
+         " when colocated"),
+        (parity.explicit_runtime, "runtime: GRPOConfig has no option for vLLM's prefix cache (TRL"
+         " resets it at each load) nor for async scheduling"),
+        (True, f"dtype {config.dtype}: GRPOConfig has no option for the engine's, and vLLM's `auto`"
+         " rounds a float32 model to bfloat16 (docs/audit.md). bf16=True is autocast over float32"
+         " weights"),
+        (parity.fp32_head and sixteen_bits, "fp32 head: cast_lm_head_to_fp32 is the trainer's side"
+         " only; GRPOConfig has no option for the engine's"),
+        (config.objective == "grpo", "bnpo is the token mean of one device's minibatch; with"
+         " several devices or gradient accumulation, dapo is nearer"),
         (config.objective == "cispo", "cispo: TRL counts tokens with A > 0 in its clip rate"),
-    ) if holds] + shared_notes(config)  # fmt: skip
+    ) if holds] + shared_notes(config)
 
 
 def to_verl(config: SimpleNamespace) -> Translation:
-    actor, rollout, objective = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", config.objective
-    (low, high), tis = config.clip, "null" if config.tis == "off" else config.tis
-    engine, correction, parity = f"+{rollout}.engine_kwargs.vllm", "algorithm.rollout_correction", config.parity
-    cap = f"'{config.tis_floor}_{config.tis_cap}'" if config.tis == "masked" else config.tis_cap
-    mean = {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"}
+    objective, parity = config.objective, config.parity
+    low, high = config.clip
+    loss = objective if objective in ("gspo", "cispo") else "vanilla"
+    reported = "processed" if parity.processed_logprobs else "raw"
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    engine, correction = f"+{rollout}.engine_kwargs.vllm", "algorithm.rollout_correction"
+    tis, cap = {"off": "null", "masked": "token"}.get(config.tis, config.tis), config.tis_cap
+    if config.tis == "masked":
+        cap = f"'{config.tis_floor}_{config.tis_cap}'"
+    mean = {"token": "token-mean", "sequence": "seq-mean-token-mean",
+            "constant": "seq-mean-token-sum-norm"}
     options = {
         "actor_rollout_ref.model.path": config.model, "data.train_batch_size": config.num_prompts,
         "data.max_response_length": config.max_new_tokens, "data.shuffle": False,
-        "trainer.total_training_steps": config.steps, f"{rollout}.name": "vllm", f"{rollout}.n": config.group_size,
-        f"{rollout}.temperature": config.temperature, f"{rollout}.top_p": config.top_p,
-        f"{rollout}.top_k": config.top_k or -1, f"{rollout}.dtype": config.dtype, f"{rollout}.seed": config.seed,
-        f"{rollout}.logprobs_mode": "processed_logprobs" if parity.processed_logprobs else "raw_logprobs",
-        f"{rollout}.calculate_log_probs": True, f"{rollout}.enable_prefix_caching": not parity.explicit_runtime,
+        "trainer.total_training_steps": config.steps, f"{rollout}.name": "vllm",
+        f"{rollout}.n": config.group_size, f"{rollout}.temperature": config.temperature,
+        f"{rollout}.top_p": config.top_p, f"{rollout}.top_k": config.top_k or -1,
+        f"{rollout}.dtype": config.dtype, f"{rollout}.seed": config.seed,
+        f"{rollout}.logprobs_mode": f"{reported}_logprobs",
+        f"{rollout}.calculate_log_probs": True,
+        f"{rollout}.enable_prefix_caching": not parity.explicit_runtime,
         "actor_rollout_ref.model.enable_gradient_checkpointing": config.gradient_checkpointing,
-        "algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": objective != "dr_grpo",
-        f"{actor}.ppo_mini_batch_size": config.num_prompts // config.num_minibatches, f"{actor}.ppo_epochs": 1,
-        f"{actor}.policy_loss.loss_mode": objective if objective in ("gspo", "cispo") else "vanilla",
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": objective != "dr_grpo",
+        f"{actor}.ppo_mini_batch_size": config.num_prompts // config.num_minibatches,
+        f"{actor}.ppo_epochs": 1,
+        f"{actor}.policy_loss.loss_mode": loss,
         f"{actor}.loss_agg_mode": mean[OBJECTIVES[objective].normalizer],
         f"{actor}.clip_ratio_low": 1.0 if low is None else low,
-        f"{actor}.clip_ratio_high": high - 1 if objective == "cispo" else high, f"{actor}.clip_ratio_c": 1e6,
+        f"{actor}.clip_ratio_high": high - 1 if objective == "cispo" else high,
+        f"{actor}.clip_ratio_c": 1e6,
         f"{actor}.use_kl_loss": config.kl_coef > 0, f"{actor}.kl_loss_coef": config.kl_coef,
-        f"{actor}.kl_loss_type": "low_var_kl", f"{actor}.entropy_coeff": 0, f"{actor}.grad_clip": config.grad_clip,
-        f"{actor}.optim.lr": config.lr, f"{actor}.optim.weight_decay": config.weight_decay,
+        f"{actor}.kl_loss_type": "low_var_kl", f"{actor}.entropy_coeff": 0,
+        f"{actor}.grad_clip": config.grad_clip, f"{actor}.optim.lr": config.lr,
+        f"{actor}.optim.weight_decay": config.weight_decay,
         f"{actor}.optim.lr_warmup_steps": config.lr_warmup_steps,
         f"{correction}.bypass_mode": config.old_policy == "rollout",
-        f"{correction}.rollout_is": "token" if tis == "masked" else tis, f"{correction}.rollout_is_threshold": cap,
-    }  # fmt: skip
+        f"{correction}.rollout_is": tis, f"{correction}.rollout_is_threshold": cap,
+    }
     if objective == "dr_grpo":
         options[f"{actor}.loss_scale_factor"] = config.max_new_tokens
     if parity.explicit_runtime:
@@ -133,28 +164,33 @@ def to_verl(config: SimpleNamespace) -> Translation:
         options[f"{engine}.hf_overrides.head_dtype"] = "float32"
     return options, [sentence for holds, sentence in (
         (config.min_p, f"min_p {config.min_p}: rollout has no such option"),
-        (parity.trainer_fp32_head and config.dtype != "float32", "fp32 head: verl 0.9.1 has no option for the trainer's"
-         " side"),
+        (parity.trainer_fp32_head and config.dtype != "float32", "fp32 head: verl 0.9.1 has no"
+         " option for the trainer's side"),
         (True, "clip_ratio_c 1e6 switches verl's second clip (dual clip) off"),
         (objective != "dr_grpo", "advantages are divided by std + 1e-6 there, here by std + 1e-4"),
         (True, "verl's schedules are constant and cosine"),
-        (True, f"task {config.task}: verl reads parquet files (data.train_files) and reward.custom_reward_function"),
-    ) if holds] + shared_notes(config)  # fmt: skip
+        (True, f"task {config.task}: verl reads parquet files (data.train_files) and"
+         " reward.custom_reward_function"),
+    ) if holds] + shared_notes(config)
 
 
 def translate(config: Config, to: Literal["trl", "verl"]) -> Translation:
-    """With a note for each option whose default gives the same translation, so that no option is lost in silence."""
+    """Adds a note for each option whose default gives the same translation."""
     grpo, given, default = config.grpo, config.flat(), Config().flat()
     if to == "verl" and grpo.num_prompts % grpo.num_minibatches:
-        raise ValueError(f"num_minibatches must divide num_prompts for verl, got {grpo.num_minibatches}")
+        raise ValueError("num_minibatches must divide num_prompts for verl,"
+                         f" got {grpo.num_minibatches}")
     translated = to_trl if to == "trl" else to_verl
-    options, notes = translated(view(given))
+    options, own_notes = translated(view(given))
+    notes = list(own_notes)
     others = {name: given | {name: value} for name, value in default.items() if name not in OWN}
     parity = given["parity"]
-    others |= {name: given | {"parity": parity | {name: value}} for name, value in default["parity"].items()}
+    others |= {name: given | {"parity": parity | {name: value}}
+               for name, value in default["parity"].items()}
     for name, other in others.items():
         value = given[name] if name in given else parity[name]
-        if name != "parity" and other != given and translated(view(other)) == translated(view(given)):
+        differs = name != "parity" and other != given
+        if differs and translated(view(other)) == (options, own_notes):
             notes.append(f"{name} {value}: without effect on this translation")
     return options, notes
 

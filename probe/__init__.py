@@ -1,1 +1,1 @@
-"""The probe names the layer that causes a mismatch: `python -m probe record` and `python -m probe diagnose`."""
+"""The probe names the layer that causes a mismatch: `python -m probe`."""

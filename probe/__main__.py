@@ -1,13 +1,15 @@
-"""Measure the mismatch between engine and trainer on the same tokens, and name the layer that causes it.
+"""Measure the mismatch between engine and trainer on the same tokens, and name the layer that
+causes it.
 
-`record` samples with the installed vLLM and writes a trace; `--stress` puts the engine under pressure. `diagnose`
-computes the trainer's log-probabilities of a trace's tokens and names the layer, the cause and the setting that repairs
-it. If no hypothesis explains the mismatch, the verdict is "unexplained" and lists what was excluded. `compare` does so
-for two traces of one workload, before and after an upgrade, and says what changed. `locate` tells whether a mismatch
+`record` samples with the installed vLLM and writes a trace; `--stress` puts the engine under
+pressure. `diagnose` computes the trainer's log-probabilities of a trace's tokens and names the
+layer, the cause and the setting that repairs it. If no hypothesis explains the mismatch, the
+verdict is "unexplained" and lists what was excluded. `compare` does so for two traces of one
+workload, before and after an upgrade, and says what changed. `locate` tells whether a mismatch
 comes from the model's code, from attention or from batching; its exit status is never 1.
 
-Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse), 2 bad input, 3 the
-probe itself failed.
+Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse),
+2 bad input, 3 the probe itself failed.
 """
 
 import json
@@ -26,14 +28,15 @@ from config import COUNT, Rule
 from engine_adapter import Engine, ParityFlags, Sampling
 from probe import stress
 from probe.compare import Change, differing, same_workload
-from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
+from probe.diagnose import Verdict, as_trace, diagnose, plot_verdict, print_verdict, sample_trace
 from probe.locate import locate
 from probe.traces import Trace, Weights, load_traces, save_trace
 from records import one_line, stage
 from rl import Policy
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)  # at temperature 1 raw log-probabilities do not show
+# At temperature 1 raw log-probabilities do not show.
+WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,67 +48,81 @@ class Workload:
     num_prompts: int = 64  # Concurrent requests.
     # Shortest and longest prompt, in tokens; lengths are uniform between the two.
     prompt_tokens: tuple[int, int] = (4, 48)
-    # Seed of the prompts; request i is sampled with the seed 1000 (seed + 1) + i (with --stress without a seed).
+    # Seed of the prompts; request i is sampled with the seed 1000 (seed + 1) + i (with --stress
+    # without a seed).
     seed: int = 0
-    parity: ParityFlags = field(default_factory=ParityFlags)  # The fixes; sampling_mask has no effect.
+    # The fixes; sampling_mask has no effect.
+    parity: ParityFlags = field(default_factory=ParityFlags)
     dtype: Dtype = "float32"  # Of the model, in the engine too.
 
     def __post_init__(self):
         COUNT.check(self, "num_prompts")
         Rule("in [0, 2^32)", lambda value: 0 <= value < 2**32).check(self, "seed")
-        Rule("two numbers, 1 <= shortest <= longest", lambda value: 1 <= value[0] <= value[1]).check(
-            self, "prompt_tokens")
+        ordered = Rule("two numbers, 1 <= shortest <= longest", lambda two: 1 <= two[0] <= two[1])
+        ordered.check(self, "prompt_tokens")
         if self.sampling.temperature > 2:
-            raise ValueError(f"temperature must be at most 2, vLLM's range, got {self.sampling.temperature}")
+            raise ValueError("temperature must be at most 2, vLLM's range, got"
+                             f" {self.sampling.temperature}")
 
-    def requests(self, vocabulary: int, every_fourth_short: bool = False) -> tuple[list[list[int]], list[int]]:
+    def requests(
+        self, vocabulary: int, every_fourth_short: bool = False
+    ) -> tuple[list[list[int]], list[int]]:
         """Prompts of random tokens, and the seeds of their responses."""
-        generator, (low, high) = torch.Generator().manual_seed(self.seed), self.prompt_tokens
+        generator = torch.Generator().manual_seed(self.seed)
+        low, high = self.prompt_tokens
         lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
         if every_fourth_short:
             lengths = [length if index % 4 else 1 for index, length in enumerate(lengths)]
-        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist()
+                   for length in lengths]
         return prompts, [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Workload):
-    """Sample a fixed workload (prompts of random tokens) with the installed vLLM and write a trace."""
+    """Sample a workload of random prompts with the installed vLLM and write a trace."""
 
     out: str  # Output file for the trace, .npz.
-    # Put the engine under pressure: preemptions, prompts in chunks, aborted requests, other weights in between.
+    # Put the engine under pressure: preemptions, prompts in chunks, aborts, loads in between.
     stress: bool = False
-    only: int | None = None  # Sample this request of the workload alone: the same prompt and engine settings.
+    # Sample this request of the workload alone: the same prompt and engine settings.
+    only: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
         if self.only is not None and not 0 <= self.only < self.num_prompts:
-            raise ValueError(f"only must be a request of the workload, in [0, {self.num_prompts}), got {self.only}")
+            raise ValueError(f"only must be a request of the workload, in [0, {self.num_prompts}),"
+                             f" got {self.only}")
 
     def run(self, words: list[str]) -> int:
         check_writable(self.out)
         policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
         contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-        longest = self.prompt_tokens[1], self.prompt_tokens[1] + self.sampling.max_new_tokens
-        start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype, seed=self.seed)
-        engine = stress.start_engine(start, *longest) if self.stress else start(max_model_len=longest[1])
+        longest = self.prompt_tokens[1]
+        whole = longest + self.sampling.max_new_tokens
+        start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype,
+                        seed=self.seed)
+        under_pressure = partial(stress.start_engine, start, longest, whole)
+        engine = under_pressure() if self.stress else start(max_model_len=whole)
         engine.load(policy.weights(), policy.response_logprobs)
         prompts, seeds = self.requests(policy.head.weight.shape[0], every_fourth_short=self.stress)
-        if self.only is not None:
+        alone = self.only is not None
+        if alone:
             prompts, seeds = [prompts[self.only]], [seeds[self.only]]
-        if self.stress:
-            run = stress.StressRun(engine, policy, prompts, self.sampling, self.seed)
-            rollouts = run.run(alone=self.only is not None)
-            print(f"request {self.only} alone: {run.rows[0].events}" if self.only is not None
-                  else ", ".join(f"{number} {what}" for what, number in run.totals.items()))
-            # Request `only` alone is not under pressure.
-            more = {} if self.only is not None else {"stress": run.meta(), "command": shlex.join(words)}
-            trace = as_trace(engine, rollouts, self.sampling, **more)
-        else:
+        if not self.stress:
             trace = sample_trace(engine, prompts, self.sampling, seeds)
+        else:
+            run = stress.StressRun(engine, policy, prompts, self.sampling, self.seed)
+            trace = as_trace(engine, run.run(alone), self.sampling)
+            if alone:  # not under pressure
+                print(f"request {self.only} alone: {run.rows[0].events}")
+            else:
+                print(", ".join(f"{number} {what}" for what, number in run.totals.items()))
+                trace.meta.update(stress=run.meta(), command=shlex.join(words))
         engine.close()
         save_trace(self.out, trace)
-        print(f"{self.out}: {sum(len(r.token_ids) for r in trace.rollouts)} tokens, vLLM {trace.meta['vllm']}")
+        tokens = sum(len(rollout.token_ids) for rollout in trace.rollouts)
+        print(f"{self.out}: {tokens} tokens, vLLM {trace.meta['vllm']}")
         return 0
 
 
@@ -116,11 +133,13 @@ class Locate(Workload):
     def run(self, _words: list[str]) -> int:
         policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
         prompts, seeds = self.requests(policy.head.weight.shape[0])
-        steps, sentence = locate(policy, self.model, self.parity, prompts, seeds, self.sampling, seed=self.seed,
-                                 max_model_len=self.prompt_tokens[1] + self.sampling.max_new_tokens)
+        longest = self.prompt_tokens[1] + self.sampling.max_new_tokens
+        steps, sentence = locate(policy, self.model, self.parity, prompts, seeds, self.sampling,
+                                 seed=self.seed, max_model_len=longest)
         print(f"{'recording, trainer':<40} {'mean':>8} {'max':>8} {'differ':>8}")
         for title, mismatch in steps.items():
-            print(f"{title:<40} {mismatch.mean():8.1e} {mismatch.max():8.1e} {(mismatch > 0).double().mean():8.1%}")
+            print(f"{title:<40} {mismatch.mean():8.1e} {mismatch.max():8.1e}"
+                  f" {(mismatch > 0).double().mean():8.1%}")
         print(f"=> {sentence}")
         return 0
 
@@ -130,14 +149,18 @@ class Diagnose:
     """Explain the mismatch in traces."""
 
     model: str  # Folder or hub name of the trainer's weights.
-    traces: tyro.conf.Positional[tuple[str, ...]]  # Trace files, .npz or .json; docs/trace-format.md has the layout.
+    # Trace files, .npz or .json; docs/trace-format.md has the layout.
+    traces: tyro.conf.Positional[tuple[str, ...]]
     group: str | None = None  # Diagnose only this group of the traces.
-    earlier: tuple[str, ...] = ()  # Folders with the trainer's weights 1, 2, ... updates back, newest first.
-    version: int | None = None  # Weight version of `model`; if not given, the newest version in the trace.
+    # Folders with the trainer's weights 1, 2, ... updates back, newest first.
+    earlier: tuple[str, ...] = ()
+    # Weight version of `model`; if not given, the newest version in the trace.
+    version: int | None = None
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, the trace's dtype.
-    # Distribution that the trainer scores: with all sampling parameters, or with the temperature alone.
+    # Distribution that the trainer scores: all sampling parameters, or the temperature alone.
     trainer: Literal["processed", "temperature"] = "processed"
-    trainer_head: Literal["float32", "model"] = "float32"  # Dtype of the trainer's final projection.
+    # Dtype of the trainer's final projection.
+    trainer_head: Literal["float32", "model"] = "float32"
     json: str | None = None  # Write all verdicts with their figures to this file.
     plot: str | None = None  # Write a plot of the last trace to this file.
     brief: bool = False  # Print one line per group, without the table.
@@ -150,7 +173,8 @@ class Diagnose:
                   for trace in load_traces(path) if self.group in (None, trace.name)]
         if not traces:
             raise ValueError(f"group must be one of the traces', got {self.group}")
-        trainer, records = cache(self._trainer), []
+        trainer = cache(self._trainer)
+        records = []
         for trace in traces:
             policy, earlier = trainer(check_dtype(self.dtype or trace.meta.get("dtype", "float32")))
             check_model(policy, trace, self.model)
@@ -161,11 +185,7 @@ class Diagnose:
             else:
                 print_verdict(verdict)
                 if trace.trainer_logprobs:
-                    own = torch.tensor([value for row in trace.trainer_logprobs for value in row], dtype=torch.float64)
-                    reported, recomputed = ((own - other.cpu()).abs().nanmean().item()
-                                            for other in (verdict.replay.reported, verdict.logprobs))  # fmt: skip
-                    print(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e} nats to the"
-                          f" reported, {recomputed:.1e} to those recomputed here")
+                    _print_trainers(trace, verdict)
         if self.json:
             Path(self.json).write_text(json.dumps(records, indent=1))
         if self.plot:
@@ -175,19 +195,31 @@ class Diagnose:
     def _trainer(self, dtype: str) -> tuple[Policy, list[Weights]]:
         """The trainer and its earlier weights in one dtype."""
         policy = load_policy(self.model, dtype, self.trainer_head == "float32")
-        earlier = [load_policy(path, dtype, policy.fp32_head).copied_weights() for path in self.earlier]
+        earlier = [load_policy(path, dtype, policy.fp32_head).copied_weights()
+                   for path in self.earlier]
         shapes = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
         for path, weights in zip(self.earlier, earlier, strict=True):
             if {name: tensor.shape for name, tensor in weights.items()} != shapes:
-                raise ValueError(f"earlier must have the tensors of {self.model}, {path} has others")
+                raise ValueError(f"earlier must have {self.model}'s tensors, {path} has others")
         return policy, earlier
+
+
+def _print_trainers(trace: Trace, verdict: Verdict) -> None:
+    """The distance of the log-probabilities that the trace's own trainer wrote to those here."""
+    own = [value for row in trace.trainer_logprobs for value in row]
+    own = torch.tensor(own, dtype=torch.float64)
+    reported, recomputed = ((own - other.cpu()).abs().nanmean().item()
+                            for other in (verdict.replay.reported, verdict.logprobs))
+    print(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e} nats to the"
+          f" reported, {recomputed:.1e} to those recomputed here")
 
 
 @dataclass(frozen=True)
 class Compare:
     """Compare two traces of one workload, before and after an upgrade."""
 
-    traces: tyro.conf.Positional[tuple[str, str]]  # Before and after, .npz or .json (docs/trace-format.md).
+    # Before and after, .npz or .json (docs/trace-format.md).
+    traces: tyro.conf.Positional[tuple[str, str]]
     model: str  # Folder or hub name of the weights that both engines had.
     group: str | None = None  # Compare only this group; if not given, all that both traces have.
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, that of each trace.
@@ -211,8 +243,9 @@ class Compare:
         first, second = ({trace.name for trace in traces} for traces in (before, after))
         for name in sorted(first ^ second if self.group is None else ()):
             change, where = ("worse", "second") if name in first else ("added", "first")
-            records.append({"change": change, "sentence": f"{change}: the {where} trace has no group {name}"})
-            print(f"=> {records[-1]['sentence']}")
+            sentence = f"{change}: the {where} trace has no group {name}"
+            records.append({"change": change, "sentence": sentence})
+            print(f"=> {sentence}")
         if self.json:
             Path(self.json).write_text(json.dumps(records, indent=1))
         return int(any(record["change"] == "worse" for record in records))
@@ -226,15 +259,18 @@ def check_model(policy: Policy, trace: Trace, path: str) -> None:
     for name, theirs in stated.get("config", {}).items():
         ours = getattr(policy.model.config, name, None)
         if theirs is not None and theirs != ours:
-            raise ValueError(f"model must be that of the trace, whose {name} is {theirs}; {path} has {ours}")
+            raise ValueError(f"model must be that of the trace, whose {name} is {theirs}; {path}"
+                             f" has {ours}")
     recorded, present = stated.get("weights"), weights_of(path)
     if None not in (recorded, present) and recorded != present:
-        raise ValueError(f"model must be that of the trace, the weight files in {path} are not those that it names")
+        raise ValueError(f"model must be that of the trace, the weight files in {path} are not"
+                         " those that it names")
 
 
 def check_dtype(dtype: Any) -> str:
     if dtype not in get_args(Dtype):
-        raise ValueError(f"meta.dtype of a trace must be one of {', '.join(get_args(Dtype))}, got {dtype}")
+        raise ValueError(f"meta.dtype of a trace must be one of {', '.join(get_args(Dtype))}, got"
+                         f" {dtype}")
     return dtype
 
 
@@ -243,8 +279,9 @@ def load_policy(path: str, dtype: str, fp32_head: bool) -> Policy:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
-        return Policy.load(path, getattr(torch, dtype), "cuda" if torch.cuda.is_available() else "cpu", fp32_head)
+        return Policy.load(path, getattr(torch, dtype), device, fp32_head)
 
 
 def check_writable(*paths: str | None) -> None:
@@ -256,9 +293,9 @@ def check_writable(*paths: str | None) -> None:
 def main(arguments: list[str] | None = None) -> None:
     try:
         commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "locate": Locate}
-        prog = "python -m probe"
         words = sys.argv[1:] if arguments is None else arguments
-        command = tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=__doc__, args=words)
+        command = tyro.extras.subcommand_cli_from_dict(
+            commands, prog="python -m probe", description=__doc__, args=words)
         status = command.run(words)
     except ValueError as error:
         print("error:", one_line(error).removeprefix("ValueError: "), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Two traces of one workload, before and after a change of the engine: what changed, and is the second worse."""
+"""Two traces of one workload, before and after a change of the engine."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,11 +7,12 @@ from probe.diagnose import Verdict
 from probe.traces import SECTIONS, Trace
 
 ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
-GREW = 1.5  # times the floor, or the tokens to which only one side gives probability 0; below is noise
-FIRST = ("vllm", "engine", "logprobs_mode", "head", "head_dtype", "enable_prefix_caching", "prefix_caching",
-         "async_scheduling", "dtype", "torch", "transformers")  # fmt: skip
-NOT_COMPARED = ("groups", "format", "args", "engine_args", "workload", "not_read", "seeds", "v0", "model", "stress",
-                "command")  # fmt: skip
+# Times the floor, or the tokens to which only one side gives probability 0; below is noise.
+GREW = 1.5
+FIRST = ("vllm", "engine", "logprobs_mode", "head", "head_dtype", "enable_prefix_caching",
+         "prefix_caching", "async_scheduling", "dtype", "torch", "transformers")
+NOT_COMPARED = ("groups", "format", "args", "engine_args", "workload", "not_read", "seeds", "v0",
+                "model", "stress", "command")
 
 
 @dataclass(frozen=True)
@@ -36,62 +37,76 @@ class Change:
         became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
         grew = " grew" if two.start.floor.mean > GREW * one.start.floor.mean else ""
         figures = [f"{getattr(one.start, kind).mean:.1e} -> {getattr(two.start, kind).mean:.1e}"
-                   for kind in ("noise", "floor")]  # fmt: skip
+                   for kind in ("noise", "floor")]
         broken = f"{num_broken(one)} -> {num_broken(two)}"
         broken = "" if broken == "0 -> 0" else f", values that are not finite {broken}"
         differ = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self.settings.items())
-        return (f"{self.word}: {became}, mean |mismatch| {figures[0]} nats (noise floor{grew} {figures[1]}){broken};"
-                f" with it changed {differ or 'no setting that the traces name'}.")  # fmt: skip
+        return (f"{self.word}: {became}, mean |mismatch| {figures[0]} nats (noise floor{grew}"
+                f" {figures[1]}){broken}; with it changed"
+                f" {differ or 'no setting that the traces name'}.")
 
     def record(self) -> dict[str, Any]:
         return {"change": self.word, "sentence": self.sentence, "settings": self.settings,
-                "before": self.before.record(), "after": self.after.record()}  # fmt: skip
+                "before": self.before.record(), "after": self.after.record()}
 
 
 def num_broken(verdict: Verdict) -> int:
-    """Values of the trace that are not finite; 0 if only stop tokens have none, which is a cause of its own."""
+    """Values that are not finite; 0 if only stop tokens have none, a cause of its own."""
     return int((~verdict.replay.reported.isfinite()).sum()) if verdict.requests["not finite"] else 0
 
 
 def is_worse(one: Verdict, two: Verdict) -> bool:
-    """Has `two` a worse status, a new cause, more values that are not finite, or a mean that `one` does not allow?"""
+    """Whether `two` has a worse status, a new cause, more broken values, or a larger mean."""
     before, after = one.start, two.start.noise
-    new = one.status != "unexplained" and {each.name for each in two.causes} - {each.name for each in one.causes}
+    known = {each.name for each in one.causes}
+    new = one.status != "unexplained" and any(each.name not in known for each in two.causes)
     allowed = max(each.allowed_mean(max(1, after.tokens)) for each in (before.noise, before.floor))
-    return (ORDER.index(two.status) > ORDER.index(one.status) or bool(new) or num_broken(two) > num_broken(one)
+    return (ORDER.index(two.status) > ORDER.index(one.status) or new
+            or num_broken(two) > num_broken(one)
             or after.infinite > GREW * before.noise.infinite or after.mean > allowed)
 
 
-def same_workload(before: list[Trace], after: list[Trace], group: str | None) -> list[tuple[Trace, Trace]]:
-    """The groups of both traces in pairs. Raises: ValueError if they are not two traces of one workload."""
+def same_workload(before: list[Trace], after: list[Trace],
+                  group: str | None) -> list[tuple[Trace, Trace]]:
+    """The groups of both traces in pairs.
+
+    Raises: ValueError if they are not two traces of one workload.
+    """
     other = {trace.name: trace for trace in after if group in (None, trace.name)}
     pairs = [(trace, other[trace.name]) for trace in before if trace.name in other]
     if not pairs:
         names = (", ".join(trace.name for trace in traces) for traces in (before, after))
-        raise ValueError(f"the traces must have a group in common{f' named {group}' if group else ''}, the first has"
-                         f" {next(names)}, the second {next(names)}")  # fmt: skip
+        wanted = f" named {group}" if group else ""
+        raise ValueError(f"the traces must have a group in common{wanted}, the first has"
+                         f" {next(names)}, the second {next(names)}")
     for one, two in pairs:
         if [each.prompt_ids for each in one.rollouts] != [each.prompt_ids for each in two.rollouts]:
-            raise ValueError(f"the traces must be of one workload, the prompts of {one.name} differ")
+            raise ValueError("the traces must be of one workload, the prompts of"
+                             f" {one.name} differ")
         if replace(one.sampling, max_new_tokens=1) != replace(two.sampling, max_new_tokens=1):
-            raise ValueError(f"the traces must be of one workload, the sampling of {one.name} differs")
+            raise ValueError("the traces must be of one workload, the sampling of"
+                             f" {one.name} differs")
     weights = [traces[0].meta.get("model", {}).get("weights") for traces in (before, after)]
     if None not in weights and weights[0] != weights[1]:
         raise ValueError("the traces must be of one model, their weight files differ")
     for which, traces in (("first", before), ("second", after)):
         if not {"versions", "vllm", "engine"} & traces[0].meta.keys():
-            raise ValueError(f"meta.versions must name the engine's version (else a comparison says nothing), the"
-                             f" {which} trace has none")  # fmt: skip
+            raise ValueError("meta.versions must name the engine's version (else a comparison says"
+                             f" nothing), the {which} trace has none")
     return pairs
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Versions and settings that are not equal in two traces' meta, the decisive ones first."""
-    one, two = ({name: value for name, value in meta.items() if name not in (*SECTIONS, *NOT_COMPARED)}
-                for meta in (before, after))  # fmt: skip
-    for section in SECTIONS:
-        one |= before.get(section, {})
-        two |= after.get(section, {})
-    names = sorted(one.keys() | two.keys(), key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+
+    def flat(meta: dict[str, Any]) -> dict[str, Any]:
+        values = {name: meta[name] for name in meta.keys() - {*SECTIONS, *NOT_COMPARED}}
+        for section in SECTIONS:
+            values |= meta.get(section, {})
+        return values
+
+    one, two = flat(before), flat(after)
+    order = {name: place for place, name in enumerate(FIRST)}
+    names = sorted(one.keys() | two.keys(), key=lambda name: (order.get(name, len(order)), name))
     return {name: (one.get(name, "absent"), two.get(name, "absent")) for name in names
-            if (one.get(name) or None) != (two.get(name) or None)}  # fmt: skip
+            if (one.get(name) or None) != (two.get(name) or None)}

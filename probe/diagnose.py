@@ -1,4 +1,4 @@
-"""The verdict on one trace: layer, cause and repair of its mismatch, or "unexplained" and what was excluded."""
+"""The verdict on one trace: layer, cause and repair of its mismatch, or "unexplained"."""
 
 import json
 import math
@@ -19,10 +19,11 @@ from probe.traces import Replay, Trace, Weights, save_trace
 from rl import Policy
 
 FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
-UNLIKELY = 0.05  # probability by chance below which a kind of pressure is shown beside the wrong requests
+# Probability by chance below which a kind of pressure is shown beside the wrong requests.
+UNLIKELY = 0.05
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
 
-# ------------------------------------------------------------------------------------------------ verdict
+# ---------------------------------------------------------------------------------- verdict
 @dataclass
 class Verdict:
     """What the probe found in one trace."""
@@ -35,7 +36,8 @@ class Verdict:
     knows_earlier: bool  # earlier weights were given
     replay: Replay = field(repr=False)
     logprobs: Tensor = field(repr=False)  # (N,) the trainer's
-    events: list[Events] = field(default_factory=list)  # of each request, if the trace is of an engine under pressure
+    # Of each request, if the trace is of an engine under pressure.
+    events: list[Events] = field(default_factory=list)
     command: str = "record --stress ..."  # that recorded the trace
 
     @property
@@ -45,7 +47,8 @@ class Verdict:
     @property
     def second(self) -> Explanation | None:
         """The best explanation that does not merely add causes to the best."""
-        return next((each for each in self.found if not set(self.best.causes) <= set(each.causes)), None)
+        return next((each for each in self.found if not set(self.best.causes) <= set(each.causes)),
+                    None)
 
     @property
     def status(self) -> Literal["exact", "parity", "mismatch", "unexplained"]:
@@ -65,7 +68,8 @@ class Verdict:
 
     @property
     def figures(self) -> str:
-        return f"mean |mismatch| {self.start.noise.mean:.1e} nats, noise floor {self.start.floor.mean:.1e}"
+        start = self.start
+        return f"mean |mismatch| {start.noise.mean:.1e} nats, noise floor {start.floor.mean:.1e}"
 
     @property
     def headline(self) -> str:
@@ -74,21 +78,30 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict in words, with repairs and figures."""
-        if self.status in ("exact", "parity"):
-            equal = f"all {len(self.logprobs)} tokens are equal bit for bit. " if self.status == "exact" else ""
-            parts = [f"{self.status}: {equal}{self.figures}"]
+        if self.status == "exact":
+            equal = f"all {len(self.logprobs)} tokens are equal bit for bit"
+            parts = [f"exact: {equal}", self.figures]
+        elif self.status == "parity":
+            parts = [f"parity: {self.figures}"]
         elif self.status == "mismatch":
             note = f" ({self.best.forward.note})" if self.best.forward.note else ""
             repairs = "; ".join(dict.fromkeys(cause.repair for cause in self.causes))
-            staleness = f"; the policies differ by {self.start.noise.k3:.1e} nats a token (k3)"
-            parts = [f"{self.blamed}{note}", f"Repair: {repairs}", f"{self.figures}, remaining mismatch"
-                     f" {self.best.noise.mean:.1e}{staleness if 'objective' in self.layers else ''}"]
+            staleness = ""
+            if "objective" in self.layers:
+                k3 = self.start.noise.k3
+                staleness = f"; the policies differ by {k3:.1e} nats a token (k3)"
+            remaining = f"remaining mismatch {self.best.noise.mean:.1e}"
+            parts = [f"{self.blamed}{note}", f"Repair: {repairs}",
+                     f"{self.figures}, {remaining}{staleness}"]
             if self.second is not None:
-                parts.append(f"Next best: {self.second.name}, remaining mismatch {self.second.noise.mean:.1e}")
+                left = self.second.noise.mean
+                parts.append(f"Next best: {self.second.name}, remaining mismatch {left:.1e}")
         else:
-            tried = dict.fromkeys(each.name for each in self.found if len(each.causes) == 1)
-            untested = "; not tested without earlier weights (--earlier): old weights, tensors and KV caches"
-            excluded = ", ".join(tried) + ("" if self.knows_earlier else untested)
+            tried = [each.name for each in self.found if len(each.causes) == 1]
+            excluded = ", ".join(dict.fromkeys(tried))
+            if not self.knows_earlier:
+                excluded += ("; not tested without earlier weights (--earlier): old weights,"
+                             " tensors and KV caches")
             parts = [f"unexplained: {self.figures}", f"Excluded: {excluded}"]
         for finding, rows in self.requests.items():
             if rows:
@@ -98,22 +111,26 @@ class Verdict:
 
     @property
     def under_pressure(self) -> list[str]:
-        """Of a trace under pressure: what the wrong requests have met, and how to replay one; a line each."""
+        """Lines for a trace under pressure: what the wrong requests met, how to replay one."""
         if not self.events or not self.suspects:
             return []
-        replay = f"python -m probe {self.command} --only {self.suspects[0]} --out request_{self.suspects[0]}.npz"
-        more_often = [each.sentence for each in compare(self.events, self.suspects) if each.chance < UNLIKELY]
+        first = self.suspects[0]
+        replay = f"python -m probe {self.command} --only {first} --out request_{first}.npz"
+        more_often = [each.sentence for each in compare(self.events, self.suspects)
+                      if each.chance < UNLIKELY]
         return [*(f"request {row}: {self.events[row]}" for row in self.suspects[:SHOWN]),
-                *(more_often or ["none of this is more frequent among these requests"]), f"replay one alone: {replay}"]
+                *(more_often or ["none of this is more frequent among these requests"]),
+                f"replay one alone: {replay}"]
 
     @property
     def suspects(self) -> list[int]:
         """All rows with a finding that is a fault."""
-        return sorted({row for finding, rows in self.requests.items() if finding != "repetitive" for row in rows})
+        return sorted({row for finding, rows in self.requests.items() if finding != "repetitive"
+                       for row in rows})
 
     @property
     def table(self) -> list[Explanation]:
-        """One row per hypothesis: the best, each single cause, and the five closest combinations."""
+        """A row per hypothesis: the best, each single cause, the five closest combinations."""
         rows: dict[tuple[Cause, ...], Explanation] = {self.best.causes: self.best}
         for each in sorted(self.found, key=lambda e: e.noise.mean):
             rows.setdefault(each.causes, each)
@@ -125,13 +142,15 @@ class Verdict:
         """The verdict as JSON values."""
         def row(explanation: Explanation) -> dict[str, Any]:
             names = [cause.name for cause in explanation.causes]
-            return {"causes": names, "fits": explanation.fits, "share": explanation.share(self.start),
-                    "left": asdict(explanation.noise), "floor": asdict(explanation.floor)}
+            return {"causes": names, "fits": explanation.fits,
+                    "share": explanation.share(self.start), "left": asdict(explanation.noise),
+                    "floor": asdict(explanation.floor)}
 
         return {
-            "trace": self.trace, "status": self.status, "layers": self.layers, "sentence": self.sentence,
-            "causes": [asdict(cause) for cause in self.causes], "mismatch": asdict(self.start.noise),
-            "floor": asdict(self.start.floor), "best": row(self.best), "second": self.second and row(self.second),
+            "trace": self.trace, "status": self.status, "layers": self.layers,
+            "sentence": self.sentence, "causes": [asdict(cause) for cause in self.causes],
+            "mismatch": asdict(self.start.noise), "floor": asdict(self.start.floor),
+            "best": row(self.best), "second": self.second and row(self.second),
             "requests": self.requests, "hypotheses": [row(each) for each in self.table],
             "forwards": self.replay.forwards, "under_pressure": self.under_pressure,
         }
@@ -144,16 +163,18 @@ def diagnose(
 ) -> Verdict:
     """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
 
-    `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter name. `trainer` is
-    the distribution that the trainer scores: all sampling parameters, or the temperature alone (train.py without
-    sampling_mask). The policy's weights do not change.
+    `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter
+    name. `trainer` is the distribution that the trainer scores: all sampling parameters, or the
+    temperature alone (train.py without sampling_mask). The policy's weights do not change.
 
-    Raises: ValueError if a token is outside the vocabulary or the trainer's own values are not finite.
+    Raises: ValueError if a token is outside the vocabulary or the trainer's own values are not
+    finite.
     """
     probe = Probe(policy, trace, earlier or [], version, trainer)
     logprobs = probe.predict(probe.current, probe.trainer)
     if logprobs.isnan().any():
-        raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check the model's weights")
+        raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
+                         " the model's weights")
     if not probe.replay.reported.any() and logprobs.abs().median() > 0.01:
         raise ValueError(f"logprobs must be what the engine reported, all of {trace.name}'s are 0")
     start = replace(probe.explain(probe.current, probe.trainer), causes=(),
@@ -167,41 +188,50 @@ def diagnose(
         named.append(causes.NO_STOP)
     if requests["not finite in the trainer"]:
         named.append(causes.TRAINER_NOT_FINITE)
-    verdict = Verdict(trace.name, named, requests, start, found, bool(probe.earlier), probe.replay, logprobs)
+    verdict = Verdict(trace.name, named, requests, start, found, bool(probe.earlier), probe.replay,
+                      logprobs)
     return replace(verdict, events=trace.events, command=trace.meta.get("command", verdict.command))
 
 
-def _causes(probe: Probe, best: Explanation, start: Explanation, requests: dict[str, list[int]]) -> list[Cause]:
-    """The causes of an explanation that fits, with what the trainer's settings, the versions and the samples add."""
+def _causes(probe: Probe, best: Explanation, start: Explanation,
+            requests: dict[str, list[int]]) -> list[Cause]:
+    """The causes of an explanation that fits, and what settings, versions and samples add."""
     named = [cause for cause in best.causes if cause != causes.HEAD]
     in_engine = causes.HEAD in best.causes
     in_trainer = not probe.policy.fp32_head and probe.policy.model.dtype != torch.float32
     if in_engine or in_trainer:
-        side = "on both sides" if in_engine and in_trainer else "in the engine" if in_engine else "in the trainer"
+        side = "in the engine" if in_engine else "in the trainer"
+        if in_engine and in_trainer:
+            side = "on both sides"
         named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {side}"))
     if probe.trainer.distribution == "temperature" and not start.floor.allows(start.noise):
-        named.append(causes.NOT_IN_TRAINER.of("mask" if probe.trace.sampling.has_mask else "penalties"))
-    known = [updates for updates in probe.earlier if (probe.labels == probe.version - updates).double().mean() > 0.5]
+        what = "mask" if probe.trace.sampling.has_mask else "penalties"
+        named.append(causes.NOT_IN_TRAINER.of(what))
+    known = [updates for updates in probe.earlier
+             if (probe.labels == probe.version - updates).double().mean() > 0.5]
     moved_on = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in known}
     named = [moved_on.get(cause, cause) for cause in named]
     if causes.WRONG_REQUESTS in named and probe.trace.events:
         first, *_ = compare(probe.trace.events, requests["wrong"])
         if first.all_of_them and first.chance < BY_CHANCE:
-            with_kind = replace(causes.WRONG_REQUESTS, name=f"{causes.WRONG_REQUESTS.name}, all with {first.kind}")
+            name = f"{causes.WRONG_REQUESTS.name}, all with {first.kind}"
+            with_kind = replace(causes.WRONG_REQUESTS, name=name)
             named = [with_kind if cause == causes.WRONG_REQUESTS else cause for cause in named]
     if _drawn_as_reported(probe, best):
-        named = [causes.NOT_IN_FORCE if cause in causes.IN_PLACE_OF_PROCESSED else cause for cause in named]
+        named = [causes.NOT_IN_FORCE if cause in causes.IN_PLACE_OF_PROCESSED else cause
+                 for cause in named]
     elif requests["implausible"]:
         named.append(causes.UNLIKE)
     return named
 
 
 def _drawn_as_reported(probe: Probe, best: Explanation) -> bool:
-    """Were the tokens drawn from the reported distribution, not from the trace's? A likelihood ratio decides."""
+    """Whether tokens come from the reported distribution: a likelihood ratio decides."""
     if probe.distributions[best.readout.distribution][1] not in causes.IN_PLACE_OF_PROCESSED:
         return False
     reported = best.forward.logprobs(replace(best.readout, token="sampled"))
-    declared = best.forward.logprobs(replace(best.readout, token="sampled", distribution="processed"))
+    declared = best.forward.logprobs(replace(best.readout, token="sampled",
+                                             distribution="processed"))
     outside = declared.isinf()  # outside the mask of the trace's sampling parameters
     if outside.sum() > 2 + MASK_EDGE * len(declared) * (probe.policy.model.dtype != torch.float32):
         return True
@@ -209,13 +239,14 @@ def _drawn_as_reported(probe: Probe, best: Explanation) -> bool:
 
 
 def _requests(probe: Probe, best: Explanation, start: Explanation) -> dict[str, list[int]]:
-    """Rows of the trace by finding: wrong values, values that are not finite, implausible tokens, repetition."""
+    """Rows of the trace by finding: wrong, not finite, implausible, repetitive."""
     wrong = (best.wrong if best.apart is None else best.apart).nonzero()[:, 0].tolist()
     if not best.fits and probe.trace.events:
         wrong = start.wrong.nonzero()[:, 0].tolist()
     broken = sorted(set(probe.replay.rows[probe.broken].tolist()))
     return {
-        "wrong": wrong if best.fits or probe.trace.events or len(wrong) <= 0.5 * len(best.wrong) else [],
+        "wrong": wrong if best.fits or probe.trace.events or len(wrong) <= 0.5 * len(best.wrong)
+        else [],
         "not finite": broken,
         "not finite in the trainer": [row for row, values in enumerate(probe.trace.trainer_logprobs)
                                       if not all(map(math.isfinite, values))],
@@ -227,10 +258,10 @@ def _requests(probe: Probe, best: Explanation, start: Explanation) -> dict[str, 
 def _implausible(probe: Probe, best: Explanation) -> list[int]:
     """Sequences whose tokens are too improbable to have been drawn from the trainer's distribution.
 
-    The test statistic is the likelihood ratio of an alternative to the trainer's distribution. Alternatives: half
-    uniform noise; the distribution sharpened; the distribution flattened. The ratio has mean 1 if the tokens were drawn
-    from the trainer's distribution, so it exceeds B / alpha in any of B sequences with probability at most alpha
-    (Ville's inequality).
+    The test statistic is the likelihood ratio of an alternative to the trainer's distribution.
+    Alternatives: half uniform noise; the distribution sharpened; the distribution flattened. The
+    ratio has mean 1 if the tokens were drawn from the trainer's distribution, so it exceeds B /
+    alpha in any of B sequences with probability at most alpha (Ville's inequality).
     """
     if probe.trace.sampling.temperature == 0 or best.forward.hidden is None:
         return []
@@ -246,7 +277,8 @@ def _implausible(probe: Probe, best: Explanation) -> list[int]:
             flatter = -0.5 * sampled - torch.logsumexp(0.5 * logprobs, dim=-1)
             parts.append(torch.stack([noise, sharper, flatter]))
     ratios = torch.cat(parts, dim=1)  # (3, N)
-    sums = replay.row_sums(ratios.masked_fill(~ratios.isfinite(), 0.0))  # (3, B); outside a mask: see Probe.explain
+    # (3, B); outside a mask: see Probe.explain.
+    sums = replay.row_sums(ratios.masked_fill(~ratios.isfinite(), 0.0))
     if best.apart is not None:  # these are wrong anyway, and their sum would blame all others
         sums = sums.masked_fill(best.apart, 0.0)
     together = sums.sum(dim=1, keepdim=True)  # (3, 1)
@@ -255,7 +287,7 @@ def _implausible(probe: Probe, best: Explanation) -> list[int]:
 
 
 def _repeats(token_ids: list[int]) -> bool:
-    """Do the last 16 tokens or more, and at least half of all, repeat one pattern four times or more?"""
+    """Do the last 16 or more tokens, at least half of all, repeat a pattern four times?"""
     for period in range(1, len(token_ids) // 4 + 1):
         end = token_ids[-max(16, 4 * period, len(token_ids) // 2):]
         if len(end) >= 16 and end[period:] == end[:-period]:
@@ -263,31 +295,36 @@ def _repeats(token_ids: list[int]) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------ output
+# ---------------------------------------------------------------------------------- output
 def print_verdict(verdict: Verdict) -> None:
     """Print the table and the sentence."""
-    print(f"\n{verdict.trace}: {verdict.start.noise.tokens} tokens, {verdict.replay.forwards} forward passes")
-    print(f"{'hypothesis':<72} {'mean':>8} {'RMS':>8} {'max':>8} {'k3':>8} {'floor':>8} {'explains':>8}")
-    for name, each in [("the trainer as it is", verdict.start), *((each.name, each) for each in verdict.table)]:
+    print(f"\n{verdict.trace}: {verdict.start.noise.tokens} tokens, {verdict.replay.forwards}"
+          " forward passes")
+    print(f"{'hypothesis':<72} {'mean':>8} {'RMS':>8} {'max':>8} {'k3':>8} {'floor':>8}"
+          f" {'explains':>8}")
+    for name, each in [("the trainer as it is", verdict.start),
+                       *((each.name, each) for each in verdict.table)]:
         short = name if len(name) <= 70 else name[:69] + "…"
         mark = "*" if each is verdict.best and each.fits else " "
         figures = (each.noise.mean, each.noise.rms, each.noise.max, each.noise.k3, each.floor.mean)
-        print(f"{mark}{short:<71} {' '.join(f'{figure:8.1e}' for figure in figures)} {each.share(verdict.start):8.0%}")
+        print(f"{mark}{short:<71} {' '.join(f'{figure:8.1e}' for figure in figures)}"
+              f" {each.share(verdict.start):8.0%}")
     print(f"=> {verdict.sentence}", *verdict.under_pressure, sep="\n   ", flush=True)
 
 
 def plot_verdict(verdict: Verdict, path: str) -> None:
-    """Plot the mismatch by position, its histogram, and both log-probabilities against each other."""
+    """Plot the mismatch by position, its histogram, and one side against the other."""
     from matplotlib.figure import Figure
 
     replay, mismatch = verdict.replay, (verdict.logprobs - verdict.replay.reported).abs()
-    columns = (mismatch.clamp(min=1e-9), verdict.logprobs, replay.reported, replay.positions)  # no 0: the axes are log
+    # No 0: the axes are log.
+    columns = (mismatch.clamp(min=1e-9), verdict.logprobs, replay.reported, replay.positions)
     size, ours, reported, positions = (column[mismatch.isfinite()].cpu() for column in columns)
     figure = Figure(figsize=(13, 4), layout="constrained")
     by_position, histogram, scatter = figure.subplots(1, 3)
     by_position.semilogy(positions, size, ".", markersize=2)
     by_position.axhline(verdict.start.floor.mean, color="tab:green")
-    by_position.set(title="|mismatch|, nats; line: noise floor, mean", xlabel="token of the response")
+    by_position.set(title="|mismatch|, nats; line: mean noise floor", xlabel="token of response")
     histogram.hist(size.log10(), bins=60, log=True)
     histogram.set(title="tokens", xlabel="log10 |mismatch|, nats")
     scatter.plot(reported, ours, ".", markersize=2)
@@ -297,19 +334,22 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
     figure.savefig(path)
 
 
-# ------------------------------------------------------------------------------------------------ a live engine
+# ---------------------------------------------------------------------------------- a live engine
 PROBE_REQUESTS = 128  # over the problems of a step: repeated prompts show a stale prefix cache
 
 # Metrics of a step and the values above which train.py probes the engine (--probe-on-alarm).
 ALARMS = {
-    "mismatch_kl": 1e-3,  # k3 of healthy bfloat16 rollouts, as logged by verl and prime-rl, stays below it
-    "mismatch_abs_mean": math.log(1.05),  # NeMo RL, adding-new-models: mean exp|d| above 1.05 needs investigation
-    "ess_loss": 0.02,  # 1 - ess; smoke checks of verl users require an effective sample size of 0.98
+    # k3 of healthy bfloat16 rollouts, as logged by verl and prime-rl, stays below it.
+    "mismatch_kl": 1e-3,
+    # NeMo RL, adding-new-models: mean exp|d| above 1.05 needs investigation.
+    "mismatch_abs_mean": math.log(1.05),
+    # 1 - ess; smoke checks of verl users require an effective sample size of 0.98.
+    "ess_loss": 0.02,
 }
 
 
 def alarms(metrics: dict[str, Any]) -> list[str]:
-    """The names of the ALARMS that a step exceeds, over its rollouts with the current weights (none: no alarm)."""
+    """The names of the ALARMS that a step exceeds, over rollouts with current weights."""
     if metrics.get("current_ess") is None:
         return []
     values = metrics | {"current_ess_loss": 1 - metrics["current_ess"]}
@@ -317,19 +357,20 @@ def alarms(metrics: dict[str, Any]) -> list[str]:
 
 
 def as_trace(engine: Engine, rollouts: list[Rollout], sampling: Sampling, **more: Any) -> Trace:
-    """What a live engine has sampled, with the engine's audit; `more` goes into the trace's meta."""
-    meta = {"vllm": engine.version, "dtype": engine.settings["model_dtype"], "audit": engine.settings,
-            "stop_token_ids": list(sampling.stop_token_ids)}
+    """What a live engine has sampled, with its audit; `more` goes into the trace's meta."""
+    meta = {"vllm": engine.version, "dtype": engine.settings["model_dtype"],
+            "audit": engine.settings, "stop_token_ids": list(sampling.stop_token_ids)}
     return Trace("sampled", rollouts, sampling, meta | more)
 
 
-def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling, seeds: list[int]) -> Trace:
+def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling,
+                 seeds: list[int]) -> Trace:
     """One response per prompt from a live engine."""
     return as_trace(engine, engine.generate(prompts, 1, sampling, seeds), sampling)
 
 
 class StepProbe:
-    """Observes the steps of train.py, whose `run` and `state` it takes: `probe_step` with the weights before each."""
+    """Observes the steps of train.py: `probe_step` with the weights before each."""
 
     def __init__(self, run: Any, state: Any):
         self.run, self.state, self.earlier = run, state, state.policy.copied_weights()
@@ -340,12 +381,14 @@ class StepProbe:
         return status
 
 
-def probe_step(run: Any, state: Any, metrics: dict[str, Any], problems: list[Any], earlier: Weights) -> dict[str, str]:
-    """Probe the engine after a step of train.py, if the step is planned or its metrics exceed ALARMS.
+def probe_step(run: Any, state: Any, metrics: dict[str, Any], problems: list[Any],
+               earlier: Weights) -> dict[str, str]:
+    """Probe the engine after a step, if it is planned or its metrics exceed ALARMS.
 
-    PROBE_REQUESTS responses over the step's problems. `run` and `state` are those of train.py; `earlier` are the
-    policy's weights before the step's update. Writes step_N.npz (the trace), .png and .json (the verdict) to the run's
-    folder `probe` and prints a line. Returns the status for the step's metrics, {} without a probe.
+    PROBE_REQUESTS responses over the step's problems. `run` and `state` are those of train.py;
+    `earlier` are the policy's weights before the step's update. Writes step_N.npz (the trace), .png
+    and .json (the verdict) to the run's folder `probe` and prints a line. Returns the status for
+    the step's metrics, {} without a probe.
     """
     config, engine = run.config, state.engine
     step, alarm = metrics["step"], alarms(metrics) if config.measure.probe_on_alarm else []
@@ -354,7 +397,8 @@ def probe_step(run: Any, state: Any, metrics: dict[str, Any], problems: list[Any
         return {}
     why = f"alarm of {', '.join(alarm)}" if alarm else "as planned"
     prompts = [problem.prompt_ids for problem in islice(cycle(problems), PROBE_REQUESTS)]
-    seeds = [2**20 * config.run.seed + PROBE_REQUESTS * step + index for index in range(PROBE_REQUESTS)]
+    seeds = [2**20 * config.run.seed + PROBE_REQUESTS * step + index
+             for index in range(PROBE_REQUESTS)]
     trace = sample_trace(engine, prompts, replace(run.sampling, max_kept=0), seeds)
     scored = "processed" if run.sampling.max_kept else "temperature"
     verdict = diagnose(state.policy, trace, [earlier], engine.weight_version, scored)
@@ -362,6 +406,7 @@ def probe_step(run: Any, state: Any, metrics: dict[str, Any], problems: list[Any
     path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(f"{path}.npz", trace)
     plot_verdict(verdict, f"{path}.png")
-    path.with_suffix(".json").write_text(json.dumps({"step": step, "why": why} | verdict.record(), indent=1))
+    path.with_suffix(".json").write_text(json.dumps({"step": step, "why": why} | verdict.record(),
+                                                    indent=1))
     print(f"probe after step {step} ({why}): {verdict.headline}", flush=True)
     return {"probe": verdict.status}

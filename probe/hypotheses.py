@@ -1,8 +1,9 @@
-"""Hypotheses of what the engine did to the log-probabilities it reported, each recomputed token by token.
+"""Hypotheses of what the engine did to the log-probabilities it reported, recomputed by token.
 
-A hypothesis is a forward pass (which weights, which KV cache, which dtype) and a readout (which distribution, which
-token, which position). It explains a trace if its remaining mismatch is no larger than its noise floor. The floor is
-measured: the trainer computes the same values along a second numerical path.
+A hypothesis is a forward pass (which weights, which KV cache, which dtype) and a readout (which
+distribution, which token, which position). It explains a trace if its remaining mismatch is no
+larger than its noise floor. The floor is measured: the trainer computes the same values along a
+second numerical path.
 """
 
 import math
@@ -20,25 +21,32 @@ from probe.noise import check_other_path
 from probe.traces import NO_MASK, NO_PENALTIES, Replay, Trace, Weights
 from rl import Policy
 
-# Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) / sqrt(tokens). Clean
-# traces of 12 architectures in fp32 and bf16 have 0.86 to 1.23 floors; the largest of 640 has 1.3 floors + 2.1 errors.
+# Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) /
+# sqrt(tokens). Clean traces of 12 architectures in fp32 and bf16 have 0.86 to 1.23 floors; the
+# largest of 640 has 1.3 floors + 2.1 errors.
 FLOORS, STANDARD_ERRORS = 1.3, 3.0
-MEDIAN_FACTOR = 2.5  # limit of the median, in medians of the floor; it varies more between kernels than the mean
-TAIL_FACTOR = 6.0  # limit of the largest token and of the worst sequence, in those of the floor; they vary more
+# Limit of the median, in medians of the floor; it varies more between kernels than the mean.
+MEDIAN_FACTOR = 2.5
+# Limit of the largest token and of the worst sequence, in those of the floor; they vary more.
+TAIL_FACTOR = 6.0
 TAIL_RMS = 4.0  # the largest of a few hundred tokens, in RMS
-TAIL_FP32 = 1e-4  # nats: fp32 kernels differ by this much at a rare token of a trained model; every fault is larger
+# Nats: fp32 kernels differ by this much at a rare token of a trained model; every fault is larger.
+TAIL_FP32 = 1e-4
 FEW_STEPS = 8.0  # rounding steps by which a log-probability may be off
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
-LOGPROB_STEP = 5e-7  # nats: a float32 step between 4 and 8; one median may be 0 and another one step
+# Nats: a float32 step between 4 and 8; one median may be 0 and another one step.
+LOGPROB_STEP = 5e-7
 MASK_EDGE = 0.004  # share of the tokens that may lie at the edge of a top-k, top-p or min-p mask
-HEAD_EDGE = 0.02  # share of the tokens whose logits may lie between two 16-bit values, if the body is in fp32
-SIGN_SIGMAS = 4.0  # standard deviations of a fair coin by which the signs of a 16-bit hypothesis must agree
+# Share of the tokens whose logits may lie between two 16-bit values, if the body is in fp32.
+HEAD_EDGE = 0.02
+# Standard deviations of a fair coin by which the signs of a 16-bit hypothesis must agree.
+SIGN_SIGMAS = 4.0
 
 
-# ------------------------------------------------------------------------------------------------ figures
+# ---------------------------------------------------------------------------------- figures
 @dataclass(frozen=True)
 class Noise:
-    """Size of a difference in nats; `infinite` counts tokens to which only one side gives probability 0."""
+    """Size of a difference in nats; `infinite` counts tokens that one side rules out."""
 
     mean: float
     median: float
@@ -56,7 +64,8 @@ class Noise:
         finite = difference[difference.isfinite()]
         if not len(finite):
             return cls(*[math.inf] * 6, int(infinite.sum()), 0, step)
-        size, rows = finite.abs(), replay.row_means(difference.abs().masked_fill(infinite, math.nan))
+        size = finite.abs()
+        rows = replay.row_means(difference.abs().masked_fill(infinite, math.nan))
         k3 = torch.expm1(finite.clamp(max=20)) - finite
         rms, worst_row = size.pow(2).mean().sqrt(), rows.nan_to_num(0.0).max()
         figures = (size.mean(), size.median(), rms, size.max(), k3.mean(), worst_row)
@@ -65,18 +74,21 @@ class Noise:
     def allows(self, other: "Noise", by_steps: bool = False) -> bool:
         """Is the other difference at most this noise floor, up to sampling error?
 
-        The median is tested too, because a heavy tail widens the mean's tolerance. `by_steps` skips the median, for
-        differences that are 0 at most tokens and whole rounding steps at the others.
+        The median is tested too, because a heavy tail widens the mean's tolerance. `by_steps` skips
+        the median, for differences that are 0 at most tokens and whole rounding steps at the
+        others.
         """
         tokens = max(1, other.tokens)
         few = 4 * self.median / tokens**0.5 + FEW_STEPS * self.step / tokens
         typical = by_steps or other.median <= MEDIAN_FACTOR * self.median + few + LOGPROB_STEP
-        return (typical and other.mean <= self.allowed_mean(other.tokens) and other.max <= self.allowed_max
+        return (typical and other.mean <= self.allowed_mean(other.tokens)
+                and other.max <= self.allowed_max
                 and other.infinite == 0)
 
     def allowed_mean(self, tokens: int) -> float:
-        """Limit of the mean over so many tokens. It includes rounding steps: the floor of few tokens can be 0."""
-        return FLOORS * self.mean + STANDARD_ERRORS * self.rms / tokens**0.5 + FEW_STEPS * self.step / tokens + ROUNDING
+        """Limit of the mean, with rounding steps: the floor of few tokens can be 0."""
+        sampling_error = STANDARD_ERRORS * self.rms / tokens**0.5
+        return FLOORS * self.mean + sampling_error + FEW_STEPS * self.step / tokens + ROUNDING
 
     @property
     def tail(self) -> float:
@@ -88,17 +100,18 @@ class Noise:
         return max(TAIL_FACTOR * largest + ROUNDING, self.tail)
 
     def wrong_rows(self, replay: Replay, difference: Tensor) -> Tensor:
-        """Sequences whose mean difference is above the limit for the floor and their length: (N,) -> (B,) bool."""
+        """Sequences whose mean difference is above the floor's limit: (N,) -> (B,) bool."""
         few = 8 * self.rms / replay.lengths**0.5 + FEW_STEPS * self.step / replay.lengths
-        worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)  # a quarter: one token in a response of four
+        # A quarter: one token in a response of four.
+        worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)
         limit = torch.maximum(FLOORS * self.mean + few, torch.tensor(worst))
         return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING
 
 
-# ------------------------------------------------------------------------------------------------ hypotheses
+# ---------------------------------------------------------------------------------- hypotheses
 @dataclass(frozen=True)
 class Readout:
-    """How reported values follow from a forward pass; each value other than the default is one cause."""
+    """How reported values follow from a forward pass; each change of a default is a cause."""
 
     distribution: str = "processed"  # a key of Probe.distributions
     token: str = "sampled"  # or "top-1"
@@ -113,15 +126,17 @@ class Readout:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """The trainer's forward pass under a hypothesis, with its log-probabilities by (head, distribution, token)."""
+    """The trainer's forward pass under a hypothesis, with its log-probabilities."""
 
     causes: tuple[Cause, ...]
     hidden: Tensor | None  # (N, H); None for a pass merged from two others
     weights: Weights | None  # those that are not the trainer's own
     values: dict[tuple[str, str, str], Tensor]  # (N,) each
-    second: "ForwardPass | None" = None  # its second numerical path, if its dtype is not the trainer's
+    # Its second numerical path, if its dtype is not the trainer's.
+    second: "ForwardPass | None" = None
     note: str = ""  # for the verdict's sentence
-    fitted: int = 0  # what was fitted to the trace: 1 a yes or no per sequence, 2 a position per sequence
+    # What was fitted to the trace: 1 a yes or no per sequence, 2 a position per sequence.
+    fitted: int = 0
     num_tensors: int = 0  # tensors that the hypothesis names as old
 
     def logprobs(self, readout: Readout) -> Tensor:
@@ -152,44 +167,50 @@ class Explanation:
 
     @property
     def order(self) -> tuple:
-        """Sort key: fewest causes (each wrong request is one), least fitted to the trace, smallest mismatch."""
+        """Sort key: fewest causes (a wrong request is one), least fitted, smallest mismatch."""
         apart = 0 if self.apart is None else int(self.apart.sum())
-        return len(self.causes) + max(0, apart - 1), self.fitted, apart, self.forward.num_tensors, self.noise.mean
+        blamed = len(self.causes) + max(0, apart - 1)
+        return blamed, self.fitted, apart, self.forward.num_tensors, self.noise.mean
 
     @property
     def name(self) -> str:
         return " + ".join(cause.name for cause in self.causes) or "nothing wrong"
 
     def share(self, start: "Explanation") -> float:
-        """Explained share of the start's excess, where the excess is the mean mismatch above the own noise floor."""
+        """Explained share of the excess: of the mean mismatch above the own noise floor."""
         excess = start.noise.mean - start.floor.mean
-        return min(1.0, max(0.0, 1 - (self.noise.mean - self.floor.mean) / excess)) if excess > 0 else 0.0
+        if excess <= 0:
+            return 0.0
+        return min(1.0, max(0.0, 1 - (self.noise.mean - self.floor.mean) / excess))
 
 
 class Probe:
-    """Forward passes and readouts of one trace. `earlier` are the trainer's weights 1, 2, ... updates back.
+    """Forward passes and readouts of one trace. The arguments are those of `diagnose`.
 
-    `version` is the weight version of the trainer (if not given: the newest in the trace). `trainer` is the
-    distribution that the trainer scores: processed with all sampling parameters, or with the temperature alone as in
-    train.py without sampling_mask.
+    Without `version` the trainer's weight version is the newest in the trace.
     """
 
-    def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights], version: int | None = None,
+    def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights],
+                 version: int | None = None,
                  trainer: Literal["processed", "temperature"] = "processed"):
-        self.replay, self.policy, self.trace = Replay(policy, trace), policy, trace
+        self.replay = Replay(policy, trace)
+        self.policy, self.trace = policy, trace
         now = dict(policy.model.named_parameters())
         self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
-                        if any(not torch.equal(now[name], tensor) for name, tensor in weights.items())}
+                        if any(not torch.equal(now[name], tensor)
+                               for name, tensor in weights.items())}
         labels = [each for rollout in trace.rollouts for each in rollout.versions]
         self.version = version if version is not None else max(labels, default=0)
-        self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows), device=policy.device)  # (N,)
+        self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows),
+                                   device=policy.device)  # (N,)
         self.stops = self.replay.positions == self.replay.lengths[self.replay.rows] - 1  # (N,) bool
         if trace.sampling.stop_token_ids:
             ids = torch.tensor(trace.sampling.stop_token_ids, device=policy.device)
             self.stops = self.stops & torch.isin(self.replay.targets, ids)
         not_finite = ~self.replay.reported.isfinite()
-        # NaN at stop tokens alone means the same as 0: no value. Other values that are not finite are left out.
-        self.broken = not_finite if (not_finite & ~self.stops).any() else torch.zeros_like(not_finite)  # (N,) bool
+        # NaN at stop tokens alone means 0: no value. Other values that are not finite are left out.
+        others = (not_finite & ~self.stops).any()
+        self.broken = not_finite & others  # (N,) bool
         self.reported = self.replay.reported.masked_fill(not_finite & ~self.broken, 0.0)  # (N,)
         self.distributions = _distributions(trace.sampling)
         alone = replace(trace.sampling, **NO_MASK, **NO_PENALTIES)
@@ -203,26 +224,31 @@ class Probe:
         self.second = self.forward_pass(hidden=self.replay.second_path())
         check_other_path(policy, self.current.hidden, self.second.hidden)
 
-    def forward_pass(self, *named: Cause, weights: Weights | None = None, hidden: Tensor | None = None) -> ForwardPass:
-        """The pass with these weights in place of the trainer's own, from other hidden states (N, H) if given."""
+    def forward_pass(self, *named: Cause, weights: Weights | None = None,
+                     hidden: Tensor | None = None) -> ForwardPass:
+        """The pass with other weights, or from other hidden states (N, H), if given."""
         hidden = self.replay.all_hidden(weights) if hidden is None else hidden
         return ForwardPass(named, hidden, weights, self.read(hidden, weights, *self.distributions))
 
-    def read(self, hidden: Tensor, weights: Weights | None, *names: str) -> dict[tuple[str, str, str], Tensor]:
-        """Log-probabilities (N,) of the sampled and the likeliest token in some distributions, as in a ForwardPass."""
+    def read(
+        self, hidden: Tensor, weights: Weights | None, *names: str
+    ) -> dict[tuple[str, str, str], Tensor]:
+        """Log-probabilities (N,) of the sampled and the likeliest token, for a ForwardPass."""
         values, replay = defaultdict(list), self.replay
         with replay.policy.using(weights):
             for head, dtype in self.heads.items():
                 for chunk, logits in replay.logits(hidden, dtype):
                     for name in names:
-                        logprobs, sampled = replay.logprobs(logits, self.distributions[name][0], chunk)
+                        sampling, _ = self.distributions[name]
+                        logprobs, sampled = replay.logprobs(logits, sampling, chunk)
                         values[head, name, "sampled"].append(sampled)
                         values[head, name, "top-1"].append(logprobs.amax(dim=-1))
         return {key: torch.cat(parts).double() for key, parts in values.items()}
 
     def causes_of(self, readout: Readout) -> tuple[Cause, ...]:
         """One cause for each value of the readout that is not the default."""
-        named = (self.distributions[readout.distribution][1], causes.TOP_1 if readout.token == "top-1" else None,
+        named = (self.distributions[readout.distribution][1],
+                 causes.TOP_1 if readout.token == "top-1" else None,
                  causes.NO_STOP if readout.no_stop else None, causes.SHIFTED.get(readout.shift),
                  causes.HEAD if readout.head != "float32" else None)
         return tuple(filter(None, named))
@@ -237,7 +263,7 @@ class Probe:
         return (self.predict(forward, readout) - self.reported).masked_fill(self.broken, math.nan)
 
     def aligned(self, readout: Readout) -> Tensor:
-        """The reported values moved to the tokens they belong to, `readout.shift` undone: (N,), NaN if unknown."""
+        """The reported values at the tokens they belong to, the shift undone: (N,), or NaN."""
         reported = self.reported.masked_fill(self.broken | (self.stops & readout.no_stop), math.nan)
         return self.replay.neighbours(reported, -readout.shift)
 
@@ -246,11 +272,14 @@ class Probe:
         return (forward.logprobs(readout) - self.aligned(readout)).abs()
 
     def floor(self, forward: ForwardPass, readout: Readout) -> Noise:
-        """The difference between both numerical paths: of this pass if it has two, else of the trainer's."""
+        """The difference between both numerical paths: of this pass, or of the trainer's."""
         first, second = (forward, forward.second) if forward.second else (self.current, self.second)
         ours, theirs = first.logprobs(readout), second.logprobs(readout)
-        difference = (ours - theirs).masked_fill(ours.isinf() & theirs.isinf(), 0.0)  # both give probability 0
-        body_dtype = next(iter(first.weights.values())).dtype if first.weights else self.policy.model.dtype
+        # Both give probability 0.
+        difference = (ours - theirs).masked_fill(ours.isinf() & theirs.isinf(), 0.0)
+        body_dtype = self.policy.model.dtype
+        if first.weights:
+            body_dtype = next(iter(first.weights.values())).dtype
         step = max(torch.finfo(dtype).eps for dtype in (body_dtype, self.heads[readout.head]))
         return Noise.of(self.replay, difference, step)
 
@@ -260,17 +289,19 @@ class Probe:
         noise = Noise.of(self.replay, residual)
         supported = noise.tokens >= 0.5 * len(residual)
         if readout.head != "float32":
-            supported = supported and self._signs_agree(forward, readout, forward, replace(readout, head="float32"))
+            fp32 = replace(readout, head="float32")
+            supported = supported and self._signs_agree(forward, readout, forward, fp32)
         if forward.second is not None:
             supported = supported and self._signs_agree(forward, readout, self.current, readout)
-        named, wrong = (*forward.causes, *self.causes_of(readout)), floor.wrong_rows(self.replay, residual)
+        named = (*forward.causes, *self.causes_of(readout))
+        wrong = floor.wrong_rows(self.replay, residual)
         return Explanation(named, forward, readout, noise, floor, wrong, supported)
 
     def _without_flips(self, forward: ForwardPass, readout: Readout, floor: Noise) -> Tensor:
-        """The residual without the few tokens at which a rounding error causes a large step: (N,), NaN there.
+        """The residual, NaN at the few tokens at which rounding causes a large step: (N,).
 
-        Such a token lies at the edge of a mask, inside for one side and outside for the other; or its logits were
-        computed in fp32 and lie at the edge between two 16-bit values.
+        Such a token lies at the edge of a mask, inside for one side and outside for the other; or
+        its logits were computed in fp32 and lie at the edge between two 16-bit values.
         """
         residual, edge = self.residual(forward, readout), 0.0
         beyond = residual.abs() > floor.allowed_max
@@ -283,14 +314,17 @@ class Probe:
         few = 0 < beyond.sum() <= expected + 2 * expected**0.5 + 3 * floor.infinite * (edge > 0)
         return residual.masked_fill(beyond, math.nan) if few else residual
 
-    def _signs_agree(self, forward: ForwardPass, readout: Readout, base: ForwardPass, base_readout: Readout) -> bool:
-        """Does the change from `base` to this hypothesis have the size and mostly the sign of the mismatch of `base`?
+    def _signs_agree(self, forward: ForwardPass, readout: Readout, base: ForwardPass,
+                     base_readout: Readout) -> bool:
+        """Has the change from `base` to this hypothesis the size and signs of `base`'s mismatch?
 
-        Rounding in 16 bits is a hypothesis about noise. Without this test it would excuse any fault that is no larger.
+        Rounding in 16 bits is a hypothesis about noise. Without this test it would excuse any fault
+        that is no larger.
         """
         change = self.predict(forward, readout) - self.predict(base, base_readout)
         mismatch = -self.residual(base, base_readout)
-        signed = (change * mismatch).isfinite() & (change * mismatch != 0)  # if there is none, both means below are NaN
+        # If there is none, both means below are NaN.
+        signed = (change * mismatch).isfinite() & (change * mismatch != 0)
         change, mismatch = change[signed], mismatch[signed]
         agreeing = (change * mismatch > 0).double().mean().item()
         large = bool(mismatch.abs().mean() > 0.5 * change.abs().mean())
@@ -298,7 +332,7 @@ class Probe:
 
 
 def _distributions(sampling: Sampling) -> dict[str, tuple[Sampling, Cause | None]]:
-    """The distribution that the engine sampled from, and those it may report in place of it; without duplicates."""
+    """The sampled distribution, and those that an engine may report in place of it."""
     unit = dict(temperature=0.0 if sampling.temperature == 0 else 1.0)
     found = {"processed": (sampling, None)}
     for name, changes, cause in (

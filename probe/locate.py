@@ -1,4 +1,4 @@
-"""Where a mismatch comes from: the model's code, attention or batching, which are made equal one after the other."""
+"""Where a mismatch comes from: the model's code, attention or batching."""
 
 import math
 import os
@@ -17,39 +17,55 @@ from rl import Policy
 PARTS = "the model's code", "attention", "batching"  # what each step but the first removes
 
 
-def locate(policy: Policy, model: str, parity: ParityFlags, prompts: list[list[int]], seeds: list[int],
-           sampling: Sampling, **options: Any) -> tuple[dict[str, torch.Tensor], str]:
-    """|trainer - engine| of each token, by step, and a sentence. Raises: ValueError where an engine cannot do this."""
+def locate(
+    policy: Policy, model: str, parity: ParityFlags, prompts: list[list[int]], seeds: list[int],
+    sampling: Sampling, **options: Any,
+) -> tuple[dict[str, torch.Tensor], str]:
+    """|trainer - engine| of each token, by step, and a sentence.
+
+    Raises: ValueError where an engine cannot do this.
+    """
     if torch.cuda.is_available():
-        raise ValueError("locate must run on a CPU (the trainer does not call vLLM's kernels on a GPU)")
+        raise ValueError("locate must run on a CPU (vLLM's kernels of a GPU are not the trainer's)")
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # as `exact` sets it
-    engine, workload = SharedEngine(policy, model, parity, **options), (policy, prompts, seeds, sampling)
+    engine = SharedEngine(policy, model, parity, **options)
+    workload = (policy, prompts, seeds, sampling)
     refused = why_not(engine)
     engine.pad_rows(1)  # no padding
     sampled = _sample(engine, *workload)
-    shared, kernel = _mismatch(policy, sampled), _mismatch(policy, sampled, engine.kernel_body)
+    shared = _mismatch(policy, sampled)
+    kernel = _mismatch(policy, sampled, engine.kernel_body)
     engine.pad_rows(FEWEST_ROWS)
     padded = _mismatch(policy, _sample(engine, *workload), engine.kernel_body)
     engine.close()
-    # The ordinary engine comes last: serving some architectures, it patches the Python class of the trainer's module.
+    # The ordinary engine comes last: serving some architectures, it patches the Python class of the
+    # trainer's module.
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     engine = Engine(model, contract, parity, dtype=policy.model.dtype, **options)
     ordinary = _mismatch(policy, _sample(engine, *workload))
     engine.close()
-    steps = {"ordinary engine, trainer's attention": ordinary, "shared engine, trainer's attention": shared,
-             "shared engine, vLLM's kernel": kernel, "the same, few rows padded": padded}
+    steps = {
+        "ordinary engine, trainer's attention": ordinary,
+        "shared engine, trainer's attention": shared,
+        "shared engine, vLLM's kernel": kernel,
+        "the same, few rows padded": padded,
+    }
     return steps, _sentence([each.mean().item() for each in steps.values()], refused)
 
 
 def _sentence(means: list[float], refused: str | None) -> str:
-    shares = [(before - after) / (means[0] or 1) for before, after in pairwise(accumulate(means, min))]
+    shares = [(before - after) / (means[0] or 1)
+              for before, after in pairwise(accumulate(means, min))]
     named = [f"{'less than 1' if 0 < share < 0.01 else round(100 * share)} % from {part}"
              for share, part in zip(shares, PARTS, strict=True)]
-    remaining = f"{means[-1]:.1e} ({refused or 'not exact'})" if means[-1] else f"0 ({refused or 'exact'})"
+    remaining = f"0 ({refused or 'exact'})"
+    if means[-1]:
+        remaining = f"{means[-1]:.1e} ({refused or 'not exact'})"
     return f"mean |mismatch| {means[0]:.1e}: {', '.join(named)}; remaining {remaining}"
 
 
-def _sample(engine: Engine, policy: Policy, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> Trace:
+def _sample(engine: Engine, policy: Policy, prompts: list[list[int]], seeds: list[int],
+            sampling: Sampling) -> Trace:
     """One response per prompt: of one prompt alone, then of two at once, of four, and so on."""
     engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
     policy.body, rollouts = policy.own_body, []

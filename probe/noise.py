@@ -1,4 +1,4 @@
-"""The noise floor: how far the trainer's own values differ when it computes them along a second numerical path."""
+"""The noise floor: the trainer's own values, computed along a second numerical path."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,33 +12,39 @@ from config import GrpoConfig
 from objectives import Batch, mismatch_metrics
 from rl import Policy, frozen_logprobs
 
-KEY_BLOCK = 16  # keys per block in blockwise_attention; small, so that short sequences have several blocks too
+# Keys per block in blockwise_attention; small, so that short sequences have several blocks too.
+KEY_BLOCK = 16
 
 
 def blockwise_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float,
-    softcap: float | None = None, **_: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *,
+    scaling: float, softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(cap(scaling q k^T) + mask) v, with other rounding errors than transformers' sdpa and eager attention.
+    """softmax(cap(scaling q k^T) + mask) v, with other rounding errors than transformers' own.
 
-    The query is scaled before the product with the keys. Weights times values are summed in fp32 by blocks of keys.
-    Soft-capping, cap(z) = softcap tanh(z / softcap), is computed with a sigmoid: its rounding error is relative to the
-    cap, not to z, as large as that of vLLM's CPU kernel. Scores and weights are rounded to the model's dtype.
+    The query is scaled before the product with the keys. Weights times values are summed in fp32 by
+    blocks of keys. Soft-capping, cap(z) = softcap tanh(z / softcap), is computed with a sigmoid:
+    its rounding error is relative to the cap, not to z, as large as that of vLLM's CPU kernel.
+    Scores and weights are rounded to the model's dtype.
 
-    Shapes: query (B, h, T, D), key and value (B, h_kv, S, D), mask (B, 1, T, S), added to the scores -> (B, T, h, D).
+    Shapes: query (B, h, T, D), key and value (B, h_kv, S, D), mask (B, 1, T, S), added to the
+    scores -> (B, T, h, D).
     """
-    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+                  for each in (key, value))
     scores = (query * scaling @ key.mT).float()  # (B, h, T, S)
     if softcap is not None:
         scores = softcap * (2 * torch.sigmoid(2 * scores / softcap) - 1)
     weights = torch.softmax(scores + mask, dim=-1).to(query.dtype).float()
-    blocks = zip(weights.split(KEY_BLOCK, dim=-1), value.float().split(KEY_BLOCK, dim=2), strict=True)
-    return sum(some @ values for some, values in blocks).to(query.dtype).transpose(1, 2).contiguous(), None
+    blocks = zip(weights.split(KEY_BLOCK, dim=-1), value.float().split(KEY_BLOCK, dim=2),
+                 strict=True)
+    attended = sum(some @ values for some, values in blocks).to(query.dtype)  # (B, h, T, D)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 @contextmanager
 def rounded_otherwise(policy: Policy) -> Iterator[None]:
-    """The model with `blockwise_attention`, without the kernel of --exact; recurrent layers scan in half the chunks."""
+    """The model with `blockwise_attention`; recurrent layers scan in half the chunks."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
@@ -46,7 +52,8 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
     AttentionMaskInterface.register("blockwise", eager_mask)
     usual = policy.model.config._attn_implementation
     body, policy.body = policy.body, policy.own_body
-    chunk_sizes = {layer: layer.chunk_size for layer in policy.model.modules() if hasattr(layer, "chunk_size")}
+    chunk_sizes = {layer: layer.chunk_size for layer in policy.model.modules()
+                   if hasattr(layer, "chunk_size")}
     policy.model.set_attn_implementation("blockwise")
     for layer, size in chunk_sizes.items():
         layer.chunk_size = max(1, size // 2)
@@ -60,17 +67,18 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
 
 
 def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
-    """`old_logprobs` minus their recomputation with `rounded_otherwise` and smaller micro-batches: (B, T)."""
+    """`old_logprobs` minus their recomputation along the second path: (B, T)."""
     smaller = replace(grpo, micro_batch_tokens=-(-grpo.micro_batch_tokens // 3))
     with rounded_otherwise(policy):
         other = frozen_logprobs(policy, batch, smaller)
-    unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to the same value
+    # Both paths may round a probability near 1 to the same value.
+    unsure = batch.old_logprobs < -0.01
     check_other_path(policy, batch.old_logprobs[unsure], other[unsure])
     return batch.old_logprobs - other
 
 
 class SelfNoise:
-    """Observes a step of train.py every `self_noise_every` steps; the noise is that of the updated weights."""
+    """Observes every `self_noise_every`-th step; the noise is that of the updated weights."""
 
     def __init__(self, policy: Policy, config: Any):
         self.policy, self.grpo, self.every = policy, config.grpo, config.measure.self_noise_every
@@ -78,18 +86,22 @@ class SelfNoise:
     def __call__(self, step: Any) -> dict[str, float]:
         if (step.metrics["step"] - 1) % self.every:
             return {}
-        batch = replace(step.batch, old_logprobs=frozen_logprobs(self.policy, step.batch, self.grpo))
+        logprobs = frozen_logprobs(self.policy, step.batch, self.grpo)
+        batch = replace(step.batch, old_logprobs=logprobs)
         return measure_self_noise(self.policy, batch, self.grpo)
 
 
 def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:
-    """Raises: RuntimeError if both paths of a 16-bit model gave the same values at all of N >= 16 tokens: (N, ...)."""
-    if policy.model.dtype != torch.float32 and len(ours) >= 16 and ours.any() and torch.equal(ours, other):
-        raise RuntimeError("the noise floor must be above 0 in 16 bits, but both numerical paths gave the same values")
+    """Raises: RuntimeError if a 16-bit model's paths are equal at N >= 16 tokens: (N, ...)."""
+    enough = policy.model.dtype != torch.float32 and len(ours) >= 16 and ours.any()
+    if enough and torch.equal(ours, other):
+        raise RuntimeError("the noise floor must be above 0 in 16 bits, but both numerical paths"
+                           " gave the same values")
 
 
 def measure_self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> dict[str, float]:
     """Mean and largest |self_noise|, nats: the mismatch that rounding alone would cause."""
     noise = self_noise(policy, batch, grpo)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
-    return {"self_noise_abs_mean": metrics["mismatch_abs_mean"], "self_noise_max": metrics["mismatch_max"]}
+    return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],
+            "self_noise_max": metrics["mismatch_max"]}

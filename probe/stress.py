@@ -1,9 +1,10 @@
 """The engine under pressure on purpose: `python -m probe record --stress`.
 
-The KV cache has room for a third of the running requests, so that vLLM preempts some. The token budget of a step is
-smaller than the prompts, so that prompts are computed in chunks. Requests are aborted and submitted again, their KV
-blocks pass on to others, and other weights are loaded and used in between. Every recorded token is sampled under the
-model's own weights, so a healthy engine gives a trace at parity.
+The KV cache has room for a third of the running requests, so that vLLM preempts some. The token
+budget of a step is smaller than the prompts, so that prompts are computed in chunks. Requests are
+aborted and submitted again, their KV blocks pass on to others, and other weights are loaded and
+used in between. Every recorded token is sampled under the model's own weights, so a healthy engine
+gives a trace at parity.
 """
 
 import math
@@ -19,22 +20,28 @@ import torch
 from engine_adapter import Engine, Rollout, Sampling, reseed
 from rl import Policy
 
-SLOTS, ROOM = 12, 4  # requests that may run at once; those for which the KV cache has room at their full length
-LEAST_BUDGET = 24  # tokens of a step; the canary's four prompts must fit, since their requests have seeds
+# Requests that may run at once; those for which the KV cache has room at their full length.
+SLOTS, ROOM = 12, 4
+# Tokens of a step; the canary's four prompts must fit, since their requests have seeds.
+LEAST_BUDGET = 24
 LOADS, DECOY_STEPS = 2, 6  # loads of other weights in between; engine steps under them
-FORCED_EVERY = 50  # steps between forced preemptions, beside those in which the preempted requests are computed again
+# Steps between forced preemptions, beside those in which the preempted requests are computed again.
+FORCED_EVERY = 50
 BY_CHANCE = 1e-6  # probability below which a kind of pressure is named as the wrong requests' own
 # Kinds of pressure, by the fields of Events.
-KINDS = {"chunks": "several prompt chunks", "single": "first chunks of one token", "preempted": "preemptions",
-         "recycled": "recycled blocks", "restarted": "aborts", "loads": "loads of other weights before"}  # fmt: skip
+KINDS = {"chunks": "several prompt chunks", "single": "first chunks of one token",
+         "preempted": "preemptions", "recycled": "recycled blocks", "restarted": "aborts",
+         "loads": "loads of other weights before"}
 
 
 @dataclass
 class Events:
-    """How much pressure one request of the trace has met since it was last submitted; `restarted` counts all aborts."""
+    """The pressure on one request since its last submission; `restarted` counts all aborts."""
 
-    chunks: int = 0  # steps over which its prompt was computed; more than 1: the token budget was exhausted
-    single: int = 0  # times that the first of these steps computed one token, as a decode does (vllm#32118)
+    # Steps over which its prompt was computed; more than 1: the token budget was exhausted.
+    chunks: int = 0
+    # Times that the first of these steps computed one token, as a decode does (vllm#32118)
+    single: int = 0
     preempted: int = 0
     recycled: int = 0  # KV blocks (a recurrent state is one) that an earlier request had held
     restarted: int = 0  # times that it was aborted and submitted again
@@ -48,14 +55,15 @@ class Events:
     @property
     def met(self) -> dict[str, int]:
         """The counts of the kinds of pressure that the request has met."""
-        return {KINDS[name]: count for name, count in asdict(self).items() if count > (name == "chunks")}
+        return {KINDS[name]: count for name, count in asdict(self).items()
+                if count > (name == "chunks")}
 
     def __str__(self) -> str:
         return ", ".join(f"{kind}: {count}" for kind, count in self.met.items()) or "no pressure"
 
 
 class Comparison(NamedTuple):
-    """A kind of pressure; P(at least so many of the wrong requests met it) by chance; whether all did; a sentence."""
+    """A kind of pressure, its chance, whether all wrong requests met it, and a sentence."""
 
     kind: str
     chance: float
@@ -64,29 +72,34 @@ class Comparison(NamedTuple):
 
 
 def compare(events: list[Events], wrong: list[int]) -> list[Comparison]:
-    """Whether the wrong requests have met each kind of pressure more often; first what chance explains least.
+    """Whether wrong requests met each kind of pressure more often; the least likely first.
 
-    The chance is the tail of the hypergeometric distribution: the wrong requests as a random choice of all.
+    The chance is the hypergeometric tail: the wrong requests as a random choice of all.
     """
     found = []
     for kind in KINDS.values():
         rows = {row for row, each in enumerate(events) if kind in each.met}
         hits, others = len(rows & set(wrong)), len(events) - len(rows)
-        ways = sum(math.comb(len(rows), k) * math.comb(others, len(wrong) - k) for k in range(hits, len(wrong) + 1))
+        ways = sum(math.comb(len(rows), k) * math.comb(others, len(wrong) - k)
+                   for k in range(hits, len(wrong) + 1))
         chance = ways / math.comb(len(events), len(wrong))
-        text = f"wrong among requests with {kind}: {hits} of {len(rows)}, among others {len(wrong) - hits} of {others}"
-        found.append(Comparison(kind, chance, hits == len(wrong), f"{text} (by chance: {chance:.0e})"))
+        sentence = (f"wrong among requests with {kind}: {hits} of {len(rows)}, among others"
+                    f" {len(wrong) - hits} of {others} (by chance: {chance:.0e})")
+        found.append(Comparison(kind, chance, hits == len(wrong), sentence))
     return sorted(found, key=lambda each: each.chance)
 
 
-# ------------------------------------------------------------------------------------------------ the engine
+# ---------------------------------------------------------------------------------- the engine
 def start_engine(start: Callable[..., Engine], longest_prompt: int, longest: int) -> Engine:
-    """An engine with a small KV cache and token budget. `longest`: tokens of the longest prompt with its response.
+    """An engine with a small KV cache and token budget.
+
+    `longest`: tokens of the longest prompt with its response.
 
     It starts twice, because vLLM chooses the block sizes of a model while it starts.
     """
-    options = dict(max_model_len=longest, max_num_seqs=SLOTS, token_budget=max(LEAST_BUDGET, longest_prompt // 3),
-                   block_size=None if torch.cuda.is_available() else 32)  # fmt: skip
+    options = dict(max_model_len=longest, max_num_seqs=SLOTS,
+                   token_budget=max(LEAST_BUDGET, longest_prompt // 3),
+                   block_size=None if torch.cuda.is_available() else 32)
     engine = start(**options)
     blocks = num_blocks(engine, longest)
     engine.close()
@@ -101,19 +114,20 @@ def num_blocks(engine: Engine, num_tokens: int) -> int:
 
 @contextmanager
 def other_weights(policy: Policy, seed: int) -> Iterator[None]:
-    """The policy with noise on all weights, a tenth of each tensor's RMS; then its own weights again, bit by bit."""
+    """The policy with noise on all weights, then with its own weights again, bit by bit."""
     own, generator = policy.copied_weights(), torch.Generator().manual_seed(seed)
     try:
         for parameter in policy.model.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.data.add_(max(0.1 * parameter.data.float().pow(2).mean().sqrt().item(), 0.01) * noise)
+            parameter.data.add_(max(0.1 * parameter.data.float().pow(2).mean().sqrt().item(),
+                                    0.01) * noise)
         yield
     finally:
         for name, parameter in policy.model.named_parameters():
             parameter.data.copy_(own[name])
 
 
-# ------------------------------------------------------------------------------------------------ the run
+# ---------------------------------------------------------------------------------- the run
 @dataclass
 class Watched:
     """A request in the engine, and what was known of it after the step before."""
@@ -131,7 +145,7 @@ class Watched:
 
 @dataclass
 class StressRun:
-    """One response per prompt from a live engine under pressure; row i of everything belongs to prompt i.
+    """One response per prompt from a live engine under pressure; row i belongs to prompt i.
 
     The engine must hold the policy's weights. The same arguments give the same run.
     """
@@ -142,23 +156,30 @@ class StressRun:
     sampling: Sampling
     seed: int
     rows: list[Watched] = field(default_factory=list)
-    totals: dict[str, int] = field(default_factory=dict)  # over the run, attempts that were aborted included
+    # Over the run, attempts that were aborted included.
+    totals: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         self.chance = random.Random(self.seed)
         self.owners: dict[int, str] = {}  # of each KV block the request that held it last
-        self.own_versions = {self.engine.weight_version}  # under which the engine holds the policy's weights
+        # Under which the engine holds the policy's weights.
+        self.own_versions = {self.engine.weight_version}
         self.totals = dict.fromkeys(("steps", "preemptions", "aborted", "recycled", "loads"), 0)
-        longest, budget = self.engine.settings["max_model_len"], self.engine.core.scheduler.max_num_scheduled_tokens
-        # A request whose cache does not grow (a recurrent state alone) waits for room and is never preempted. So all
-        # running requests are preempted at once, now and then, by vLLM's own call.
+        longest = self.engine.settings["max_model_len"]
+        budget = self.engine.core.scheduler.max_num_scheduled_tokens
+        # A request whose cache does not grow (a recurrent state alone) waits for room and is never
+        # preempted. So all running requests are preempted at once, now and then, by vLLM's own
+        # call.
         grows = num_blocks(self.engine, 1) < num_blocks(self.engine, longest)
         self.forced_every = math.inf if grows else FORCED_EVERY + math.ceil(ROOM * longest / budget)
 
     def run(self, alone: bool = False) -> list[Rollout]:
-        """The responses; `alone`: without pressure, for a replay. Raises: ValueError names the kinds that none has met.
+        """The responses; `alone`: without pressure, for a replay.
 
-        The requests have no seeds, because the CPU cannot compute the prompt of a request with a seed in chunks.
+        Raises: ValueError names the kinds that none has met.
+
+        The requests have no seeds, because the CPU cannot compute the prompt of a request with a
+        seed in chunks.
         """
         reseed(self.seed, "stress")
         self.rows = [self._submit(prompt, Events()) for prompt in self.prompts]
@@ -168,10 +189,13 @@ class StressRun:
                 self._press()
         missing = {*KINDS.values()} - {kind for each in self.rows for kind in each.events.met}
         if missing and not alone:
-            raise ValueError(f"pressure must be of every kind, no request has met: {', '.join(sorted(missing))}; try"
-                             " more --num-prompts, longer --prompt-tokens or a larger --max-new-tokens")
-        for each in self.rows:  # each load has its own version; all loads of the policy's weights get the last one's
-            assert set(each.rollout.versions) <= self.own_versions, f"{each.rollout.versions=} {self.own_versions=}"
+            raise ValueError("pressure must be of every kind, no request has met:"
+                             f" {', '.join(sorted(missing))}; try more --num-prompts, longer"
+                             " --prompt-tokens or a larger --max-new-tokens")
+        # Each load has its own version; all loads of the policy's weights get the last one's.
+        for each in self.rows:
+            versions = set(each.rollout.versions)
+            assert versions <= self.own_versions, f"{versions=} {self.own_versions=}"
             each.rollout.versions = [self.engine.weight_version] * len(each.rollout.token_ids)
         return [each.rollout for each in self.rows]
 
@@ -180,13 +204,15 @@ class StressRun:
         return {"totals": self.totals, "requests": [asdict(each.events) for each in self.rows]}
 
     def _press(self) -> None:
-        """Between two steps: the next load of other weights, an abort, or a forced preemption, if it is time."""
-        unfinished = [row for row, each in enumerate(self.rows) if each.rollout.finish_reason is None]
+        """Between two steps: a load of other weights, an abort or a preemption, if it is time."""
+        unfinished = [row for row, each in enumerate(self.rows)
+                      if each.rollout.finish_reason is None]
         finished, loads = len(self.rows) - len(unfinished), self.totals["loads"]
         started = [row for row in unfinished if self.rows[row].started]
         if loads < LOADS and finished * (LOADS + 1) >= len(self.rows) * (loads + 1):
             self._load_in_between(unfinished)
-        elif started and self.totals["aborted"] < len(self.rows) // 4 and self.chance.random() < 0.2:
+        elif (started and self.totals["aborted"] < len(self.rows) // 4
+              and self.chance.random() < 0.2):
             self._abort_and_submit([self.chance.choice(started)])
         if self.totals["steps"] % self.forced_every == 0:
             self.engine.llm.reset_prefix_cache(reset_running_requests=True)
@@ -197,16 +223,17 @@ class StressRun:
         return Watched(request, rollout, events)
 
     def _abort_and_submit(self, rows: list[int]) -> None:
-        """Give up the requests of these rows and queue them again; only one that had started counts as aborted."""
+        """Queue the requests of these rows again; only one that had started counts as aborted."""
         self.engine.abort([self.rows[row].rollout for row in rows])
         for row in rows:
             each = self.rows[row]
             self.totals["aborted"] += each.started
-            events = Events(restarted=each.events.restarted + each.started, loads=self.totals["loads"])
+            events = Events(restarted=each.events.restarted + each.started,
+                            loads=self.totals["loads"])
             self.rows[row] = self._submit(self.prompts[row], events)
 
     def _load_in_between(self, rows: list[int]) -> None:
-        """Abort all, let the same prompts run under other weights, abort these too, and load the policy's weights."""
+        """Let the same prompts run under other weights, then load the policy's again."""
         self.engine.abort([self.rows[row].rollout for row in rows])
         with other_weights(self.policy, self.seed):
             self.engine.load(self.policy.weights(), self.policy.response_logprobs)
@@ -236,7 +263,8 @@ class StressRun:
             events.single += each.computed == 0 and request.num_computed_tokens == 1
             events.chunks = max(events.chunks, each.chunks)
         each.computed = request.num_computed_tokens
-        for block in chain(*self.engine.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
+        manager = self.engine.core.scheduler.kv_cache_manager
+        for block in chain(*manager.get_block_ids(request.request_id)):
             recycled = self.owners.get(block, request.request_id) != request.request_id
             events.recycled += recycled
             self.totals["recycled"] += recycled

@@ -21,12 +21,12 @@ OF_VLLM = {"engine_adapter", "extras.shared_engine", "grpo", "examples.record_vl
 LIMITS = {
     ("grpo",): 280,
     ("config",): 280,
-    ("tasks", "records"): 501,
+    ("tasks", "records"): 503,
     ("train", "objectives", "rl", "engine_adapter"): 2082,  # the aim is 1,700
-    ("extras",): 1007,  # the aim is 800
-    tuple(FILES): 9065,  # the aim is 7,698
+    ("extras",): 1035,  # the aim is 800
+    tuple(FILES): 9620,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }
-WIDE = {"tasks", "records", "extras.reference", "extras.shared_engine"}  # over 100 columns; the aim is none
+WIDE = {"lab.ablate", "lab.compare"}  # over 100 columns; the aim is none
 
 
 @cache
@@ -142,9 +142,6 @@ def test_the_counts_stay_within_their_limits():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
 
 
-def test_lines_of_the_core_and_of_extras_have_at_most_100_columns():
-    wide = set()
-    for name in (*CORE, *(name for name in FILES if name.startswith("extras."))):
-        if any(len(line) > 100 for line in FILES[name].read_text().splitlines()):
-            wide.add(name)
+def test_lines_have_at_most_100_columns():
+    wide = {name for name, path in FILES.items() if any(len(line) > 100 for line in path.read_text().splitlines())}
     assert wide <= WIDE

@@ -276,8 +276,11 @@ def extra_if_there(name: str) -> ModuleType | None:
     return None
 
 
-def build(run: Run) -> tuple[TrainingState, int]:
-    """Both sides with the same weights, fresh or from a checkpoint, and the first step."""
+def build(run: Run, start: Callable[..., Engine] | None = None) -> tuple[TrainingState, int]:
+    """Both sides with the same weights, fresh or from a checkpoint, and the first step.
+
+    `start`: in place of start_engine.
+    """
     config, grpo = run.config, run.config.grpo
     checkpoint = None
     if config.run.resume:
@@ -291,7 +294,7 @@ def build(run: Run) -> tuple[TrainingState, int]:
         from extras.offload import OffloadedOptimizer as make_optimizer
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     alone = trainer_alone(run, policy)
-    engine = start_engine(run, policy, alone)
+    engine = (start or start_engine)(run, policy, alone)
     if grpo.has_mask:
         from extras.masks import use_masks
 
@@ -396,14 +399,16 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Step], dict[str,
 
 
 # ---------------------------------------------------------------------------------- the command
-def main(arguments: list[str] | None = None) -> None:
+def main(
+    arguments: list[str] | None = None, start: Callable[..., Engine] | None = None
+) -> None:
     """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with records.one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
     with records.one_sentence(2, config.run.out), records.locked(config.run.out):
         run = prepare(config)
-        state, first_step = build(run)
+        state, first_step = build(run, start)
         with records.one_sentence(1, config.run.out):
             train(run, state, first_step)
             curves = extra_if_there("curves")

@@ -759,7 +759,12 @@ def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> An
     """vLLM's SamplingParams of one request."""
     from vllm.sampling_params import SamplingParams
 
-    return SamplingParams(
+    return SamplingParams(**sampling_arguments(sampling, seed, vocab_size))
+
+
+def sampling_arguments(sampling: Sampling, seed: int | None, vocab_size: int) -> dict[str, Any]:
+    """The arguments of vLLM's SamplingParams."""
+    return dict(
         seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
         # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list out.
         stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True,

@@ -276,11 +276,8 @@ def extra_if_there(name: str) -> ModuleType | None:
     return None
 
 
-def build(run: Run, start: Callable[..., Engine] | None = None) -> tuple[TrainingState, int]:
-    """Both sides with the same weights, fresh or from a checkpoint, and the first step.
-
-    `start`: in place of start_engine.
-    """
+def build(run: Run, start: Any = None) -> tuple[TrainingState, int]:
+    """Both sides with the same weights, fresh or from a checkpoint, and the first step."""
     config, grpo = run.config, run.config.grpo
     checkpoint = None
     if config.run.resume:
@@ -294,6 +291,7 @@ def build(run: Run, start: Callable[..., Engine] | None = None) -> tuple[Trainin
         from extras.offload import OffloadedOptimizer as make_optimizer
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     alone = trainer_alone(run, policy)
+    # `start` is for measurements: lab/other_vllm.py.
     engine = (start or start_engine)(run, policy, alone)
     if grpo.has_mask:
         from extras.masks import use_masks
@@ -399,9 +397,7 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Step], dict[str,
 
 
 # ---------------------------------------------------------------------------------- the command
-def main(
-    arguments: list[str] | None = None, start: Callable[..., Engine] | None = None
-) -> None:
+def main(arguments: list[str] | None = None, start: Any = None) -> None:
     """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with records.one_sentence(2):

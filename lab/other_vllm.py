@@ -43,7 +43,8 @@ class OtherEngine(Engine):
     prefix_cache, _experts = "off", ()
 
     def __init__(
-        self, python: str, version: str, run: train.Run, policy: Policy, _alone: Engine | None = None
+        self, python: str, version: str, run: train.Run, policy: Policy,
+        _alone: Engine | None = None,
     ):
         parity, backend = run.config.parity, run.config.backend
         if (backend.engine, backend.prefix_cache, run.config.max_kept) != ("vllm", "off", 0):
@@ -135,7 +136,9 @@ class OtherEngine(Engine):
     # ------------------------------------------------------------------------------ load
     def _interrupt(self) -> list[Rollout]:
         """Between two steps V0 and V1 keep requests and KV cache, unless these are aborted."""
-        unfinished = [] if self.parity.inflight_keep else list(self._requests.values())
+        if self.parity.inflight_keep:
+            return []
+        unfinished = list(self._requests.values())
         self.abort(unfinished)
         return unfinished
 

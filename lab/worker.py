@@ -31,14 +31,13 @@ class Worker:
         `given` are arguments of EngineArgs; those that this version does not have are left out.
         """
         self.v0 = version.startswith("0.8.")
-        # Read at import. The engine core is in this process; without compilation of single kernels.
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-        if self.v0:  # its CPU build has whole GiB and this block size only
-            os.environ |= {"VLLM_USE_V1": "0", "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(gib))}
-            arguments = given | {"device": "cpu", "block_size": 16}
-        else:
-            os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # OMP_NUM_THREADS decides
-            arguments = given | {"kv_cache_memory_bytes": int(gib * 2**30)}
+        # Read at import. The engine core is in this process; the KV cache has whole GiB (without it,
+        # half of the memory); OMP_NUM_THREADS decides, and single kernels are not compiled.
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1",
+                       "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(gib))}
+        os.environ |= {"VLLM_USE_V1": "0"} if self.v0 else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # V0's CPU build has no other block size (and no prefix cache) without IPEX.
+        arguments = given | ({"device": "cpu", "block_size": 16} if self.v0 else {})
         import vllm
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

@@ -355,8 +355,8 @@ def run_arms(options: Options, command: str) -> None:
         sys.exit(f"error: no run finished; the logs are in {out / 'runs'}")
     configs = {arm: json.loads((folders[0] / "config.json").read_text())
                for arm, folders in finished.items()}
-    with_vllm = [arm for arm in finished if arm not in VERSIONS and configs[arm]["versions"]["vllm"]]
-    config = configs[(with_vllm or list(finished))[0]]
+    ours = [arm for arm in finished if arm not in VERSIONS and configs[arm]["versions"]["vllm"]]
+    config = configs[(ours or list(finished))[0]]
     arms = {arm: {"options": ARMS[arm], "engine": configs[arm]["audit"],
                   "runs": [*map(measure, folders)]} for arm, folders in finished.items()}
     record = {"command": command, "arms": arms} | {

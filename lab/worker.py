@@ -31,8 +31,8 @@ class Worker:
         `given` are arguments of EngineArgs; those that this version does not have are left out.
         """
         self.v0 = version.startswith("0.8.")
-        # Read at import. The engine core is in this process; the KV cache has whole GiB (without it,
-        # half of the memory); OMP_NUM_THREADS decides, and single kernels are not compiled.
+        # Read at import. The engine core is in this process, no kernel is compiled, the KV cache
+        # has whole GiB (if not given, half of the memory), OMP_NUM_THREADS is obeyed.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1",
                        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(gib))}
         os.environ |= {"VLLM_USE_V1": "0"} if self.v0 else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -57,6 +57,8 @@ COMMANDS = (
      "test_plan.py::test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine"),
     (r"-m lab.ablate( |$)",
      "test_ablate.py::test_a_crashed_run_is_reported_and_a_second_call_repeats_only_that_run"),
+    (r"-m lab.other_vllm ",
+     "test_other_vllm.py::test_a_run_of_train_with_groups_in_flight_stores_the_version_of_the_worker"),
     (r"-m lab.compare runs/",
      "test_compare.py::test_a_stored_run_is_within_its_spread_and_a_worse_one_is_not"),
     (r"-m lab.peers --", "minutes: whole runs, in an environment with TRL"),
@@ -152,6 +154,8 @@ def parse(module: str, words: list[str]) -> None:
         tyro.cli(Config, args=words)
     elif module == "lab.bench_gpu":
         bench_gpu.read_options(words)
+    elif module == "lab.other_vllm":  # Python, version, and the options of train.py
+        parse("train", words[2:])
     elif module not in ("pytest", "examples.toys"):
         tyro.cli(OPTIONS[module], args=words)
 

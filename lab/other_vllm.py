@@ -56,6 +56,7 @@ class OtherEngine(Engine):
         self.version, self.parity, self.log = version, parity, run.out / "worker.log"
         self.contract = {name: tuple(each.shape) for name, each in policy.weights().items()}
         self.dtype, self.max_num_seqs = policy.model.dtype, backend.max_num_seqs
+        self._config = policy.model.config
         self.canary_tolerance = adapter.CANARY_TOLERANCE[self.dtype]
         self.state, self.weight_version = "empty", 0
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)

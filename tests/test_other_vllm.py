@@ -3,6 +3,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +16,15 @@ import torch
 from helpers import ABORT, KEEP, command, mismatch, move, move_and_load, over_a_kept_state, qwen2, refusal, rows
 
 from config import Config
-from engine_adapter import AuditError, EngineStateError, ParityFlags, Sampling, check_vllm_version, reseed
+from engine_adapter import (
+    AuditError,
+    EngineStateError,
+    ParityFlags,
+    Sampling,
+    WeightLoadError,
+    check_vllm_version,
+    reseed,
+)
 from lab.ablate import ARMS, VERSIONS, commands_of, folders_of
 from lab.ablate import Options as Ladder
 from lab.ablate import main as ladder
@@ -61,6 +70,8 @@ def live(other: list[str], good: Path, tmp_path: Path, parity: ParityFlags = KEE
     """The same in fp32, with the weights loaded. The engine stays alive for the next test if this one leaves it so."""
     policy = Policy(qwen2(tied=True))
     if other[1] not in living or living[other[1]].state != "ready":
+        if other[1] in living:
+            living[other[1]].close()
         living[other[1]] = start(other, good, tmp_path)[1]
     engine = living[other[1]]
     engine.parity = parity  # the settings of vLLM are those of the start
@@ -205,13 +216,13 @@ def test_a_run_of_train_with_groups_in_flight_stores_the_version_of_the_worker(o
 # ------------------------------------------------------------------------------------------------ faults
 @pytest.mark.engine
 def test_frames_larger_than_the_pipe_go_both_ways(good, tmp_path):
-    count = 8_000
-    policy, engine = start(HERE, good, tmp_path, max_num_seqs=count, block_size=32, kv_cache_gib=0.2)
+    policy, engine = start(HERE, good, tmp_path, max_num_seqs=8_000, block_size=32, kv_cache_gib=0.2)
     engine.load(policy.weights(), policy.response_logprobs)
-    rollouts = engine.submit([5], count, Sampling(temperature=0.7, max_new_tokens=1))
+    rollouts = engine.submit([5], 24_000, Sampling(temperature=0.7, max_new_tokens=1), seed=2**61)
+    assert len(pickle.dumps([rollout.seed for rollout in rollouts])) > SOCKET_BUFFER
     engine.step()
     answered = sum(rollout.finish_reason == "length" for rollout in rollouts)
-    assert answered * BYTES_OF_A_ROW > 1.5 * SOCKET_BUFFER
+    assert answered * BYTES_OF_A_ROW > SOCKET_BUFFER
     engine.abort(rollouts)  # the ids of all others
     assert engine.num_unfinished == 0
     engine.close()
@@ -231,6 +242,16 @@ def test_a_killed_worker_is_one_sentence_and_no_process(good, tmp_path, call):
         assert not alive(worker)
         with pytest.raises(EngineStateError, match="broken: build a new one"):
             engine.submit([5, 6, 7], 2, MIXED_LENGTHS)
+
+
+@pytest.mark.engine
+def test_a_load_whose_canary_fails_breaks_the_engine(good, tmp_path):
+    with live(HERE, good, tmp_path) as (policy, engine):
+        engine.weight_version = 0
+        other = Policy(qwen2(tied=True, seed=1))
+        with pytest.raises(WeightLoadError, match=r"after load 1 the engine does not hold .* or vLLM computes qwen2"):
+            engine.load(policy.weights(), other.response_logprobs)
+        assert engine.state == "broken"
 
 
 @pytest.mark.engine

@@ -8,7 +8,10 @@ WORKERS ?= 2
 # One thread for each process. worksteal: neighbouring tests share an engine, and an idle process takes over late tests.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -n $(WORKERS) --dist worksteal
 
-.PHONY: setup train test check bench
+SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
+	top-p top-p-minus-mask
+
+.PHONY: setup train test check ablate bench
 setup: .venv/.ready
 
 .venv/.ready: setup.sh requirements.txt requirements-cpu.txt
@@ -24,6 +27,10 @@ test: setup
 check: setup
 	.venv/bin/ruff check .
 	$(PYTEST) -m "not engine" $(ARGS)
+
+# Each fix switched off alone, on a job where every switch shows: five minutes on two cores.
+ablate: setup
+	.venv/bin/python -m lab.ablate --out $(OUT) --steps 8 --arms $(SWITCHES) $(ARGS)
 
 bench: setup
 	.venv/bin/python -m lab.bench $(ARGS)

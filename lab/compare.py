@@ -1,9 +1,9 @@
 """Compare runs with the stored runs of the same job.
 
-docs/reference/ has the metrics of the default job (seeds 0 to 4) and of two arms of the ladder, `parity` and
-`reference` (seeds 0 to 2). A run is within their spread if no metric is further outside the stored values than their
-seed range. A seed range below 1 % of the value counts as 1 %. A fork that does not change the arithmetic is expected to
-be within.
+docs/reference/ has the metrics of the default job (seeds 0 to 4) and of two arms of the ladder,
+`parity` and `reference` (seeds 0 to 2). A run is within their spread if no metric is further
+outside the stored values than their seed range. A seed range below 1 % of the value counts as 1 %.
+A fork that does not change the arithmetic is expected to be within.
 """
 
 import json
@@ -18,8 +18,10 @@ from extras.curves import steps_of
 from lab.ablate import METRICS
 from records import one_sentence, stage
 
-STORED = Path(__file__).parents[1] / "docs" / "reference"  # JOB.json: options, versions, metrics of each run
-COMPARED = ("reward", "eval_reward", "eval_true", "entropy", "clip_rate", "kl_old_new", "mismatch", "ess")
+# JOB.json: options, versions, metrics of each run
+STORED = Path(__file__).parents[1] / "docs" / "reference"
+COMPARED = ("reward", "eval_reward", "eval_true", "entropy", "clip_rate", "kl_old_new", "mismatch",
+            "ess")
 FREE = {"seed", "out", "resume", "cache_dir"}  # options in which runs of one job may differ
 
 
@@ -42,10 +44,11 @@ def options_of(folder: Path) -> dict[str, Any]:
 
 
 def store(folders: list[Path], path: Path) -> None:
-    """The options of the runs and their metrics, without seconds and memory, which are the machine's."""
+    """Write options and metrics of the runs; seconds and memory are the machine's, not theirs."""
     record = json.loads((folders[0] / "config.json").read_text())
     if any(options_of(folder) != options_of(folders[0]) for folder in folders):
-        raise ValueError(f"runs must be of one job, the options of {', '.join(map(str, folders))} differ")
+        raise ValueError("runs must be of one job, the options of"
+                         f" {', '.join(map(str, folders))} differ")
     runs = [[{name: value for name, value in row.items() if not name.endswith(("_s", "_gib"))}
              for row in steps_of(folder)] for folder in folders]  # fmt: skip
     path.parent.mkdir(exist_ok=True)
@@ -54,14 +57,20 @@ def store(folders: list[Path], path: Path) -> None:
 
 
 def compare(folder: Path, stored_in: Path) -> bool:
-    """Print the metrics of a run beside those of the stored job with the most equal options; whether all are within."""
+    """Print the metrics of a run beside those of the stored job with the most equal options.
+
+    Returns whether all are within.
+    """
     with stage(f"reading the run in {folder}"):
-        options, steps = options_of(folder), steps_of(folder)[1:]  # without the evaluation before the first step
+        options = options_of(folder)
+        steps = steps_of(folder)[1:]  # without the evaluation before the first step
         if len(steps) != options["steps"]:
-            raise ValueError(f"it must have finished, it has {len(steps)} of {options['steps']} steps")
+            raise ValueError(f"it must have finished, it has {len(steps)} of {options['steps']}"
+                             " steps")
     jobs = {path.stem: json.loads(path.read_text()) for path in sorted(stored_in.glob("*.json"))}
     if not jobs:
-        raise ValueError(f"stored must be a folder with stored runs, {stored_in} has none; try --store NAME")
+        raise ValueError(f"stored must be a folder with stored runs, {stored_in} has none;"
+                         " try --store NAME")
     changed = {job: sorted(name for name in options if options[name] != stored["options"].get(name))
                for job, stored in jobs.items()}  # fmt: skip
     job = min(jobs, key=lambda name: len(changed[name]))
@@ -70,13 +79,17 @@ def compare(folder: Path, stored_in: Path) -> bool:
     outside = {}  # by metric, in seed ranges
     for name in COMPARED:
         metric = METRICS[name]
-        ours, *theirs = (metric.measure(run) for run in (steps, *(run[1:] for run in jobs[job]["runs"])))
+        ours = metric.measure(steps)
+        theirs = [metric.measure(run[1:]) for run in jobs[job]["runs"]]
         if ours is None or None in theirs:
             continue
         low, high = min(theirs), max(theirs)
         outside[name] = max(low - ours, ours - high, 0.0) / max(high - low, 0.01 * abs(high), 1e-12)
-        words = f"outside by {outside[name]:.2f} seed ranges" if outside[name] >= 0.005 else "inside"
-        print(f"  {metric.title}: {ours:{metric.form}}, {words} ({low:{metric.form}} to {high:{metric.form}})")
+        words = "inside"
+        if outside[name] >= 0.005:
+            words = f"outside by {outside[name]:.2f} seed ranges"
+        print(f"  {metric.title}: {ours:{metric.form}}, {words} ({low:{metric.form}} to"
+              f" {high:{metric.form}})")
     worst = max(outside, key=outside.get)
     verdict = f"{'within' if outside[worst] <= 1 else 'NOT within'} the spread of the stored runs"
     print(f"{verdict}; furthest: {METRICS[worst].title}, {outside[worst]:.2f} seed ranges")

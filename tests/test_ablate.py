@@ -27,6 +27,7 @@ from lab.ablate import (
     distances,
     execute,
     execute_all,
+    first_outside,
     folders_of,
     main,
     spreads,
@@ -64,8 +65,11 @@ def test_a_crashed_run_is_reported_and_a_second_call_repeats_only_that_run(tmp_p
     assert main(command) == 0
     assert (out / "runs" / "v1-defaults-seed0" / "metrics.jsonl").stat().st_mtime_ns == stamp
     result, text = json.loads((out / "ablation.json").read_text()), (out / "ablation.md").read_text()
-    assert "raw log-probabilities" in result["arms"]["v1-defaults"]["runs"][0]["probe"]
-    assert result["arms"]["reference"]["runs"][0]["probe"] == "parity"
+    for name in ("probe_first", "probe"):  # after the first step and the last
+        assert "raw log-probabilities" in result["arms"]["v1-defaults"]["runs"][0][name]
+        assert result["arms"]["reference"]["runs"][0][name] == "parity"
+    probes = sorted(path.stem for path in (out / "runs" / "v1-defaults-seed0").glob("probe/*.json"))
+    assert probes == ["step_000001", "step_000002"]
     assert "| reference | " in text
     assert "**Crashed**" not in text
     assert result["device"] in text
@@ -84,8 +88,8 @@ def test_render_writes_the_page_of_the_recorded_ladder_without_a_run(tmp_path, c
     recorded = json.loads((tmp_path / "ablation.json").read_text())["arms"]
     assert all(f"| {arm} | " in text for arm in recorded)
     alone = text.split("**Each fix switched off alone**")[1].split("**Difference")[0].splitlines()
-    assert [tuple(line.strip("| ").split(" | ")[:2]) for line in alone if "-minus-" in line] == list(LEFT_OUT.items())
-    assert "| v1-defaults | 12.5 | 7.1 | 0.1 | 8.9 | 2.7 | 19.8 |" in text  # seed ranges from the reference
+    cells = [line.strip("| ").split(" | ") for line in alone if line.startswith(("| parity-", "| top-p-"))]
+    assert [(arm, whole) for arm, _, whole, _ in cells] == list(LEFT_OUT.items())
 
 
 @pytest.mark.parametrize("option, complaint", [
@@ -103,7 +107,9 @@ def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
     assert [len(flags) for flags in switched_off] == [4, 3, 2, 1, 0]
     assert all(fewer < more for more, fewer in pairwise(switched_off))
     alone = {arm: set(ARMS[arm]) - set(ARMS[whole]) for arm, whole in LEFT_OUT.items()}
-    assert [{flag} for flag in V1] == [flags for arm, flags in alone.items() if arm.startswith("parity")]
+    assert [{flag} for flag in V1] == [flags for arm, flags in alone.items() if arm.startswith("parity-minus")]
+    assert alone["parity-recompute"] > alone["parity-minus-inflight"]
+    assert alone["parity-16-bit-heads"] > alone["parity-minus-fp32-head"]
     assert all(flags == {"--parity.no-sampling-mask"} for arm, flags in alone.items() if arm.startswith("top-p"))
     for arm, reference in REFERENCES.items():  # of the same mask
         assert ("--top-p" in ARMS[arm]) == ("--top-p" in ARMS[reference])
@@ -112,10 +118,29 @@ def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
 def test_differences_need_a_distance_above_the_seed_range_and_no_overlap():
     base = {"ess": (1.0, 1.1, 1.2)}
     assert distances({"ess": (2.0, 2.1, 2.2)}, base) == {"ess": pytest.approx(5.0)}
-    assert differences({"ess": (2.0, 2.1, 2.2)}, base) == "ESS: 2.10 (1.10)"
-    assert differences({"ess": (1.15, 1.9, 2.0)}, base) == "nothing"  # the values overlap
-    assert differences({"ess": (1.22, 1.27, 1.32)}, base) == "nothing"  # the means differ by less than the seed range
+    assert differences({"ess": (2.0, 2.1, 2.2)}, base) == ["ESS: 2.10 (1.10; 1.9 times, 5 seed ranges)"]
+    assert differences({"ess": (1.15, 1.9, 2.0)}, base) == []  # the values overlap
+    assert differences({"ess": (1.22, 1.27, 1.32)}, base) == []  # the means differ by less than the seed range
+    none = {"wasted": (0.0, 0.0)}
+    assert differences({"wasted": (9.0, 11.0)}, none) == ["wasted tokens: 10 (0; 5 seed ranges)"]
     assert distances({"ess": (9.0,)}, base) == {}  # one seed has no range
+
+
+def test_a_curve_is_outside_from_the_first_of_three_steps(tmp_path):
+    def runs(name: str, *curves: list[float | None]) -> list[Path]:
+        folders = [tmp_path / f"{name}{seed}" for seed in range(len(curves))]
+        for folder, curve in zip(folders, curves, strict=True):
+            folder.mkdir()
+            steps = [{"step": 0}, *({"step": step, "kl": value} for step, value in enumerate(curve, 1))]
+            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        return folders
+
+    base = runs("base", [0.0] * 8, [1.0] * 8)
+    late = runs("late", [2.2, 0.0, 2.2, None, 2.2, 2.2, 2.2, 0.0], [2.1, 0.0, 2.2, 9.0, 2.1, 2.2, 2.1, 0.0])
+    assert first_outside(late, base, "kl") == 3  # 3, 5 and 6: a step without a value is passed over
+    near = runs("near", [1.9] * 8, [1.95] * 8)  # 0.9 above, less than the reference's range
+    assert first_outside(near, base, "kl") is None
+    assert first_outside(base, base, "kl") is None
 
 
 def test_metrics_skip_steps_without_a_value():

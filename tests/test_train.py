@@ -163,7 +163,7 @@ def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, whole
 def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     options = ("--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
     train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), *options))
-    assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean" in capsys.readouterr().out
+    assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean," in capsys.readouterr().out
     record = json.loads((tmp_path / "probe" / "step_000001.json").read_text())
     assert record["layers"] == ["semantics"]
     assert "--parity.processed-logprobs" in record["sentence"]

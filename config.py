@@ -219,7 +219,7 @@ class Config:
                              f" backend), got {grpo.tis} without {', '.join(off)};"
                              " to study that, --tis-over-a-broken-backend")
         of_vllm = sorted(set(off) - {"sampling_mask"})
-        if not self.parity.trainer_fp32_head:
+        if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
             of_vllm.remove("fp32_head")
         if backend.engine == "transformers" and of_vllm:
             raise ValueError(f"engine must be vllm without {of_vllm[0]} (only vLLM has that fault)")

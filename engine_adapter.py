@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
-SAMPLED, LIKELY = 0, slice(1, None)  # columns of vLLM's values: the sampled token, the K likeliest
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 # Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two
 # agree to 1e-5, and one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding
@@ -100,6 +99,10 @@ class Setting(NamedTuple):
     def name(self) -> str:
         return self.argument.rpartition(".")[2]
 
+    def wanted(self, parity: ParityFlags, dtype: torch.dtype) -> Any:
+        value = self.on if getattr(parity, self.flag) else self.off
+        return _name(dtype) if value == "model" else value
+
 
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
@@ -113,7 +116,7 @@ SETTINGS = [
             lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False)),
     Setting("explicit_runtime", "generation_config", "vllm", "auto",
             lambda engine: engine.llm.vllm_config.model_config.generation_config),
-    # "model" is vLLM's word for the model's dtype.
+    # "model": the model's dtype.
     Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model",
             lambda engine: engine.observed_head_dtype()),
     # -1: a request may ask for kept sets of any size.
@@ -286,12 +289,11 @@ class Engine:
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
         # What `audit` must find, by the names of SETTINGS.
-        self._wanted = {each.name: each.on if getattr(parity, each.flag) else each.off
-                        for each in SETTINGS}
+        self._wanted = {each.name: each.wanted(parity, dtype) for each in SETTINGS}
         if prefix_cache == "versioned":
             self._wanted["enable_prefix_caching"] = True
         self._wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
-        self._wanted["model_dtype"] = "model"
+        self._wanted["model_dtype"] = _name(dtype)
         arguments = self._arguments(
             model=model, seed=seed, block_size=block_size, num_gpu_blocks_override=kv_blocks,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
@@ -441,10 +443,11 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
-            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
-            sampled = logprobs[:, SAMPLED].tolist()
+            # (n, 1 + K) each: the sampled token first, then the K likeliest.
+            ids, logprobs = output.new_logprobs[:2]
+            sampled = logprobs[:, 0].tolist()
             rollout.append(output.new_token_ids, sampled, self.weight_version)
-            self.collect(rollout, ids[:, LIKELY], logprobs[:, LIKELY])
+            self.collect(rollout, ids[:, 1:], logprobs[:, 1:])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
@@ -476,8 +479,8 @@ class Engine:
         after the next `load`.
         """
         self._require("sleep", "ready")
-        if self.on_gpu and not (self.num_unfinished and self.parity.inflight_keep):
-            self.llm.sleep(level=2, mode="keep")
+        if self.on_gpu and not (self.num_unfinished and self.parity.inflight_update == "keep"):
+            self.llm.sleep(level=2, mode="keep")  # "keep": the requests stay in vLLM's queue
             self._memory_released = True
         self.state = "asleep"
 
@@ -506,8 +509,9 @@ class Engine:
         rollouts are kept, recomputed, or aborted and submitted again (`parity.inflight_update`).
         The later log-probabilities of a kept one belong to no single set of weights: the new
         weights compute them from keys and values of the old. Weights that have not `changed` are no
-        new version and do not touch unfinished rollouts. There is one pass over `weights` without a
-        second copy of the model. Returns bytes, seconds and GB/s, and the canary's seconds.
+        new version and do not touch unfinished rollouts. The canary's steps advance all of these.
+        There is one pass over `weights` without a second copy of the model. Returns bytes, seconds
+        and GB/s, and the canary's seconds.
 
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected,
         wrongly shaped or not finite (the engine is unchanged then), or if vLLM refuses one or the
@@ -531,7 +535,7 @@ class Engine:
         awake = time.perf_counter()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
-        for rollout in aborted:
+        for rollout in aborted:  # only now: a request needs an engine with weights
             self.counters["tokens_wasted"] += len(rollout.token_ids)
             self.counters["rollouts_restarted"] += 1
             rollout.restart()
@@ -541,10 +545,11 @@ class Engine:
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> int:
         """Copy the tensors into vLLM's model; returns their bytes."""
+        sent = {name: tensor.detach() for name, tensor in weights.items()}
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM
         # has no such name.
-        unnamed = {"lm_head.weight"} - self._names if self._tied else set()
-        sent = {name: tensor.detach() for name, tensor in weights.items() if name not in unnamed}
+        if self._tied and "lm_head.weight" not in self._names:
+            sent.pop("lm_head.weight", None)
         experts = self._drop_expert_kernels()
         try:
             iterator = iter(sent.items())
@@ -558,10 +563,10 @@ class Engine:
         return sum(tensor.nbytes for tensor in sent.values())
 
     def _drop_expert_kernels(self) -> list[Any]:
-        """On a CPU, so that a load packs the experts: vLLM packs when it makes their kernel."""
-        packed = [method for method in self._experts if method.moe_kernel is not None]
+        """On a CPU vLLM packs experts when it makes their kernel. Returns those without one now."""
         if self.on_gpu:
             return []
+        packed = [method for method in self._experts if method.moe_kernel is not None]
         for method in packed:
             method.moe_kernel = None
         return packed
@@ -684,9 +689,8 @@ class Engine:
             "inflight_update": self.parity.inflight_update,  # done by this adapter
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
-        wanted = {name: _name(self.dtype) if value == "model" else value
-                  for name, value in self._wanted.items()}
-        wrong = [f"{name} is {found[name]!r}, not {value!r}" for name, value in wanted.items()
+        wrong = [f"{name} is {found[name]!r}, not {value!r}"
+                 for name, value in self._wanted.items()
                  if value is not None and found[name] != value]
         if wrong:
             raise AuditError(f"requested but not in force in vLLM {self.version}:"

@@ -84,8 +84,8 @@ class Batch:
         They have no loss but count in the B of `loss_weights`.
         """
         kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
-        # The log-probabilities are set to 0 too: new ones are 0 outside the mask, and exp(0 - old)
-        # can overflow.
+        # The log-probabilities too: new ones are 0 outside the mask, exp(0 - old) can overflow, and
+        # 0 * inf is nan.
         names = "mask", "behavior_logprobs", "old_logprobs", "ref_logprobs"
         named = {name: getattr(self, name) for name in names}
         present = {name: values for name, values in named.items() if values is not None}
@@ -313,7 +313,7 @@ def backend_metrics(
     """Clip rate and mean of the ratio old / behavior: what the backend alone does to a loss.
 
     With two policies the first minibatch of an update has this ratio, before any weight has moved.
-    In a batch without rows both are nan.
+    The mean is that of tokens, for GSPO too. In a batch without rows both are nan.
     """
     normalizer = OBJECTIVES[objective].normalizer
     weights = loss_weights(batch.mask, normalizer, max_length)

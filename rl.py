@@ -210,7 +210,8 @@ class Policy:
     ):
         self.model = model.eval()  # no dropout
         self.fp32_head = fp32_head
-        self.own_body: Body = self.plain_body  # with the trainer's own attention
+        # `body` may become vLLM's kernel; the probe and the noise floor then need this one.
+        self.own_body: Body = self.plain_body
         self.body: Body = self.own_body
         self.support = Vocabulary()
         self.make_projection = Projection  # extras/shared_engine.py has another class
@@ -280,7 +281,7 @@ class Policy:
         measured = []
         for part in head.parts(len(hidden)):
             logits, _ = head.logits(hidden[part], weight, self.head_bias)  # (n, V)
-            further = self.support.measure(logits, targets[part])
+            further = self.support.measure(logits, targets[part])  # `restrict` writes in place
             all_logprobs = restrict(logits, part).log_softmax(dim=-1)  # (n, V)
             logprobs = at_targets(all_logprobs, targets[part])
             entropy = torch.special.entr(all_logprobs.exp_()).sum(dim=-1)
@@ -495,7 +496,7 @@ def update(
         for micro_batches in batch.cut(grpo.num_minibatches, grpo.micro_batch_tokens):
             rows = torch.cat(micro_batches)
             mask = batch.mask[rows]  # (rows, T)
-            has_signal = (mask * batch.advantages[rows, None]).any()
+            has_signal = (mask.any(dim=1) & (batch.advantages[rows] != 0)).any()
             if not has_signal and not (grpo.kl_coef and mask.any()):
                 continue
             weights = loss_weights(mask, OBJECTIVES[grpo.objective].normalizer, grpo.max_new_tokens)

@@ -75,8 +75,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("old_logprobs"):
         measured = frozen_measures(policy, batch, grpo)  # (B, T) by name, before any update
-        batch = replace(batch, old_logprobs=measured.pop("logprobs"))
+        old_logprobs = measured.pop("logprobs")
+        batch = replace(batch, old_logprobs=old_logprobs)
         batch = state.add_reference(batch, grpo)
+    # The rows that were sampled with the current weights alone.
     current = batch.only([each.oldest_version == engine.weight_version for each in rollouts])
     metrics = rollout_metrics(rollouts, rewards, grpo.group_size, engine.weight_version)
     metrics |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
@@ -88,7 +90,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("sync"):
         engine.wake()
-        changed = metrics["updates"] > 0
+        changed = metrics["updates"] > 0  # loaded in any case: sleep has discarded the weights
         metrics |= engine.load(policy.weights(), policy.response_logprobs, changed)
         metrics |= state.source.after_update()
 
@@ -276,7 +278,7 @@ def extra_if_there(name: str) -> ModuleType | None:
     return None
 
 
-def build(run: Run, start: Any = None) -> tuple[TrainingState, int]:
+def build(run: Run, start: Callable | None = None) -> tuple[TrainingState, int]:
     """Both sides with the same weights, fresh or from a checkpoint, and the first step."""
     config, grpo = run.config, run.config.grpo
     checkpoint = None
@@ -284,15 +286,15 @@ def build(run: Run, start: Any = None) -> tuple[TrainingState, int]:
         every = config.run.checkpoint_every
         checkpoint = records.newest_checkpoint(run.out, every, run.fingerprint)
     policy = load_policy(run)
-    # Of the first policy, resumed or not.
+    # The first policy's, resumed or not: the checkpoint comes later.
     reference = policy.copied_weights() if grpo.kl_coef else None
     make_optimizer = Optimizer
     if grpo.offload_optimizer:
         from extras.offload import OffloadedOptimizer as make_optimizer
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     alone = trainer_alone(run, policy)
-    # `start` is for measurements: lab/other_vllm.py.
-    engine = (start or start_engine)(run, policy, alone)
+    start = start or start_engine  # lab/other_vllm.py has another
+    engine = start(run, policy, alone)
     if grpo.has_mask:
         from extras.masks import use_masks
 
@@ -397,7 +399,7 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Step], dict[str,
 
 
 # ---------------------------------------------------------------------------------- the command
-def main(arguments: list[str] | None = None, start: Any = None) -> None:
+def main(arguments: list[str] | None = None, start: Callable | None = None) -> None:
     """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with records.one_sentence(2):

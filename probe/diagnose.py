@@ -337,8 +337,8 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
 # ---------------------------------------------------------------------------------- a live engine
 PROBE_REQUESTS = 128  # over the problems of a step: repeated prompts show a stale prefix cache
 
-# Metrics of a step, of its rollouts with current weights, and the values above which train.py probes
-# the engine (--probe-on-alarm).
+# Metrics of a step, of its rollouts with current weights, and the values above which train.py
+# probes the engine (--probe-on-alarm).
 ALARMS = {
     # k3 of healthy bfloat16 rollouts, as logged by verl and prime-rl, stays below it.
     "mismatch_kl": 1e-3,

@@ -208,7 +208,7 @@ def test_a_run_of_train_with_groups_in_flight_stores_the_version_of_the_worker(o
     assert record["audit"]["head_dtype"] == "float32"
     steps = rows(tmp_path / "run")[1:]
     assert [step["groups_in_flight"] for step in steps] == [4, 4]
-    assert steps[0]["fresh_mismatch_abs_mean"] < 0.03  # bf16
+    assert steps[0]["current_mismatch_abs_mean"] < 0.03  # bf16
     assert list((tmp_path / "run" / "probe").glob("*.json"))
     assert workers_of(os.getpid()) == before
 

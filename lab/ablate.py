@@ -284,7 +284,8 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def _cause(verdict: dict[str, Any]) -> str:
-    causes = [f"{cause['layer']}: {cause['name']}" for cause in verdict["causes"]]
+    """The causes that the probe names, without the lists of tensors, which follow a colon."""
+    causes = [f"{cause['layer']}: {cause['name'].partition(':')[0]}" for cause in verdict["causes"]]
     return "; ".join(causes) or verdict["status"]
 
 

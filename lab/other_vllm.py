@@ -61,8 +61,7 @@ class OtherEngine(Engine):
         self.state, self.weight_version = "empty", 0
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self._requests, self._request_ids = {}, itertools.count()
-        self._wanted = {each.name: each.on if getattr(parity, each.flag) else each.off
-                        for each in adapter.SETTINGS}
+        self._wanted = {each.name: each.wanted(parity, self.dtype) for each in adapter.SETTINGS}
         shortest = adapter.CANARY_PROMPT_TOKENS + adapter.CANARY_NEW_TOKENS
         arguments = self._wanted | dict(
             model=run.model_path, dtype=adapter._name(self.dtype), seed=run.config.run.seed,
@@ -159,10 +158,8 @@ class OtherEngine(Engine):
         answer = self._call("audit") | {"inflight_update": self.parity.inflight_update}
         found = {name: adapter._name(value) if isinstance(value, torch.dtype) else value
                  for name, value in answer.items()}
-        head = "float32" if self.parity.fp32_head else found["model_dtype"]
-        wanted = self._wanted | {"head_dtype": head}
-        wrong = [f"{name} is {found[name]}, not {wanted[name]}" for name in COMPARED
-                 if found[name] != wanted[name]]
+        wrong = [f"{name} is {found[name]}, not {self._wanted[name]}" for name in COMPARED
+                 if found[name] != self._wanted[name]]
         if wrong:
             self.close()
             raise AuditError(f"not in force in vLLM {self.version}: {'; '.join(wrong)}")

@@ -57,6 +57,7 @@ COMMANDS = (
      "test_plan.py::test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine"),
     (r"-m lab.ablate( |$)",
      "test_ablate.py::test_a_crashed_run_is_reported_and_a_second_call_repeats_only_that_run"),
+    (r"make ablate$", "minutes: seven arms of the ladder; test_ablate.py runs such arms at a small size"),
     (r"-m lab.other_vllm ",
      "test_other_vllm.py::test_a_run_of_train_with_groups_in_flight_stores_the_version_of_the_worker"),
     (r"-m lab.compare runs/",
@@ -250,9 +251,10 @@ def test_each_check_in_tests_long_has_one_line_with_its_command_and_its_time():
     assert lines == sorted(path.name for path in LONG.parent.glob("*.py"))
 
 
-def test_the_ladder_is_the_commands_own_output():
-    """Its figures are those of docs/ablation.json, which lab.ablate wrote beside them."""
-    text, record = (ROOT / "docs" / "ladder.md").read_text(), json.loads((ROOT / "docs" / "ablation.json").read_text())
+@pytest.mark.parametrize("page, stored", [("ladder.md", "ablation.json"), ("migration.md", "migration.json")])
+def test_the_tables_are_the_commands_own_output(page, stored):
+    """The figures are those of the JSON file, which lab.ablate wrote beside them."""
+    text, record = (ROOT / "docs" / page).read_text(), json.loads((ROOT / "docs" / stored).read_text())
     section = text.split(MARKERS[0])[1].split(MARKERS[1])[0]
     assert f"`{record['command']}` on {record['device']}" in section
     assert set(record["arms"]) <= set(ARMS)

@@ -30,7 +30,8 @@ check: setup
 
 # Each fix switched off alone, on a job where every switch shows: five minutes on two cores.
 ablate: setup
-	.venv/bin/python -m lab.ablate --out $(OUT) --steps 8 --arms $(SWITCHES) $(ARGS)
+	.venv/bin/python -m lab.ablate --out $(OUT) --steps 6 --arms $(SWITCHES) \
+		--train-args="--eval-problems 64 --no-eval-with-trainer" $(ARGS)
 
 bench: setup
 	.venv/bin/python -m lab.bench $(ARGS)

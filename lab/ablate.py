@@ -184,7 +184,7 @@ def commands_of(options: Options) -> dict[Path, list[str]]:
 
 def execute(folder: Path, command: list[str], threads: int = 1) -> str | None:
     """Run the command, unless the same one has finished. Returns the error of a failed run."""
-    finished, log = folder.with_suffix(".json"), folder.with_suffix(".log")
+    finished, log = (folder.with_name(folder.name + end) for end in (".json", ".log"))
     if finished.exists() and json.loads(finished.read_text()) == command[2:]:
         return None
     finished.unlink(missing_ok=True)
@@ -357,7 +357,9 @@ def differences(arm: Arm, base: Arm) -> list[str]:
         overlap = max(ours) >= min(theirs) and max(theirs) >= min(ours)
         if apart[name] > 1 and not overlap and name != "tokens_s":
             value, usual = mean(ours), mean(theirs)
-            times = f"{value / usual:.2g} times, " if usual else ""
+            times = ""
+            if usual and not 2 / 3 < value / usual < 1.5:
+                times = f"{value / usual:.2g} times, "
             ranges = f"{min(apart[name], 999):.0f} seed ranges"
             text = f"{metric.title}: {value:{metric.form}} ({usual:{metric.form}}; {times}{ranges})"
             texts.append(text.replace("0.0e+00", "0"))

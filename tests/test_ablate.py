@@ -178,7 +178,7 @@ def test_arms_with_equal_options_share_a_run(tmp_path):
 
 
 def test_an_interrupted_run_never_counts_as_finished(tmp_path):
-    folder = tmp_path / "arm-seed0"
+    folder = tmp_path / "v1-0.18-arm-seed0"  # the dot begins no suffix
     finishes = [sys.executable, "-c", f"import os; os.makedirs({str(folder)!r})"]
     dies = [sys.executable, "-c", "import sys; sys.exit('died')"]
     assert execute(folder, finishes) is None
@@ -190,6 +190,7 @@ def test_an_interrupted_run_never_counts_as_finished(tmp_path):
     assert not marker.exists()
     assert execute(folder, finishes) is None
     assert folder.exists()  # run again, although the same options had finished earlier
+    assert sorted(path.name.removeprefix(folder.name) for path in tmp_path.iterdir()) == ["", ".json", ".log"]
 
 
 def test_a_page_without_both_markers_is_refused(tmp_path):

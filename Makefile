@@ -11,7 +11,12 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -n $(WORKERS) --dist
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
 	top-p top-p-minus-mask
 
-.PHONY: setup train test check ablate bench
+# A trained model with its words, see docs/real.md. The tasks' import takes long on a busy machine.
+REAL = --model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py --reward-limit-s 60 \
+	--steps 50 --num-prompts 16 --max-new-tokens 16 --lr 1e-5 --eval-every 10 \
+	--prefix-cache versioned --block-size 32
+
+.PHONY: setup train test check ablate bench real
 setup: .venv/.ready
 
 .venv/.ready: setup.sh requirements.txt requirements-cpu.txt
@@ -35,3 +40,12 @@ ablate: setup
 
 bench: setup
 	.venv/bin/python -m lab.bench $(ARGS)
+
+# SmolLM2-135M-Instruct (weights rounded to 4 bits) learns to add. pip needs a C compiler for one of the packages.
+real: .venv/.ready-real
+	.venv/bin/python -m examples.smollm2
+	.venv/bin/python train.py --out $(OUT) $(REAL) $(ARGS)
+
+.venv/.ready-real: .venv/.ready examples/requirements-real.txt
+	.venv/bin/python -m pip --quiet --disable-pip-version-check install -r examples/requirements-real.txt
+	touch .venv/.ready-real

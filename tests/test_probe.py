@@ -15,7 +15,7 @@ from helpers import FaultBench, nudge, plant, qwen2, rightly_named
 from engine_adapter import Rollout, Sampling
 from probe import traces
 from probe.__main__ import main
-from probe.diagnose import Trace, diagnose
+from probe.diagnose import Trace, alarms, diagnose
 from probe.hypotheses import Noise, Probe, Readout
 from probe.noise import KEY_BLOCK, rounded_otherwise
 from probe.search import Search
@@ -455,3 +455,18 @@ def test_the_tolerance_of_the_noise_floor_is_wider_for_fewer_tokens():
     assert not floor.allows(replace(floor, median=2e-3))  # with a heavy tail the mean alone would allow it
     assert not floor.allows(replace(floor, max=0.2))
     assert not floor.allows(replace(floor, infinite=1))
+
+
+def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
+    clean = {"current_mismatch_kl": 9e-4, "current_mismatch_abs_mean": 0.04, "current_ess": 0.981,
+             "backend_clip_rate": 0.004, "backend_ratio_mean": 1.004}  # fmt: skip
+    assert alarms(clean, 0.2) == []
+    for metric, value, name in (
+        ("current_mismatch_kl", 2e-3, "mismatch_kl"), ("current_mismatch_abs_mean", 0.05, "mismatch_abs_mean"),
+        ("current_ess", 0.97, "ess_loss"), ("backend_clip_rate", 0.006, "backend_clip_rate"),
+        ("backend_ratio_mean", 1.006, "backend_ratio_error"), ("backend_ratio_mean", 0.994, "backend_ratio_error"),
+        ("backend_ratio_mean", math.nan, "backend_ratio_error"),
+    ):  # fmt: skip
+        assert alarms(clean | {metric: value}, 0.2) == [name]
+    assert alarms(clean | {"backend_clip_rate": 0.26}, 4e-4) == []  # GSPO's bounds: the rounding of 16 bits
+    assert alarms({}, 0.2) == []  # no rollout with current weights

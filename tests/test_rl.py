@@ -18,6 +18,7 @@ from extras.checkpointing import checkpoint_layers
 from extras.masks import KeptTokens, mask_outside
 from extras.offload import OffloadedOptimizer, host_views
 from extras.prompts import compute_prompts_once
+from objectives import backend_metrics
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
 from rl import (
@@ -401,6 +402,19 @@ def test_two_policy_ratio_is_to_the_behavior_policy():
     k3 = [math.expm1(value - mu) - (value - mu) for value, mu in by_hand(options)]
     assert sum(k3) / len(k3) > 1e-3
     assert metrics["kl_old_new"] == pytest.approx(sum(k3) / len(k3), rel=1e-4)  # of the ratio's "old"
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo", "cispo"])
+def test_the_first_minibatch_of_two_policies_shows_the_backends_clip_rate_and_ratio(objective):
+    options = GrpoConfig(objective=objective, old_policy="rollout", num_minibatches=1)
+    _, metrics, _ = stepped(options)
+    batch = make_batch(rollouts(), torch.tensor((1.0, -1.0, 0.5, -0.5)))
+    batch = replace(batch, old_logprobs=frozen_logprobs(Policy(qwen2(tied=True)), batch, options))
+    backend = backend_metrics(batch, objective, options.clip, options.max_new_tokens)
+    assert metrics["clip_rate"] > 0 or objective == "cispo"  # its cap of 5 is far away
+    assert metrics["clip_rate"] == pytest.approx(backend["backend_clip_rate"], rel=1e-5)
+    assert abs(metrics["ratio_mean"] - 1) > 0.01
+    assert metrics["ratio_mean"] == pytest.approx(backend["backend_ratio_mean"], rel=1e-5)
 
 
 def test_loss_with_tis_and_kl_equals_the_formula_by_hand():

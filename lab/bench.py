@@ -160,14 +160,15 @@ def bare_generate(
 def bare_training(model: torch.nn.Module, batch: Batch, config: Config, backward: bool) -> None:
     """The cheapest forward, or forward and backward, of a batch: the most rows of equal prompts.
 
-    The body computes each prompt once for its group, and the head responses alone. No chunks, no
-    entropy, no mask.
+    The body computes each prompt once for its group, and the head responses alone. Flat groups need
+    no backward. No chunks, no entropy, no mask.
     """
     group_size = config.grpo.group_size
     for rows in whole_groups(batch, config.grpo):
         micro, cache = batch.rows(rows), DynamicCache(config=model.config)
         prompt = int(micro.prompt_lengths[0])
-        with torch.set_grad_enabled(backward):
+        learns = backward and bool(micro.advantages.any())
+        with torch.set_grad_enabled(learns):
             first = model.base_model(input_ids=micro.inputs[::group_size, :prompt],
                                      past_key_values=cache)
             cache.batch_repeat_interleave(group_size)
@@ -176,18 +177,20 @@ def bare_training(model: torch.nn.Module, batch: Batch, config: Config, backward
             hidden = torch.cat([last, rest.last_hidden_state], dim=1)
             hidden = hidden[micro.mask[:, prompt - 1 :] > 0]  # (N, H)
             loss = F.cross_entropy(model.lm_head(hidden), micro.targets[micro.mask > 0])
-        if backward:
+        if learns:
             loss.backward()
     model.zero_grad()
 
 
 def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
-    """Rows of whole groups with prompts of one length, in micro-batches of each optimizer step."""
+    """Rows of whole groups with prompts of one length, with an advantage or all without."""
     count, width = batch.inputs.shape
     size = grpo.micro_batch_tokens // width // grpo.group_size * grpo.group_size
+    signal = batch.advantages.view(-1, grpo.group_size).any(dim=1)  # (P,)
+    kinds = 2 * batch.prompt_lengths + signal.repeat_interleave(grpo.group_size)  # (B,)
     for minibatch in torch.arange(count).split(count // grpo.num_minibatches):
-        for length in batch.prompt_lengths[minibatch].unique():
-            yield from minibatch[batch.prompt_lengths[minibatch] == length].split(size)
+        for kind in kinds[minibatch].unique():
+            yield from minibatch[kinds[minibatch] == kind].split(size)
 
 
 def machine_peaks(dtype: torch.dtype) -> tuple[float, float]:
@@ -201,8 +204,8 @@ def machine_peaks(dtype: torch.dtype) -> tuple[float, float]:
 def bounds(run: Run, model: torch.nn.Module, batch: Batch) -> dict[str, float]:
     """Seconds of the products with weight matrices at the machine's peak, by phase.
 
-    Each prompt is computed once for its group, with a shared prefix cache in the engine too.
-    Attention, norms and activations count as free.
+    Each prompt is computed once for its group, with a shared prefix cache in the engine too. A row
+    without advantage needs no backward. Attention, norms and activations count as free.
     """
     grpo, shared = run.config.grpo, run.config.backend.prefix_cache != "off"
     linear = [each for each in model.base_model.modules() if isinstance(each, torch.nn.Linear)]
@@ -211,13 +214,14 @@ def bounds(run: Run, model: torch.nn.Module, batch: Batch) -> dict[str, float]:
     of_prompts = batch.prompt_lengths.sum().item()
     prompts = of_prompts / grpo.group_size
     forward = 2 * body * (prompts + responses - rows) + 2 * head * responses
+    signal = (batch.advantages != 0).float().mean().item()
     sampling = forward + 2 * body * (0 if shared else of_prompts - prompts)
     operations_a_second, bytes_a_second = machine_peaks(model.dtype)
     longest = batch.mask.sum(dim=1).max().item()
     reads = longest * (body + head) * model.dtype.itemsize / bytes_a_second
     found = {"generate_s": max(sampling / operations_a_second, reads),
              "old_logprobs_s": forward / operations_a_second,
-             "update_s": 3 * forward / operations_a_second}
+             "update_s": (1 + 2 * signal) * forward / operations_a_second}
     return found | {"step_s": sum(found.values())}
 
 

@@ -13,7 +13,7 @@ SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-infli
 
 # A trained model with its words, see docs/real.md. The tasks' import takes long on a busy machine.
 REAL = --model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py --reward-limit-s 60 \
-	--steps 50 --num-prompts 16 --max-new-tokens 16 --lr 1e-5 --eval-every 10 \
+	--steps 60 --num-prompts 16 --max-new-tokens 32 --lr 1e-5 --eval-every 10 \
 	--prefix-cache versioned --block-size 32
 
 .PHONY: setup train test check ablate bench real

@@ -1,8 +1,8 @@
-"""Sums and differences of two numbers up to 20, drawn and verified by reasoning-gym.
+"""Sums of two numbers up to 20, drawn and verified by reasoning-gym.
 
 A task file: a `sample` and a `reward`. The problems are those of reasoning-gym's basic_arithmetic
-with two terms, cut to small numbers and to results of at least zero, for a model of 135 million
-parameters. Each problem has one wording, so no held-out problem is in training in other words.
+with two terms, cut to small numbers for a model of 135 million parameters. Each problem has one
+wording, so no held-out problem is in training in other words.
 """
 
 import random
@@ -11,10 +11,10 @@ from reasoning_gym import create_dataset, get_score_answer_fn
 
 from tasks import last_number
 
-LARGEST = 20  # 672 problems; SmolLM2-135M-Instruct (4-bit rounded) solves a third of them
+LARGEST = 20  # 441 problems; SmolLM2-135M-Instruct (4-bit rounded) solves a third of them
 SIZE = 2**31 - 1  # problems are computed when they are asked for
 POOL = create_dataset("basic_arithmetic", size=SIZE, seed=0, min_terms=2, max_terms=2, min_digits=2,
-                      max_digits=2, operators=["+", "-"], allow_parentheses=False)
+                      max_digits=2, operators=["+"], allow_parentheses=False)
 verify = get_score_answer_fn("chain_sum")  # compares values: "07" and "7.0" are 7
 
 
@@ -23,7 +23,7 @@ def sample(rng: random.Random) -> tuple[str, str]:
     while True:
         problem = POOL[rng.randrange(SIZE)]
         left, _, right = problem["metadata"]["expression"].split()
-        if max(int(left), int(right)) <= LARGEST and int(problem["answer"]) >= 0:
+        if max(int(left), int(right)) <= LARGEST:
             return f"{problem['question']} Give only the result.", problem["answer"]
 
 

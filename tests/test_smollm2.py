@@ -222,7 +222,8 @@ def test_no_network_is_one_sentence(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ the tasks
-TASKS = {name: str(ROOT / "examples" / f"{name}.py") for name in ("arithmetic", "arithmetic_format")}
+NAMES = "arithmetic", "arithmetic_format", "arithmetic_instruction"
+TASKS = {name: str(ROOT / "examples" / f"{name}.py") for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -231,20 +232,24 @@ def tasks():
     return {name: load_task(path, 0, limit_s=60) for name, path in TASKS.items()}
 
 
-def test_all_problems_are_small_sums_and_differences_with_their_answers(tasks):
+def test_all_problems_are_the_sums_of_small_numbers_with_their_answers(tasks):
     problems = tasks["arithmetic"].train + tasks["arithmetic"].held_out
     found = set()
     for problem in problems:
-        left, sign, right = problem.question.removeprefix("Calculate ").removesuffix(
-            ". Give only the result.").split()  # fmt: skip
-        expected = int(left) + int(right) if sign == "+" else int(left) - int(right)
-        assert int(problem.answer) == expected >= 0
-        found.add((int(left), sign, int(right)))
-    numbers = range(21)
-    every = {(a, sign, b) for a in numbers for b in numbers for sign in "+-" if sign == "+" or a >= b}
-    assert found == every
-    assert len(problems) == len(every) == 672
+        expression = problem.question.removeprefix("Calculate ").removesuffix(". Give only the result.")
+        left, right = map(int, expression.split(" + "))
+        assert int(problem.answer) == left + right
+        found.add((left, right))
+    assert found == {(left, right) for left in range(21) for right in range(21)}
+    assert len(problems) == 441
     assert tasks["arithmetic_format"].fingerprint == tasks["arithmetic"].fingerprint
+
+
+def test_with_the_instruction_all_prompts_begin_with_the_same_tokens_and_nothing_else_changes(tasks):
+    instruction = "You are good at mental arithmetic. "
+    plain = {(problem.question, problem.answer) for problem in tasks["arithmetic"].train}
+    longer = {(problem.question, problem.answer) for problem in tasks["arithmetic_instruction"].train}
+    assert longer == {(f"{instruction}{question}", answer) for question, answer in plain}
 
 
 @pytest.mark.parametrize("response, right, short", [
@@ -257,6 +262,7 @@ def test_all_problems_are_small_sums_and_differences_with_their_answers(tasks):
 def test_rewards_follow_the_verifier(tasks, response, right, short):
     problem = Problem("Calculate 9 + 4. Give only the result.", "13", "test")
     assert tasks["arithmetic"].reward(problem, response) == right
+    assert tasks["arithmetic_instruction"].reward(problem, response) == right
     assert tasks["arithmetic_format"].reward(problem, response) == pytest.approx(0.8 * right + 0.2 * short)
 
 

@@ -518,7 +518,6 @@ def update(
     unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "kl_old_new"))
     measured = {name: float(value / weight) for name, value in sums.items()}
     return unmeasured | measured | correction_metrics(correction, *policies) | {
-        "reject": grpo.reject,
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite),

@@ -211,6 +211,9 @@ def test_a_correction_ignores_what_is_outside_the_mask_and_carries_no_gradient()
     weights = correct(old, behavior, mask, "sequence", 3.0, OFF).weights
     assert weights[0, 0].item() == pytest.approx(math.exp(0.1))
     assert not weights.requires_grad
+    assert correct(old, behavior, mask, "token", 3.0, OFF).weights[0, 1].item() == 1.0
+    for name in ("worst", "trm"):
+        assert REJECTIONS[name].rejects(torch.tensor([[-20.0, 0, 0]]), behavior, mask).tolist() == [[True, False, True]]
     for name, rule in REJECTIONS.items():
         rejected = rule.rejects(old.detach(), behavior, mask)
         assert not rejected[0, 1], name

@@ -16,7 +16,7 @@ from engine_adapter import ParityFlags
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
-NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir"}  # options that a resumed run may change
+NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "tensorboard"}  # may change at --resume
 
 
 class Rule(NamedTuple):
@@ -218,6 +218,7 @@ class MeasureConfig:
     self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.
     probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
     probe_on_alarm: bool = False  # Probe after a step whose mismatch exceeds the probe's ALARMS.
+    tensorboard: bool = False  # Event files in `out`/tensorboard; needs the package tensorboard.
 
     def __post_init__(self):
         COUNT.check(self, "eval_every", "eval_problems")

@@ -1,4 +1,4 @@
-"""A model's folder or hub name: configuration, tokenizer and weights, and what is refused there."""
+"""A model's folder or hub name: how it is read, what is refused there, and how it is written."""
 
 import json
 import os
@@ -135,3 +135,16 @@ def load_tokenizer(path: str) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
     return tokenizer
+
+
+def save_model(model: torch.nn.Module, tokenizer: Any, sampling: Any, folder: Path) -> None:
+    """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults."""
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k,
+        top_p=sampling.top_p, min_p=sampling.min_p, max_new_tokens=sampling.max_new_tokens,
+        eos_token_id=list(sampling.stop_token_ids), pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

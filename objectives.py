@@ -64,19 +64,23 @@ class Batch:
         """The rows of each micro-batch of each optimizer step.
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
-        is longer. Rows of similar length share a micro-batch, so that there is little padding. The
-        longest rows come first: a batch that does not fit into memory fails at once. Only the
-        lengths decide. So all passes over a batch use the same micro-batches, and in 16 bits the
-        ratio starts at exactly 1.
+        is longer. Rows with an advantage of exactly 0 (of flat groups) share none with the others:
+        `update` needs no backward for them. Rows of similar length share a micro-batch, so that
+        there is little padding. The longest rows come first: a batch that does not fit into memory
+        fails at once. Only advantages and lengths decide. So all passes over a batch use the same
+        micro-batches, and in 16 bits the ratio starts at exactly 1.
         """
+        has_signal = (self.advantages != 0).cpu()
         steps = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
-            left = rows[self.lengths[rows].argsort(descending=True, stable=True)]
             steps.append([])
-            while len(left):
-                count = max(1, micro_batch_tokens // int(self.lengths[left[0]]))
-                steps[-1].append(left[:count])
-                left = left[count:]
+            for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
+                ordered = part[self.lengths[part].argsort(descending=True, stable=True)]
+                start = 0
+                while start < len(ordered):
+                    count = max(1, micro_batch_tokens // int(self.lengths[ordered[start]]))
+                    steps[-1].append(ordered[start : start + count])
+                    start += count
         return steps
 
     def only(self, keep: list[bool]) -> "Batch":

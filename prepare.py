@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,10 @@ def check_files(config: Config) -> None:
         ("self_noise_every", measure.self_noise_every, "probe/noise.py"),
         ("probe_every or probe_on_alarm", probes, "probe/diagnose.py"),
         ("probe_every or probe_on_alarm", probes, "extras/masks.py"),
+        ("tensorboard", measure.tensorboard, "extras/tensorboard.py"),
     ):
         if given and not (HERE / file).exists():
             raise ValueError(f"{option} needs {file}, which is not there")
+    if measure.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError("tensorboard needs the package of this name, which is not installed; try"
+                         " `pip install tensorboard`")

@@ -60,7 +60,13 @@ class Clock:
 def one_line(error: BaseException) -> str:
     """An exception's type and text in one line that can be printed."""
     text = "".join(traceback.format_exception_only(error))  # also if the error's own __str__ fails
-    return " ".join(text.split())[:1000].encode(errors="backslashreplace").decode()
+    return printable(" ".join(text.split())[:1000])
+
+
+def printable(text: str) -> str:
+    """The text with characters that the terminal cannot show written as their numbers."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 @contextmanager
@@ -120,7 +126,7 @@ COLUMNS = (
     " | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
     " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%}"
     " | entropy {entropy:.2f} | gnorm {grad_norm:.2f}"
-    " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s"
+    " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left} left"
 )
 
 # Shown after the columns if not 0; tokens_wasted, groups_dropped and kv_lost count from the start.
@@ -152,7 +158,16 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
         texts.append(" | ALL TRUNCATED: raise --max-new-tokens")
     texts += [text for name, text in EVALUATED.items() if name in metrics]
     shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
-    return "".join(texts).format(**shown, steps=steps)
+    minutes, seconds = divmod(round(metrics.get("left_s", 0)), 60)
+    left = f"{minutes} min" if minutes else f"{seconds} s"
+    return "".join(texts).format(**shown, steps=steps, left=left)
+
+
+def answer_line(row: dict[str, Any]) -> str:
+    """An answer of an evaluation, a row of samples.jsonl, in one line."""
+    texts = [json.dumps(row[name], ensure_ascii=False) for name in ("question", "response")]
+    question, response = (text if len(text) <= 80 else f"{text[:77]}..." for text in texts)
+    return printable(f"    {question} -> {response}, reward {row['reward']:g}")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -530,9 +530,13 @@ def _backward(
     policy: Policy, optimizer: Optimizer, micro: Batch, weights: Tensor, grpo: GrpoConfig
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a micro-batch, whose gradient is added, and its weighted diagnostics."""
-    logprobs = policy.logprobs(micro, grpo.temperature)  # (rows, T)
-    loss, terms = weighted_loss(
-        logprobs, micro, weights[:, : logprobs.shape[1]], objective=grpo.objective, clip=grpo.clip,
-        old_policy=grpo.old_policy, kl_coef=grpo.kl_coef)
-    optimizer.backward(loss)
+    # Without an advantage and a KL term the gradient is exactly 0: only the diagnostics are needed.
+    has_gradient = bool(grpo.kl_coef or (micro.advantages != 0).any())
+    with torch.set_grad_enabled(has_gradient):
+        logprobs = policy.logprobs(micro, grpo.temperature)  # (rows, T)
+        loss, terms = weighted_loss(
+            logprobs, micro, weights[:, : logprobs.shape[1]], objective=grpo.objective,
+            clip=grpo.clip, old_policy=grpo.old_policy, kl_coef=grpo.kl_coef)
+    if has_gradient:
+        optimizer.backward(loss)
     return loss.item(), terms

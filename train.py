@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -21,6 +22,7 @@ import tyro
 import records
 from config import Config, GrpoConfig
 from engine_adapter import Engine, Rollout, Sampling, reseed
+from models import save_model
 from objectives import OBJECTIVES, Batch, backend_metrics, mismatch_metrics
 from prepare import Run, prepare
 from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
@@ -34,7 +36,8 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
     run_config, measure = run.config.run, run.config.measure
     if first_step == 1:
-        log(run, {"step": 0} | evaluate(run, state, 0))
+        log(run, state, {"step": 0} | evaluate(run, state, 0))
+    started = time.perf_counter()
     for step in range(first_step, run_config.steps + 1):
         done = train_step(run, state, step)
         for observe in state.observers:
@@ -42,10 +45,11 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         last = step == run_config.steps
         if last or step % measure.eval_every == 0:
             done.metrics.update(evaluate(run, state, step))
-        log(run, done.metrics)
+        a_step = (time.perf_counter() - started) / (step - first_step + 1)
+        log(run, state, done.metrics | {"left_s": a_step * (run_config.steps - step)})
         if last or step % run_config.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, state.state_dict() | {"run": run.fingerprint})
-    save_policy(run, state.policy, run.out / "policy")
+    save_model(state.policy.model, run.tokenizer, run.sampling, run.out / "policy")
     state.engine.close()
 
 
@@ -203,6 +207,8 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
         scored = score_rollouts(run, asked, rollouts)
         rows = [{"step": step, "mode": mode} | each for each in scored]
         records.append_rows(run.out / "samples.jsonl", rows)
+        if mode == "greedy":
+            print(records.answer_line(rows[0]), flush=True)
         errors += sum(each["error"] is not None for each in scored)
         return mean(each["reward"] for each in scored)
 
@@ -219,24 +225,12 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     return metrics | {"eval_reward_errors": errors}
 
 
-def log(run: Run, metrics: dict[str, Any]) -> None:
-    """All of it to metrics.jsonl, one line to the terminal."""
+def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
+    """All of it to metrics.jsonl and to the state's watchers, one line to the terminal."""
     records.append_rows(run.out / "metrics.jsonl", [metrics])
     print(records.log_line(metrics, run.config.run.steps), flush=True)
-
-
-def save_policy(run: Run, policy: Policy, folder: Path) -> None:
-    """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults."""
-    from transformers import GenerationConfig
-
-    sampling = run.sampling
-    policy.model.generation_config = GenerationConfig(
-        do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k,
-        top_p=sampling.top_p, min_p=sampling.min_p, max_new_tokens=sampling.max_new_tokens,
-        eos_token_id=list(sampling.stop_token_ids), pad_token_id=run.tokenizer.pad_token_id,
-    )
-    policy.model.save_pretrained(folder)
-    run.tokenizer.save_pretrained(folder)
+    for watch in state.watchers:
+        watch(metrics)
 
 
 # ---------------------------------------------------------------------------------- set-up
@@ -253,6 +247,8 @@ class TrainingState:
     trainer_alone: Engine | None = None
     # At the end of a step.
     observers: list[Callable[[Step], dict[str, Any]]] = field(default_factory=list)
+    # After each row of metrics.jsonl.
+    watchers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
 
     def add_reference(self, batch: Batch, grpo: Any) -> Batch:
         """The batch with `ref_logprobs`, if there is a KL term."""
@@ -311,6 +307,7 @@ def build(run: Run, start: Callable | None = None) -> tuple[TrainingState, int]:
     first_step = checkpoint["step"] + 1 if checkpoint else 1
     engine.load(policy.weights(), policy.response_logprobs)
     state.observers = observers(run, state)
+    state.watchers = watchers(run, first_step)
     records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
@@ -399,6 +396,19 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Step], dict[str,
     return asked
 
 
+def watchers(run: Run, first_step: int) -> list[Callable[[dict[str, Any]], None]]:
+    """What draws the rows of metrics.jsonl while the run goes on."""
+    found = []
+    curves = extra_if_there("curves")
+    if curves:
+        found.append(curves.Picture(run.out))
+    if run.config.measure.tensorboard:
+        from extras.tensorboard import TensorBoard
+
+        found.append(TensorBoard(run.out, first_step))
+    return found
+
+
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None, start: Callable | None = None) -> None:
     """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
@@ -410,9 +420,6 @@ def main(arguments: list[str] | None = None, start: Callable | None = None) -> N
         state, first_step = build(run, start)
         with records.one_sentence(1, config.run.out):
             train(run, state, first_step)
-            curves = extra_if_there("curves")
-            if curves:
-                curves.plot_curves(run.out)
 
 
 if __name__ == "__main__":

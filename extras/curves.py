@@ -35,6 +35,17 @@ def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> An
     return figure
 
 
+class Picture:
+    """A watcher of a run: draws curves.png in its folder anew after each evaluation."""
+
+    def __init__(self, out: Path):
+        self.out = out
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        if metrics["step"] and "eval_reward" in metrics:
+            plot_curves(self.out)
+
+
 def plot_curves(out: Path) -> None:
     """curves.png of the run in a folder."""
     panels = {

@@ -3,14 +3,16 @@
 The bare work is the cheapest known way to do the same, directly on the step's own engine and model:
 vLLM samples for the same prompts, without seeds and log-probabilities; plain transformers computes
 a forward (old log-probabilities) and a forward and backward (update), each prompt once for its
-group. A step and its bare work are measured in turns.
+group. A step and its bare work are measured in turns. Beside them stands what no program can be
+faster than: the products of the weights' matrices alone, at the speed of the machine's fastest
+product in the model's dtype, and for sampling one reading of the weights for each decoded token.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean as mean
@@ -51,17 +53,19 @@ class Options:
     rollouts: tuple[int, ...] = (1024, 4096, 16384)  # Case growth: numbers of rollouts per step.
     # Cases phases and shared: pairs of a step and its bare work; turns over the engines.
     rounds: int = 20
+    job: str = ""  # Case phases: options of train.py, such as "--model PATH --task FILE.py".
     dtype: Literal["float32", "bfloat16"] = "float32"  # Case shared: of the model.
 
 
 @contextmanager
-def running(**options) -> Iterator[tuple[Run, TrainingState]]:
-    """A run in a temporary folder.
+def running(job: str = "", **options) -> Iterator[tuple[Run, TrainingState]]:
+    """A run in a temporary folder, of train.py's options as words or by name.
 
     The learning rate is too small to change the policy: all steps sample from one.
     """
+    given = tyro.cli(Config, args=shlex.split(job))
     with TemporaryDirectory() as out:
-        run = prepare(Config.of(out=out, lr=1e-12, **options))
+        run = prepare(given.but(out=out, lr=1e-12, **options))
         live, _ = build(run)
         yield run, live
         live.engine.close()
@@ -154,19 +158,17 @@ def bare_generate(
 
 
 def bare_training(model: torch.nn.Module, batch: Batch, config: Config, backward: bool) -> None:
-    """The cheapest forward, or forward and backward, of a batch whose prompts have one length.
+    """The cheapest forward, or forward and backward, of a batch: the most rows of equal prompts.
 
-    The body computes each prompt once for its group, and the head responses alone. No chunks, no
-    entropy, no mask.
+    The body computes each prompt once for its group, and the head responses alone. Flat groups need
+    no backward. No chunks, no entropy, no mask.
     """
-    group_size, prompt = config.grpo.group_size, int(batch.prompt_lengths[0])
-    count, width = batch.inputs.shape
-    assert (batch.prompt_lengths == prompt).all(), f"{batch.prompt_lengths.unique()=}"
-    whole_groups = config.grpo.micro_batch_tokens // width // group_size * group_size
-    minibatches = torch.arange(count).split(count // config.grpo.num_minibatches)
-    for rows in chain(*(minibatch.split(whole_groups) for minibatch in minibatches)):
+    group_size = config.grpo.group_size
+    for rows in whole_groups(batch, config.grpo):
         micro, cache = batch.rows(rows), DynamicCache(config=model.config)
-        with torch.set_grad_enabled(backward):
+        prompt = int(micro.prompt_lengths[0])
+        learns = backward and bool(micro.advantages.any())
+        with torch.set_grad_enabled(learns):
             first = model.base_model(input_ids=micro.inputs[::group_size, :prompt],
                                      past_key_values=cache)
             cache.batch_repeat_interleave(group_size)
@@ -175,15 +177,58 @@ def bare_training(model: torch.nn.Module, batch: Batch, config: Config, backward
             hidden = torch.cat([last, rest.last_hidden_state], dim=1)
             hidden = hidden[micro.mask[:, prompt - 1 :] > 0]  # (N, H)
             loss = F.cross_entropy(model.lm_head(hidden), micro.targets[micro.mask > 0])
-        if backward:
+        if learns:
             loss.backward()
     model.zero_grad()
 
 
+def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
+    """Rows of whole groups with prompts of one length, with an advantage or all without."""
+    count, width = batch.inputs.shape
+    size = grpo.micro_batch_tokens // width // grpo.group_size * grpo.group_size
+    signal = batch.advantages.view(-1, grpo.group_size).any(dim=1)  # (P,)
+    kinds = 2 * batch.prompt_lengths + signal.repeat_interleave(grpo.group_size)  # (B,)
+    for minibatch in torch.arange(count).split(count // grpo.num_minibatches):
+        for kind in kinds[minibatch].unique():
+            yield from minibatch[kinds[minibatch] == kind].split(size)
+
+
+def machine_peaks(dtype: torch.dtype) -> tuple[float, float]:
+    """The fastest of many products in operations a second, and of many reads in bytes a second."""
+    square, much = torch.ones(2048, 2048, dtype=dtype), torch.ones(2**28)
+    product = min(seconds(torch.mm, square, square) for _ in range(10))
+    reading = min(seconds(much.sum) for _ in range(5))
+    return 2 * 2048**3 / product, much.nbytes / reading
+
+
+def bounds(run: Run, model: torch.nn.Module, batch: Batch) -> dict[str, float]:
+    """Seconds of the products with weight matrices at the machine's peak, by phase.
+
+    Each prompt is computed once for its group, with a shared prefix cache in the engine too. A row
+    without advantage needs no backward. Attention, norms and activations count as free.
+    """
+    grpo, shared = run.config.grpo, run.config.backend.prefix_cache != "off"
+    linear = [each for each in model.base_model.modules() if isinstance(each, torch.nn.Linear)]
+    body, head = sum(each.weight.numel() for each in linear), model.lm_head.weight.numel()
+    responses, rows = batch.mask.sum().item(), len(batch.mask)
+    of_prompts = batch.prompt_lengths.sum().item()
+    prompts = of_prompts / grpo.group_size
+    forward = 2 * body * (prompts + responses - rows) + 2 * head * responses
+    signal = (batch.advantages != 0).float().mean().item()
+    sampling = forward + 2 * body * (0 if shared else of_prompts - prompts)
+    operations_a_second, bytes_a_second = machine_peaks(model.dtype)
+    longest = batch.mask.sum(dim=1).max().item()
+    reads = longest * (body + head) * model.dtype.itemsize / bytes_a_second
+    found = {"generate_s": max(sampling / operations_a_second, reads),
+             "old_logprobs_s": forward / operations_a_second,
+             "update_s": (1 + 2 * signal) * forward / operations_a_second}
+    return found | {"step_s": sum(found.values())}
+
+
 def phases(options: Options) -> None:
     """Seconds of each phase of a step beside the bare work; two uncounted pairs warm up."""
-    pairs = []
-    with running() as (run, live):
+    turns = []
+    with running(options.job) as (run, live):
         config, model = run.config, live.policy.model
         for step in range(1, options.rounds + 3):
             metrics, batch, problems = train_step(run, live, step)
@@ -194,19 +239,27 @@ def phases(options: Options) -> None:
                 "old_logprobs_s": seconds(bare_training, model, batch, config, False),
                 "update_s": seconds(bare_training, model, batch, config, True),
             }
-            pairs.append((metrics, bare | {"step_s": sum(bare.values())}))
-    pairs = pairs[2:]
-    low, middle, high = quantiles(step["step_s"] / bare["step_s"] for step, bare in pairs)
+            turns.append((metrics, bare | {"step_s": sum(bare.values())},
+                          bounds(run, model, batch)))
+    turns = turns[2:]
     names = {"generate_s": "generate", "old_logprobs_s": "old log-probabilities",
              "update_s": "update", "sync_s": "sync", "canary_s": "of sync, the canary",
              "step_s": "whole step"}
-    rows = [[title, *(f"{1e3 * median(each.get(name, 0.0) for each in side):.1f}"
-                      for side in zip(*pairs, strict=True))]
-            for name, title in names.items()]
-    print(f"\nA step costs {middle:.3f} times the bare work (median of {options.rounds} pairs,"
-          f" quartiles {low:.2f} and {high:.2f}); {config.grpo.num_prompts} prompts x"
-          f" {config.grpo.group_size}, {metrics['tokens']:,} tokens\n")
-    print(table(["phase", "step, ms", "bare work, ms"], rows))
+    rows = []
+    for name, title in names.items():
+        sides = [[each.get(name, 0.0) for each in side] for side in zip(*turns, strict=True)]
+        cells = [f"{1e3 * median(side):.1f}" for side in sides]
+        for other in sides[1:]:
+            ratios = [ours / theirs if theirs else 0.0
+                      for ours, theirs in zip(sides[0], other, strict=True)]
+            low, middle, high = quantiles(ratios)
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if middle else "")
+        rows.append([title, *cells])
+    print(f"\n{config.grpo.num_prompts} prompts x {config.grpo.group_size}, {metrics['tokens']:,}"
+          f" tokens; {torch.get_num_threads()} threads. Medians of {options.rounds} turns, ratios"
+          " with quartiles\n")
+    print(table(["phase", "step, ms", "bare work, ms", "bound, ms", "step / bare work",
+                 "step / bound"], rows))
 
 
 PROMPT_TOKENS, RESPONSE_TOKENS, GROUPS, GROUP_SIZE = (16, 64, 256), 64, 16, 8

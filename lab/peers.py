@@ -8,6 +8,7 @@ Markdown table.
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -37,10 +38,12 @@ class Options:
     out: str  # New folder of the run, or of all runs.
     trl_python: str | None = None  # Compare; this Python is that of the environment with TRL.
     turns: int = 3  # Of a comparison.
+    samplers: tuple[Literal["vllm", "transformers"], ...] = ("vllm", "transformers")  # Compared.
     # Of one run: vLLM in TRL's process, or `generate`.
     generation: Literal["vllm", "transformers"] = "vllm"
     steps: int = 30  # Batches of rollouts; each is two optimizer steps.
     seed: int = 0  # Decides the model and the problems.
+    job: str = ""  # Further options of train.py, such as "--model PATH --task FILE.py".
     # JSON: vLLM's arguments in place of TRL's own, which name no dtype.
     engine: str = '{"dtype": "float32"}'
     # Of one run: traces of so many batches, in `out`/traces (examples/record_trl.py).
@@ -92,7 +95,8 @@ def train(options: Options) -> None:
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
     start, arguments_of_vllm = vllm_generation.LLM, json.loads(options.engine)
     vllm_generation.LLM = lambda **given: start(**given | arguments_of_vllm)
-    config = Config.of(out=options.out, steps=options.steps, seed=options.seed)
+    given = tyro.cli(Config, args=shlex.split(options.job))
+    config = given.but(out=options.out, steps=options.steps, seed=options.seed)
     run, rng, updates = prepare(config), random.Random(config.run.seed), config.grpo.num_minibatches
     problems = {problem.question: problem for problem in run.task.train}
     batches = [run.task.sample(rng, config.grpo.num_prompts) for _ in range(config.run.steps)]
@@ -140,9 +144,11 @@ def summary(out: Path) -> tuple[float, float]:
 def compare(options: Options) -> None:
     """Whole commands in turns, because the speed of a machine changes within minutes."""
     end = str(options.steps)  # no evaluation and no checkpoint before the end
-    ours = [sys.executable, "train.py", "--eval-every", end, "--checkpoint-every", end, "--engine"]
-    commands = {"train.py": ours, "TRL": [options.trl_python, "-m", "lab.peers", "--generation"]}
-    runs = {(trainer, sampler): [] for sampler in ("vllm", "transformers") for trainer in commands}
+    ours = [sys.executable, "train.py", "--eval-every", end, "--checkpoint-every", end,
+            *shlex.split(options.job), "--engine"]
+    theirs = [options.trl_python, "-m", "lab.peers", "--job", options.job, "--generation"]
+    commands = {"train.py": ours, "TRL": theirs}
+    runs = {(trainer, sampler): [] for sampler in options.samplers for trainer in commands}
     for turn in range(options.turns):
         for trainer, sampler in runs:
             out = Path(options.out) / f"{turn}-{trainer}-{sampler}"

@@ -61,8 +61,7 @@ class Workload:
         ordered = Rule("two numbers, 1 <= shortest <= longest", lambda two: 1 <= two[0] <= two[1])
         ordered.check(self, "prompt_tokens")
         if self.sampling.temperature > 2:
-            raise ValueError("temperature must be at most 2, vLLM's range, got"
-                             f" {self.sampling.temperature}")
+            raise ValueError(f"temperature must be at most 2, got {self.sampling.temperature}")
 
     def requests(
         self, vocabulary: int, every_fourth_short: bool = False

@@ -81,11 +81,9 @@ def same_workload(before: list[Trace], after: list[Trace],
                          f" {next(names)}, the second {next(names)}")
     for one, two in pairs:
         if [each.prompt_ids for each in one.rollouts] != [each.prompt_ids for each in two.rollouts]:
-            raise ValueError("the traces must be of one workload, the prompts of"
-                             f" {one.name} differ")
+            raise ValueError(f"the traces must be of one workload, {one.name}'s prompts differ")
         if replace(one.sampling, max_new_tokens=1) != replace(two.sampling, max_new_tokens=1):
-            raise ValueError("the traces must be of one workload, the sampling of"
-                             f" {one.name} differs")
+            raise ValueError(f"the traces must be of one workload, {one.name}'s sampling differs")
     weights = [traces[0].meta.get("model", {}).get("weights") for traces in (before, after)]
     if None not in weights and weights[0] != weights[1]:
         raise ValueError("the traces must be of one model, their weight files differ")

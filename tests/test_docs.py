@@ -283,12 +283,12 @@ def test_the_readmes_own_task_can_be_trained_on(tmp_path):
 
 
 def added(file: str) -> str:
-    """The lines that a diff of the README adds to a file."""
-    diff = re.search(rf"```diff\n# {file}\n(.*?)```", README.read_text(), re.DOTALL)[1]
+    """The lines that a diff of docs/fork.md adds to a file."""
+    diff = re.search(rf"```diff\n# {file}\n(.*?)```", (ROOT / "docs" / "fork.md").read_text(), re.DOTALL)[1]
     return "\n".join(line[1:] for line in diff.splitlines() if line.startswith("+"))
 
 
-def test_the_readmes_objective_is_leave_one_out():
+def test_the_objective_of_the_page_for_forks_is_leave_one_out():
     import torch
 
     code, row = added("objectives.py").rsplit("\n", 1)
@@ -309,7 +309,7 @@ def test_the_readmes_objective_is_leave_one_out():
 
 
 @pytest.mark.skipif(not hasattr(engine_adapter, "SETTINGS"), reason="engine_adapter.py has no table of settings")
-def test_the_readmes_backend_fix_is_a_row_like_the_others():
+def test_the_backend_fix_of_the_page_for_forks_is_a_row_like_the_others():
     field, _, row = added("engine_adapter.py").partition("Setting(")
     (setting,) = eval(f"[Setting({row}\n]", dict(vars(engine_adapter)))
     assert type(setting) is type(next(iter(engine_adapter.SETTINGS)))

@@ -31,6 +31,7 @@ OF_EXTRAS = {
     "extras/prompts.py": {},  # the plain body takes its place
     "extras/reference.py": {"--engine transformers": "engine transformers"},
     "extras/shared_engine.py": {"--engine shared": "engine shared", EXACT: "engine shared"},
+    "extras/tensorboard.py": {"--tensorboard": "tensorboard"},
 }
 OF_PROBE = {
     "probe/diagnose.py": {

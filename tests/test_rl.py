@@ -249,14 +249,23 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path, folders):
         Policy.load(str(tmp_path), torch.float32, "cpu")
 
 
+class CountedOptimizer(Optimizer):
+    backward_passes = 0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.backward_passes += 1
+        super().backward(loss)
+
+
 def stepped(options: GrpoConfig, advantages=(1.0, -1.0, 0.5, -0.5), lr: float = 1e-3, dtype=torch.float32):
     """Weights, metrics and Adam's first moments after one update of a fresh model."""
     model = qwen2(tied=True, dtype=dtype)
-    policy, optimizer = Policy(model), Optimizer(model, weight_decay=0.0)
+    policy, optimizer = Policy(model), CountedOptimizer(model, weight_decay=0.0)
     batch = make_batch(rollouts(), torch.tensor(advantages))
     old = frozen_logprobs(policy, batch, options)
     reference = old - 0.1 * batch.mask
     metrics = update(policy, optimizer, replace(batch, old_logprobs=old, ref_logprobs=reference), options, lr)
+    metrics["backward_passes"] = optimizer.backward_passes
     moments = [state["exp_avg"].flatten() for state in optimizer.adamw.state.values()]  # 0.1 * gradient after one step
     return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics, moments
 
@@ -267,8 +276,10 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(objective, rejecti
     options = GrpoConfig(objective=objective, num_minibatches=1, kl_coef=0.1, tis="sequence", **rejection)
     _, metrics, moments = stepped(options)
     assert (0 < metrics["rejected_frac"] < 1) == bool(rejection)
+    assert metrics.pop("backward_passes") == 1
     for tokens in (1, 13):  # one row each; the two longest together, then the two others
         _, split_metrics, split_moments = stepped(replace(options, micro_batch_tokens=tokens))
+        assert split_metrics.pop("backward_passes") == {1: 4, 13: 3}[tokens]
         torch.testing.assert_close(torch.cat(moments), torch.cat(split_moments), atol=1e-6, rtol=1e-4)
         assert split_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
@@ -288,6 +299,30 @@ def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_
         padded += sum(len(rows) * width for rows, width in zip(micros, longest, strict=True))
     assert padded < 1.15 * batch.lengths.sum() < 0.8 * 64 * batch.lengths.max()
     assert all(len(rows) == 1 for micros in batch.cut(1, 1) for rows in micros)  # a longer row goes alone
+
+
+def test_rows_without_an_advantage_have_micro_batches_of_their_own_and_the_longest_come_first():
+    lengths, advantages = [9, 3, 7, 5, 8, 2, 6, 4], torch.tensor([0.0, 1.0, 0.0, -1.0, 2.0, 0.0, 0.0, -1.0])
+    batch = make_batch(rollouts([(1, n) for n in lengths]), advantages)
+    cut = batch.cut(num_minibatches=2, micro_batch_tokens=100)
+    assert [[rows.tolist() for rows in micros] for micros in cut] == [[[3, 1], [0, 2]], [[4, 7], [6, 5]]]
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo", "cispo"])
+def test_without_a_backward_for_flat_rows_gradient_and_diagnostics_are_those_of_all_rows(objective):
+    """A KL term with a weight of 1e-30 needs a backward for every row and changes no figure."""
+    options = GrpoConfig(objective=objective, micro_batch_tokens=1)  # two minibatches, each row alone
+    found = []
+    for kl_coef, expected in ((0.0, 2), (1e-30, 4)):
+        weights, metrics, moments = stepped(replace(options, kl_coef=kl_coef), advantages=(1.0, 0.0, 0.0, -1.0))
+        assert metrics.pop("backward_passes") == expected
+        metrics.pop("kl_ref", None)
+        found.append((weights, metrics, torch.cat(moments)))
+    (weights, metrics, moments), (all_weights, all_metrics, all_moments) = found
+    assert metrics == all_metrics
+    assert metrics["kl_old_new"] > 0  # the second minibatch is measured on moved weights, its flat row too
+    assert torch.equal(weights, all_weights)
+    assert torch.equal(moments, all_moments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

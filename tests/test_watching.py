@@ -1,0 +1,114 @@
+"""What one sees of a run while it goes on: curves.png, answers, the time that is left, TensorBoard."""
+
+import json
+import sys
+from importlib.util import find_spec
+from io import TextIOWrapper
+
+import pytest
+
+from config import Config
+from extras.curves import Picture
+from prepare import prepare
+from records import answer_line, log_line
+from train import build, train
+
+TINY = dict(num_prompts=4, group_size=2, eval_problems=4, engine="transformers", reward_errors="count")
+ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
+
+
+def watched(good, out, watch, **options) -> None:
+    """A run of a small model that calls `watch` with each row, after its own watchers."""
+    model, task = str(good / "model"), str(good / "task.jsonl")
+    run = prepare(Config.of(out=str(out), model=model, task=task, **TINY | options))
+    run.out.mkdir(parents=True, exist_ok=True)
+    state, first_step = build(run)
+    state.watchers.append(watch)
+    train(run, state, first_step)
+
+
+def test_curves_are_drawn_at_each_evaluation_and_the_time_left_ends_at_zero(good, tmp_path, capsys):
+    seen = []
+
+    def watch(row: dict) -> None:
+        picture = tmp_path / "run" / "curves.png"
+        seen.append((row, picture.read_bytes() if picture.exists() else None))
+
+    watched(good, tmp_path / "run", watch, steps=5, eval_every=2)
+    rows, pictures = zip(*seen, strict=True)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert pictures[:2] == (None, None)
+    assert pictures[2] == pictures[3]
+    assert len({*pictures[2:]}) == 3  # of the steps 2, 4 and 5
+    left = [row["left_s"] for row in rows[1:]]
+    assert left[0] > rows[1]["step_s"] * 3  # four steps are left, and none takes no time
+    assert left[-1] == 0.0
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert written == list(rows)
+    printed = capsys.readouterr().out.splitlines()
+    answers = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    first = [row for row in answers if row["mode"] == "greedy"][::4]  # of four evaluations: steps 0, 2, 4, 5
+    assert [line for line in printed if line.startswith("    ")] == [*map(answer_line, first)]
+
+
+def test_the_picture_is_not_drawn_before_the_first_step_nor_between_evaluations(tmp_path):
+    picture = Picture(tmp_path)
+    picture({"step": 0, "eval_reward": 0.5})
+    picture({"step": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_time_left_is_in_seconds_and_then_in_minutes():
+    names = "reward response_len trunc_frac flat_frac mismatch_kl clip_rate entropy grad_norm"
+    step = {"step": 1} | dict.fromkeys(f"{names} generate_s update_s sync_s".split(), 0.0)
+    for seconds, words in ((0, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (7300, "121 min")):
+        assert f"| {words} left" in log_line(step | {"left_s": seconds}, 9)
+
+
+def test_an_answer_is_one_short_line_that_any_terminal_shows(capsys, tmp_path):
+    assert answer_line(ROW) == '    "What is 3 + 2?" -> " 5\\nor 6", reward 1'
+    long = answer_line(ROW | {"response": "x" * 300})
+    assert len(long) < 130
+    assert long.endswith('..., reward 1')
+    assert "\\ud800" in answer_line(ROW | {"response": "\ud800"})
+    assert "日本" in answer_line(ROW | {"response": "日本"})
+    narrow = TextIOWrapper((tmp_path / "terminal").open("wb"), encoding="ascii")
+    usual, sys.stdout = sys.stdout, narrow
+    try:
+        print(answer_line(ROW | {"response": "日本"}), flush=True)
+    finally:
+        sys.stdout = usual
+    assert b"\\u65e5" in (tmp_path / "terminal").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------ TensorBoard
+def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed (examples/requirements-real.txt)")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    out, rows = tmp_path / "run", []
+    watched(good, out, rows.append, steps=4, eval_every=2, checkpoint_every=2, tensorboard=True)
+    (out / "checkpoints").joinpath(sorted(path.name for path in (out / "checkpoints").iterdir())[-1]).unlink()
+    watched(good, out, rows.append, steps=4, eval_every=2, checkpoint_every=2, tensorboard=True, resume=True)
+    events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    final = {row["step"]: row for row in rows}  # steps 3 and 4: of the resumed run
+    assert len(rows) == 7
+    for name in ("reward", "entropy", "step_s", "left_s", "eval_reward"):
+        shown = {each.step: each.value for each in events.Scalars(name)}
+        expected = {step: row[name] for step, row in final.items() if row.get(name) is not None}
+        assert shown == pytest.approx(expected, rel=1e-6), name
+    texts = events.Tensors("answers/text_summary")
+    answers = {each.step: make_ndarray(each.tensor_proto).item().decode() for each in texts}
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert set(answers) == {0, 2, 4}
+    for step, text in answers.items():
+        greedy = [row for row in samples if row["step"] == step and row["mode"] == "greedy"]
+        assert text.splitlines() == [*map(answer_line, greedy)]
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed")
+def test_tensorboard_without_its_package_is_refused_in_one_sentence(good, tmp_path):
+    config = Config.of(out=str(tmp_path), model=str(good / "model"), task=str(good / "task.jsonl"), tensorboard=True)
+    with pytest.raises(ValueError, match=r"^tensorboard needs the package of this name, .* `pip install tensorboard`$"):
+        prepare(config)

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 import tyro
 
 from engine_adapter import ParityFlags
-from objectives import OBJECTIVES, Clip, Tis
+from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "tensorboard"}  # may change at --resume
@@ -84,10 +85,14 @@ class GrpoConfig:
     clip_low: float | None = None  # Lower clip distance; if not given, usual for the objective.
     clip_high: float | None = None  # Upper clip distance (cispo: the absolute cap); the same.
     kl_coef: float = 0.0  # Weight of the KL to the initial policy, a frozen copy of it in memory.
-    tis: Tis = "off"  # Truncated importance sampling; refused while a parity fix is off.
-    tis_cap: float = 2.0  # Largest weight (token, sequence: truncated to it; masked: dropped).
-    tis_floor: float = 0.5  # Smallest importance weight that masked keeps (IcePop's value).
-    # Allow `tis` although a fix is off: only to study how a correction hides a broken backend.
+    # Corrections of a mismatch, refused while a parity fix is off; docs/corrections.md.
+    tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
+    tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
+    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens that get no gradient.
+    reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's usual.
+    reject_high: float | None = None  # Largest ratio, or divergence, that is kept; the same.
+    reject_mean: Literal["all", "kept"] | None = None  # Tokens that the loss's mean counts; same.
+    # Allow them although a fix is off: only to study how a correction hides a broken backend.
     tis_over_a_broken_backend: bool = False
     mask_truncated: bool = False  # No loss for responses cut off; they stay in the baseline (DAPO).
     num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip can act.
@@ -101,12 +106,13 @@ class GrpoConfig:
     def __post_init__(self):
         COUNT.check(self, "num_prompts", "max_new_tokens", "num_minibatches", "micro_batch_tokens")
         WHOLE.check(self, "top_k", "lr_warmup_steps")
-        POSITIVE.check(self, "lr", "clip_high", "tis_cap", "grad_clip")
-        NON_NEGATIVE.check(self, "kl_coef", "tis_floor", "weight_decay")
+        POSITIVE.check(self, "lr", "clip_high", "tis_cap", "reject_high", "grad_clip")
+        NON_NEGATIVE.check(self, "kl_coef", "weight_decay")
         GROUP.check(self, "group_size")
         TEMPERATURE.check(self, "temperature")
         Rule("in (0, 1]", lambda value: 0 < value <= 1).check(self, "top_p")
         Rule("in [0, 1)", lambda value: 0 <= value < 1).check(self, "min_p", "clip_low")
+        Rule("in (0, 1)", lambda value: 0 < value < 1).check(self, "reject_low")
         if self.clip_low is not None and OBJECTIVES[self.objective].clip[0] is None:
             raise ValueError(f"clip_low must not be given with {self.objective} (it has an upper"
                              f" cap only), got {self.clip_low}")
@@ -114,11 +120,33 @@ class GrpoConfig:
         if rows % self.num_minibatches:
             raise ValueError(f"num_minibatches must divide num_prompts * group_size = {rows} (all"
                              f" optimizer steps weigh alike), got {self.num_minibatches}")
-        if self.tis == "masked" and self.tis_floor >= self.tis_cap:
-            raise ValueError(f"tis_floor must be below tis_cap, got {self.tis_floor}")
-        if self.tis != "off" and self.old_policy == "rollout":
-            raise ValueError(f"tis must be off with old_policy rollout, got {self.tis} (a weight"
-                             " would count it twice: its ratio holds the mismatch)")
+        if self.reject == "off" and self.rejection != NO_REJECTION:
+            raise ValueError("reject must be given with reject_low, reject_high and reject_mean"
+                             " (which do nothing without it), got off")
+        equal = torch.zeros(1, 1)
+        if self.rejection.rejects(equal, equal, equal + 1).any():
+            raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
+                             " ratio is 1, its divergence 0), got"
+                             f" {self.reject_low} and {self.reject_high} with {self.reject}")
+        if self.corrections and self.old_policy == "rollout":
+            raise ValueError("tis and reject must be off with old_policy rollout (a weight would"
+                             " count the mismatch twice: its ratio holds it), got"
+                             f" {self.corrections}")
+
+    @property
+    def corrections(self) -> str:
+        """The corrections in use, such as `tis token, reject worst`; empty if there is none."""
+        used = {"tis": self.tis, "reject": self.reject}
+        return ", ".join(f"{name} {kind}" for name, kind in used.items() if kind != "off")
+
+    @property
+    def rejection(self) -> Rejection:
+        """The rule of `reject`, with the user's bounds and mean in place of the usual ones."""
+        rule = REJECTIONS.get(self.reject, NO_REJECTION)
+        low, high = rule.bounds
+        bounds = (low if self.reject_low is None else self.reject_low,
+                  high if self.reject_high is None else self.reject_high)
+        return rule._replace(bounds=bounds, mean=self.reject_mean or rule.mean)
 
     @property
     def clip(self) -> Clip:
@@ -215,9 +243,9 @@ class Config:
     def __post_init__(self):
         off, grpo, backend = self.parity.off(), self.grpo, self.backend
         # Fix the backend first, then correct the remaining mismatch.
-        if grpo.tis != "off" and off and not grpo.tis_over_a_broken_backend:
-            raise ValueError("tis must be off while a fix is off (a correction hides the broken"
-                             f" backend), got {grpo.tis} without {', '.join(off)};"
+        if grpo.corrections and off and not grpo.tis_over_a_broken_backend:
+            raise ValueError("tis and reject must be off while a fix is off (a correction hides the"
+                             f" broken backend), got {grpo.corrections} without {', '.join(off)};"
                              " to study that, --tis-over-a-broken-backend")
         of_vllm = sorted(set(off) - {"sampling_mask"})
         if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM

@@ -46,6 +46,7 @@ class Batch:
     rollouts: Any = None  # (B,) numpy array of the rollouts, for what is not a tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    correction: Tensor | None = None  # of the surrogate: importance weights, 0 on rejected tokens
 
     def rows(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
@@ -236,41 +237,101 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-# ---------------------------------------------------------------------------- mismatch and TIS
-Tis = Literal["off", "token", "sequence", "masked"]
+# ---------------------------------------------------------------------- corrections of a mismatch
+# Of old_logprobs, behavior_logprobs and mask, (B, T) each: (B, T). Where the two are equal, and
+# outside the mask, a ratio is exactly 1 and a divergence exactly 0.
+Statistic = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class TisWeights(NamedTuple):
-    """`weights` (B, T), without gradient; `cut` (B, T) bool, where cap or floor cut them."""
+def token_ratio(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """rho = exp(old - behavior) of each token.
+
+    Source: as a weight, Yao et al. 2025 (off-policy RL note); as a rejection, IcePop, arXiv
+    2510.18855. As in TRL and SkyRL; verl's `token_k1` applies its bounds to 1 / rho.
+    """
+    mismatch = (old_logprobs - behavior_logprobs) * mask
+    return mismatch.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+
+
+def row_ratio(
+    old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, mean: bool = False
+) -> Tensor:
+    """exp sum_t log rho, the ratio of a response, on each of its tokens; exp mean_t with `mean`.
+
+    Source: Liu et al. 2025, "When Speed Kills Stability"; as in TRL (no mean) and verl. SkyRL sums
+    over the tokens that its token rejection has kept.
+    """
+    mismatch = ((old_logprobs - behavior_logprobs) * mask).sum(dim=1, keepdim=True)  # (B, 1)
+    if mean:
+        mismatch = mismatch / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return mismatch.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().expand_as(mask)
+
+
+class Rejection(NamedTuple):
+    """A token is rejected if its statistic is outside the bounds; its row too, if `whole_rows`."""
+
+    statistic: Statistic
+    bounds: tuple[float, float]
+    whole_rows: bool = False
+    mean: Literal["all", "kept"] = "all"  # tokens that the loss's mean counts, as in the source
+
+    def rejects(self, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """(B, T), (B, T), mask (B, T) -> (B, T), bool."""
+        statistic = self.statistic(old_logprobs, behavior_logprobs, mask)
+        outside = ((statistic < self.bounds[0]) | (statistic > self.bounds[1])) & (mask > 0)
+        if self.whole_rows:
+            outside = outside.any(dim=1, keepdim=True) & (mask > 0)
+        return outside
+
+
+NO_REJECTION = Rejection(token_ratio, (0.0, torch.inf))
+WEIGHTS: dict[str, Statistic] = {"token": token_ratio, "sequence": row_ratio}
+REJECTIONS: dict[str, Rejection] = {
+    "token": Rejection(token_ratio, (0.5, 2.0)),  # IcePop itself: 0.5 and 5, with --tis-cap 5
+    "sequence": Rejection(row_ratio, (0.5, 2.0), mean="kept"),  # MIS, verl; TRL, SkyRL: all
+    "geometric": Rejection(partial(row_ratio, mean=True), (0.99, 1.01)),  # SkyRL; verl: kept, 0.999
+    "worst": Rejection(token_ratio, (1e-4, 100.0), whole_rows=True),  # SkyRL's outlier_token
+    # TRM-Max, Li et al. 2025, arXiv 2512.23075: there the KL of the vocabulary; verl: k3, kept.
+    "trm": Rejection(lambda old, behavior, mask: kl_k3(behavior, old), (-torch.inf, 0.05), True),
+    # DPPO, arXiv 2602.04879: there of the policy in the update, and one-sided; prime-rl's `ipo`.
+    "binary_tv": Rejection(lambda old, behavior, mask: (old.exp() - behavior.exp()).abs(),
+                           (-torch.inf, 0.2)),
+}  # fmt: skip
+
+
+class Correction(NamedTuple):
+    """`weights` (B, T); `truncated` and `rejected` (B, T), bool, where the cap and the rule act."""
 
     weights: Tensor
-    cut: Tensor
+    truncated: Tensor
+    rejected: Tensor
 
 
-def tis_weights(
-    kind: Tis, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float,
-    floor: float,
-) -> TisWeights:
-    """sg(w) per token for the remaining mismatch, rho = exp(old_logprobs - behavior_logprobs).
+def correct(
+    old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, tis: str, cap: float,
+    rejection: Rejection,
+) -> Correction:
+    """sg(min(w, cap)), 0 on rejected tokens, not renormalised; w is WEIGHTS[tis], 1 with "off"."""
+    policies = old_logprobs.detach(), behavior_logprobs, mask
+    rejected = rejection.rejects(*policies)
+    if tis == "off":
+        weights = torch.ones_like(mask).masked_fill(rejected, 0.0)
+        return Correction(weights, torch.zeros_like(rejected), rejected)
+    ratio = WEIGHTS[tis](*policies)
+    weights = ratio.clamp(max=cap).masked_fill(rejected, 0.0)
+    return Correction(weights, (ratio > cap) & (mask > 0) & ~rejected, rejected)
 
-    "token": min(rho, cap). "sequence": min(exp sum_t log rho, cap). "masked": rho inside [floor,
-    cap], else 0, without renormalising. "off": 1.
 
-    Shapes: (B, T), (B, T), (B, T) -> (B, T).
-    Source: Yao et al. 2025 (off-policy RL note), verl and SkyRL for the sequence form, IcePop for
-    the masked one.
-    """
-    mismatch = ((old_logprobs - behavior_logprobs) * mask).detach()
-    if kind == "off":
-        return TisWeights(torch.ones_like(mask), torch.zeros_like(mask, dtype=torch.bool))
-    if kind == "sequence":
-        of_row = mismatch.sum(dim=1, keepdim=True)  # (B, 1)
-        mismatch = of_row.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).expand_as(mask)
-    weights = torch.exp(mismatch)
-    if kind == "masked":
-        outside = (weights < floor) | (weights > cap)
-        return TisWeights(weights.masked_fill(outside, 0.0), outside)
-    return TisWeights(weights.clamp(max=cap), weights > cap)
+def correction_metrics(
+    correction: Correction, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """Shares of the response tokens, `rejected_frac_RULE` with usual bounds; ESS of the weights."""
+    shares = {f"rejected_frac_{name}": rule.rejects(old_logprobs, behavior_logprobs, mask)
+              for name, rule in REJECTIONS.items()}
+    shares |= {"tis_clip_frac": correction.truncated, "rejected_frac": correction.rejected}
+    tokens = mask.sum().clamp(min=1)
+    metrics = {name: (share.sum() / tokens).item() for name, share in shares.items()}
+    return metrics | {"weights_ess": effective_sample_size(correction.weights[mask > 0]).item()}
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
@@ -311,9 +372,7 @@ def mismatch_metrics(
     }
 
 
-def backend_metrics(
-    batch: Batch, objective: str, clip: Clip, max_length: int
-) -> dict[str, float]:
+def backend_metrics(batch: Batch, objective: str, clip: Clip, max_length: int) -> dict[str, float]:
     """Clip rate and mean of the ratio old / behavior: what the backend alone does to a loss.
 
     With two policies the first minibatch of an update has this ratio, before any weight has moved.
@@ -334,9 +393,9 @@ def backend_metrics(
 # ---------------------------------------------------------------------------------- the loss
 def weighted_loss(
     logprobs: Tensor, batch: Batch, weights: Tensor, *, objective: str, clip: Clip, old_policy: str,
-    kl_coef: float, tis: Tis, tis_cap: float, tis_floor: float,
+    kl_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum_t w_t (tis_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch.
+    """sum_t w_t (correction_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch.
 
     Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the
     sum of the weights. "Old" in `kl_old_new` = KL(old || new) is the denominator of the ratio, of
@@ -346,10 +405,8 @@ def weighted_loss(
     """
     denominator = batch.old_logprobs if old_policy == "recompute" else batch.behavior_logprobs
     loss, clipped = OBJECTIVES[objective].surrogate(logprobs, denominator, batch, clip)
-    policies = batch.old_logprobs, batch.behavior_logprobs
-    correction, cut = tis_weights(tis, *policies, batch.mask, tis_cap, tis_floor)
-    loss = correction * loss
-    terms = {"clip_rate": clipped, "tis_clip_frac": cut, "weight": torch.ones_like(weights)}
+    loss = batch.correction * loss
+    terms = {"clip_rate": clipped, "weight": torch.ones_like(weights)}
     if kl_coef:
         terms["kl_ref"] = kl_k3(logprobs, batch.ref_logprobs)
         loss = loss + kl_coef * terms["kl_ref"]

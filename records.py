@@ -138,6 +138,7 @@ NAMED = {
     "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
     "skipped_updates": " | NO SIGNAL in {skipped_updates} minibatch(es): all groups flat, no step",
     "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): scale halved",
+    "rejected_frac": " | {rejected_frac:.1%} of tokens rejected by {reject}",
     "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
     "reward_errors": " | {reward_errors} rewards FAILED, counted as 0",
 }

@@ -7,7 +7,7 @@ response tokens.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from config import GrpoConfig
 from engine_adapter import Rollout
 from models import load_model
-from objectives import OBJECTIVES, Batch, loss_weights, weighted_loss
+from objectives import OBJECTIVES, Batch, correct, correction_metrics, loss_weights, weighted_loss
 
 Body = Callable[[Batch, Tensor], Tensor]  # batch, response (B, T) bool -> hidden states (N, H)
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
@@ -234,9 +234,7 @@ class Policy:
             self._check_head()
 
     @classmethod
-    def load(
-        cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True
-    ) -> "Policy":
+    def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True) -> "Policy":
         """From a folder or a hub name. Raises: ValueError, as `models.load_model`."""
         return cls(load_model(path, dtype).to(device), fp32_head)
 
@@ -481,22 +479,26 @@ def update(
 ) -> dict[str, Any]:
     """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches.
 
-    The losses of micro-batches simply add up. A minibatch without signal (all its groups are flat
-    or masked, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
-    AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps that fp16
-    has lost, `updates` those that changed the weights. Diagnostics are means over all minibatches
-    with a signal, None if none had one. A minibatch still takes a step if `tis masked` drops all
-    its tokens.
+    The losses of micro-batches simply add up. A minibatch without signal (all its groups are flat,
+    masked or rejected, and there is no KL term) takes no step and counts in `skipped_updates`:
+    otherwise AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps
+    that fp16 has lost, `updates` those that changed the weights. Diagnostics are means over all
+    minibatches with a signal, None if none had one; those of the correction are of the whole batch.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
     losses, norms = [], []
     sums: dict[str, Tensor] = {}
+    policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
+    batch = replace(batch, correction=correction.weights)
+    kept = batch.mask * ~correction.rejected  # (B, T)
+    counted = kept if grpo.rejection.mean == "kept" else batch.mask  # (B, T)
     with optimizer.on_device():
         for micro_batches in batch.cut(grpo.num_minibatches, grpo.micro_batch_tokens):
             rows = torch.cat(micro_batches)
-            mask = batch.mask[rows]  # (rows, T)
-            has_signal = (mask.any(dim=1) & (batch.advantages[rows] != 0)).any()
+            mask = counted[rows]  # (rows, T)
+            has_signal = (kept[rows].any(dim=1) & (batch.advantages[rows] != 0)).any()
             if not has_signal and not (grpo.kl_coef and mask.any()):
                 continue
             weights = loss_weights(mask, OBJECTIVES[grpo.objective].normalizer, grpo.max_new_tokens)
@@ -513,9 +515,9 @@ def update(
             norms.append(optimizer.step(lr, grpo.grad_clip))
     finite = [norm for norm in norms if math.isfinite(norm)]
     weight = sums.pop("weight", None)
-    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "tis_clip_frac", "kl_old_new"))
+    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "kl_old_new"))
     measured = {name: float(value / weight) for name, value in sums.items()}
-    return unmeasured | measured | {
+    return unmeasured | measured | correction_metrics(correction, *policies) | {
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite),
@@ -534,8 +536,7 @@ def _backward(
         logprobs = policy.logprobs(micro, grpo.temperature)  # (rows, T)
         loss, terms = weighted_loss(
             logprobs, micro, weights[:, : logprobs.shape[1]], objective=grpo.objective,
-            clip=grpo.clip, old_policy=grpo.old_policy, kl_coef=grpo.kl_coef, tis=grpo.tis,
-            tis_cap=grpo.tis_cap, tis_floor=grpo.tis_floor)
+            clip=grpo.clip, old_policy=grpo.old_policy, kl_coef=grpo.kl_coef)
     if has_gradient:
         optimizer.backward(loss)
     return loss.item(), terms

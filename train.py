@@ -99,7 +99,8 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         metrics |= state.source.after_update()
 
     errors = sum(each["error"] is not None for each in scored)
-    metrics |= {"step": step, "lr": run.config.lr_at(step), "reward_errors": errors}
+    metrics |= {"step": step, "lr": run.config.lr_at(step), "reward_errors": errors,
+                "reject": grpo.reject}
     metrics |= {"memory_gib": records.memory_gib()} | clock.figures()
     return Step(metrics, batch, problems)
 

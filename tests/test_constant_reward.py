@@ -19,7 +19,7 @@ OPTIONS = {
     "no kl": "",
     "kl": KL,
     "kl, tis, in flight": f"{KL} --tis sequence --inflight-groups 4 --max-staleness 2",
-    "kl, tis, masks": f"{KL} --tis masked --top-k 20 --top-p 0.9 --min-p 0.01",
+    "kl, tis, masks": f"{KL} --tis token --reject token --top-k 20 --top-p 0.9 --min-p 0.01",
     "kl, checkpointing": f"{KL} --gradient-checkpointing",
 }
 CASES = [pytest.param(backend, options, dtype, marks=[pytest.mark.engine] * (backend != "transformers"))

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import engine_adapter
 import objectives
 from config import Config
-from lab import ablate, bench, bench_gpu, compare, peers, plan, translate
+from lab import ablate, bench, bench_gpu, compare, corrections, peers, plan, translate
 from lab.ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
 from probe.__main__ import Compare, Diagnose, Locate, Record
 from tasks import load_task
@@ -58,6 +58,9 @@ COMMANDS = (
      "test_plan.py::test_a_plan_needs_neither_weights_nor_tokenizer_nor_an_engine"),
     (r"-m lab.ablate( |$)",
      "test_ablate.py::test_a_crashed_run_is_reported_and_a_second_call_repeats_only_that_run"),
+    (r"-m lab.corrections( |$)",
+     "test_corrections.py::test_a_part_of_the_factorial_runs_and_a_second_call_runs_only_what_is_new"),
+    (r"-m examples.long_digits FOLDER SEED$", "test_corrections.py::test_the_long_task_has_long_answers_and_a_model"),
     (r"make ablate$", "minutes: seven arms of the ladder; test_ablate.py runs such arms at a small size"),
     (r"-m lab.other_vllm ",
      "test_other_vllm.py::test_a_run_of_train_with_groups_in_flight_stores_the_version_of_the_worker"),
@@ -144,7 +147,8 @@ def test_each_entry_of_the_table_stands_for_a_command(pattern):
 
 
 OPTIONS = {"train": Config, "lab.plan": plan.Options, "lab.ablate": ablate.Options, "lab.bench": bench.Options,
-           "lab.compare": compare.Options, "lab.peers": peers.Options, "lab.translate": translate.Options}  # fmt: skip
+           "lab.compare": compare.Options, "lab.corrections": corrections.Options, "lab.peers": peers.Options,
+           "lab.translate": translate.Options}  # fmt: skip
 
 
 def parse(module: str, words: list[str]) -> None:
@@ -158,7 +162,7 @@ def parse(module: str, words: list[str]) -> None:
         bench_gpu.read_options(words)
     elif module == "lab.other_vllm":  # Python, version, and the options of train.py
         parse("train", words[2:])
-    elif module not in ("pytest", "examples.toys", "examples.smollm2"):
+    elif module not in ("pytest", "examples.toys", "examples.smollm2", "examples.long_digits"):
         tyro.cli(OPTIONS[module], args=words)
 
 

@@ -270,10 +270,12 @@ def stepped(options: GrpoConfig, advantages=(1.0, -1.0, 0.5, -0.5), lr: float = 
     return torch.cat([p.detach().flatten() for p in model.parameters()]), metrics, moments
 
 
+@pytest.mark.parametrize("rejection", [{}, {"reject": "token", "reject_low": 1e-6, "reject_mean": "kept"}])
 @pytest.mark.parametrize("objective", ["grpo", "dr_grpo", "gspo", "cispo"])
-def test_loss_and_gradient_do_not_depend_on_the_micro_batches(objective):
-    options = GrpoConfig(objective=objective, num_minibatches=1, kl_coef=0.1, tis="sequence")
+def test_loss_and_gradient_do_not_depend_on_the_micro_batches(objective, rejection):
+    options = GrpoConfig(objective=objective, num_minibatches=1, kl_coef=0.1, tis="sequence", **rejection)
     _, metrics, moments = stepped(options)
+    assert (0 < metrics["rejected_frac"] < 1) == bool(rejection)
     assert metrics.pop("backward_passes") == 1
     for tokens in (1, 13):  # one row each; the two longest together, then the two others
         _, split_metrics, split_moments = stepped(replace(options, micro_batch_tokens=tokens))
@@ -465,6 +467,37 @@ def test_loss_with_tis_and_kl_equals_the_formula_by_hand():
     assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
     assert metrics["kl_ref"] == pytest.approx(k3, rel=1e-3)
     assert metrics["tis_clip_frac"] == pytest.approx(6 / 13, rel=1e-4)
+
+
+@pytest.mark.parametrize("tis", ["off", "token"])
+@pytest.mark.parametrize("mean", ["all", "kept"])
+def test_loss_with_rejected_tokens_equals_the_formula_by_hand(mean, tis):
+    """Rejected tokens lose their surrogate. Of the KL term and of the mean they are a part only if `mean` is "all"."""
+    tokens = by_hand(GrpoConfig())
+    ratios = [math.exp(value - mu) for value, mu in tokens]
+    low = sorted(ratios)[6] * 0.99  # seven of the thirteen tokens are above it
+    options = GrpoConfig(num_minibatches=1, tis=tis, tis_cap=sorted(ratios)[10], kl_coef=0.3, reject="token",
+                         reject_low=low, reject_mean=mean)  # fmt: skip
+    advantages = (1.0, -1.0, 2.0, 0.5)
+    _, metrics, _ = stepped(options, advantages)
+    of_row = [a for rollout, a in zip(rollouts(), advantages, strict=True) for _ in rollout.token_ids]
+    k3 = math.exp(-0.1) - 1 + 0.1
+    losses = []
+    for advantage, ratio in zip(of_row, ratios, strict=True):
+        weight = min(ratio, options.tis_cap) if tis == "token" else 1.0
+        surrogate = -weight * advantage if ratio >= low else 0.0
+        losses.append(surrogate + 0.3 * k3 * (ratio >= low or mean == "all"))
+    assert metrics["loss"] == pytest.approx(sum(losses) / (7 if mean == "kept" else 13), rel=1e-4)
+    assert metrics["rejected_frac"] == pytest.approx(6 / 13, rel=1e-4)
+
+
+@pytest.mark.parametrize("mean", ["all", "kept"])
+def test_a_minibatch_whose_tokens_are_all_rejected_takes_no_step(mean):
+    start = torch.cat([p.detach().flatten() for p in qwen2(tied=True).parameters()])
+    options = GrpoConfig(num_minibatches=2, reject="binary_tv", reject_high=1e-12, reject_mean=mean)
+    weights, metrics, _ = stepped(options, advantages=(1.0, -1.0, 2.0, 0.5))
+    assert torch.equal(weights, start)
+    assert (metrics["skipped_updates"], metrics["rejected_frac"], metrics["weights_ess"]) == (2, 1.0, 0.0)
 
 
 def test_a_batch_without_signal_takes_no_step_and_says_so():

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from extras import shared_engine
 from extras.exact import ExactError
 from extras.masks import KeptTokens
 from extras.offload import OffloadedOptimizer
-from objectives import Batch
+from objectives import REJECTIONS, Batch
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
 from train import Run, TrainingState, build, prepare, train_step
 
@@ -418,11 +419,20 @@ def test_with_exact_a_correction_changes_nothing_bit_for_bit(good, tmp_path, dty
         assert all(row["mismatch_ratio"] == row["ess"] == 1 for row in rows)  # the weights' mean and effective size
         assert all(row["exact_tokens"] == row["tokens"] > 0 < row["updates"] for row in rows)
         assert not equal(weights, state["policy"])
-        for tis in ("token", "sequence", "masked"):
-            corrected, after = from_the_start(changed(run, tis=tis), live, state, 3)
-            assert corrected == rows
-            assert equal(after, weights)
-            assert all(row["tis_clip_frac"] == 0 for row in corrected)
+        _, first = from_the_start(run, live, state, 1)
+        assert all(value == 0 for row in rows for name, value in row.items() if "rejected_frac" in name)
+        assert all(row["tis_clip_frac"] == 0 and row["weights_ess"] == 1 for row in rows)
+        weightings, means = [{}, {"tis": "token"}, {"tis": "sequence"}], ("all", "kept")
+        rejections = [{"reject": rule, "reject_mean": mean} for rule in REJECTIONS for mean in means]
+        assert sum(name.startswith("rejected_frac") for name in rows[0]) == 1 + len(REJECTIONS)
+        for correction in (*weightings[1:], *(a | b for a, b in product(weightings, rejections))):
+            corrected, after = from_the_start(changed(run, **correction), live, state, 1)
+            assert [row | {"reject": "off"} for row in corrected] == rows[:1], correction
+            assert equal(after, first), correction
+        both = {"tis": "sequence", "reject": "geometric"}
+        corrected, after = from_the_start(changed(run, **both), live, state, 3)
+        assert [row | {"reject": "off"} for row in corrected] == rows
+        assert equal(after, weights)
 
 
 def test_without_exact_a_correction_changes_the_weights(good, tmp_path):
@@ -431,8 +441,12 @@ def test_without_exact_a_correction_changes_the_weights(good, tmp_path):
         state = deepcopy(live.state_dict())
         rows, weights = from_the_start(run, live, state, 2)
         corrected, after = from_the_start(changed(run, tis="token"), live, state, 2)
+        rejecting = changed(run, reject="binary_tv", reject_high=1e-8)
+        rejected, after_rejection = from_the_start(rejecting, live, state, 2)
     assert all(0 < row["mismatch_max"] < 1e-4 for row in rows + corrected)
     assert not equal(after, weights)
+    assert all(0 < row["rejected_frac"] < 1 for row in rejected)
+    assert not equal(after_rejection, weights)
 
 
 def test_fresh_rollouts_are_exact_with_groups_in_flight(good, tmp_path):

@@ -121,7 +121,7 @@ OTHER = {
     "eval_with_trainer": False, "checkpoint_every": 7, "self_noise_every": 7, "probe_every": 7,
     "probe_on_alarm": True, "processed_logprobs": False, "explicit_runtime": False, "inflight_keep": False,
     "fp32_head": False, "sampling_mask": False, "inflight_otherwise": "recompute",
-    "head_otherwise": "both",
+    "head_otherwise": "both", "tensorboard": True,
 }  # fmt: skip
 MASKED = {"tis": "token", "reject": "token"}
 NEEDS = {"tis_cap": {"tis": "token"}, "reject_low": MASKED, "reject_high": MASKED, "reject_mean": MASKED,
@@ -136,6 +136,7 @@ UNUSED = {  # in both; the lists are the translations that do not exist
     "tis_over_a_broken_backend", "max_kept", "max_num_seqs", "block_size", "prefix_cache", "cuda_graphs",
     "eval_problems", "eval_samples", "eval_with_trainer", "checkpoint_every",
     "self_noise_every", "probe_every", "probe_on_alarm", "inflight_keep", "inflight_otherwise",
+    "tensorboard",
 }  # fmt: skip
 UNUSED_BY = {"trl": UNUSED | {"engine", "task"}, "verl": (UNUSED - {"model"}) | {"engine", "mask_truncated"}}
 

@@ -89,7 +89,7 @@ COMMANDS = (
      "test_locate.py::test_a_fault_of_the_ordinary_engine_alone_is_located_in_the_models_code"),
     (r"-m probe layers --model PATH",
      "test_layers.py::test_the_command_prints_each_place_and_writes_figures_and_picture"),
-    (r"tests/long/layers.py$", "minutes: 16; test_layers.py plants some of the faults"),
+    (r"tests/long/layers.py$", "minutes: 34; test_layers.py plants some of the faults"),
     (r"tests/long/located.py$", "minutes: seven models, two dtypes and three seeds"),
     (r"-m probe record --stress ",
      "test_stress.py::test_record_with_stress_is_parity_and_one_request_is_replayed_alone"),

@@ -315,18 +315,17 @@ def by_token(probe: Probe) -> dict[str, Any]:
     for name, column in columns.items():
         values = column.double()
         edges = values.quantile(torch.arange(1, 10).to(values) / 10).unique()
-        bins = torch.bucketize(values, edges, right=True).masked_fill(~known, -1)
-        tables[name] = [{"from": values[bins == each].min().item(),
-                         "tokens": int((bins == each).sum()),
-                         "mismatch": size[bins == each].mean().item(),
-                         "floor": floor[bins == each].mean().item()}
-                        for each in bins[known].unique()]
+        bins = torch.bucketize(values, edges, right=True)
+        parts = [known & (bins == each) for each in bins[known].unique()]
+        tables[name] = [{"from": values[part].min().item(), "tokens": int(part.sum()),
+                         "mismatch": size[part].mean().item(), "floor": floor[part].mean().item()}
+                        for part in parts]
     tails = {times: (size[known] > times * size[known].mean()).double().mean().item()
              for times in (10, 100)}
-    order = size.masked_fill(~known, -1.0).argsort(descending=True)[:min(10, int(known.sum()))]
+    order = size.masked_fill(~known, -1.0).argsort(descending=True)[:known.sum()]
     worst = [{"request": int(replay.rows[token]), "position": int(replay.positions[token]),
               "trainer": ours[token].item(), "reported": probe.reported[token].item()}
-             for token in order]
+             for token in order[:10]]
     return {"tables": tables, "tails": tails, "worst": worst}
 
 

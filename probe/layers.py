@@ -114,11 +114,11 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
         figures.append(values)
         positions.append(torch.arange(len(ids)))
         decoded.append(positions[-1] >= len(prompt))
-    tokens = torch.cat(positions), torch.cat(decoded)
-    ends = {-1: "embedding", count: "final norm"}
-    rows = [{"title": ends.get(place[0], f"layer {place[0]}, {place[1]}"), "layer": place[0],
-             "part": place[1]} | _row(*tokens, *values)
-            for place, values in zip(places, torch.cat(figures, dim=2), strict=True)]
+    rows, ends = [], {-1: "embedding", count: "final norm"}
+    for (layer, part), values in zip(places, torch.cat(figures, dim=2), strict=True):
+        title = ends.get(layer, f"layer {layer}, {part}")
+        rows.append({"title": title, "layer": layer, "part": part}
+                    | _row(torch.cat(positions), torch.cat(decoded), *values))
     sentence = "all layers are within their noise floors"
     first, *others = [row for row in rows if row["beyond"]] or [None]
     if first:

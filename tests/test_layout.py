@@ -24,7 +24,7 @@ LIMITS = {
     ("tasks", "records"): 503,
     ("train", "objectives", "rl", "engine_adapter"): 2094,  # the aim is 1,700
     ("extras",): 1035,  # the aim is 800
-    tuple(FILES): 10593,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
+    tuple(FILES): 10592,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }
 
 

@@ -6,13 +6,15 @@ pressure. `diagnose` computes the trainer's log-probabilities of a trace's token
 layer, the cause and the setting that repairs it. If no hypothesis explains the mismatch, the
 verdict is "unexplained" and lists what was excluded. `compare` does so for two traces of one
 workload, before and after an upgrade, and says what changed. `locate` tells whether a mismatch
-comes from the model's code, from attention or from batching; its exit status is never 1.
+comes from the model's code, from attention or from batching; its exit status is never 1. `layers`
+compares the inner values of both models and names the layer and the half that differs.
 
 Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse),
 2 bad input, 3 the probe itself failed.
 """
 
 import json
+import math
 import shlex
 import sys
 import traceback
@@ -29,6 +31,7 @@ from engine_adapter import Engine, ParityFlags, Sampling
 from probe import stress
 from probe.compare import Change, differing, same_workload
 from probe.diagnose import Verdict, as_trace, diagnose, plot_verdict, print_verdict, sample_trace
+from probe.layers import compare_layers, plot_layers, print_layers
 from probe.locate import locate
 from probe.traces import Trace, Weights, load_traces, save_trace
 from records import one_line, stage
@@ -142,6 +145,35 @@ class Locate(Workload):
                   f" {(mismatch > 0).double().mean():8.1%}")
         print(f"=> {sentence}")
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers(Workload):
+    """Tell which layer of the model differs in the engine, and which half of it."""
+
+    num_prompts: int = 8  # One after another.
+    json: str | None = None  # Write the figures of each place to this file.
+    plot: str | None = None  # Write a heat map, places by positions, to this file.
+
+    def run(self, _words: list[str]) -> int:
+        check_writable(self.json, self.plot)
+        policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
+        contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+        longest = self.prompt_tokens[1] + self.sampling.max_new_tokens
+        engine = Engine(self.model, contract, self.parity, dtype=policy.model.dtype,
+                        seed=self.seed, max_model_len=longest)
+        engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
+        engine.load(policy.weights(), policy.response_logprobs)
+        requests = self.requests(policy.head.weight.shape[0])
+        rows, sentence = compare_layers(policy, engine, *requests, self.sampling)
+        engine.close()
+        print_layers(rows)
+        print(f"=> vLLM {engine.version}, {self.dtype}: {sentence}")
+        if self.json:
+            Path(self.json).write_text(json.dumps({"sentence": sentence, "rows": rows}, indent=1))
+        if self.plot:
+            plot_layers(rows, self.plot)
+        return int(any(row["beyond"] for row in rows))
 
 
 @dataclass(frozen=True)
@@ -292,7 +324,8 @@ def check_writable(*paths: str | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     try:
-        commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "locate": Locate}
+        commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "locate": Locate,
+                    "layers": Layers}
         words = sys.argv[1:] if arguments is None else arguments
         command = tyro.extras.subcommand_cli_from_dict(
             commands, prog="python -m probe", description=__doc__, args=words)

@@ -36,6 +36,7 @@ class Verdict:
     knows_earlier: bool  # earlier weights were given
     replay: Replay = field(repr=False)
     logprobs: Tensor = field(repr=False)  # (N,) the trainer's
+    tokens: dict[str, Any] = field(repr=False)  # of by_token
     # Of each request, if the trace is of an engine under pressure.
     events: list[Events] = field(default_factory=list)
     command: str = "record --stress ..."  # that recorded the trace
@@ -153,6 +154,7 @@ class Verdict:
             "best": row(self.best), "second": self.second and row(self.second),
             "requests": self.requests, "hypotheses": [row(each) for each in self.table],
             "forwards": self.replay.forwards, "under_pressure": self.under_pressure,
+            "tokens": self.tokens,
         }
 
 
@@ -189,7 +191,7 @@ def diagnose(
     if requests["not finite in the trainer"]:
         named.append(causes.TRAINER_NOT_FINITE)
     verdict = Verdict(trace.name, named, requests, start, found, bool(probe.earlier), probe.replay,
-                      logprobs)
+                      logprobs, by_token(probe))
     return replace(verdict, events=trace.events, command=trace.meta.get("command", verdict.command))
 
 
@@ -295,6 +297,50 @@ def _repeats(token_ids: list[int]) -> bool:
     return False
 
 
+# ---------------------------------------------------------------------------------- by token
+def by_token(probe: Probe) -> dict[str, Any]:
+    """|trainer as it is - reported| of the finite tokens, in nats, as JSON values.
+
+    In ten bins of equal numbers of tokens (equal values are in one bin), tails, and worst tokens.
+    """
+    replay, readout = probe.replay, probe.trainer
+    ours, second = (each.logprobs(readout) for each in (probe.current, probe.second))
+    sampling, _ = probe.distributions[readout.distribution]
+    entropy = [torch.special.entr(replay.logprobs(logits, sampling, chunk)[0].exp()).sum(dim=-1)
+               for chunk, logits in replay.logits(probe.current.hidden, probe.heads[readout.head])]
+    columns = {"position": replay.positions, "prompt length": replay.prompt_lengths[replay.rows],
+               "probability": ours.exp(), "entropy": torch.cat(entropy)}
+    size, floor, tables = probe.residual(probe.current, readout).abs(), (ours - second).abs(), {}
+    known = size.isfinite()
+    for name, column in columns.items():
+        values = column.double()
+        edges = values.quantile(torch.arange(1, 10).to(values) / 10).unique()
+        bins = torch.bucketize(values, edges, right=True)
+        parts = [known & (bins == each) for each in bins[known].unique()]
+        tables[name] = [{"from": values[part].min().item(), "tokens": int(part.sum()),
+                         "mismatch": size[part].mean().item(), "floor": floor[part].mean().item()}
+                        for part in parts]
+    tails = {times: (size[known] > times * size[known].mean()).double().mean().item()
+             for times in (10, 100)}
+    order = size.masked_fill(~known, -1.0).argsort(descending=True)[:known.sum()]
+    worst = [{"request": int(replay.rows[token]), "position": int(replay.positions[token]),
+              "trainer": ours[token].item(), "reported": probe.reported[token].item()}
+             for token in order[:10]]
+    return {"tables": tables, "tails": tails, "worst": worst}
+
+
+def print_tokens(tokens: dict[str, Any]) -> None:
+    for name, bins in tokens["tables"].items():
+        print(f"{f'by {name}, from':<24}", *(f"{each['from']:8.3g}" for each in bins))
+        for figure in ("mismatch", "floor"):
+            print(f"{figure:>24}", *(f"{each[figure]:8.1e}" for each in bins))
+    for times, share in tokens["tails"].items():
+        print(f"tokens above {times} times the mean: {share:.2%}")
+    print("worst tokens (request, position: trainer, reported):", "; ".join(
+        "{request}, {position}: {trainer:.4f}, {reported:.4f}".format(**each)
+        for each in tokens["worst"]))
+
+
 # ---------------------------------------------------------------------------------- output
 def print_verdict(verdict: Verdict) -> None:
     """Print the table and the sentence."""
@@ -309,22 +355,26 @@ def print_verdict(verdict: Verdict) -> None:
         figures = (each.noise.mean, each.noise.rms, each.noise.max, each.noise.k3, each.floor.mean)
         print(f"{mark}{short:<71} {' '.join(f'{figure:8.1e}' for figure in figures)}"
               f" {each.share(verdict.start):8.0%}")
+    print_tokens(verdict.tokens)
     print(f"=> {verdict.sentence}", *verdict.under_pressure, sep="\n   ", flush=True)
 
 
 def plot_verdict(verdict: Verdict, path: str) -> None:
-    """Plot the mismatch by position, its histogram, and one side against the other."""
+    """Plot the mismatch by bins of tokens, its histogram, and one side against the other."""
     from matplotlib.figure import Figure
 
     replay, mismatch = verdict.replay, (verdict.logprobs - verdict.replay.reported).abs()
     # No 0: the axes are log.
-    columns = (mismatch.clamp(min=1e-9), verdict.logprobs, replay.reported, replay.positions)
-    size, ours, reported, positions = (column[mismatch.isfinite()].cpu() for column in columns)
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    by_position, histogram, scatter = figure.subplots(1, 3)
-    by_position.semilogy(positions, size, ".", markersize=2)
-    by_position.axhline(verdict.start.floor.mean, color="tab:green")
-    by_position.set(title="|mismatch|, nats; line: mean noise floor", xlabel="token of response")
+    columns = (mismatch.clamp(min=1e-9), verdict.logprobs, replay.reported)
+    size, ours, reported = (column[mismatch.isfinite()].cpu() for column in columns)
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    *panels, histogram, scatter = figure.subplots(2, 3).flat
+    for axes, (name, bins) in zip(panels, verdict.tokens["tables"].items(), strict=True):
+        for kind, color in (("mismatch", "tab:blue"), ("floor", "tab:green")):
+            means = [max(each[kind], 1e-9) for each in bins]
+            axes.semilogy([each["from"] for each in bins], means, "o-", color=color, label=kind)
+        axes.set(title="mean, nats", xlabel=f"{name}, from")
+    panels[0].legend()
     histogram.hist(size.log10(), bins=60, log=True)
     histogram.set(title="tokens", xlabel="log10 |mismatch|, nats")
     scatter.plot(reported, ours, ".", markersize=2)

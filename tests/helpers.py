@@ -859,3 +859,126 @@ def faulty(
     with PRESSURE_FAULTS[fault](run, plants) as planted:
         trace = trace_of(run)
     return diagnose(bench.policy, trace), planted.spoiled
+
+
+# ------------------------------------------------------------------------------------------------ one layer
+LAYERS, FIRST_LATE = 4, 64
+SHAPES = {"Llama": dict(attention_bias=True, mlp_bias=True), "Qwen2": {}, "Gemma2": dict(attention_bias=True),
+          "GPT2": dict(n_layer=LAYERS), "Mixtral": {}}  # fmt: skip
+LAYER_SAMPLING = Sampling(temperature=0.7, max_new_tokens=40)
+# fault -> shapes that can have it
+LAYER_FAULTS = {
+    "rope base x 1.2": ("Llama", "Qwen2", "Gemma2", "Mixtral"), "window one short": ("Gemma2", "Mixtral"),
+    "norm x 1.01": tuple(SHAPES), "rows of a head swapped": tuple(SHAPES),
+    "bias dropped": ("Llama", "Qwen2", "Gemma2", "GPT2"), "MLP in 8 bits": tuple(SHAPES),
+    "positions + 1 from 64": tuple(SHAPES), "stale layer": tuple(SHAPES),
+}  # fmt: skip
+
+
+def layered_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """Four layers. Norm weights and biases are random too: transformers starts with 1 and 0."""
+    model = small_model(name, name in ALWAYS_TIED, seed, num_hidden_layers=LAYERS, **SHAPES[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def layer_requests(seed: int, requests: int = 3) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 50 to 90 tokens and the seeds of their responses."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(50, 91, (requests,), generator=generator).tolist()
+    prompts = [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
+    return prompts, [100 * seed + row for row in range(requests)]
+
+
+def of_layer(weights: dict[str, torch.Tensor], layer: int, *parts: str) -> list[str]:
+    """The names of a layer's tensors that contain one of these parts."""
+    own = [name for name in weights if re.search(rf"\.(layers|h)\.{layer}\.", name)]
+    return [name for name in own if not parts or any(part in name for part in parts)]
+
+
+def layer_of(fault: str, name: str, seed: int) -> int:
+    """In which layer a trial has its fault."""
+    layer = (3 * seed + len(fault)) % LAYERS
+    no_window = fault.startswith("window") and name == "Gemma2" and layer % 2
+    return layer - 1 if no_window else layer
+
+
+def named_layers(rows: list[dict]) -> dict[int, list[str]]:
+    """The halves that `compare_layers` finds beyond the noise floor, by layer, the first one first."""
+    named: dict[int, list[str]] = {}
+    for row in rows:
+        if row["beyond"]:
+            halves = named.setdefault(row["layer"], [])
+            half = "attention" if row["part"].endswith("attention") else "MLP"
+            if half not in halves and row["title"] not in ("embedding", "final norm"):
+                halves.append(half)
+    return named
+
+
+def faulty_weights(fault: str, policy: Policy, layer: int, seed: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The weights that the engine is given, and the halves of the layer that are wrong in them."""
+    weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    halves = ["attention"]
+    if fault == "rows of a head swapped":
+        (name,) = of_layer(weights, layer, "q_proj.weight", "attn.c_attn.weight")
+        rows = weights[name].T if "c_attn" in name else weights[name]  # (out, in)
+        rows[:32] = rows[:32].roll(16, dims=0)
+    elif fault == "bias dropped":
+        names = of_layer(weights, layer, "q_proj.bias", "k_proj.bias", "v_proj.bias", "c_attn.bias")
+        if seed % 2 and of_layer(weights, layer, "down_proj.bias", "mlp.c_proj.bias"):
+            names, halves = of_layer(weights, layer, "down_proj.bias", "mlp.c_proj.bias"), ["MLP"]
+        for name in names:
+            weights[name].zero_()
+    elif fault == "MLP in 8 bits":
+        halves = ["MLP"]
+        for name in of_layer(weights, layer, "mlp", "experts"):
+            if weights[name].dim() == 2:  # a scale for each output
+                step = weights[name].abs().amax(dim=0 if ".c_" in name else 1, keepdim=True) / 127
+                weights[name] = (weights[name] / step).round() * step
+    elif fault == "stale layer":
+        halves = ["attention", "MLP"]
+        torch.manual_seed(seed)
+        for name in of_layer(weights, layer):
+            weights[name] += 0.01 * torch.randn_like(weights[name])
+    return weights, halves
+
+
+@contextmanager
+def layer_fault(fault: str, name: str, engine: Engine, policy: Policy, layer: int, seed: int) -> Iterator[tuple]:
+    """A fault in one layer of a live engine. Yields the layer and the halves to be named."""
+    weights, halves = faulty_weights(fault, policy, layer, seed)
+    engine.canary_tolerance = math.inf
+    engine.load(weights, policy.response_logprobs)
+    model = engine.runner.get_model()
+    module = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))[layer]
+    if fault == "rope base x 1.2":
+        shared_rope = module.self_attn.rotary_emb
+        rope = module.self_attn.rotary_emb = deepcopy(shared_rope)
+        rope.base *= 1.2
+        rope.cos_sin_cache = rope._compute_cos_sin_cache().to(rope.cos_sin_cache)
+        rope.cos_sin_cache_bf16 = rope.cos_sin_cache.bfloat16()
+        yield layer, halves
+        module.self_attn.rotary_emb = shared_rope
+    elif fault == "window one short":
+        module.self_attn.attn.impl.sliding_window -= 1
+        yield layer, halves
+        module.self_attn.attn.impl.sliding_window += 1
+    elif fault == "norm x 1.01":
+        norms = [("input_layernorm", "ln_1"), ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2")]
+        norm = next(getattr(module, each) for each in norms[seed % 2] if hasattr(module, each))
+        offset = float(name == "Gemma2")  # its weight is added to 1
+        with torch.no_grad():
+            norm.weight.add_(offset).mul_(1.01).sub_(offset)
+        yield layer, ["MLP"] if seed % 2 else ["attention"]
+    elif fault == "positions + 1 from 64":
+        def later(_module, _args, kwargs):
+            return _args, kwargs | {"positions": kwargs["positions"] + (kwargs["positions"] >= FIRST_LATE)}
+
+        hook = model.register_forward_pre_hook(later, with_kwargs=True)
+        yield (-1, []) if name == "GPT2" else (0, ["attention"])
+        hook.remove()
+    else:
+        yield layer, halves

@@ -16,7 +16,7 @@ import objectives
 from config import Config
 from lab import ablate, bench, bench_gpu, compare, corrections, peers, plan, translate
 from lab.ablate import ARMS, BACKEND, LEARNING, MARKERS, cell, spreads
-from probe.__main__ import Compare, Diagnose, Locate, Record
+from probe.__main__ import Compare, Diagnose, Layers, Locate, Record
 from tasks import load_task
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +90,9 @@ COMMANDS = (
     (r"tests/(test_shared|long/lengths).py$", "minutes: the tables of docs/exact.md; test_shared.py tests their rows"),
     (r"-m probe locate --model PATH",
      "test_locate.py::test_a_fault_of_the_ordinary_engine_alone_is_located_in_the_models_code"),
+    (r"-m probe layers --model PATH",
+     "test_layers.py::test_the_command_prints_each_place_and_writes_figures_and_picture"),
+    (r"tests/long/layers.py$", "minutes: 34; test_layers.py plants some of the faults"),
     (r"tests/long/located.py$", "minutes: seven models, two dtypes and three seeds"),
     (r"-m probe record --stress ",
      "test_stress.py::test_record_with_stress_is_parity_and_one_request_is_replayed_alone"),
@@ -154,7 +157,7 @@ OPTIONS = {"train": Config, "lab.plan": plan.Options, "lab.ablate": ablate.Optio
 def parse(module: str, words: list[str]) -> None:
     """The options of a command, read by its own parser and checked. Raises: SystemExit or ValueError if refused."""
     if module == "probe":
-        commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "locate": Locate}
+        commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "locate": Locate, "layers": Layers}
         tyro.extras.subcommand_cli_from_dict(commands, args=words)
     elif module == "train":
         tyro.cli(Config, args=words)

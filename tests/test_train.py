@@ -167,6 +167,9 @@ def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     record = json.loads((tmp_path / "probe" / "step_000001.json").read_text())
     assert record["layers"] == ["semantics"]
     assert "--parity.processed-logprobs" in record["sentence"]
+    tables = record["tokens"]["tables"]
+    assert list(tables) == ["position", "prompt length", "probability", "entropy"]
+    assert sum(each["tokens"] for each in tables["entropy"]) == record["mismatch"]["tokens"]
 
 
 # ------------------------------------------------------------------------------------------------ real models and data

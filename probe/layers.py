@@ -1,0 +1,199 @@
+"""Which layer of the engine differs from the trainer's, and which half of it.
+
+Forward hooks keep what enters and leaves attention and MLP, and the residual stream after each
+layer. The trainer computes the same tokens as it is, so that the differences of all layers add up
+("together"), and each part "alone", from the engine's input of that part.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from engine_adapter import Engine, Sampling
+from probe.hypotheses import FLOORS
+from probe.noise import rounded_otherwise
+from rl import Policy
+
+HALVES = dict.fromkeys(("self_attn", "attn", "attention"), "attention")  # by module of a layer
+HALVES |= dict.fromkeys(("mlp", "block_sparse_moe", "feed_forward"), "MLP")
+# Twice the precision; the squared rounding of both sides, in squares of the trainer's against it;
+# and the RMS of one rounding more, in machine epsilons. In fp32 kernels add long sums in other
+# orders, and transformers computes norms in fp32 whatever the weights are.
+ROUNDING = {torch.float32: (torch.float64, 16.0, 2.0), torch.bfloat16: (torch.float32, 2.0, 0.21),
+            torch.float16: (torch.float32, 2.0, 0.21)}
+BLOCK = 32  # neighbouring positions, whose mean must be within FLOORS
+MOST = 10.0  # floors that a token counts at most: rounding sends a few tokens to another expert
+# Layer (-1: embedding; their number: final norm), and "attention", "MLP", "output", or "input of"
+# one of the first two, where the norm before it shows.
+Place = tuple[int, str]
+States = dict[Place, Tensor]  # (T, H) each
+
+
+def find_modules(model: Module, count: int) -> dict[Place, Module]:
+    """Attention, MLP and the whole of each decoder layer, and the model."""
+    found: dict[Place, Module] = {(count, "output"): model}
+    lists = [each for each in model.modules() if isinstance(each, ModuleList)]
+    layers = [each for each in lists if len(each) == count]
+    if not layers:
+        raise ValueError(f"model must have its {count} decoder layers in a list (their outputs are"
+                         f" compared), got {type(model).__name__}")
+    for index, layer in enumerate(layers[0]):
+        found |= {(index, HALVES[name]): each for name, each in layer.named_children()
+                  if name in HALVES} | {(index, "output"): layer}
+    return found
+
+
+def collect(modules: dict[Place, Module], run: Callable[[], Any],
+            given: States | None = None) -> tuple[Any, States]:
+    """The result of `run`, and the states at each place, which those `given` then replace.
+
+    `given` has both forms of vLLM's residual streams; the one that fits is left in it.
+    """
+    seen = defaultdict(list)
+
+    def visit(place: Place, states: Tensor) -> None:
+        seen[place].append(states.flatten(0, -2).clone())  # vLLM's norms write in place
+        if given and (place[0], "sum") in given and place[1] == "output":
+            both = given[place], given.pop((place[0], "sum"))
+            given[place] = min(both, key=lambda each: (each.view_as(states) - states).norm())
+        if given:
+            states.copy_(given[place].view_as(states))
+
+    def enter(place: Place, _module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        visit(place, next(each for each in tensors if each.is_floating_point()))
+
+    def leave(place: Place, _module: Module, _args: tuple, output: Any) -> None:
+        if place[1] == "output" and isinstance(output, tuple):
+            visit((place[0], "sum"), output[0] + output[1])
+        visit(place, output if isinstance(output, Tensor) else output[0])
+
+    entries = {(layer, part): (layer, f"input of {part}") for layer, part in modules
+               if part != "output"} | {(0, "output"): (-1, "output")}
+    hooks = [each.register_forward_hook(partial(leave, place)) for place, each in modules.items()]
+    hooks += [modules[place].register_forward_pre_hook(partial(enter, entry), with_kwargs=True)
+              for place, entry in entries.items()]
+    try:
+        result = run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return result, {place: torch.cat(parts) for place, parts in seen.items()}
+
+
+@torch.no_grad()
+def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], seeds: list[int],
+                   sampling: Sampling) -> tuple[list[dict[str, Any]], str]:
+    """Compare a live engine's layers with the trainer's, one request after another.
+
+    Returns the figures of each place and a sentence. Raises: ValueError if hooks would miss layers.
+    """
+    model, count = engine.runner.get_model(), policy.model.config.num_hidden_layers
+    recurrent = any(hasattr(module, "chunk_size") for module in policy.model.modules())
+    for what, there in {"CUDA graphs": engine.settings["cuda_graphs"] != "NONE",
+                        "prefix cache": not engine.parity.explicit_runtime,
+                        "recurrent layers": recurrent}.items():
+        if there:
+            raise ValueError(f"engine must have no {what} (hooks do not see inside), got {what}")
+    trainers, engines = find_modules(policy.model.base_model, count), find_modules(model, count)
+    shared = [place for place in trainers if place in engines]
+    trainers, engines = ({place: side[place] for place in shared} for side in (trainers, engines))
+    policy.model.set_experts_implementation("eager")  # torch has no grouped product in float64
+    figures, positions, decoded = [], [], []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        run = partial(engine.generate, [prompt], 1, sampling, [seed])
+        (rollout,), theirs = collect(engines, run)
+        ids = (prompt + rollout.token_ids)[:-1]
+        places, values = _differences(policy, trainers, ids, theirs)
+        figures.append(values)
+        positions.append(torch.arange(len(ids)))
+        decoded.append(positions[-1] >= len(prompt))
+    rows, ends = [], {-1: "embedding", count: "final norm"}
+    for (layer, part), values in zip(places, torch.cat(figures, dim=2), strict=True):
+        title = ends.get(layer, f"layer {layer}, {part}")
+        rows.append({"title": title, "layer": layer, "part": part}
+                    | _row(torch.cat(positions), torch.cat(decoded), *values))
+    sentence = "all layers are within their noise floors"
+    first, *others = [row for row in rows if row["beyond"]] or [None]
+    if first:
+        titles = "; also ".join(["", *(row["title"] for row in others[:6])])
+        sentence = (f"{first['title']}: {first['alone']:.1e} alone, noise floor"
+                    f" {first['floor']:.1e}, in {' and '.join(first['beyond'])}{titles}"
+                    f"{' ...' * (len(others) > 6)}")
+    for half in {*HALVES.values()} - {part for _, part in shared}:
+        sentence += f". Not compared: {half}, which is no module of its own on both sides"
+    if "transformers" in type(model).__module__:
+        sentence += ". vLLM serves this model through transformers' own classes"
+    return rows, sentence
+
+
+def _differences(policy: Policy, modules: dict[Place, Module], ids: list[int],
+                 theirs: States) -> tuple[list[Place], Tensor]:
+    """P places; |engine - trainer| / |trainer| together, its floor, alone, its floor: (P, 4, T).
+
+    A floor is the trainer's difference to its second path (probe/noise.py). Alone it is at least
+    the rounding of both sides, measured against twice the precision.
+    """
+    run = partial(policy.hidden, torch.tensor([ids], device=policy.device))
+
+    def ours(given: States | None = None) -> States:
+        return collect(modules, run, given)[1]
+
+    def relative(some: States, others: States) -> Tensor:  # (P, T)
+        pairs = [(some[place].double(), others[place].double()) for place in own]
+        return torch.stack([(one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-30)
+                            for one, other in pairs])
+
+    own, alone = ours(), ours(theirs)
+    with rounded_otherwise(policy):
+        second, second_alone = ours(), ours(theirs)
+    higher, both, one = ROUNDING[policy.model.dtype]
+    with policy.using({name: each.to(higher) for name, each in policy.model.named_parameters()}):
+        squares = both * relative(ours(theirs), alone).square()
+    squares = squares + (one * torch.finfo(policy.model.dtype).eps) ** 2
+    floor = squares.sqrt().maximum(relative(second_alone, alone))
+    figures = relative(theirs, own), relative(second, own), relative(theirs, alone), floor
+    return list(own), torch.stack(figures, dim=1).cpu()
+
+
+def _row(positions: Tensor, decoded: Tensor, *figures: Tensor) -> dict[str, Any]:
+    """The figures of one place, from those of N tokens: (N,) each."""
+    together, together_floor, alone, floor = (each.mean().item() for each in figures)
+    floors = figures[2] / figures[3]
+    order, means = positions.argsort(), {}
+    for phase, tokens in (("prefill", order[~decoded[order]]), ("decode", order[decoded[order]])):
+        blocks = floors[tokens].clamp(max=MOST).tensor_split(len(tokens) // BLOCK or 1)
+        means[phase] = max(block.mean().item() for block in blocks)
+    sums = torch.zeros(int(positions.max()) + 1, dtype=floors.dtype).index_add(0, positions, floors)
+    return {"together": together, "together_floor": together_floor, "alone": alone, "floor": floor,
+            "floors": max(means.values()), "by_position": (sums / positions.bincount()).tolist(),
+            "beyond": [phase for phase, mean in means.items() if mean > FLOORS]}
+
+
+def print_layers(rows: list[dict[str, Any]]) -> None:
+    before = {}  # by part, of the layer before
+    print(f"{'place':<28} {'together':>8} growth {'floor':>8} {'alone':>8} {'floor':>8} floors")
+    for row in rows:
+        growth = row["together"] / (before.get(row["part"]) or math.nan)
+        before[row["part"]] = row["together"]
+        print(f"{row['title']:<28} {row['together']:8.1e} {growth:6.2g}"
+              f" {row['together_floor']:8.1e} {row['alone']:8.1e} {row['floor']:8.1e}"
+              f" {row['floors']:6.2f}{' *' * bool(row['beyond'])}")
+
+
+def plot_layers(rows: list[dict[str, Any]], path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2 + 0.11 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    heat = torch.tensor([row["by_position"] for row in rows]).clamp(min=0.1).log10()
+    figure.colorbar(axes.imshow(heat.numpy(), aspect="auto", interpolation="nearest"))
+    axes.set(xlabel="position", title="each place alone: log10 of the difference in noise floors")
+    axes.set_yticks(range(len(rows)), [row["title"] for row in rows], fontsize=6)
+    figure.savefig(path)

@@ -22,7 +22,8 @@ from records import one_sentence, stage
 STORED = Path(__file__).parents[1] / "docs" / "reference"
 COMPARED = ("reward", "eval_reward", "eval_true", "entropy", "clip_rate", "kl_old_new", "mismatch",
             "ess")
-FREE = {"seed", "out", "resume", "cache_dir"}  # options in which runs of one job may differ
+# Options in which runs of one job may differ.
+FREE = {"seed", "out", "resume", "cache_dir", "tensorboard"}
 
 
 @dataclass(frozen=True)

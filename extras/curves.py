@@ -1,9 +1,14 @@
-"""Pictures of metrics over the steps: curves.png of a run; lab.ablate draws many runs."""
+"""Pictures of metrics over the steps: curves.png of a run; lab.ablate draws many runs.
+
+`python -m extras.curves --path PNG --folders RUN RUN ...` draws the runs of several seeds.
+"""
 
 import json
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Any
+
+import tyro
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
@@ -43,16 +48,20 @@ class Picture:
 
     def __call__(self, metrics: dict[str, Any]) -> None:
         if metrics["step"] and "eval_reward" in metrics:
-            plot_curves(self.out)
+            plot_curves(self.out / "curves.png", [self.out])
 
 
-def plot_curves(out: Path) -> None:
-    """curves.png of the run in a folder."""
+def plot_curves(path: Path, folders: list[Path]) -> None:
+    """The curves of runs of one job: mean and range over the folders."""
     panels = {
         "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"],
         "KL(old, new), nats": ["kl_old_new"], "entropy, nats": ["entropy"],
         "mismatch, nats (log)": ["mismatch_abs_mean", "mismatch_max"],
         "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
     }
-    lines = {title: {name: ([out], name) for name in names} for title, names in panels.items()}
-    plot(lines, out / "curves.png")
+    lines = {title: {name: (folders, name) for name in names} for title, names in panels.items()}
+    plot(lines, path)
+
+
+if __name__ == "__main__":
+    tyro.cli(plot_curves, description=__doc__)

@@ -1,14 +1,16 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left, TensorBoard."""
 
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
 from io import TextIOWrapper
 
 import pytest
+from helpers import ROOT
 
 from config import Config
-from extras.curves import Picture
+from extras.curves import Picture, plot_curves
 from prepare import prepare
 from records import answer_line, log_line
 from train import build, train
@@ -56,6 +58,20 @@ def test_the_picture_is_not_drawn_before_the_first_step_nor_between_evaluations(
     picture({"step": 0, "eval_reward": 0.5})
     picture({"step": 1})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_draws_the_runs_of_several_seeds(tmp_path):
+    folders = [tmp_path / f"seed{seed}" for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        rows = [{"step": step, "reward": 0.1 * step + seed} for step in range(3)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["--path", str(tmp_path / "both.png"), "--folders", *map(str, folders)]
+    subprocess.run([sys.executable, "-m", "extras.curves", *words], cwd=ROOT, check=True)
+    plot_curves(tmp_path / "here.png", folders)
+    assert (tmp_path / "both.png").read_bytes() == (tmp_path / "here.png").read_bytes()
+    plot_curves(tmp_path / "one.png", folders[:1])
+    assert (tmp_path / "one.png").read_bytes() != (tmp_path / "here.png").read_bytes()
 
 
 def test_the_time_left_is_in_seconds_and_then_in_minutes():

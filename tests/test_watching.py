@@ -114,6 +114,7 @@ def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
         shown = {each.step: each.value for each in events.Scalars(name)}
         expected = {step: row[name] for step, row in final.items() if row.get(name) is not None}
         assert shown == pytest.approx(expected, rel=1e-6), name
+        assert len(events.Scalars(name)) == len(shown)  # the first run's steps after the checkpoint are hidden
     texts = events.Tensors("answers/text_summary")
     answers = {each.step: make_ndarray(each.tensor_proto).item().decode() for each in texts}
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]

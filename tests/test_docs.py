@@ -66,6 +66,8 @@ COMMANDS = (
      "test_other_vllm.py::test_a_run_of_train_with_groups_in_flight_stores_the_version_of_the_worker"),
     (r"-m lab.compare runs/",
      "test_compare.py::test_a_stored_run_is_within_its_spread_and_a_worse_one_is_not"),
+    (r"-m lab.compare --store ", "test_compare.py::test_runs_are_stored_without_seconds_and_only_of_one_job"),
+    (r"-m extras.curves --path ", "test_watching.py::test_the_command_draws_the_runs_of_several_seeds"),
     (r"-m lab.peers --", "minutes: whole runs, in an environment with TRL"),
     (r"make bench$|-m lab.bench (growth --rollouts 64 256 1024 4096|phases|prompts|masks|head|shared)$",
      "minutes: a benchmark for a machine that does nothing else"),
@@ -165,7 +167,7 @@ def parse(module: str, words: list[str]) -> None:
         bench_gpu.read_options(words)
     elif module == "lab.other_vllm":  # Python, version, and the options of train.py
         parse("train", words[2:])
-    elif module not in ("pytest", "examples.toys", "examples.smollm2", "examples.long_digits"):
+    elif module not in ("pytest", "examples.toys", "examples.smollm2", "examples.long_digits", "extras.curves"):
         tyro.cli(OPTIONS[module], args=words)
 
 

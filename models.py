@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine_adapter import Sampling
 from records import stage
 
 
@@ -137,7 +138,7 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def save_model(model: torch.nn.Module, tokenizer: Any, sampling: Any, folder: Path) -> None:
+def save_model(model: torch.nn.Module, tokenizer: Any, sampling: Sampling, folder: Path) -> None:
     """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults."""
     from transformers import GenerationConfig
 

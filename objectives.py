@@ -254,15 +254,17 @@ def token_ratio(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -
 
 
 def row_ratio(
-    old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, mean: bool = False
+    old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, geometric: bool = False
 ) -> Tensor:
-    """exp sum_t log rho, the ratio of a response, on each of its tokens; exp mean_t with `mean`.
+    """exp sum_t log rho, the ratio of a response, on each of its tokens.
 
-    Source: Liu et al. 2025, "When Speed Kills Stability"; as in TRL (no mean) and verl. SkyRL sums
-    over the tokens that its token rejection has kept.
+    `geometric`: exp mean_t log rho, the geometric mean of the ratios of its tokens.
+
+    Source: Liu et al. 2025, "When Speed Kills Stability"; as in TRL (no geometric mean) and verl.
+    SkyRL sums over the tokens that its token rejection has kept.
     """
     mismatch = ((old_logprobs - behavior_logprobs) * mask).sum(dim=1, keepdim=True)  # (B, 1)
-    if mean:
+    if geometric:
         mismatch = mismatch / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return mismatch.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().expand_as(mask)
 
@@ -289,7 +291,8 @@ WEIGHTS: dict[str, Statistic] = {"token": token_ratio, "sequence": row_ratio}
 REJECTIONS: dict[str, Rejection] = {
     "token": Rejection(token_ratio, (0.5, 2.0)),  # IcePop itself: 0.5 and 5, with --tis-cap 5
     "sequence": Rejection(row_ratio, (0.5, 2.0), mean="kept"),  # MIS, verl; TRL, SkyRL: all
-    "geometric": Rejection(partial(row_ratio, mean=True), (0.99, 1.01)),  # SkyRL; verl: kept, 0.999
+    # SkyRL; verl's preset: mean over kept tokens, bounds 0.999 and 1.001.
+    "geometric": Rejection(partial(row_ratio, geometric=True), (0.99, 1.01)),
     "worst": Rejection(token_ratio, (1e-4, 100.0), whole_rows=True),  # SkyRL's outlier_token
     # TRM-Max, Li et al. 2025, arXiv 2512.23075: there the KL of the vocabulary; verl: k3, kept.
     "trm": Rejection(lambda old, behavior, mask: kl_k3(behavior, old), (-torch.inf, 0.05), True),

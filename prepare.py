@@ -168,7 +168,7 @@ def _fitting(config: Config, task: Task, context: int | None) -> Task:
 
 
 def check_files(config: Config) -> None:
-    """Raises: ValueError if a file of extras/ or probe/ that an option needs has been deleted."""
+    """Raises: ValueError if an option needs a file or a package that is not there."""
     grpo, backend, measure = config.grpo, config.backend, config.measure
     probes = measure.probe_every or measure.probe_on_alarm
     for option, given, file in (

@@ -148,8 +148,11 @@ EVALUATED = {  # shown at the end if there
 }
 
 
-def log_line(metrics: dict[str, Any], steps: int) -> str:
-    """One line per step in fixed columns; a degenerate batch and an evaluation are named after."""
+def log_line(metrics: dict[str, Any], steps: int, reject: str = "off") -> str:
+    """One line per step in fixed columns; a degenerate batch and an evaluation are named after.
+
+    `reject`: the rule of --reject.
+    """
     texts = ["step {step:>3}/{steps}"]
     if metrics["step"]:  # before the first step there is an evaluation alone
         texts.append(COLUMNS)
@@ -160,7 +163,7 @@ def log_line(metrics: dict[str, Any], steps: int) -> str:
     shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
     minutes, seconds = divmod(round(metrics.get("left_s", 0)), 60)
     left = f"{minutes} min" if minutes else f"{seconds} s"
-    return "".join(texts).format(**shown, steps=steps, left=left)
+    return "".join(texts).format(**shown, steps=steps, left=left, reject=reject)
 
 
 def answer_line(row: dict[str, Any]) -> str:

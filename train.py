@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean as mean
@@ -99,8 +100,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         metrics |= state.source.after_update()
 
     errors = sum(each["error"] is not None for each in scored)
-    metrics |= {"step": step, "lr": run.config.lr_at(step), "reward_errors": errors,
-                "reject": grpo.reject}
+    metrics |= {"step": step, "lr": run.config.lr_at(step), "reward_errors": errors}
     metrics |= {"memory_gib": records.memory_gib()} | clock.figures()
     return Step(metrics, batch, problems)
 
@@ -228,7 +228,8 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
 def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
     """All of it to metrics.jsonl and to the state's watchers, one line to the terminal."""
     records.append_rows(run.out / "metrics.jsonl", [metrics])
-    print(records.log_line(metrics, run.config.run.steps), flush=True)
+    config = run.config
+    print(records.log_line(metrics, config.run.steps, config.grpo.reject), flush=True)
     for watch in state.watchers:
         watch(metrics)
 
@@ -401,7 +402,7 @@ def watchers(run: Run, first_step: int) -> list[Callable[[dict[str, Any]], None]
     found = []
     curves = extra_if_there("curves")
     if curves:
-        found.append(curves.Picture(run.out))
+        found.append(partial(curves.draw_at_evaluation, run.out))
     if run.config.measure.tensorboard:
         from extras.tensorboard import TensorBoard
 

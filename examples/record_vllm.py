@@ -71,7 +71,7 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
     config = llm.llm_engine.vllm_config
     if prompts is None:
         generator = numpy.random.RandomState(seed)  # the same numbers in every version of numpy
-        # The last tenth of a vocabulary may be padding or placeholders, which some versions refuse.
+        # Some versions refuse unused entries, which may be the last tenth of a vocabulary.
         vocabulary, (low, high) = config.model_config.get_vocab_size() * 9 // 10, PROMPT_TOKENS
         prompts = [generator.randint(vocabulary, size=generator.randint(low, high + 1)).tolist()
                    for _ in range(NUM_PROMPTS)]

@@ -40,15 +40,10 @@ def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> An
     return figure
 
 
-class Picture:
-    """A watcher of a run: draws curves.png in its folder anew after each evaluation."""
-
-    def __init__(self, out: Path):
-        self.out = out
-
-    def __call__(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"] and "eval_reward" in metrics:
-            plot_curves(self.out / "curves.png", [self.out])
+def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
+    """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
+    if metrics["step"] and "eval_reward" in metrics:
+        plot_curves(out / "curves.png", [out])
 
 
 def plot_curves(path: Path, folders: list[Path]) -> None:

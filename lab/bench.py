@@ -193,16 +193,21 @@ def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
             yield from minibatch[kinds[minibatch] == kind].split(size)
 
 
-def machine_peaks(dtype: torch.dtype) -> tuple[float, float]:
-    """The fastest of many products in operations a second, and of many reads in bytes a second."""
-    square, much = torch.ones(2048, 2048, dtype=dtype), torch.ones(2**28)
+def machine_peaks(like: Tensor) -> tuple[float, float]:
+    """The fastest of many products in operations a second, and of many reads in bytes a second.
+
+    Both are measured on `like`'s device, the products in its dtype.
+    """
+    square, much = like.new_ones(2048, 2048), like.new_ones(2**28, dtype=torch.float32)
     product = min(seconds(torch.mm, square, square) for _ in range(10))
     reading = min(seconds(much.sum) for _ in range(5))
     return 2 * 2048**3 / product, much.nbytes / reading
 
 
-def bounds(run: Run, model: torch.nn.Module, batch: Batch) -> dict[str, float]:
-    """Seconds of the products with weight matrices at the machine's peak, by phase.
+def bounds(
+    run: Run, model: torch.nn.Module, batch: Batch, peaks: tuple[float, float]
+) -> dict[str, float]:
+    """Seconds of the products with weight matrices at the machine's `peaks`, by phase.
 
     Each prompt is computed once for its group, with a shared prefix cache in the engine too. A row
     without advantage needs no backward. Attention, norms and activations count as free.
@@ -216,7 +221,7 @@ def bounds(run: Run, model: torch.nn.Module, batch: Batch) -> dict[str, float]:
     forward = 2 * body * (prompts + responses - rows) + 2 * head * responses
     signal = (batch.advantages != 0).float().mean().item()
     sampling = forward + 2 * body * (0 if shared else of_prompts - prompts)
-    operations_a_second, bytes_a_second = machine_peaks(model.dtype)
+    operations_a_second, bytes_a_second = peaks
     longest = batch.mask.sum(dim=1).max().item()
     reads = longest * (body + head) * model.dtype.itemsize / bytes_a_second
     found = {"generate_s": max(sampling / operations_a_second, reads),
@@ -230,6 +235,7 @@ def phases(options: Options) -> None:
     turns = []
     with running(options.job) as (run, live):
         config, model = run.config, live.policy.model
+        peaks = machine_peaks(model.lm_head.weight)
         for step in range(1, options.rounds + 3):
             metrics, batch, problems = train_step(run, live, step)
             prompts = [problem.prompt_ids for problem in problems]
@@ -240,7 +246,7 @@ def phases(options: Options) -> None:
                 "update_s": seconds(bare_training, model, batch, config, True),
             }
             turns.append((metrics, bare | {"step_s": sum(bare.values())},
-                          bounds(run, model, batch)))
+                          bounds(run, model, batch, peaks)))
     turns = turns[2:]
     names = {"generate_s": "generate", "old_logprobs_s": "old log-probabilities",
              "update_s": "update", "sync_s": "sync", "canary_s": "of sync, the canary",

@@ -14,6 +14,7 @@ from typing import Any
 
 import tyro
 
+from config import NOT_OF_THE_EXPERIMENT
 from extras.curves import steps_of
 from lab.ablate import METRICS
 from records import one_sentence, stage
@@ -23,7 +24,7 @@ STORED = Path(__file__).parents[1] / "docs" / "reference"
 COMPARED = ("reward", "eval_reward", "eval_true", "entropy", "clip_rate", "kl_old_new", "mismatch",
             "ess")
 # Options in which runs of one job may differ.
-FREE = {"seed", "out", "resume", "cache_dir", "tensorboard"}
+FREE = NOT_OF_THE_EXPERIMENT | {"seed"}
 
 
 @dataclass(frozen=True)

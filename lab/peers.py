@@ -98,9 +98,11 @@ def train(options: Options) -> None:
     given = tyro.cli(Config, args=shlex.split(options.job))
     config = given.but(out=options.out, steps=options.steps, seed=options.seed)
     run, rng, updates = prepare(config), random.Random(config.run.seed), config.grpo.num_minibatches
-    problems = {problem.question: problem for problem in run.task.train}
     batches = [run.task.sample(rng, config.grpo.num_prompts) for _ in range(config.run.steps)]
-    questions = [problem.question for batch in batches for problem in batch]
+    sampled = [problem for batch in batches for problem in batch]
+    # With the chat template, if the model has one: TRL adds none to a prompt that is a string.
+    texts = run.tokenizer.batch_decode([problem.prompt_ids for problem in sampled])
+    problems = dict(zip(texts, sampled, strict=True))
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [run.task.reward(problems[asked], text)
@@ -120,11 +122,11 @@ def train(options: Options) -> None:
                               fused=True)
     factor = lambda done: config.lr_at(done // updates + 1)  # noqa: E731
     schedule = torch.optim.lr_scheduler.LambdaLR(adamw, factor)
-    trainer = GRPOTrainer(model, reward, arguments, Dataset.from_dict({"prompt": questions}),
+    trainer = GRPOTrainer(model, reward, arguments, Dataset.from_dict({"prompt": texts}),
                           processing_class=run.tokenizer,
                           optimizers=(None, None) if options.translated else (adamw, schedule))
-    expected = [problems[question].prompt_ids for question in questions]
-    if trainer._tokenize_prompts(questions)[0] != expected:
+    expected = [problem.prompt_ids for problem in sampled]
+    if trainer._tokenize_prompts(texts)[0] != expected:
         raise ValueError("questions must have the same token ids in TRL as in train.py")
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Recorder)
@@ -146,7 +148,7 @@ def compare(options: Options) -> None:
     end = str(options.steps)  # no evaluation and no checkpoint before the end
     ours = [sys.executable, "train.py", "--eval-every", end, "--checkpoint-every", end,
             *shlex.split(options.job), "--engine"]
-    theirs = [options.trl_python, "-m", "lab.peers", "--job", options.job, "--generation"]
+    theirs = [options.trl_python, "-m", "lab.peers", f"--job={options.job}", "--generation"]
     commands = {"train.py": ours, "TRL": theirs}
     runs = {(trainer, sampler): [] for sampler in options.samplers for trainer in commands}
     for turn in range(options.turns):

@@ -139,15 +139,7 @@ def to_verl(config: SimpleNamespace) -> Translation:
     loss = objective if objective in ("gspo", "cispo") else "vanilla"
     reported = "processed" if parity.processed_logprobs else "raw"
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    engine, correction = f"+{rollout}.engine_kwargs.vllm", "algorithm.rollout_correction"
-    rejection, cap = config.rejection, config.tis_cap
-    smallest, largest = rejection.bounds
-    # IcePop: weights outside the bounds are 0, the mean counts all tokens, and there is no cap.
-    icepop = config.reject == config.tis and rejection.mean == "all" and cap >= largest
-    if icepop:
-        cap = f"'{smallest:g}_{largest:g}'"
-    rule = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1",
-            "trm": "seq_max_k3"}.get(config.reject)
+    engine = f"+{rollout}.engine_kwargs.vllm"
     mean = {"token": "token-mean", "sequence": "seq-mean-token-mean",
             "constant": "seq-mean-token-sum-norm"}
     options = {
@@ -175,27 +167,17 @@ def to_verl(config: SimpleNamespace) -> Translation:
         f"{actor}.grad_clip": config.grad_clip, f"{actor}.optim.lr": config.lr,
         f"{actor}.optim.weight_decay": config.weight_decay,
         f"{actor}.optim.lr_warmup_steps": config.lr_warmup_steps,
-        f"{correction}.bypass_mode": config.old_policy == "rollout",
-        f"{correction}.rollout_is": "null" if config.tis == "off" else config.tis,
-        f"{correction}.rollout_is_threshold": cap,
     }
-    if rule and not icepop:
-        options[f"{correction}.rollout_rs"] = rule
-        reciprocal = rule.endswith("k1")  # verl's bounds are those of 1 / rho
-        bounds = f"'{1 / largest:g}_{1 / smallest:g}'" if reciprocal else largest
-        options[f"{correction}.rollout_rs_threshold"] = bounds
+    correction, correction_notes = verl_correction(config)
+    options |= correction
     if objective == "dr_grpo":
         options[f"{actor}.loss_scale_factor"] = config.max_new_tokens
     if parity.explicit_runtime:
         options[f"{engine}.async_scheduling"] = False
     if parity.fp32_head and config.dtype != "float32":
         options[f"{engine}.hf_overrides.head_dtype"] = "float32"
-    return options, [sentence for holds, sentence in (
+    return options, correction_notes + [sentence for holds, sentence in (
         (config.min_p, f"min_p {config.min_p}: rollout has no such option"),
-        (config.reject != "off" and not rule, f"reject {config.reject} {rejection.bounds}: verl has"
-         " no such rule"),
-        (rule and not icepop and rejection.mean == "all", "reject_mean all: verl's mean counts kept"
-         " tokens only"),
         (parity.trainer_fp32_head and config.dtype != "float32", "fp32 head: verl 0.9.1 has no"
          " option for the trainer's side"),
         (True, "clip_ratio_c 1e6 switches verl's second clip (dual clip) off"),
@@ -204,6 +186,34 @@ def to_verl(config: SimpleNamespace) -> Translation:
         (True, f"task {config.task}: verl reads parquet files (data.train_files) and"
          " reward.custom_reward_function"),
     ) if holds] + shared_notes(config)
+
+
+# verl's rules by --reject. The bounds of those that end in k1 are bounds of 1 / rho.
+VERL_RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1",
+              "trm": "seq_max_k3"}
+
+
+def verl_correction(config: SimpleNamespace) -> Translation:
+    rejection, rule = config.rejection, VERL_RULES.get(config.reject)
+    low, high = rejection.bounds
+    # IcePop: weights outside the bounds are 0, the mean counts all tokens, and there is no cap.
+    icepop = config.reject == config.tis and rejection.mean == "all" and config.tis_cap >= high
+    options = {
+        "bypass_mode": config.old_policy == "rollout",
+        "rollout_is": "null" if config.tis == "off" else config.tis,
+        "rollout_is_threshold": f"'{low:g}_{high:g}'" if icepop else config.tis_cap,
+    }
+    notes = []
+    if config.reject != "off" and not rule:
+        notes.append(f"reject {config.reject} {rejection.bounds}: verl has no such rule")
+    if rule and not icepop:
+        options["rollout_rs"] = rule
+        reciprocal = rule.endswith("k1")
+        options["rollout_rs_threshold"] = f"'{1 / high:g}_{1 / low:g}'" if reciprocal else high
+        if rejection.mean == "all":
+            notes.append("reject_mean all: verl's mean counts kept tokens only")
+    prefix = "algorithm.rollout_correction"
+    return {f"{prefix}.{name}": value for name, value in options.items()}, notes
 
 
 def translate(config: Config, to: Literal["trl", "verl"]) -> Translation:

@@ -7,7 +7,8 @@ layer. The trainer computes the same tokens as it is, so that the differences of
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -95,37 +96,26 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
     Returns the figures of each place and a sentence. Raises: ValueError if hooks would miss layers.
     """
     model, count = engine.runner.get_model(), policy.model.config.num_hidden_layers
-    recurrent = any(hasattr(module, "chunk_size") for module in policy.model.modules())
-    for what, there in {"CUDA graphs": engine.settings["cuda_graphs"] != "NONE",
-                        "prefix cache": not engine.parity.explicit_runtime,
-                        "recurrent layers": recurrent}.items():
-        if there:
-            raise ValueError(f"engine must have no {what} (hooks do not see inside), got {what}")
+    _refuse_what_hooks_miss(policy, engine)
     trainers, engines = find_modules(policy.model.base_model, count), find_modules(model, count)
     shared = [place for place in trainers if place in engines]
     trainers, engines = ({place: side[place] for place in shared} for side in (trainers, engines))
-    policy.model.set_experts_implementation("eager")  # torch has no grouped product in float64
     figures, positions, decoded = [], [], []
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        run = partial(engine.generate, [prompt], 1, sampling, [seed])
-        (rollout,), theirs = collect(engines, run)
-        ids = (prompt + rollout.token_ids)[:-1]
-        places, values = _differences(policy, trainers, ids, theirs)
-        figures.append(values)
-        positions.append(torch.arange(len(ids)))
-        decoded.append(positions[-1] >= len(prompt))
+    with _twice_precise(policy) as twice:
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            run = partial(engine.generate, [prompt], 1, sampling, [seed])
+            (rollout,), theirs = collect(engines, run)
+            ids = (prompt + rollout.token_ids)[:-1]
+            places, values = _differences(policy, twice, trainers, ids, theirs)
+            figures.append(values)
+            positions.append(torch.arange(len(ids)))
+            decoded.append(positions[-1] >= len(prompt))
     rows, ends = [], {-1: "embedding", count: "final norm"}
     for (layer, part), values in zip(places, torch.cat(figures, dim=2), strict=True):
         title = ends.get(layer, f"layer {layer}, {part}")
         rows.append({"title": title, "layer": layer, "part": part}
                     | _row(torch.cat(positions), torch.cat(decoded), *values))
-    sentence = "all layers are within their noise floors"
-    first, *others = [row for row in rows if row["beyond"]] or [None]
-    if first:
-        titles = "; also ".join(["", *(row["title"] for row in others[:6])])
-        sentence = (f"{first['title']}: {first['alone']:.1e} alone, noise floor"
-                    f" {first['floor']:.1e}, in {' and '.join(first['beyond'])}{titles}"
-                    f"{' ...' * (len(others) > 6)}")
+    sentence = _verdict(rows)
     for half in {*HALVES.values()} - {part for _, part in shared}:
         sentence += f". Not compared: {half}, which is no module of its own on both sides"
     if "transformers" in type(model).__module__:
@@ -133,12 +123,31 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
     return rows, sentence
 
 
-def _differences(policy: Policy, modules: dict[Place, Module], ids: list[int],
-                 theirs: States) -> tuple[list[Place], Tensor]:
+def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
+    recurrent = any(hasattr(module, "chunk_size") for module in policy.model.modules())
+    for what, there in {"CUDA graphs": engine.settings["cuda_graphs"] != "NONE",
+                        "prefix cache": not engine.parity.explicit_runtime,
+                        "recurrent layers": recurrent}.items():
+        if there:
+            raise ValueError(f"engine must have no {what} (hooks do not see inside), got {what}")
+
+
+@contextmanager
+def _twice_precise(policy: Policy) -> Iterator[dict[str, Tensor]]:
+    """The policy's weights in twice its precision, which its experts can compute with meanwhile."""
+    usual = policy.model.get_experts_implementation()
+    policy.model.set_experts_implementation("eager")  # torch has no grouped product in float64
+    higher = ROUNDING[policy.model.dtype][0]
+    yield {name: each.to(higher) for name, each in policy.model.named_parameters()}
+    policy.model.set_experts_implementation(usual)
+
+
+def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, Module],
+                 ids: list[int], theirs: States) -> tuple[list[Place], Tensor]:
     """P places; |engine - trainer| / |trainer| together, its floor, alone, its floor: (P, 4, T).
 
     A floor is the trainer's difference to its second path (probe/noise.py). Alone it is at least
-    the rounding of both sides, measured against twice the precision.
+    the rounding of both sides, measured against `twice` the precision.
     """
     run = partial(policy.hidden, torch.tensor([ids], device=policy.device))
 
@@ -153,13 +162,25 @@ def _differences(policy: Policy, modules: dict[Place, Module], ids: list[int],
     own, alone = ours(), ours(theirs)
     with rounded_otherwise(policy):
         second, second_alone = ours(), ours(theirs)
-    higher, both, one = ROUNDING[policy.model.dtype]
-    with policy.using({name: each.to(higher) for name, each in policy.model.named_parameters()}):
+    _, both, one = ROUNDING[policy.model.dtype]
+    with policy.using(twice):
         squares = both * relative(ours(theirs), alone).square()
     squares = squares + (one * torch.finfo(policy.model.dtype).eps) ** 2
     floor = squares.sqrt().maximum(relative(second_alone, alone))
     figures = relative(theirs, own), relative(second, own), relative(theirs, alone), floor
     return list(own), torch.stack(figures, dim=1).cpu()
+
+
+def _verdict(rows: list[dict[str, Any]]) -> str:
+    """The first place beyond its noise floor, and the names of some others."""
+    beyond = [row for row in rows if row["beyond"]]
+    if not beyond:
+        return "all layers are within their noise floors"
+    first, *others = beyond
+    titles = "; also ".join(["", *(row["title"] for row in others[:6])])
+    more = " ..." if len(others) > 6 else ""
+    return (f"{first['title']}: {first['alone']:.1e} alone, noise floor {first['floor']:.1e},"
+            f" in {' and '.join(first['beyond'])}{titles}{more}")
 
 
 def _row(positions: Tensor, decoded: Tensor, *figures: Tensor) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_a_part_of_the_factorial_runs_and_a_second_call_runs_only_what_is_new(tm
     run = out / "runs" / "ladder.minus-processed.geometric-seed0"
     assert json.loads((run / "config.json").read_text())["config"]["reject"] == "geometric"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[1:]]
-    assert all(row["rejected_frac"] == row["rejected_frac_geometric"] and row["reject"] == "geometric" for row in rows)
+    assert all(row["rejected_frac"] == row["rejected_frac_geometric"] for row in rows)
     said = f"{rows[0]['rejected_frac']:.1%} of tokens rejected by geometric"
     assert said in run.with_name(f"{run.name}.log").read_text()
 

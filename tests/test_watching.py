@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 
 from config import Config
-from extras.curves import Picture, plot_curves
+from extras.curves import draw_at_evaluation, plot_curves
 from prepare import prepare
 from records import answer_line, log_line
 from train import build, train
@@ -54,9 +54,8 @@ def test_curves_are_drawn_at_each_evaluation_and_the_time_left_ends_at_zero(good
 
 
 def test_the_picture_is_not_drawn_before_the_first_step_nor_between_evaluations(tmp_path):
-    picture = Picture(tmp_path)
-    picture({"step": 0, "eval_reward": 0.5})
-    picture({"step": 1})
+    draw_at_evaluation(tmp_path, {"step": 0, "eval_reward": 0.5})
+    draw_at_evaluation(tmp_path, {"step": 1})
     assert not list(tmp_path.iterdir())
 
 

@@ -256,9 +256,7 @@ def token_ratio(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -
 def row_ratio(
     old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, geometric: bool = False
 ) -> Tensor:
-    """exp sum_t log rho, the ratio of a response, on each of its tokens.
-
-    `geometric`: exp mean_t log rho, the geometric mean of the ratios of its tokens.
+    """exp sum_t log rho, a response's ratio, on each of its tokens; exp mean_t if `geometric`.
 
     Source: Liu et al. 2025, "When Speed Kills Stability"; as in TRL (no geometric mean) and verl.
     SkyRL sums over the tokens that its token rejection has kept.

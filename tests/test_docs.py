@@ -69,7 +69,8 @@ COMMANDS = (
     (r"-m lab.compare --store ", "test_compare.py::test_runs_are_stored_without_seconds_and_only_of_one_job"),
     (r"-m extras.curves --path ", "test_watching.py::test_the_command_draws_the_runs_of_several_seeds"),
     (r"-m lab.peers --", "minutes: whole runs, in an environment with TRL"),
-    (r"make bench$|-m lab.bench (growth --rollouts 64 256 1024 4096|phases|prompts|masks|head|shared)$",
+    (r"make bench$|-m lab.bench (growth --rollouts 64 256 1024 4096|prompts|masks|head|shared)$|"
+     r"-m lab.bench phases( --rounds 6 --job=.*)?$",
      "minutes: a benchmark for a machine that does nothing else"),
     (r"-m lab.bench_gpu (sleep|parity|speed|step)\S*( --cuda-graphs)?$",
      "test_plan.py::test_each_case_of_the_gpu_benchmark_runs_at_a_small_size"),

@@ -457,6 +457,15 @@ def test_the_tolerance_of_the_noise_floor_is_wider_for_fewer_tokens():
     assert not floor.allows(replace(floor, infinite=1))
 
 
+def test_in_float32_three_floors_are_parity_because_kernels_order_their_sums_otherwise():
+    """A clean SmolLM2-135M in vLLM has 2.05 floors (tests/long/real.py)."""
+    floor = Noise(3.8e-6, 2.3e-6, 5.9e-6, 3.6e-5, 0.0, 8.2e-6, 0, 3072, step=torch.finfo(torch.float32).eps)
+    clean = replace(floor, mean=7.8e-6, median=4.8e-6, rms=1.2e-5, max=7.9e-5, worst_row=1.3e-5)
+    assert floor.allows(clean)
+    assert not floor.allows(replace(clean, mean=1.3e-5))
+    assert not replace(floor, step=0.0).allows(clean, by_steps=True)  # of another dtype
+
+
 def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
     clean = {"current_mismatch_kl": 9e-4, "current_mismatch_abs_mean": 0.04, "current_ess": 0.981,
              "backend_clip_rate": 0.004, "backend_ratio_mean": 1.004}  # fmt: skip

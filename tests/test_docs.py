@@ -96,6 +96,7 @@ COMMANDS = (
     (r"-m probe layers --model PATH",
      "test_layers.py::test_the_command_prints_each_place_and_writes_figures_and_picture"),
     (r"tests/long/layers.py$", "minutes: 34; test_layers.py plants some of the faults"),
+    (r"tests/long/real.py$", "minutes: 15, and the model of `python -m examples.smollm2`"),
     (r"tests/long/located.py$", "minutes: seven models, two dtypes and three seeds"),
     (r"-m probe record --stress ",
      "test_stress.py::test_record_with_stress_is_parity_and_one_request_is_replayed_alone"),

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct, its weights rounded to 4 bits, in train.py, the probe and a fresh vLLM.
 
-    python -m examples.smollm2 && python -m pytest tests/long/real.py        about 15 minutes on two cores
+    .venv/bin/python -m examples.smollm2          # once
+    .venv/bin/python tests/long/real.py           # pytest's options can follow
 
 The packages are those of examples/requirements-real.txt.
 """
@@ -67,3 +68,7 @@ def test_the_saved_policy_is_the_trained_one_in_a_fresh_vllm(tmp_path):
                            cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
     assert other.returncode == 1
     assert ": parity. " not in other.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, *sys.argv[1:]]))

@@ -148,7 +148,7 @@ EVALUATED = {  # shown at the end if there
 }
 
 
-def log_line(metrics: dict[str, Any], steps: int, reject: str = "off") -> str:
+def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     """One line per step in fixed columns; a degenerate batch and an evaluation are named after.
 
     `reject`: the rule of --reject.

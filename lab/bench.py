@@ -53,7 +53,8 @@ class Options:
     rollouts: tuple[int, ...] = (1024, 4096, 16384)  # Case growth: numbers of rollouts per step.
     # Cases phases and shared: pairs of a step and its bare work; turns over the engines.
     rounds: int = 20
-    job: str = ""  # Case phases: options of train.py, such as "--model PATH --task FILE.py".
+    # Case phases: options of train.py, with an equals sign: --job="--model PATH --task FILE.py".
+    job: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"  # Case shared: of the model.
 
 
@@ -215,18 +216,18 @@ def bounds(
     grpo, shared = run.config.grpo, run.config.backend.prefix_cache != "off"
     linear = [each for each in model.base_model.modules() if isinstance(each, torch.nn.Linear)]
     body, head = sum(each.weight.numel() for each in linear), model.lm_head.weight.numel()
-    responses, rows = batch.mask.sum().item(), len(batch.mask)
-    of_prompts = batch.prompt_lengths.sum().item()
-    prompts = of_prompts / grpo.group_size
-    forward = 2 * body * (prompts + responses - rows) + 2 * head * responses
-    signal = (batch.advantages != 0).float().mean().item()
-    sampling = forward + 2 * body * (0 if shared else of_prompts - prompts)
+    responses = batch.mask.sum(dim=1).double().cpu()  # (B,) tokens, as all of the next lines
+    prompts = batch.prompt_lengths / grpo.group_size
+    work = 2 * body * (prompts + responses - 1) + 2 * head * responses  # of a forward
+    forward, learns = work.sum().item(), (batch.advantages != 0).cpu()
+    again = 0.0 if shared else (batch.prompt_lengths - prompts).sum().item()
+    sampling = forward + 2 * body * again
     operations_a_second, bytes_a_second = peaks
-    longest = batch.mask.sum(dim=1).max().item()
+    longest = responses.max().item()
     reads = longest * (body + head) * model.dtype.itemsize / bytes_a_second
     found = {"generate_s": max(sampling / operations_a_second, reads),
              "old_logprobs_s": forward / operations_a_second,
-             "update_s": (1 + 2 * signal) * forward / operations_a_second}
+             "update_s": (forward + 2 * work[learns].sum().item()) / operations_a_second}
     return found | {"step_s": sum(found.values())}
 
 

@@ -43,7 +43,8 @@ class Options:
     generation: Literal["vllm", "transformers"] = "vllm"
     steps: int = 30  # Batches of rollouts; each is two optimizer steps.
     seed: int = 0  # Decides the model and the problems.
-    job: str = ""  # Further options of train.py, such as "--model PATH --task FILE.py".
+    # Further options of train.py, with an equals sign: --job="--model PATH --task FILE.py".
+    job: str = ""
     # JSON: vLLM's arguments in place of TRL's own, which name no dtype.
     engine: str = '{"dtype": "float32"}'
     # Of one run: traces of so many batches, in `out`/traces (examples/record_trl.py).
@@ -127,7 +128,7 @@ def train(options: Options) -> None:
                           optimizers=(None, None) if options.translated else (adamw, schedule))
     expected = [problem.prompt_ids for problem in sampled]
     if trainer._tokenize_prompts(texts)[0] != expected:
-        raise ValueError("questions must have the same token ids in TRL as in train.py")
+        raise ValueError("prompts must have the same token ids in TRL as in train.py")
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Recorder)
     if options.record:

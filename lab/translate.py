@@ -194,6 +194,7 @@ VERL_RULES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_m
 
 
 def verl_correction(config: SimpleNamespace) -> Translation:
+    """Options of verl's rollout correction (bypass, importance weights, rejection), and notes."""
     rejection, rule = config.rejection, VERL_RULES.get(config.reject)
     low, high = rejection.bounds
     # IcePop: weights outside the bounds are 0, the mean counts all tokens, and there is no cap.

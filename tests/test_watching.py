@@ -77,7 +77,7 @@ def test_the_time_left_is_in_seconds_and_then_in_minutes():
     names = "reward response_len trunc_frac flat_frac mismatch_kl clip_rate entropy grad_norm"
     step = {"step": 1} | dict.fromkeys(f"{names} generate_s update_s sync_s".split(), 0.0)
     for seconds, words in ((0, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (7300, "121 min")):
-        assert f"| {words} left" in log_line(step | {"left_s": seconds}, 9)
+        assert f"| {words} left" in log_line(step | {"left_s": seconds}, 9, "off")
 
 
 def test_an_answer_is_one_short_line_that_any_terminal_shows(capsys, tmp_path):

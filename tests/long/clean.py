@@ -29,7 +29,6 @@ from helpers import MATRIX, dtypes_of, move, small_model, started
 
 from engine_adapter import Sampling
 from probe.diagnose import diagnose, sample_trace
-from probe.hypotheses import FLOORS
 from probe.traces import Trace
 from rl import Policy
 
@@ -61,7 +60,7 @@ def verdicts(name: str, tied: bool, dtype: str, seed: int) -> Iterator[dict]:
         yield {"model": name, "tied": tied, "dtype": dtype, "temperature": trace.sampling.temperature,
                "tokens": noise.tokens, "mismatch": noise.mean, "floor": floor.mean, "status": verdict.status,
                "sentence": verdict.sentence,
-               "beyond": (noise.mean - FLOORS * floor.mean) / floor.rms * noise.tokens**0.5}  # fmt: skip
+               "beyond": (noise.mean - floor.floors * floor.mean) / floor.rms * noise.tokens**0.5}  # fmt: skip
 
 
 def alone(name: str, tied: str, seed: str, *dtypes: str) -> list[dict]:
@@ -101,7 +100,7 @@ def report(rows: list[dict]) -> int:
     for (dtype, tokens), ratios in sorted(by_tokens.items()):
         figures = " ".join(f"{figure(ratios):.2f}" for figure in (min, median, max))
         print(f"  {dtype:<8} {tokens:>5} tokens {figures} in {len(ratios)} traces")
-    print(f"the largest is {max(row['beyond'] for row in rows):.1f} standard errors beyond {FLOORS} floors")
+    print(f"the largest is {max(row['beyond'] for row in rows):.1f} standard errors beyond the limit's floors")
     wrong, total = sum(row["status"] != "parity" for row in rows), len(rows)
     low, high = clopper_pearson(wrong, total)
     print(f"{wrong} false alarms in {total} clean traces, 95 % interval (Clopper-Pearson) {low:.2%} to {high:.2%}")

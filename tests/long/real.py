@@ -31,11 +31,11 @@ def steps(out: Path) -> list[dict]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_recorded_workload_is_parity(tmp_path, dtype):
-    """With the first floor of float32, 1.3, the clean engine was accused."""
-    trace, verdicts = tmp_path / "trace.npz", tmp_path / "verdicts.json"
+    """With a limit of 1.3 floors in float32 the clean engine was called unexplained."""
+    trace = tmp_path / "trace.npz"
     run("-m", "probe", "record", "--model", MODEL, "--dtype", dtype, "--out", trace, "--num-prompts", "24",
         "--max-new-tokens", "32")  # fmt: skip
-    said = run("-m", "probe", "diagnose", "--model", MODEL, "--dtype", dtype, "--brief", "--json", verdicts, trace)
+    said = run("-m", "probe", "diagnose", "--model", MODEL, "--dtype", dtype, "--brief", trace)
     assert ": parity. " in said
 
 

@@ -63,7 +63,7 @@ def test_sampling_takes_at_least_one_reading_of_the_weights_for_each_token():
 
 def test_the_bare_work_takes_each_row_once_with_prompts_of_one_length_and_one_kind_of_signal():
     lengths, signal = [5, 9, 5, 2, 9, 5, 2, 5], [True, False, True, True, True, False, True, True]
-    config = Config.of(num_prompts=8, group_size=GROUP_SIZE, micro_batch_tokens=200)
+    config = Config.of(num_prompts=8, group_size=GROUP_SIZE, micro_batch_tokens=100)
     batch = batch_of(lengths, signal)
     parts = [*whole_groups(batch, config.grpo)]
     assert torch.cat(parts).sort().values.tolist() == list(range(8 * GROUP_SIZE))
@@ -73,7 +73,7 @@ def test_the_bare_work_takes_each_row_once_with_prompts_of_one_length_and_one_ki
         groups = rows.inputs[:, : rows.prompt_lengths[0]].unflatten(0, (-1, GROUP_SIZE))
         assert (groups == groups[:, :1]).all()  # each group is whole: its first row has the prompt of all
         assert rows.advantages.bool().view(-1, GROUP_SIZE).any(dim=1).unique().numel() == 1
-        assert rows.inputs.numel() <= 200
+        assert rows.inputs.numel() <= 100
         minibatches = {int(row) // (4 * GROUP_SIZE) for row in part}  # two of them, four groups each
         assert len(minibatches) == 1
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import tyro
 
-from engine_adapter import ParityFlags
+from fixes import ParityFlags
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/

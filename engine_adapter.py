@@ -8,20 +8,21 @@ into it. So a tensor that is never loaded shows at once, and is not hidden by a 
 import ctypes
 import gc
 import itertools
-import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from importlib.metadata import distributions
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import numpy
 import torch
 from torch import Tensor
+
+import fixes
+from fixes import ParityFlags, as_arguments, dtype_name, wanted_settings
+from sampling import Rollout, Sampling, sampling_params
 
 TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
@@ -34,186 +35,12 @@ CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 
 
-@dataclass(frozen=True)
-class ParityFlags:
-    """The five fixes. Off is the usual default, made explicit."""
-
-    # Semantics, engine: log-probabilities of the distribution that the sampler drew from
-    # (temperature applied); off: raw ones.
-    processed_logprobs: bool = True
-    # Inference path, engine: prefix caching, async scheduling, cascade attention and the model's
-    # generation_config.json off; off: V1's defaults, and no cache reset at a weight load.
-    # --prefix-cache versioned is not V1's cache.
-    explicit_runtime: bool = True
-    # Inference path, engine: a weight update keeps unfinished requests and their KV cache; off: see
-    # inflight_otherwise.
-    inflight_keep: bool = True
-    # Numerics, both sides: the final projection in fp32; off: see head_otherwise.
-    fp32_head: bool = True
-    # Semantics, trainer: with a mask (top-k, top-p, min-p) its softmax is over the tokens that the
-    # sampler kept, which travel with each token; off: over the vocabulary, as in most trainers.
-    sampling_mask: bool = True
-    # Without inflight_keep. abort: V1's pause, partial work is thrown away and its requests start
-    # again (V1 also clears the prefix cache; here only explicit_runtime controls the cache).
-    # recompute: requests stay, their KV cache is computed again under the new weights.
-    inflight_otherwise: Literal["abort", "recompute"] = "abort"
-    # Without fp32_head. engine: the engine's projection in the model's dtype, V1's default; the
-    # trainer's stays in fp32. both: both in the model's dtype.
-    head_otherwise: Literal["engine", "both"] = "engine"
-
-    def __post_init__(self):
-        for name, usual, fix in (("inflight_otherwise", "abort", "inflight_keep"),
-                                 ("head_otherwise", "engine", "fp32_head")):
-            value = getattr(self, name)
-            if getattr(self, fix) and value != usual:
-                raise ValueError(f"{name} must not be given with {fix} (it would do nothing), got"
-                                 f" {value}; try --parity.no-{fix.replace('_', '-')}")
-
-    @property
-    def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
-        return "keep" if self.inflight_keep else self.inflight_otherwise
-
-    @property
-    def trainer_fp32_head(self) -> bool:
-        return self.fp32_head or self.head_otherwise == "engine"
-
-    def off(self) -> list[str]:
-        return [name for name, on in asdict(self).items() if on is False]
-
-
-class Setting(NamedTuple):
-    """A setting of vLLM that a parity flag controls: a row of SETTINGS, for start and audit.
-
-    `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while
-    the flag is on and off; None leaves the value to vLLM. `read` returns the value that is in force
-    in a live Engine.
-    """
-
-    flag: str
-    argument: str
-    on: Any
-    off: Any
-    read: Callable[["Engine"], Any]
-
-    @property
-    def name(self) -> str:
-        return self.argument.rpartition(".")[2]
-
-    def wanted(self, parity: ParityFlags, dtype: torch.dtype) -> Any:
-        value = self.on if getattr(parity, self.flag) else self.off
-        return _name(dtype) if value == "model" else value
-
-
-SETTINGS = [
-    Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
-            lambda engine: engine.runner.sampler.logprobs_mode),
-    Setting("explicit_runtime", "enable_prefix_caching", False, True,
-            lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
-    Setting("explicit_runtime", "async_scheduling", False, True,
-            lambda engine: "Async" in type(engine.core.scheduler).__name__
-            and engine.core.batch_queue is not None),
-    Setting("explicit_runtime", "disable_cascade_attn", True, None,
-            lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False)),
-    Setting("explicit_runtime", "generation_config", "vllm", "auto",
-            lambda engine: engine.llm.vllm_config.model_config.generation_config),
-    # "model": the model's dtype.
-    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model",
-            lambda engine: engine.observed_head_dtype()),
-    # -1: a request may ask for kept sets of any size.
-    Setting("sampling_mask", "max_logprobs", -1, None,
-            lambda engine: engine.llm.vllm_config.model_config.max_logprobs),
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """All that shapes the sampled distribution; `sampling_params` makes the rest neutral.
-
-    Training uses temperature and mask. The probe also uses the penalties:
-    `probe.traces.process_logits` reproduces all.
-    """
-
-    temperature: float  # 0 is greedy
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_kept: int = 0  # Return the ids that the mask kept, at most so many a token; 0: none.
-
-    def __post_init__(self):
-        for name, rule, holds in (
-            ("temperature", "0 (greedy) or at least 0.01 (vLLM's smallest) and finite",
-             self.temperature == 0 or 0.01 <= self.temperature < math.inf),
-            ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
-            ("top_k", "a whole number, at least 0 (0 is off)",
-             isinstance(self.top_k, int) and self.top_k >= 0),
-            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
-            ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
-            ("repetition_penalty", "positive and finite", 0 < self.repetition_penalty < math.inf),
-            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
-            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
-        ):
-            if not holds:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether top-k, top-p or min-p can cut a token off."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-@dataclass
-class Rollout:
-    """One sampled response. Lists have one entry per response token, the stop token included."""
-
-    prompt_ids: list[int]
-    seed: int | None  # with a seed it can be sampled again alone; without, see `reseed`
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # behaviour log-probabilities, nats
-    # The weight version under which each token was sampled. With async scheduling (V1's default)
-    # vLLM returns a token one step late: after an in-flight update one token of each unfinished
-    # rollout is labelled one version too new.
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
-    sampling: Sampling | None = None  # None in a trace that was read from a file
-    kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
-    prompt_version: int | None = None  # of its first part, if a load found it half computed
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version from which any of it was computed, prompt included."""
-        of_prompt = [] if self.prompt_version is None else [self.prompt_version]
-        return min(of_prompt + self.versions, default=None)
-
-    def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
-        """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
-        if not all(map(math.isfinite, logprobs)):
-            raise FloatingPointError(f"the sampler's log-probabilities are {logprobs} for prompt"
-                                     f" {self.prompt_ids}")
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs)
-        self.versions.extend([version] * len(token_ids))
-
-    def restart(self) -> None:
-        """Forget what has been sampled."""
-        self.token_ids, self.logprobs, self.versions, self.kept = [], [], [], []
-        self.finish_reason = self.prompt_version = None
-
-
 class EngineStateError(RuntimeError):
     """A call that the engine's state does not allow: generate while asleep, load before wake."""
 
 
 class WeightLoadError(RuntimeError):
     """The engine does not hold, or would not hold, the trainer's weights."""
-
-
-class AuditError(RuntimeError):
-    """A requested setting is not in force in the live engine."""
 
 
 def check_vllm_version(allow_untested: bool = False) -> str:
@@ -288,12 +115,7 @@ class Engine:
                                " fresh .venv")
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
-        # What `audit` must find, by the names of SETTINGS.
-        self._wanted = {each.name: each.wanted(parity, dtype) for each in SETTINGS}
-        if prefix_cache == "versioned":
-            self._wanted["enable_prefix_caching"] = True
-        self._wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
-        self._wanted["model_dtype"] = _name(dtype)
+        self._wanted = self._wanted_settings(cuda_graphs)
         arguments = self._arguments(
             model=model, seed=seed, block_size=block_size, num_gpu_blocks_override=kv_blocks,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
@@ -324,11 +146,20 @@ class Engine:
         Engine.live = self
         self.settings = self.audit()
 
+    def _wanted_settings(self, cuda_graphs: bool) -> dict[str, Any]:
+        """What `audit` must find."""
+        wanted = wanted_settings(self.parity, self.dtype)
+        if self.prefix_cache == "versioned":
+            wanted["enable_prefix_caching"] = True
+        wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
+        wanted["model_dtype"] = dtype_name(self.dtype)
+        return wanted
+
     def _arguments(self, **arguments: Any) -> dict[str, Any]:
-        """vLLM's arguments: these, those that never change, and those of SETTINGS."""
+        """vLLM's arguments: these, those that never change, and those of fixes.SETTINGS."""
         slots = self.max_num_seqs + CANARY_PROMPTS
         arguments |= dict(
-            dtype=_name(self.dtype), load_format="dummy", skip_tokenizer_init=True,
+            dtype=dtype_name(self.dtype), load_format="dummy", skip_tokenizer_init=True,
             max_num_seqs=slots, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
             # Only the share that must be free at start; the KV cache has a size of its own.
             gpu_memory_utilization=0.1,
@@ -339,12 +170,7 @@ class Engine:
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
             arguments["compilation_config"] = dict(
                 mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
-        for setting in SETTINGS:
-            argument, _, key = setting.argument.partition(".")
-            value = self._wanted[setting.name]
-            if value is not None:
-                arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
-        return arguments
+        return arguments | as_arguments(self._wanted)
 
     def _start(self, arguments: dict[str, Any]) -> None:
         from vllm import EngineArgs, ModelRegistry
@@ -365,16 +191,16 @@ class Engine:
         self.llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self.core = self.llm.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self._model = self.runner.get_model()
-        self._names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        methods = [getattr(module, "quant_method", None) for module in self._model.modules()]
+        self.model = self.runner.get_model()
+        self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        methods = [getattr(module, "quant_method", None) for module in self.model.modules()]
         self._experts = [method for method in methods if hasattr(method, "moe_kernel")]
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
-        if "lm_head.bias" in self.contract and getattr(self._model.lm_head, "bias", None) is None:
+        if "lm_head.bias" in self.contract and getattr(self.model.lm_head, "bias", None) is None:
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                              " into a live engine")
-        self._sample_canary()  # with random weights: a model that vLLM cannot compute fails here
+        self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
 
     # ------------------------------------------------------------------------------ sampling
     def generate(
@@ -631,7 +457,7 @@ class Engine:
             self._requests.pop(name).finish_reason = "abort"
 
     # ------------------------------------------------------------------------------ canary
-    def _sample_canary(self) -> list[Rollout]:
+    def sample_canary(self) -> list[Rollout]:
         """A few tokens of decode, at temperature 1, where raw and processed values agree."""
         shape = (CANARY_PROMPTS, CANARY_PROMPT_TOKENS)
         generator = torch.Generator().manual_seed(0)
@@ -645,7 +471,7 @@ class Engine:
         return rollouts
 
     def _check_canary(self, trainer_logprobs: TrainerLogprobs) -> None:
-        rollouts = self._sample_canary()
+        rollouts = self.sample_canary()
         sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
         theirs = torch.tensor(trainer_logprobs(sequences, CANARY_PROMPT_TOKENS))
         ours = torch.tensor([rollout.logprobs for rollout in rollouts])  # (prompts, new tokens)
@@ -662,65 +488,15 @@ class Engine:
                 f"{other}: the canary's {middle.__name__} |trainer - engine| is {difference:.2e}"
                 f" nats, more than {self.canary_tolerance:.0e}")
 
-    # ------------------------------------------------------------------------------ audit
+    # ------------------------------------------------------------------------------ audit, close
     def audit(self) -> dict[str, Any]:
-        """What is in force, read from the live engine's objects and arithmetic.
+        """What is in force in the live engine.
 
-        Raises: AuditError that names each requested setting that is not in force; EngineStateError
+        Raises: fixes.AuditError that names each requested setting that is not; EngineStateError
         while asleep.
         """
         self._require("audit", "empty", "ready")
-        config = self.llm.vllm_config
-        model = config.model_config
-        layers = [module for module in self._model.modules() if hasattr(module, "impl")]
-        explicit = self.parity.explicit_runtime
-        found = {setting.name: setting.read(self) for setting in SETTINGS} | {
-            "vllm": self.version,
-            "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
-            # Of the model's file; each request overrides them.
-            "sampling_defaults": model.get_diff_sampling_param(),
-            "model_dtype": _name(next(self._model.parameters()).dtype),
-            "cuda_graphs": config.compilation_config.cudagraph_mode.name,
-            "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
-            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
-            "block_size": config.cache_config.block_size,
-            "max_model_len": model.max_model_len,
-            "prefix_cache": self.prefix_cache if explicit else "V1's default, kept over updates",
-            "inflight_update": self.parity.inflight_update,  # done by this adapter
-            "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
-        }
-        wrong = [f"{name} is {found[name]!r}, not {value!r}"
-                 for name, value in self._wanted.items()
-                 if value is not None and found[name] != value]
-        if wrong:
-            raise AuditError(f"requested but not in force in vLLM {self.version}:"
-                             f" {'; '.join(wrong)} ({self.parity})")
-        return found
-
-    def observed_head_dtype(self) -> str:
-        """The dtype in which the head's product is really computed, read from its logits.
-
-        A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not
-        change in 16 bits.
-        """
-        from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-        narrow = {self.dtype, torch.bfloat16, torch.float16} - {torch.float32}
-        seen: set[str] = set()
-
-        def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
-            equal = [dtype for dtype in narrow
-                     if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
-            own_first = sorted(equal, key=lambda dtype: dtype != self.dtype)
-            seen.add(_name(own_first[0] if equal else logits.dtype))
-
-        heads = [each for each in self._model.modules() if isinstance(each, LogitsProcessor)]
-        hooks = [head.register_forward_hook(look) for head in heads]
-        self._sample_canary()  # any weights will do: only the arithmetic is observed
-        for hook in hooks:
-            hook.remove()
-        assert len(seen) == 1, f"{type(self._model).__name__}'s head was seen in {seen}"
-        return seen.pop()
+        return fixes.audit(self, self._wanted)
 
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
@@ -730,7 +506,7 @@ class Engine:
         # Their tensors go before vLLM gives the memory back.
         self.runner.sampler = self.runner.structured_outputs_worker = None
         self.runner.block_tables = None
-        del self.core, self.runner, self._model
+        del self.core, self.runner, self.model
         self.llm.engine_core.shutdown()
         del self.llm
         self.state, Engine.live = "broken", None
@@ -743,41 +519,3 @@ def _reason(error: Exception) -> str:
     if hasattr(error, "errors"):  # pydantic's
         text = "; ".join(each["msg"] for each in error.errors())
     return " ".join(text.split())[:300] or repr(error)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def reseed(*stream: int | str) -> None:
-    """Seed the generators of all samples without a seed: torch's (V1 runner), numpy's (V2 runner).
-
-    `stream` names what is sampled next, such as (seed of the run, "train", step).
-    """
-    seed = int.from_bytes(sha256(repr(stream).encode()).digest()[:6], "big")
-    torch.manual_seed(seed)
-    numpy.random.seed(seed % 2**32)
-
-
-def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> Any:
-    """vLLM's SamplingParams of one request."""
-    from vllm.sampling_params import SamplingParams
-
-    return SamplingParams(**sampling_arguments(sampling, seed, vocab_size))
-
-
-def sampling_arguments(sampling: Sampling, seed: int | None, vocab_size: int) -> dict[str, Any]:
-    """The arguments of vLLM's SamplingParams."""
-    return dict(
-        seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
-        # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list out.
-        stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True,
-        top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
-        # Everything else that could change the distribution, at its neutral value.
-        min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None, detokenize=False,
-        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see
-        # if a set is larger.
-        logprobs=min(sampling.max_kept + 1, vocab_size) if sampling.max_kept else 0,
-    )

@@ -130,7 +130,7 @@ def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.wake_up(tags=["kv_cache"])
 
-    batch = shift_and_pad(sample(llm, canary, temperature=1.0, length=3, stop=[]))
+    batch = make_batch(sample(llm, canary, temperature=1.0, length=3, stop=[]))
     _, _, mask, behavior_logprobs = batch
     with torch.no_grad():
         logprobs = token_logprobs(model, batch, torch.arange(len(canary)), 1.0)
@@ -140,7 +140,7 @@ def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
 
 
 # ------------------------------------------------------------------------------------- the trainer
-def shift_and_pad(outputs: list[RequestOutput]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_batch(outputs: list[RequestOutput]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """inputs, targets, mask, behavior_logprobs: (B, T) each. Position t predicts token t + 1."""
     id_rows, mask_rows, logprob_rows = [], [], []
     for output in outputs:
@@ -219,7 +219,7 @@ def train(options: Options, fixes: Fixes):
         advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1, 1)  # (B, 1)
 
         # Old log-probabilities. The weights are still those that the engine sampled with.
-        batch = shift_and_pad(outputs)
+        batch = make_batch(outputs)
         _, _, mask, behavior_logprobs = batch
         row_numbers = torch.arange(len(outputs))
         with torch.no_grad():

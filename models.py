@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from engine_adapter import Sampling
 from records import stage
+from sampling import Sampling
 
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:

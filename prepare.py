@@ -1,21 +1,34 @@
-"""A run before its model is loaded: its options, its problems, and all that is refused by then."""
+"""A run from its options: all that is refused before a model is loaded, then the two sides.
+
+An option that asks for a file of extras/ or probe/ imports it here.
+"""
 
 import json
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 import records
-from config import BUILT_IN, NOT_OF_THE_EXPERIMENT, Config
-from engine_adapter import Sampling, check_vllm_version
+from config import BUILT_IN, NOT_OF_THE_EXPERIMENT, Config, GrpoConfig
+from engine_adapter import Engine, check_vllm_version
 from models import describe_model
-from tasks import Task, encode, load_task
+from objectives import Batch
+from rl import Optimizer, Policy, frozen_logprobs
+from sampling import Rollout, Sampling, reseed
+from tasks import Problem, Task, encode, load_task
 
 HERE = Path(__file__).parent
+Observer = Callable[[Any], dict[str, Any]]  # a train.Step -> further metrics
+Watcher = Callable[[dict[str, Any]], None]  # a row of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -189,3 +202,202 @@ def check_files(config: Config) -> None:
     if measure.tensorboard and find_spec("tensorboard") is None:
         raise ValueError("tensorboard needs the package of this name, which is not installed; try"
                          " `pip install tensorboard`")
+
+
+# ---------------------------------------------------------------------------------- both sides
+class Synchronous:
+    """Where rollouts come from: P problems a step, all responses sampled to their end."""
+
+    def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
+        self.task, self.engine, self.sampling, self.config = task, engine, sampling, config
+        self.rng = random.Random(config.run.seed)
+
+    def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
+        """P problems and B = P * G rollouts, group-major."""
+        problems = self.task.sample(self.rng, self.config.grpo.num_prompts)
+        reseed(self.config.run.seed, "train", step)
+        prompts = [problem.prompt_ids for problem in problems]
+        return problems, self.engine.generate(prompts, self.config.grpo.group_size, self.sampling)
+
+    def after_update(self) -> dict[str, int]:
+        """Called after each load: drop what is too old, return metrics. Nothing is unfinished."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.setstate(state["rng"])
+
+
+@dataclass
+class TrainingState:
+    """What changes from step to step."""
+
+    policy: Policy
+    reference: dict[str, torch.Tensor] | None  # the first policy's weights by name, for --kl-coef
+    optimizer: Optimizer
+    engine: Engine
+    source: Synchronous  # or extras.inflight.InFlightSource
+    # Evaluates beside the engine, with the trainer's own modules.
+    trainer_alone: Engine | None = None
+    observers: list[Observer] = field(default_factory=list)  # at the end of a step
+    watchers: list[Watcher] = field(default_factory=list)  # after each row of metrics.jsonl
+
+    def add_reference(self, batch: Batch, grpo: GrpoConfig) -> Batch:
+        """The batch with `ref_logprobs`, if there is a KL term."""
+        if self.reference is None:
+            return batch
+        # The same arithmetic for both sides of the divergence.
+        with self.policy.using(self.reference):
+            return replace(batch, ref_logprobs=frozen_logprobs(self.policy, batch, grpo))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self.policy.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "source": self.source.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.policy.model.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.source.load_state_dict(state["source"])
+
+
+def extra_if_there(name: str) -> ModuleType | None:
+    """A file of extras/ that the default job uses, or None if it has been deleted."""
+    if (HERE / "extras" / f"{name}.py").exists():
+        return import_module(f"extras.{name}")
+    return None
+
+
+def build(run: Run, start: Callable | None = None) -> tuple[TrainingState, int]:
+    """Both sides with the same weights, fresh or from a checkpoint, and the first step."""
+    config, grpo = run.config, run.config.grpo
+    checkpoint = None
+    if config.run.resume:
+        every = config.run.checkpoint_every
+        checkpoint = records.newest_checkpoint(run.out, every, run.fingerprint)
+    policy = load_policy(run)
+    # The first policy's, resumed or not: the checkpoint comes later.
+    reference = policy.copied_weights() if grpo.kl_coef else None
+    make_optimizer = Optimizer
+    if grpo.offload_optimizer:
+        from extras.offload import OffloadedOptimizer as make_optimizer
+    optimizer = make_optimizer(policy.model, grpo.weight_decay)
+    alone = trainer_alone(run, policy)
+    start = start or start_engine  # lab/other_vllm.py has another
+    engine = start(run, policy, alone)
+    if grpo.has_mask:
+        from extras.masks import use_masks
+
+        use_masks(policy, engine, run.sampling)
+    make_source = Synchronous
+    if config.backend.inflight_groups:
+        from extras.inflight import InFlightSource as make_source
+    source = make_source(run.task, engine, run.sampling, config)
+    state = TrainingState(policy, reference, optimizer, engine, source, alone)
+    records.restore(run.out, checkpoint)
+    if checkpoint:
+        state.load_state_dict(checkpoint)
+    first_step = checkpoint["step"] + 1 if checkpoint else 1
+    engine.load(policy.weights(), policy.response_logprobs)
+    state.observers = observers(run, state)
+    state.watchers = watchers(run, first_step)
+    records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
+    for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
+        in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(f"{side}: {in_force}", flush=True)
+    if config.run.resume:
+        without = "" if checkpoint else ": there was no checkpoint"
+        print(f"resumed at step {first_step}{without}", flush=True)
+    return state, first_step
+
+
+def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
+    task, record = run.task, records.provenance(policy.device)
+    return record | {
+        "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
+        "trainer": policy.audit() | {"model_path": run.model_path},
+        "problems": {"train": len(task.train), "held_out": len(task.held_out),
+                     "dropped": run.dropped_prompts, "merged": task.num_repeated,
+                     "sha256": task.fingerprint},
+        "versions": record["versions"] | {"vllm": engine.version},
+    }
+
+
+def load_policy(run: Run) -> Policy:
+    """The policy of `--model`; each prompt is computed once, if extras/prompts.py is there."""
+    config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
+    with records.stage(f"loading the model in {run.model_path}"):
+        policy = Policy.load(run.model_path, getattr(torch, config.run.dtype), device,
+                             config.parity.trainer_fp32_head)
+        if config.grpo.gradient_checkpointing:
+            from extras.checkpointing import checkpoint_layers
+
+            checkpoint_layers(policy)
+    prompts = extra_if_there("prompts")
+    if prompts:
+        prompts.compute_prompts_once(policy)
+    return policy
+
+
+def start_engine(run: Run, policy: Policy, alone: Engine | None = None) -> Engine:
+    """The engine that `--engine` names, still without the policy's weights.
+
+    `alone`: see trainer_alone.
+    """
+    config, backend = run.config, run.config.backend
+    if backend.engine == "transformers":
+        from extras.reference import engine_for
+
+        return alone or engine_for(run, policy)
+    options = dict(
+        max_model_len=run.max_model_len, max_num_seqs=backend.max_num_seqs, seed=config.run.seed,
+        kv_cache_gib=backend.kv_cache_gib, block_size=backend.block_size,
+        prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
+        allow_untested_vllm=backend.allow_untested_vllm,
+    )
+    if backend.engine == "shared":
+        from extras.shared_engine import SharedEngine
+
+        return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    return Engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
+
+
+def trainer_alone(run: Run, policy: Policy) -> Engine | None:
+    """The engine of `--eval-with-trainer`, if extras/reference.py is there."""
+    if not run.config.measure.eval_with_trainer:
+        return None
+    reference = extra_if_there("reference")
+    if reference is None:
+        print("eval_with_trainer is LEFT OUT: it needs extras/reference.py", flush=True)
+        return None
+    return reference.engine_for(run, policy)
+
+
+def observers(run: Run, state: TrainingState) -> list[Observer]:
+    """What the options ask to be called at the end of a step."""
+    measure = run.config.measure
+    asked = []
+    if measure.self_noise_every:
+        from probe.noise import SelfNoise
+
+        asked.append(SelfNoise(state.policy, run.config))
+    if measure.probe_every or measure.probe_on_alarm:
+        from probe.diagnose import StepProbe
+
+        asked.append(StepProbe(run, state))
+    return asked
+
+
+def watchers(run: Run, first_step: int) -> list[Watcher]:
+    """What draws the rows of metrics.jsonl while the run goes on."""
+    found = []
+    curves = extra_if_there("curves")
+    if curves:
+        found.append(partial(curves.draw_at_evaluation, run.out))
+    if run.config.measure.tensorboard:
+        from extras.tensorboard import TensorBoard
+
+        found.append(TensorBoard(run.out, first_step))
+    return found

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from config import GrpoConfig
-from engine_adapter import Rollout
 from models import load_model
 from objectives import OBJECTIVES, Batch, correct, correction_metrics, loss_weights, weighted_loss
+from sampling import Rollout
 
 Body = Callable[[Batch, Tensor], Tensor]  # batch, response (B, T) bool -> hidden states (N, H)
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)

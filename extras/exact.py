@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine, Rollout, Sampling
+from engine_adapter import Engine
 from objectives import Batch
 from rl import make_batch
+from sampling import Rollout, Sampling
 
 TOGETHER, COMPARED = 64, 8  # rows of a product; tokens that are also computed alone
 
@@ -42,7 +43,7 @@ def cause(engine: Engine, prompt_ids: list[int]) -> str:
         return f"the trainer scored with {attention}, not with vLLM's kernel"
     if reason := why_not(engine):
         return reason
-    if not _agrees(engine, engine._sample_canary()):
+    if not _agrees(engine, engine.sample_canary()):
         return "the engine's kernel, products or sampler compute other values than the trainer's"
     once = Sampling(temperature=1.0, max_new_tokens=1)
     if not _agrees(engine, engine._submit([Rollout(prompt_ids, 0, sampling=once)])):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from config import Config
-from engine_adapter import Engine, Rollout, Sampling, reseed
+from engine_adapter import Engine
+from sampling import Rollout, Sampling, reseed
 from tasks import Problem, Task
 
 
@@ -115,7 +116,7 @@ class GroupsInFlight:
 
 
 class InFlightSource(GroupsInFlight):
-    """As train.Synchronous, with N more groups in flight than a step takes."""
+    """As prepare.Synchronous, with N more groups in flight than a step takes."""
 
     def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
         super().__init__(engine, config.grpo.group_size, sampling, config.backend.max_staleness)

@@ -10,9 +10,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine, Rollout, Sampling
+from engine_adapter import Engine
 from objectives import Batch
 from rl import Policy
+from sampling import Rollout, Sampling
 
 
 def masked_logits(logits: Tensor, sampling: Any) -> Tensor:

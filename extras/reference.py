@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from engine_adapter import Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
+from engine_adapter import Engine, TrainerLogprobs, WeightLoadError
 from rl import Policy
+from sampling import Rollout, Sampling
 
 
 def engine_for(run: Any, policy: Policy) -> "ReferenceEngine":

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
-from engine_adapter import Engine, ParityFlags, WeightLoadError
+from engine_adapter import Engine, WeightLoadError
+from fixes import ParityFlags
 from objectives import Batch
 from rl import Policy, Projection
 
@@ -52,7 +53,8 @@ class SharedEngine(Engine):
     tokens beside it.
     """
 
-    _model = None  # until vLLM has built it
+    model = None  # until vLLM has built it
+    fewest_rows = FEWEST_ROWS
 
     def __init__(
         self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
@@ -62,7 +64,7 @@ class SharedEngine(Engine):
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         self.policy = policy
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
-        self.pad_rows(FEWEST_ROWS)
+        self.pad_rows(self.fewest_rows)
         weights = policy.model.named_parameters()
         self._addresses = {name: weight.data_ptr() for name, weight in weights}
         shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
@@ -129,10 +131,10 @@ class SharedEngine(Engine):
         With rows, the gradient is that of the trainer's usual attention at these queries, keys and
         values, in fp32.
         """
-        if self._model is None:
+        if self.model is None:
             self._note_layer(module.layer_idx, query, key, value, options)
             return torch.zeros_like(query).transpose(1, 2), None
-        layer, rows = self._model.layers[module.layer_idx], self._rows
+        layer, rows = self.model.layers[module.layer_idx], self._rows
         inputs = [rearrange(each, "1 h n d -> n h d")[: self._count].contiguous()
                   for each in (query, key, value)]
         if rows is None:

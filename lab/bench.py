@@ -28,15 +28,18 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from config import Config, GrpoConfig
-from engine_adapter import Engine, ParityFlags, Sampling, sampling_params
+from engine_adapter import Engine
 from examples.toys import toy_config, toy_tokenizer
 from extras.masks import mask_outside, use_masks
 from extras.prompts import PromptsOnce
+from fixes import ParityFlags
 from lab import seconds, table
 from objectives import Batch
+from prepare import Run, TrainingState, build, prepare
 from records import memory_gib, reset_peak
 from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, frozen_logprobs, make_batch, update
-from train import Run, TrainingState, build, prepare, train_step
+from sampling import Sampling, sampling_params
+from train import train_step
 
 Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head", "shared"]
 
@@ -431,10 +434,10 @@ def serve(pipe: Any, config: dict) -> None:
     pipe.send({})
 
 
-def shared(options: Options) -> None:
+def shared(options: Options, engines: dict[str, dict] = SHARED) -> None:
     """Seconds and peak memory of a step by engine; the processes take turns."""
     context, pipes = get_context("spawn"), []
-    for config in SHARED.values():
+    for config in engines.values():
         ours, theirs = context.Pipe()
         context.Process(target=serve, args=(theirs, config | {"dtype": options.dtype}),
                         daemon=True).start()
@@ -445,7 +448,7 @@ def shared(options: Options) -> None:
     names = ["step_s", "generate_s", "old_logprobs_s", "update_s", "sync_s"]
     rows = []
     by_engine = [*zip(*turns[2:-1], strict=True)]  # two turns warm up
-    for engine, steps in zip(SHARED, by_engine, strict=True):
+    for engine, steps in zip(engines, by_engine, strict=True):
         ratios = quantiles(step["step_s"] / first["step_s"]
                            for step, first in zip(steps, by_engine[0], strict=True))
         peak = max(value for step in steps for name, value in step.items() if name.endswith("_gib"))

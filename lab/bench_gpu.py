@@ -20,16 +20,18 @@ import torch
 import tyro
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from engine_adapter import ParityFlags, check_vllm_version
+from engine_adapter import check_vllm_version
 from examples.toys import toy_tokenizer
+from fixes import ParityFlags
 from lab import seconds, table
 from lab.bench import bare_generate, running
 from lab.plan import GIB, phases
 from objectives import mismatch_metrics
+from prepare import Run, TrainingState
 from probe.noise import measure_self_noise
 from records import append_rows, memory_gib, one_sentence, provenance, stage
 from rl import Policy, frozen_logprobs, make_batch
-from train import Run, TrainingState, train_step
+from train import train_step
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

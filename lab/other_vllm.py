@@ -23,9 +23,12 @@ from torch import Tensor
 
 import engine_adapter as adapter
 import train
-from engine_adapter import AuditError, Engine, Rollout, sampling_arguments
+from engine_adapter import Engine
+from fixes import AuditError, dtype_name, wanted_settings
+from prepare import Run
 from records import one_sentence
 from rl import Policy
+from sampling import Rollout, sampling_arguments
 
 WORKER = Path(__file__).parent / "worker.py"
 # Settings that must be in force as requested. CPU builds force async scheduling off.
@@ -43,7 +46,7 @@ class OtherEngine(Engine):
     prefix_cache, _experts = "off", ()
 
     def __init__(
-        self, python: str, version: str, run: train.Run, policy: Policy,
+        self, python: str, version: str, run: Run, policy: Policy,
         _alone: Engine | None = None,
     ):
         parity, backend = run.config.parity, run.config.backend
@@ -61,10 +64,10 @@ class OtherEngine(Engine):
         self.state, self.weight_version = "empty", 0
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self._requests, self._request_ids = {}, itertools.count()
-        self._wanted = {each.name: each.wanted(parity, self.dtype) for each in adapter.SETTINGS}
+        self._wanted = wanted_settings(parity, self.dtype)
         shortest = adapter.CANARY_PROMPT_TOKENS + adapter.CANARY_NEW_TOKENS
         arguments = self._wanted | dict(
-            model=run.model_path, dtype=adapter._name(self.dtype), seed=run.config.run.seed,
+            model=run.model_path, dtype=dtype_name(self.dtype), seed=run.config.run.seed,
             max_model_len=max(run.max_model_len, shortest), block_size=backend.block_size,
             max_num_seqs=self.max_num_seqs + adapter.CANARY_PROMPTS, enable_chunked_prefill=False,
             max_num_batched_tokens=max(8192, run.max_model_len), load_format="dummy",
@@ -74,7 +77,7 @@ class OtherEngine(Engine):
         self._start_process(python)
         self._vocab_size = self._call(
             "start", version, backend.kv_cache_gib, parity.fp32_head, given)
-        self._sample_canary()  # with random weights: its logits show the dtype of the head
+        self.sample_canary()  # with random weights: its logits show the dtype of the head
         self.settings = self.audit()
 
     def _start_process(self, python: str) -> None:
@@ -156,7 +159,7 @@ class OtherEngine(Engine):
     def audit(self) -> dict[str, Any]:
         """What is in force, read in the worker. Raises: AuditError."""
         answer = self._call("audit") | {"inflight_update": self.parity.inflight_update}
-        found = {name: adapter._name(value) if isinstance(value, torch.dtype) else value
+        found = {name: dtype_name(value) if isinstance(value, torch.dtype) else value
                  for name, value in answer.items()}
         wrong = [f"{name} is {found[name]}, not {self._wanted[name]}" for name in COMPARED
                  if found[name] != self._wanted[name]]

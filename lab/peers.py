@@ -27,8 +27,8 @@ from extras.curves import steps_of
 from lab import table
 from lab.compare import STORED
 from lab.translate import to_trl, view
+from prepare import prepare
 from records import append_rows
-from train import prepare
 
 
 @dataclass(frozen=True)

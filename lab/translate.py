@@ -15,7 +15,7 @@ from typing import Any, Literal
 import tyro
 
 from config import Config, GrpoConfig
-from engine_adapter import ParityFlags
+from fixes import ParityFlags
 from objectives import OBJECTIVES
 from records import one_sentence, stage
 

@@ -27,7 +27,8 @@ import torch
 import tyro
 
 from config import COUNT, Rule
-from engine_adapter import Engine, ParityFlags, Sampling
+from engine_adapter import Engine
+from fixes import ParityFlags
 from probe import stress
 from probe.compare import Change, differing, same_workload
 from probe.diagnose import Verdict, as_trace, diagnose, plot_verdict, print_verdict, sample_trace
@@ -36,6 +37,7 @@ from probe.locate import locate
 from probe.traces import Trace, Weights, load_traces, save_trace
 from records import one_line, stage
 from rl import Policy
+from sampling import Sampling
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # At temperature 1 raw log-probabilities do not show.

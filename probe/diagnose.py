@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine, Rollout, Sampling
+from engine_adapter import Engine
 from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import MASK_EDGE, Explanation, Probe
@@ -17,6 +17,7 @@ from probe.search import Search
 from probe.stress import BY_CHANCE, Events, compare
 from probe.traces import Replay, Trace, Weights, save_trace
 from rl import Policy
+from sampling import Rollout, Sampling
 
 FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
 # Probability by chance below which a kind of pressure is shown beside the wrong requests.

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine_adapter import Engine, Rollout, Sampling, reseed
+from engine_adapter import Engine
 from rl import Policy
+from sampling import Rollout, Sampling, reseed
 
 # Requests that may run at once; those for which the KV cache has room at their full length.
 SLOTS, ROOM = 12, 4

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from engine_adapter import Rollout, Sampling
 from extras.masks import masked_logits
 from probe.noise import rounded_otherwise
 from probe.stress import Events
 from rl import Policy, make_batch
+from sampling import Rollout, Sampling
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor

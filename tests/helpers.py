@@ -37,14 +37,16 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import GrpoConfig
-from engine_adapter import Engine, EngineStateError, ParityFlags, Rollout, Sampling
+from engine_adapter import Engine, EngineStateError
 from extras.masks import collect_kept_sets
 from extras.shared_engine import SharedEngine
+from fixes import ParityFlags
 from objectives import mismatch_metrics
 from probe.diagnose import Verdict, as_trace, diagnose
 from probe.stress import StressRun, start_engine
 from probe.traces import Trace
 from rl import Policy, frozen_logprobs, make_batch
+from sampling import Rollout, Sampling
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -71,12 +73,12 @@ def close_live_engine() -> None:
     freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
 
 
-def train_here(arguments: list[str]) -> None:
-    """train.py in this process."""
+def train_here(arguments: list[str], start: Callable | None = None) -> None:
+    """train.py in this process; `start` starts the engine in place of prepare.start_engine."""
     from train import main
 
     close_live_engine()
-    main(arguments)
+    main(arguments, start)
 
 
 @contextmanager
@@ -561,7 +563,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
             load_partly_old(engine, policy, oldest if "stale by 2" in faults else old, kept_old)
         meddler.active = True
         if half_head:
-            engine._model.logits_processor.head_dtype = torch.bfloat16
+            engine.model.logits_processor.head_dtype = torch.bfloat16
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         first = min(map(int, engine._requests))
         steps = 0
@@ -571,7 +573,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
             if "one request" in faults and steps == 6:
                 bench.spoiled = spoil_kv(engine, batch // 3) - first
     if half_head:
-        engine._model.logits_processor.head_dtype = torch.float32
+        engine.model.logits_processor.head_dtype = torch.float32
     meta = {"vllm": engine.version, "dtype": str(policy.model.dtype).removeprefix("torch."),
             "stop_token_ids": list(STOPS)}
     policy.fp32_head = not faults & {"head in trainer", "head on both sides"}

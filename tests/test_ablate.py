@@ -209,10 +209,10 @@ def test_a_page_without_both_markers_is_refused(tmp_path):
 
 
 @pytest.mark.engine
-def test_the_benchmark_of_engines_takes_turns_over_processes(good, monkeypatch, capsys):
+def test_the_benchmark_of_engines_takes_turns_over_processes(good, capsys):
     small = dict(model=str(good / "model"), task=str(good / "task.py"), num_prompts=2, group_size=2, max_new_tokens=4)
-    monkeypatch.setattr(bench, "SHARED", {name: small | dict(engine="transformers") for name in ("one", "other")})
-    bench.main(["shared", "--rounds", "2"])
+    engines = {name: small | dict(engine="transformers") for name in ("one", "other")}
+    bench.shared(bench.Options(rounds=2), engines)
     *_, one, other = capsys.readouterr().out.strip().splitlines()
     assert one.startswith("| one | ")
     assert " | 1.000 (1.000 to 1.000) | " in one

@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 from config import Config, GrpoConfig
-from engine_adapter import ParityFlags
+from fixes import ParityFlags
 from lab.compare import STORED
 from objectives import REJECTIONS, WEIGHTS
 

@@ -11,7 +11,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import engine_adapter
+import fixes
 import objectives
 from config import Config
 from lab import ablate, bench, bench_gpu, compare, corrections, peers, plan, translate
@@ -315,9 +315,8 @@ def test_the_objective_of_the_page_for_forks_is_leave_one_out():
     assert not clipped.any()
 
 
-@pytest.mark.skipif(not hasattr(engine_adapter, "SETTINGS"), reason="engine_adapter.py has no table of settings")
 def test_the_backend_fix_of_the_page_for_forks_is_a_row_like_the_others():
-    field, _, row = added("engine_adapter.py").partition("Setting(")
-    (setting,) = eval(f"[Setting({row}\n]", dict(vars(engine_adapter)))
-    assert type(setting) is type(next(iter(engine_adapter.SETTINGS)))
+    field, _, row = added("fixes.py").partition("Setting(")
+    (setting,) = eval(f"[Setting({row}\n]", dict(vars(fixes)))
+    assert type(setting) is type(next(iter(fixes.SETTINGS)))
     assert re.search(r"^ +fcfs: bool = True  # ", field)

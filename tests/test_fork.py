@@ -11,10 +11,12 @@ import tyro
 from helpers import close_live_engine, command, qwen2
 
 from config import Config
-from engine_adapter import SETTINGS, AuditError, Engine, ParityFlags, Setting
+from engine_adapter import Engine
+from fixes import SETTINGS, AuditError, ParityFlags, Setting
 from objectives import OBJECTIVES, Batch, Clip, Objective, TokenLoss
+from prepare import build, prepare
 from rl import Policy
-from train import build, prepare, train_step
+from train import train_step
 
 
 def masked_sequences(logprobs: torch.Tensor, _old: torch.Tensor, batch: Batch, clip: Clip) -> TokenLoss:

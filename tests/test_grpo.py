@@ -33,15 +33,16 @@ CORE = """
 import json, sys, tempfile
 import train
 from config import Config
-from engine_adapter import ParityFlags
+from fixes import ParityFlags
+from prepare import build, prepare
 
 for job in json.loads(sys.argv[1]):
     options, tis_cap = job["options"], job["tis_cap"]
     tis = {"tis": "token", "tis_cap": tis_cap} if tis_cap else {}
     config = Config.of(out=tempfile.mkdtemp(), task=options.pop("problems"), parity=ParityFlags(**job["fixes"]),
                        micro_batch_tokens=1000, **options, **tis)
-    run = train.prepare(config)
-    live, _ = train.build(run)
+    run = prepare(config)
+    live, _ = build(run)
     live.policy.body = live.policy.plain_body  # as on the page
     rows = []
     for step in range(1, config.run.steps + 1):

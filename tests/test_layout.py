@@ -12,19 +12,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("extras", "probe", "lab", "examples")
 RARE = {"extras", "probe", "lab"}  # the core imports them for an option only
-CORE = ("train", "rl", "objectives", "engine_adapter", "config", "tasks", "records", "models", "prepare", "grpo")
+CORE = ("train", "objectives", "rl", "engine_adapter", "fixes", "sampling", "config", "prepare", "models", "tasks",
+        "records", "grpo")
 FILES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 FILES |= {f"{room}.{path.stem}": path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))}
-OF_VLLM = {"engine_adapter", "extras.shared_engine", "grpo", "examples.record_vllm", "lab.worker"}
+OF_VLLM = {"engine_adapter", "fixes", "sampling", "extras.shared_engine", "grpo", "examples.record_vllm", "lab.worker"}
 
 # Lines at most. A later change may lower a limit, or raise it by what its own purpose needs.
 LIMITS = {
     ("grpo",): 280,
     ("config",): 309,  # 280 before the thresholds of the corrections
     ("tasks", "records"): 522,
-    ("train", "objectives", "rl", "engine_adapter"): 2170,  # the aim is 1,700
-    ("extras",): 1092,  # the aim is 800
-    tuple(FILES): 11276,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
+    ("train", "objectives", "rl", "engine_adapter"): 1700,
+    ("extras",): 1093,  # the aim is 800
+    tuple(FILES): 11342,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }
 
 
@@ -112,11 +113,11 @@ def test_the_core_imports_what_is_rare_for_an_option_alone(name):
         elif {each.split(".")[0] for each in imported(node)} & RARE:
             assert in_function(around), f"{name}.py:{node.lineno} at the top"
             assert any(isinstance(each, ast.If) for each in around), f"{name}.py:{node.lineno} without an option"
-            assert name == "train", f"{name}.py:{node.lineno} in another file than train.py"
-    assert used == ({"extras.curves", "extras.prompts", "extras.reference"} if name == "train" else set())
+            assert name == "prepare", f"{name}.py:{node.lineno} in another file than prepare.py"
+    assert used == ({"extras.curves", "extras.prompts", "extras.reference"} if name == "prepare" else set())
 
 
-def test_vllm_is_imported_in_five_files_and_by_the_page_alone_at_the_top():
+def test_vllm_is_imported_in_seven_files_and_by_the_page_alone_at_the_top():
     importing = {name for name in FILES if any(each.split(".")[0] == "vllm" for each in imports(name, lazy=True))}
     assert importing == OF_VLLM
     at_the_top = {name for name in FILES if any(each.split(".")[0] == "vllm" for each in imports(name, lazy=False))}

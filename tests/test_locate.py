@@ -8,14 +8,14 @@ import pytest
 import torch
 from helpers import SMALL, close_live_engine, command, move, qwen2, small_model, timeless, train_here
 
-import probe.locate
-from engine_adapter import Engine, ParityFlags, Sampling
 from extras.shared_engine import SharedEngine
+from fixes import ParityFlags
 from lab.ablate import ARMS
 from probe.__main__ import main
 from probe.diagnose import diagnose, sample_trace
-from probe.locate import _sentence
+from probe.locate import _sentence, locate
 from rl import Policy
+from sampling import Sampling
 
 
 # ------------------------------------------------------------------------------------------------ exact
@@ -75,18 +75,21 @@ def located(capsys, folder, *options: str) -> tuple[list[list[str]], str]:
 
 
 @pytest.mark.engine
-def test_a_fault_of_the_ordinary_engine_alone_is_located_in_the_models_code(tmp_path, capsys, monkeypatch):
+def test_a_fault_of_the_ordinary_engine_alone_is_located_in_the_models_code(tmp_path):
     model, other = tmp_path / "model", tmp_path / "engine"
     qwen2(tied=False).save_pretrained(model)
     for folder, epsilon in ((model, 1e-6), (other, 1e-2)):
         folder.mkdir(exist_ok=True)
         config = json.loads((model / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": epsilon}))
-    monkeypatch.setattr(probe.locate, "Engine", lambda _, *rest, **options: Engine(str(other), *rest, **options))
-    table, sentence = located(capsys, model, "--dtype", "bfloat16")
+    policy = Policy.load(str(model), torch.bfloat16, "cpu")
+    prompts, seeds = [[*range(5, 9 + index)] for index in range(9)], [*range(9)]
+    close_live_engine()
+    # Only the ordinary engine computes with the folder's epsilon: the shared one has the policy's modules.
+    steps, sentence = locate(policy, str(other), ParityFlags(), prompts, seeds, Sampling(0.7, 16), max_model_len=64)
     share = int(re.search(r": (\d+) % from the model's code", sentence)[1])
     assert share > 50, sentence
-    assert table[-1] == ["0.0e+00", "0.0e+00", "0.0%"]
+    assert [*steps.values()][-1].max() == 0
     assert sentence.endswith("remaining 0 (exact)")
 
 

@@ -9,12 +9,15 @@ import torch
 from helpers import PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
 
 from config import Config, GrpoConfig
-from engine_adapter import Engine, ParityFlags, Rollout, Sampling
+from engine_adapter import Engine
 from extras.masks import KeptTokens, masked_logits
 from extras.reference import ReferenceEngine
+from fixes import ParityFlags
 from objectives import mismatch_metrics
+from prepare import build, prepare
 from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
-from train import build, evaluate, prepare
+from sampling import Rollout, Sampling
+from train import evaluate
 
 MASKS = [dict(top_p=0.9), dict(top_k=5), dict(top_k=5, top_p=0.9), dict(min_p=0.05),
          dict(min_p=0.02, top_k=20, top_p=0.95)]  # fmt: skip

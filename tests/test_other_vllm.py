@@ -16,21 +16,15 @@ import torch
 from helpers import ABORT, KEEP, command, mismatch, move, move_and_load, over_a_kept_state, qwen2, refusal, rows
 
 from config import Config
-from engine_adapter import (
-    AuditError,
-    EngineStateError,
-    ParityFlags,
-    Sampling,
-    WeightLoadError,
-    check_vllm_version,
-    reseed,
-)
+from engine_adapter import EngineStateError, WeightLoadError, check_vllm_version
+from fixes import AuditError, ParityFlags
 from lab.ablate import ARMS, VERSIONS, commands_of, folders_of
 from lab.ablate import Options as Ladder
 from lab.ablate import main as ladder
 from lab.other_vllm import OtherEngine, main
 from prepare import prepare
 from rl import Policy
+from sampling import Sampling, reseed
 
 HERE = [sys.executable, check_vllm_version()]
 

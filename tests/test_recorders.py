@@ -39,13 +39,14 @@ def test_a_recorder_is_one_file_and_those_of_trainers_are_short(path):
     assert path.name == "record_vllm.py" or len(text.splitlines()) <= 60
 
 
-def test_the_worked_example_of_the_trace_format_is_parity(tmp_path, monkeypatch):
+def test_the_worked_example_of_the_trace_format_is_parity(tmp_path):
     page = (ROOT / "docs" / "trace-format.md").read_text()
     code = re.search(r"```python\n(# record_transformers.py.*?)```", page, re.DOTALL)[1]
     assert len([line for line in code.splitlines() if line]) <= 26
     for name, text in (("plain", code), ("raw", code.replace("scores", "logits"))):
-        monkeypatch.setattr(sys, "argv", ["record_transformers.py", MODEL, str(tmp_path / f"{name}.npz")])
-        exec(text, {})
+        script = tmp_path / f"{name}.py"
+        script.write_text(text)
+        subprocess.run([sys.executable, script, MODEL, tmp_path / f"{name}.npz"], check=True)
     assert verdict_of(tmp_path / "plain.npz").status == "parity"
     assert verdict_of(tmp_path / "raw.npz").blamed == "semantics: raw log-probabilities"
 

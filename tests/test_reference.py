@@ -8,9 +8,10 @@ import torch
 from helpers import PROMPTS, SEEDS, WARM, mismatch, move, qwen2
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig
 
-from engine_adapter import EngineStateError, Sampling, WeightLoadError, reseed
+from engine_adapter import EngineStateError, WeightLoadError
 from extras.reference import ReferenceEngine
 from rl import Policy
+from sampling import Sampling, reseed
 
 
 def ready(policy: Policy, **options) -> ReferenceEngine:

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from config import GrpoConfig
-from engine_adapter import Rollout, Sampling
 from extras.checkpointing import checkpoint_layers
 from extras.masks import KeptTokens, mask_outside
 from extras.offload import OffloadedOptimizer, host_views
@@ -32,6 +31,7 @@ from rl import (
     product,
     update,
 )
+from sampling import Rollout, Sampling
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:

@@ -12,11 +12,13 @@ import torch
 from helpers import qwen2
 
 from config import Config
-from engine_adapter import ParityFlags, Rollout
 from examples.toys import toy_tokenizer
 from extras.reference import engine_for
+from fixes import ParityFlags
+from prepare import build, prepare
 from rl import Policy
-from train import build, prepare, score_rollouts
+from sampling import Rollout
+from train import score_rollouts
 
 ROOT = Path(__file__).parents[1]
 

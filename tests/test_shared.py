@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,18 @@ from helpers import (
 )
 
 from config import Config, GrpoConfig
-from engine_adapter import Engine, ParityFlags, Rollout, Sampling, WeightLoadError
+from engine_adapter import Engine, WeightLoadError
 from examples.toys import toy_tokenizer
-from extras import shared_engine
 from extras.exact import ExactError
 from extras.masks import KeptTokens
 from extras.offload import OffloadedOptimizer
+from extras.shared_engine import SharedEngine
+from fixes import ParityFlags
 from objectives import REJECTIONS, Batch
+from prepare import Run, TrainingState, build, prepare, start_engine
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
-from train import Run, TrainingState, build, prepare, train_step
+from sampling import Rollout, Sampling
+from train import train_step
 
 pytestmark = pytest.mark.engine
 DTYPES = [torch.float32, torch.bfloat16]
@@ -179,9 +182,9 @@ def test_vllms_model_has_no_parameter_of_its_own(engine_folders):
     policy = first_policy()
     with started(engine_folders[False], policy, kind="exact") as engine:
         assert engine.load(policy.weights(), policy.response_logprobs)["load_bytes"] == 0
-        assert not list(torch.nn.Module.named_parameters(engine._model))
-        assert sum(buffer.numel() for buffer in torch.nn.Module.buffers(engine._model)) < 100
-        assert {type(each).__name__ for each in engine._model.modules()} & {"Qwen2ForCausalLM", "Qwen2Model"} == set()
+        assert not list(torch.nn.Module.named_parameters(engine.model))
+        assert sum(buffer.numel() for buffer in torch.nn.Module.buffers(engine.model)) < 100
+        assert {type(each).__name__ for each in engine.model.modules()} & {"Qwen2ForCausalLM", "Qwen2Model"} == set()
         assert all(torch.equal(ours, first) for ours, first in
                    zip(policy.model.parameters(), qwen2(tied=False).parameters(), strict=True))  # fmt: skip
 
@@ -527,17 +530,20 @@ def test_a_planted_fault_stops_the_run_and_is_named(good, tmp_path, fault, dtype
             steps(run, live, 2)
 
 
-def test_two_rows_a_product_in_place_of_more_are_found(good, tmp_path, monkeypatch):
+class TwoRows(SharedEngine):
+    fewest_rows = 2
+
+
+def test_two_rows_a_product_in_place_of_more_are_found(good, tmp_path):
     """The engine decodes two sequences at once. A new engine refuses at its start, a live one stops the run."""
     cause = r"a product of few rows is rounded differently \(qwen2, torch.float32, 1 threads\)"
     with job(good, tmp_path / "run", max_num_seqs=1, group_size=2) as (run, live):
         steps(run, live, 1)
         live.engine.pad_rows(2)
-        monkeypatch.setattr(shared_engine, "FEWEST_ROWS", 2)
         with pytest.raises(ExactError, match=TOLD.format(dtype="torch.float32", cause=cause)):
             steps(run, live, 2)
-    with pytest.raises(ValueError, match=f"^exact must be off here: {cause}"), job(good, tmp_path / "other"):
-        pass
+    with pytest.raises(ValueError, match=f"^exact must be off here: {cause}"):
+        TwoRows(live.policy, run.model_path, ParityFlags(), exact=True, max_model_len=64)
     assert Engine.live is None
 
 
@@ -563,12 +569,23 @@ def test_one_wrong_token_is_found_wherever_it_is(engine_folders):
         assert engine.verify(replace(batch, behavior_logprobs=outside)) == {"exact_tokens": batch.mask.sum()}
 
 
-def test_a_broken_promise_ends_the_command_with_its_sentence(good, tmp_path, capfd, monkeypatch):
-    usual = TrainingState.state_dict
-    monkeypatch.setattr(TrainingState, "state_dict", lambda live: change_a_weight_while_asleep(live) or usual(live))
-    with pytest.raises(SystemExit) as stop:  # the checkpoint after step 2 plants the fault
+def test_a_broken_promise_ends_the_command_with_its_sentence(good, tmp_path, capfd):
+    def start(run: Run, policy: Policy, alone: Engine | None = None) -> Engine:
+        """The engine of the command; a weight changes after the samples of step 3."""
+        engine, steps = start_engine(run, policy, alone), count(1)
+        usual, weight = engine.sleep, policy.model.model.layers[1].mlp.down_proj.weight
+
+        def sleep():
+            usual()
+            if next(steps) == 3:
+                weight.data.view(-1)[7] += 0.5
+
+        engine.sleep = sleep
+        return engine
+
+    with pytest.raises(SystemExit) as stop:
         train_here(command(good, f"--out {tmp_path}/run --task {{root}}/task.py --engine shared --exact --steps 4",
-                           "--checkpoint-every=2", "--eval-problems=2", "--no-eval-with-trainer", "--temperature=1.3"))
+                           "--eval-problems=2", "--no-eval-with-trainer", "--temperature=1.3"), start)
     assert stop.value.code == 1
     said = capfd.readouterr().err
     assert re.search("^error: .*exact: token .* Cause: the weights were changed after this token", said, re.M)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from engine_adapter import ParityFlags
+from fixes import ParityFlags
 from lab.compare import STORED
 from lab.translate import OWN, main, to_trl, to_verl, translate, view
 

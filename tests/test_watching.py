@@ -11,9 +11,9 @@ from helpers import ROOT
 
 from config import Config
 from extras.curves import draw_at_evaluation, plot_curves
-from prepare import prepare
+from prepare import build, prepare
 from records import answer_line, log_line
-from train import build, train
+from train import train
 
 TINY = dict(num_prompts=4, group_size=2, eval_problems=4, engine="transformers", reward_errors="count")
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}

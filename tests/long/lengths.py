@@ -21,9 +21,10 @@ def measure(dtype: str) -> list[str]:
     from helpers import close_live_engine, small_model
 
     from config import GrpoConfig
-    from engine_adapter import ParityFlags, Sampling
     from extras.shared_engine import SharedEngine
+    from fixes import ParityFlags
     from rl import Policy, frozen_logprobs, make_batch
+    from sampling import Sampling
 
     found, generator = [], torch.Generator().manual_seed(0)
     shape = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192)

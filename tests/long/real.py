@@ -20,10 +20,10 @@ SMALL = ("--num-prompts", "8", "--max-new-tokens", "24", "--eval-problems", "4",
          "--task", "examples/arithmetic.py", "--reward-limit-s", "60", "--lr", "1e-5")  # fmt: skip
 
 
-def run(*words: str) -> str:
+def run(*words: str, status: int = 0) -> str:
     result = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    return result.stdout
+    assert result.returncode == status, result.stdout[-2000:] + result.stderr[-2000:]
+    return result.stdout if status == 0 else result.stderr
 
 
 def steps(out: Path) -> list[dict]:
@@ -65,10 +65,8 @@ def test_the_saved_policy_is_the_trained_one_in_a_fresh_vllm(tmp_path):
         "--engine-args", json.dumps(engine))  # fmt: skip
     words = ("--dtype", "float32", "--brief", trace)
     assert ": parity. " in run("-m", "probe", "diagnose", "--model", out / "policy", *words)
-    other = subprocess.run([sys.executable, "-m", "probe", "diagnose", "--model", str(MODEL), *map(str, words)],
-                           cwd=ROOT, capture_output=True, text=True, check=False)  # fmt: skip
-    assert other.returncode == 2
-    assert "are not those that it names" in other.stderr
+    refused = run("-m", "probe", "diagnose", "--model", MODEL, *words, status=2)
+    assert "are not those that it names" in refused
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ class Config:
         if backend.engine == "transformers" and of_vllm:
             raise ValueError(f"engine must be vllm without {of_vllm[0]} (only vLLM has that fault)")
         if backend.exact and (off or grpo.gradient_checkpointing):
-            raise ValueError("exact must be off without a fix and with gradient_checkpointing")
+            raise ValueError("exact must be off if a fix is off, and with gradient_checkpointing")
         if backend.prefix_cache != "off" and "explicit_runtime" in off:
             raise ValueError("prefix_cache must be off without explicit_runtime (which switches"
                              f" V1's own cache on), got {backend.prefix_cache}")

@@ -143,7 +143,7 @@ class Engine:
                      f" prefix_cache {prefix_cache}")
             raise ValueError(f"vLLM {self.version} ({current_platform.device_name}) cannot start"
                              f" {self._config.model_type} ({sizes}): {_reason(error)}") from error
-        Engine.live = self
+        Engine.live = self  # before the audit: an engine that fails it can be closed
         self.settings = self.audit()
 
     def _wanted_settings(self, cuda_graphs: bool) -> dict[str, Any]:

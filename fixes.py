@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ParityFlags:
-    """The five fixes. Off is the usual default, made explicit."""
+    """The five fixes. Off is V1's default; without sampling_mask: that of most trainers."""
 
     # Semantics, engine: log-probabilities of the distribution that the sampler drew from
     # (temperature applied); off: raw ones.
     processed_logprobs: bool = True
     # Inference path, engine: prefix caching, async scheduling, cascade attention and the model's
-    # generation_config.json off; off: V1's defaults, and no cache reset at a weight load.
-    # --prefix-cache versioned is not V1's cache.
+    # generation_config.json off; off: V1's defaults, and a load does not clear the cache (on a GPU
+    # the sleep before it does). --prefix-cache versioned is not V1's cache.
     explicit_runtime: bool = True
     # Inference path, engine: a weight update keeps unfinished requests and their KV cache; off: see
     # inflight_otherwise.
@@ -55,6 +55,10 @@ class ParityFlags:
         return [name for name, on in asdict(self).items() if on is False]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class Setting(NamedTuple):
     """A setting of vLLM that a parity flag controls: a row of SETTINGS, for start and audit.
 
@@ -78,6 +82,33 @@ class Setting(NamedTuple):
         return dtype_name(dtype) if value == "model" else value
 
 
+def observed_head_dtype(engine: Any) -> str:
+    """The dtype in which the head's product is really computed, read from its logits.
+
+    A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not change
+    in 16 bits.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    narrow = {engine.dtype, torch.bfloat16, torch.float16} - {torch.float32}
+    seen: set[str] = set()
+
+    def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
+        equal = [dtype for dtype in narrow
+                 if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
+        own_first = sorted(equal, key=lambda dtype: dtype != engine.dtype)
+        seen.add(dtype_name(own_first[0] if equal else logits.dtype))
+
+    heads = [each for each in engine.model.modules() if isinstance(each, LogitsProcessor)]
+    hooks = [head.register_forward_hook(look) for head in heads]
+    engine.sample_canary()  # any weights will do: only the arithmetic is observed
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 1, f"{type(engine.model).__name__}'s head was seen in {seen}"
+    return seen.pop()
+
+
+# Start and audit of the engine. inflight_keep has no row: Engine._interrupt does it.
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
             lambda engine: engine.runner.sampler.logprobs_mode),
@@ -91,8 +122,7 @@ SETTINGS = [
     Setting("explicit_runtime", "generation_config", "vllm", "auto",
             lambda engine: engine.llm.vllm_config.model_config.generation_config),
     # "model": the model's dtype.
-    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model",
-            lambda engine: observed_head_dtype(engine)),  # noqa: PLW0108 (it is below)
+    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model", observed_head_dtype),
     # -1: a request may ask for kept sets of any size.
     Setting("sampling_mask", "max_logprobs", -1, None,
             lambda engine: engine.llm.vllm_config.model_config.max_logprobs),
@@ -101,10 +131,6 @@ SETTINGS = [
 
 class AuditError(RuntimeError):
     """A requested setting is not in force in the live engine."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def wanted_settings(parity: ParityFlags, dtype: torch.dtype) -> dict[str, Any]:
@@ -143,7 +169,7 @@ def audit(engine: Any, wanted: dict[str, Any]) -> dict[str, Any]:
         "block_size": config.cache_config.block_size,
         "max_model_len": model.max_model_len,
         "prefix_cache": engine.prefix_cache if engine.parity.explicit_runtime
-        else "V1's default, kept over updates",
+        else "V1's default, not cleared by a load",
         "inflight_update": engine.parity.inflight_update,  # done by the adapter
         "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
     }
@@ -154,29 +180,3 @@ def audit(engine: Any, wanted: dict[str, Any]) -> dict[str, Any]:
         raise AuditError(f"requested but not in force in vLLM {engine.version}:"
                          f" {'; '.join(wrong)} ({engine.parity})")
     return found
-
-
-def observed_head_dtype(engine: Any) -> str:
-    """The dtype in which the head's product is really computed, read from its logits.
-
-    A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not change
-    in 16 bits.
-    """
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
-    narrow = {engine.dtype, torch.bfloat16, torch.float16} - {torch.float32}
-    seen: set[str] = set()
-
-    def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
-        equal = [dtype for dtype in narrow
-                 if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
-        own_first = sorted(equal, key=lambda dtype: dtype != engine.dtype)
-        seen.add(dtype_name(own_first[0] if equal else logits.dtype))
-
-    heads = [each for each in engine.model.modules() if isinstance(each, LogitsProcessor)]
-    hooks = [head.register_forward_hook(look) for head in heads]
-    engine.sample_canary()  # any weights will do: only the arithmetic is observed
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == 1, f"{type(engine.model).__name__}'s head was seen in {seen}"
-    return seen.pop()

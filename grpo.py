@@ -19,11 +19,11 @@ that a weight load interrupts (engine_adapter.py), sampling_mask for top-k (extr
 
 Left out, with the file that has it:
 
-    resume, records, clear errors, checked options       train.py, records.py, config.py
+    resume, records, clear errors, checked options       prepare.py, records.py, config.py
     other objectives, other importance weights, KL       objectives.py
     chat templates, other rewards, data sets             tasks.py
     fp32 masters for 16 bits, soft-capping               rl.py
-    CUDA graphs, experts, the audit of all settings      engine_adapter.py
+    CUDA graphs, experts; the audit of all settings      engine_adapter.py, fixes.py
     groups in flight; top-k and top-p                    extras/inflight.py, extras/masks.py
     shared prompts; the trainer as the engine            extras/prompts.py, extras/reference.py
 
@@ -93,7 +93,7 @@ class Fixes:
 def start_engine(options: Options, fixes: Fixes, max_model_len: int) -> LLM:
     return LLM(
         logprobs_mode="processed_logprobs" if fixes.processed_logprobs else "raw_logprobs",
-        enable_prefix_caching=not fixes.explicit_runtime,  # the cache outlives a weight load
+        enable_prefix_caching=not fixes.explicit_runtime,  # it outlives a load, not a GPU's sleep
         async_scheduling=not fixes.explicit_runtime,  # returns each token one step late
         generation_config="vllm" if fixes.explicit_runtime else "auto",  # auto: as the model says
         hf_overrides={"head_dtype": "float32" if fixes.fp32_head else "model"},

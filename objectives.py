@@ -70,7 +70,7 @@ class Batch:
         fails at once. Only advantages and lengths decide. So all passes over a batch use the same
         micro-batches, and in 16 bits the ratio starts at exactly 1.
         """
-        has_signal = (self.advantages != 0).cpu()
+        has_signal = self.advantages.view(len(self.inputs), -1).any(dim=1).cpu()  # (B,)
         steps = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
             steps.append([])

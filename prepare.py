@@ -1,6 +1,7 @@
-"""A run from its options: all that is refused before a model is loaded, then the two sides.
+"""A run from its options: what is refused for its files, data and model, then the two sides.
 
-An option that asks for a file of extras/ or probe/ imports it here.
+config.py refuses what the options alone decide. An option imports its file of extras/ or probe/
+here.
 """
 
 import json
@@ -53,7 +54,10 @@ class Run:
 
 
 def prepare(config: Config) -> Run:
-    """Check all that can be checked before a model is loaded or taught. Raises: ValueError."""
+    """Check all that can be checked without a model, then teach the toy if it is asked for.
+
+    Raises: ValueError.
+    """
     check_files(config)
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():

@@ -498,7 +498,7 @@ def update(
         for micro_batches in batch.cut(grpo.num_minibatches, grpo.micro_batch_tokens):
             rows = torch.cat(micro_batches)
             mask = counted[rows]  # (rows, T)
-            has_signal = (kept[rows].any(dim=1) & (batch.advantages[rows] != 0)).any()
+            has_signal = (kept[rows] * batch.advantages[rows].view(len(rows), -1)).any()
             if not has_signal and not (grpo.kl_coef and mask.any()):
                 continue
             weights = loss_weights(mask, OBJECTIVES[grpo.objective].normalizer, grpo.max_new_tokens)

@@ -1,6 +1,6 @@
 """Colocated GRPO in one process: trainer (transformers) and engine (vLLM V1) take turns.
 
-One step: sample, sleep, score, update, wake, load. `train_step` is the page to read.
+One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm.
 """
 
 import signal
@@ -59,7 +59,8 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     grpo, policy, engine = run.config.grpo, state.policy, state.engine
     clock = records.Clock()
     with clock("generate"):
-        problems, rollouts = state.source.next(step)  # P, and B = P * G, group-major
+        # prepare.Synchronous: P, and B = P * G, group-major
+        problems, rollouts = state.source.next(step)
     with clock("sleep"):
         engine.sleep()
 
@@ -74,7 +75,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         measured = frozen_measures(policy, batch, grpo)  # (B, T) by name, before any update
         old_logprobs = measured.pop("logprobs")
         batch = replace(batch, old_logprobs=old_logprobs)
-        batch = state.add_reference(batch, grpo)
+        batch = state.add_reference(batch, grpo)  # for --kl-coef, see prepare.py
     # The rows that were sampled with the current weights alone.
     current = batch.only([each.oldest_version == engine.weight_version for each in rollouts])
     metrics = rollout_metrics(rollouts, rewards, grpo.group_size, engine.weight_version)

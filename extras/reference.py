@@ -19,7 +19,7 @@ from sampling import Rollout, Sampling
 
 
 def engine_for(run: Any, policy: Policy) -> "ReferenceEngine":
-    """With as many sequences at once as kv_cache_gib holds; `run` is train.py's."""
+    """With as many sequences at once as kv_cache_gib holds; `run` is a prepare.Run."""
     backend, config = run.config.backend, policy.model.config.get_text_config()
     per_rollout = run.max_model_len * kv_bytes_per_token(config, policy.model.dtype)
     fitting = max(1, int(backend.kv_cache_gib * 2**30 / per_rollout))

@@ -207,6 +207,8 @@ def step_figures(run: Run, live: TrainingState, options: Options) -> Iterator[Fi
                      metrics[f"{name}_gib"] * GIB / planned[name].total, "", 0.85, 1.15)
 
 
+V1 = ParityFlags(processed_logprobs=False, explicit_runtime=False, inflight_keep=False,
+                 fp32_head=False)
 # Short ones first.
 CASES: dict[str, tuple[Callable[[Run, TrainingState, Options], Iterator[Figure]], Options]] = {
     "sleep": (sleep_figures, Options()),
@@ -215,7 +217,7 @@ CASES: dict[str, tuple[Callable[[Run, TrainingState, Options], Iterator[Figure]]
     "parity-float16": (parity_figures, Options(dtype="float16")),
     "speed": (speed_figures, Options()),
     "speed-graphs": (speed_figures, Options(cuda_graphs=True)),
-    "speed-defaults": (speed_figures, Options(parity=ParityFlags(False, False, False, False))),
+    "speed-defaults": (speed_figures, Options(parity=V1)),
     "step": (step_figures, Options()),
     "step-24gb": (step_figures, Options(rollouts=256, micro_batch_tokens=4096, kv_cache_gib=4.0)),
     "step-1.5b": (step_figures, Options(shape="qwen2.5-1.5b", rollouts=256, new_tokens=1024,

@@ -445,10 +445,10 @@ def probe_step(run: Any, state: Any, metrics: dict[str, Any], problems: list[Any
                earlier: Weights) -> dict[str, str]:
     """Probe the engine after a step, if it is planned or its metrics exceed ALARMS.
 
-    PROBE_REQUESTS responses over the step's problems. `run` and `state` are those of train.py;
-    `earlier` are the policy's weights before the step's update. Writes step_N.npz (the trace), .png
-    and .json (the verdict) to the run's folder `probe` and prints a line. Returns the status for
-    the step's metrics, {} without a probe.
+    PROBE_REQUESTS responses over the step's problems. `run` and `state` are a prepare.Run and its
+    TrainingState; `earlier` are the policy's weights before the step's update. Writes step_N.npz
+    (the trace), .png and .json (the verdict) to the run's folder `probe` and prints a line. Returns
+    the status for the step's metrics, {} without a probe.
     """
     config, engine = run.config, state.engine
     step, alarm = metrics["step"], []

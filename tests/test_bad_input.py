@@ -71,7 +71,7 @@ OPTIONS = {
     "--prefix-cache versioned --parity.no-explicit-runtime": "prefix_cache must be off without explicit_runtime",
     "--engine transformers --parity.no-processed-logprobs": "engine must be vllm",
     "--exact": "exact must be off without --engine shared", "--exact --engine transformers": "exact must be off",
-    "--exact --engine shared --parity.no-fp32-head": "exact must be off without a fix",
+    "--exact --engine shared --parity.no-fp32-head": "exact must be off if a fix is off",
     "--exact --engine shared --parity.no-inflight-keep": "exact must be off",
     "--exact --engine shared --gradient-checkpointing": "with gradient_checkpointing",
     "--eval-task {root}/absent.jsonl": "No such file or directory",

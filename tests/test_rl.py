@@ -17,7 +17,7 @@ from extras.checkpointing import checkpoint_layers
 from extras.masks import KeptTokens, mask_outside
 from extras.offload import OffloadedOptimizer, host_views
 from extras.prompts import compute_prompts_once
-from objectives import backend_metrics
+from objectives import OBJECTIVES, Objective, TokenLoss, backend_metrics
 from probe.noise import rounded_otherwise, self_noise
 from probe.traces import process_logits
 from rl import (
@@ -323,6 +323,31 @@ def test_without_a_backward_for_flat_rows_gradient_and_diagnostics_are_those_of_
     assert metrics["kl_old_new"] > 0  # the second minibatch is measured on moved weights, its flat row too
     assert torch.equal(weights, all_weights)
     assert torch.equal(moments, all_moments)
+
+
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_an_advantage_per_token_needs_no_change_of_the_update(tokens):
+    """As docs/fork.md says: a batch with (B, T) advantages and a surrogate without `[:, None]`."""
+
+    def surrogate(logprobs, old_logprobs, batch, clip):
+        if batch.advantages.ndim == 2:
+            weighted = torch.exp((logprobs - old_logprobs) * batch.mask) * batch.advantages
+            return TokenLoss(-weighted, torch.zeros_like(weighted, dtype=torch.bool))
+        return surrogate(logprobs, old_logprobs, replace(batch, advantages=batch.advantages[:, None]), clip)
+
+    OBJECTIVES["per_token"] = Objective(surrogate)
+    try:
+        options = GrpoConfig(objective="per_token", micro_batch_tokens=tokens)
+        per_row, metrics, _ = stepped(options, advantages=(1.0, 0.0, 0.0, -1.0))
+        width = make_batch(rollouts(), torch.zeros(4)).mask.shape[1]
+        columns = torch.tensor([1.0, 0.0, 0.0, -1.0])[:, None].expand(4, width)
+        per_token, same, _ = stepped(options, advantages=columns.tolist())
+        first, _, _ = stepped(options, advantages=(columns * (torch.arange(columns.shape[1]) < 3)).tolist())
+    finally:
+        del OBJECTIVES["per_token"]
+    assert torch.equal(per_row, per_token)
+    assert metrics == same
+    assert not torch.equal(per_row, first)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

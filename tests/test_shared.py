@@ -457,7 +457,7 @@ def test_fresh_rollouts_are_exact_with_groups_in_flight(good, tmp_path):
     for parity in (KEEP, RECOMPUTE, ABORT):
         usual = dict(parity=parity, inflight_groups=3, max_num_seqs=12, max_new_tokens=24)
         if parity != KEEP:
-            with pytest.raises(ValueError, match="exact must be off without a fix"):
+            with pytest.raises(ValueError, match="exact must be off if a fix is off"):
                 Config.of(engine="shared", exact=True, **usual)
         with job(good, tmp_path / parity.inflight_update, exact=parity == KEEP, **usual) as (run, live):
             live.source.sampling = replace(run.sampling, stop_token_ids=tuple(range(2, 8)))

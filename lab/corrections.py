@@ -179,27 +179,31 @@ def measure(cell: Cell, out: Path) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------- reporting
 def report(record: dict[str, Any]) -> str:
-    """corrections.md: a table for each workload."""
-    parts = [f"{origin(record['command'], record)}. Means over the seeds ± half the seed range."]
-    titles = ["backend", "correction", *(metric.title for metric in METRICS.values()),
-              "held out minus reference", "first step at which the reward curve shows it"]
+    """corrections.md: for each workload and figure a table, backends by corrections."""
+    parts = [f"{origin(record['command'], record)}. Means over the seeds ± half the seed range. In"
+             " brackets: minus the reference; a star where the reward curve shows the fault."]
     for workload in WORKLOADS:
-        rows = []
-        for entry in record["cells"]:
-            if entry["workload"] == workload:
-                values = [text_of(entry[name], metric.form) for name, metric in METRICS.items()]
-                gap = "no reference" if entry["gap"] is None else f"{entry['gap']:+.2f}"
-                noticed = str(entry["noticed"] or "none")
-                rows.append([entry["backend"], entry["correction"], *values, gap, noticed])
-        if rows:
-            parts += [f"**{workload}**", table(titles, rows)]
+        found = {(entry["backend"], entry["correction"]): entry
+                 for entry in record["cells"] if entry["workload"] == workload}
+        backends = dict.fromkeys(backend for backend, _ in found)
+        for name, metric in METRICS.items() if found else ():
+            rows = [[backend, *(text_of(found.get((backend, correction)), name)
+                                for correction in CORRECTIONS)] for backend in backends]
+            parts += [f"**{workload}: {metric.title}**", table(["backend", *CORRECTIONS], rows)]
     crashed = [f"- {run}: {error}" for run, error in record["crashed"].items()]
     return "\n\n".join(parts + ["**Crashed**", *crashed] * bool(crashed)) + "\n"
 
 
-def text_of(values: list[float], form: str) -> str:
+def text_of(entry: dict[str, Any] | None, name: str) -> str:
+    """A figure of a cell; "" if none of its runs has finished."""
+    if entry is None:
+        return ""
+    values, form = entry[name], METRICS[name].form
     spread = f" ± {seed_range(values) / 2:{form}}" if len(values) > 1 else ", one seed"
-    return f"{mean(values):{form}}{spread}"
+    gap = ""
+    if name == "held_out" and entry["gap"] is not None:
+        gap = f" ({entry['gap']:+.2f}{'*' * bool(entry['noticed'])})"
+    return f"{mean(values):{form}}{spread}{gap}"
 
 
 def draw(entries: list[dict[str, Any]], path: Path) -> Any:

@@ -1,6 +1,7 @@
 """lab.corrections: a small part of the factorial is real runs; its judgement is checked on curves written by hand."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -94,8 +95,13 @@ def test_a_cell_says_how_far_it_is_from_the_reference_and_whether_the_reward_cur
     assert shown == {"+0.00", "-0.30", "-0.50*"}
     record = {"command": "c", "device": "d", "versions": {}, "commit": "", "dirty": False, "cells": entries}
     text = report(record | {"crashed": {"a-seed0": "exit status 1"}})
-    assert "| v1-defaults | tis-token | 0.81 ± 0.01 | 0.55 ± 0.05 | 25.0% ± 0.0% | 0.50 ± 0.00 |" in text
-    assert "| -0.50 | 3 |" in text
+    tables = dict(re.findall(r"^\*\*long: (.*?)\*\*\n\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL))
+    assert tables["held out, trainer alone"].splitlines()[2:] == [
+        f"| {name} | {' | '.join(row)}{' | ' * 8} |" for name, row in (
+            ("reference", ("0.85 ± 0.05 (+0.00)", "")), ("v1-defaults", ("", "0.55 ± 0.05 (-0.30)")),
+            ("minus-processed", ("0.35 ± 0.05 (-0.50*)", "")), ("stale-4", ("0.15 ± 0.05", "")))]  # fmt: skip
+    assert "| v1-defaults |  | 25.0% ± 0.0% |" in tables["rejected tokens"]
+    assert "| v1-defaults |  | 0.50 ± 0.00 |" in tables["ESS of the weights"]
     assert "**Crashed**\n\n- a-seed0: exit status 1" in text
     assert "ladder" not in text
 

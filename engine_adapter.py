@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import fixes
-from fixes import ParityFlags, as_arguments, dtype_name, wanted_settings
+from fixes import ParityFlags, dtype_name, wanted_settings, with_settings
 from sampling import Rollout, Sampling, sampling_params
 
 TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
@@ -170,7 +170,7 @@ class Engine:
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
             arguments["compilation_config"] = dict(
                 mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
-        return arguments | as_arguments(self._wanted)
+        return with_settings(arguments, self._wanted)
 
     def _start(self, arguments: dict[str, Any]) -> None:
         from vllm import EngineArgs, ModelRegistry

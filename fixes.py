@@ -138,9 +138,9 @@ def wanted_settings(parity: ParityFlags, dtype: torch.dtype) -> dict[str, Any]:
     return {each.name: each.wanted(parity, dtype) for each in SETTINGS}
 
 
-def as_arguments(wanted: dict[str, Any]) -> dict[str, Any]:
-    """The settings as arguments of vLLM's EngineArgs."""
-    arguments: dict[str, Any] = {}
+def with_settings(arguments: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """These arguments of vLLM's EngineArgs, with the settings added."""
+    arguments = dict(arguments)
     for setting in SETTINGS:
         argument, _, key = setting.argument.partition(".")
         value = wanted[setting.name]

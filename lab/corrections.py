@@ -202,7 +202,7 @@ def text_of(entry: dict[str, Any] | None, name: str) -> str:
     spread = f" ± {seed_range(values) / 2:{form}}" if len(values) > 1 else ", one seed"
     gap = ""
     if name == "held_out" and entry["gap"] is not None:
-        gap = f" ({entry['gap']:+.2f}{'*' * bool(entry['noticed'])})"
+        gap = f" ({entry['gap']:+z.2f}{'*' * bool(entry['noticed'])})"
     return f"{mean(values):{form}}{spread}{gap}"
 
 
@@ -219,8 +219,8 @@ def draw(entries: list[dict[str, Any]], path: Path) -> Any:
                 column = list(CORRECTIONS).index(entry["correction"])
                 gaps[row][column] = entry["gap"]
                 star = "*" if entry["noticed"] else ""
-                axis.text(column, row, f"{entry['gap']:+.2f}{star}", ha="center", va="center")
-        image = axis.imshow(gaps, cmap="RdYlGn", vmin=-1, vmax=1, aspect="auto")
+                axis.text(column, row, f"{entry['gap']:+z.2f}{star}", ha="center", va="center")
+        image = axis.imshow(gaps, cmap="RdYlGn", vmin=-0.6, vmax=0.6, aspect="auto")
         axis.set_xticks(range(len(CORRECTIONS)), CORRECTIONS, rotation=45, ha="right")
         axis.set_yticks(range(len(BACKENDS)), BACKENDS)
         axis.set_title(f"{workload}: held out by the trainer alone, minus the reference")

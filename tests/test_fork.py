@@ -12,7 +12,7 @@ from helpers import close_live_engine, command, qwen2
 
 from config import Config
 from engine_adapter import Engine
-from fixes import SETTINGS, AuditError, ParityFlags, Setting
+from fixes import SETTINGS, AuditError, ParityFlags, Setting, wanted_settings, with_settings
 from objectives import OBJECTIVES, Batch, Clip, Objective, TokenLoss
 from prepare import build, prepare
 from rl import Policy
@@ -60,6 +60,19 @@ class Flags(ParityFlags):
 
 ROW = Setting("fcfs", "scheduling_policy", "fcfs", "priority",
               lambda engine: engine.llm.vllm_config.scheduler_config.policy)  # fmt: skip
+
+
+def test_a_setting_in_a_dictionary_keeps_the_other_entries_of_the_dictionary():
+    row = Setting("fcfs", "compilation_config.cudagraph_num_of_warmups", 2, None, lambda _engine: 2)
+    given = {"compilation_config": {"mode": 0}, "seed": 1}
+    SETTINGS.append(row)
+    try:
+        arguments = with_settings(given, wanted_settings(Flags(), torch.float32))
+    finally:
+        SETTINGS.remove(row)
+    assert arguments["compilation_config"] == {"mode": 0, "cudagraph_num_of_warmups": 2}
+    assert (arguments["seed"], arguments["logprobs_mode"]) == (1, "processed_logprobs")
+    assert given == {"compilation_config": {"mode": 0}, "seed": 1}
 
 
 @contextmanager

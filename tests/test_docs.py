@@ -111,9 +111,8 @@ REASONS = "hours", "minutes", "network", "GPU", "itself"
 
 
 def text_of(page: Path) -> str:
-    """Without what lab.ablate has written: the command of a record is the one of its date."""
-    before, _, rest = page.read_text().partition(MARKERS[0])
-    return before + rest.partition(MARKERS[1])[2]
+    """Without what a command has written: the command of a record is the one of its date."""
+    return re.sub(r"<!-- (\w+\.md) -->.*?<!-- end of \1 -->", "", page.read_text(), flags=re.DOTALL)
 
 
 # ------------------------------------------------------------------------------------------------ commands
@@ -275,6 +274,12 @@ def test_the_tables_are_the_commands_own_output(page, stored):
         for names in (LEARNING, BACKEND):
             line = f"| {arm} | {' | '.join(cell(name, row) for name in names)} |"
             assert line in section, line
+
+
+def test_the_tables_of_the_factorial_are_those_of_the_stored_record():
+    record = json.loads((ROOT / "docs" / "corrections.json").read_text())
+    assert corrections.report(record) in (ROOT / "docs" / "corrections.md").read_text()
+    assert {entry["workload"] for entry in record["cells"]} == set(corrections.WORKLOADS)
 
 
 def test_the_readmes_own_task_can_be_trained_on(tmp_path):

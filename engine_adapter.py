@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fixes
 from fixes import ParityFlags, dtype_name, wanted_settings, with_settings
-from sampling import Rollout, Sampling, sampling_params
+from sampling import Rollout, Sampling, sampling_arguments
 
 TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
@@ -30,8 +30,8 @@ CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 # agree to 1e-5, and one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding
 # alone gives a few 1e-2: there only a tensor shows that was never loaded.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-# (sequences of equal length, prompt length) -> log-probabilities of the tokens after the prompt, at
-# temperature 1
+LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
+# (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 
 
@@ -191,13 +191,14 @@ class Engine:
         self.llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self.core = self.llm.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.model = self.runner.get_model()
-        self._names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        methods = [getattr(module, "quant_method", None) for module in self.model.modules()]
+        # No local name: a frame that a lazy import keeps would keep the model after `close`.
+        self.vllm_model = self.runner.get_model()
+        self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
+        methods = [getattr(module, "quant_method", None) for module in self.vllm_model.modules()]
         self._experts = [method for method in methods if hasattr(method, "moe_kernel")]
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
-        if "lm_head.bias" in self.contract and getattr(self.model.lm_head, "bias", None) is None:
+        if "lm_head.bias" in self.contract.keys() - self._names:
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                              " into a live engine")
         self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
@@ -250,7 +251,7 @@ class Engine:
         LLMEngine's own add_request and step would also build objects that a server needs.
         """
         first = rollouts[0]
-        params = sampling_params(first.sampling, first.seed, self._vocab_size)
+        params = self.sampling_params(first.sampling, first.seed)
         prompt = {"type": "token", "prompt_token_ids": first.prompt_ids}
         tasks = self.llm.get_supported_tasks()
         checked = self.llm.input_processor.process_inputs("", prompt, params, tasks)
@@ -265,15 +266,19 @@ class Engine:
             self._requests[request.request_id] = rollout
         return rollouts
 
+    def sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
+        """vLLM's SamplingParams of one request."""
+        from vllm import SamplingParams
+
+        return SamplingParams(**sampling_arguments(sampling, seed, self._vocab_size))
+
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
-            # (n, 1 + K) each: the sampled token first, then the K likeliest.
-            ids, logprobs = output.new_logprobs[:2]
-            sampled = logprobs[:, 0].tolist()
-            rollout.append(output.new_token_ids, sampled, self.weight_version)
-            self.collect(rollout, ids[:, 1:], logprobs[:, 1:])
+            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
+            rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
+            self.collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
@@ -490,11 +495,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------ audit, close
     def audit(self) -> dict[str, Any]:
-        """What is in force in the live engine.
-
-        Raises: fixes.AuditError that names each requested setting that is not; EngineStateError
-        while asleep.
-        """
+        """As `fixes.audit`. Raises: EngineStateError while asleep."""
         self._require("audit", "empty", "ready")
         return fixes.audit(self, self._wanted)
 
@@ -506,7 +507,7 @@ class Engine:
         # Their tensors go before vLLM gives the memory back.
         self.runner.sampler = self.runner.structured_outputs_worker = None
         self.runner.block_tables = None
-        del self.core, self.runner, self.model
+        del self.core, self.runner, self.vllm_model
         self.llm.engine_core.shutdown()
         del self.llm
         self.state, Engine.live = "broken", None

@@ -88,8 +88,6 @@ def observed_head_dtype(engine: Any) -> str:
     A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not change
     in 16 bits.
     """
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-
     narrow = {engine.dtype, torch.bfloat16, torch.float16} - {torch.float32}
     seen: set[str] = set()
 
@@ -99,12 +97,13 @@ def observed_head_dtype(engine: Any) -> str:
         own_first = sorted(equal, key=lambda dtype: dtype != engine.dtype)
         seen.add(dtype_name(own_first[0] if equal else logits.dtype))
 
-    heads = [each for each in engine.model.modules() if isinstance(each, LogitsProcessor)]
+    heads = [module for name, module in engine.vllm_model.named_modules()
+             if name.endswith("logits_processor")]
     hooks = [head.register_forward_hook(look) for head in heads]
     engine.sample_canary()  # any weights will do: only the arithmetic is observed
     for hook in hooks:
         hook.remove()
-    assert len(seen) == 1, f"{type(engine.model).__name__}'s head was seen in {seen}"
+    assert len(seen) == 1, f"{type(engine.vllm_model).__name__}'s head was seen in {seen}"
     return seen.pop()
 
 
@@ -156,13 +155,13 @@ def audit(engine: Any, wanted: dict[str, Any]) -> dict[str, Any]:
     """
     config = engine.llm.vllm_config
     model = config.model_config
-    layers = [module for module in engine.model.modules() if hasattr(module, "impl")]
+    layers = [module for module in engine.vllm_model.modules() if hasattr(module, "impl")]
     found = {setting.name: setting.read(engine) for setting in SETTINGS} | {
         "vllm": engine.version,
         "runner": f"{type(engine.runner).__module__}.{type(engine.runner).__name__}",
         # Of the model's file; each request overrides them.
         "sampling_defaults": model.get_diff_sampling_param(),
-        "model_dtype": dtype_name(next(engine.model.parameters()).dtype),
+        "model_dtype": dtype_name(next(engine.vllm_model.parameters()).dtype),
         "cuda_graphs": config.compilation_config.cudagraph_mode.name,
         "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
         "chunked_prefill": config.scheduler_config.enable_chunked_prefill,

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """All that shapes the sampled distribution; `sampling_params` makes the rest neutral.
+    """All that shapes the sampled distribution; `sampling_arguments` makes the rest neutral.
 
     Training uses temperature and mask. The probe also uses the penalties:
     `probe.traces.process_logits` reproduces all.
@@ -96,13 +96,6 @@ def reseed(*stream: int | str) -> None:
     seed = int.from_bytes(sha256(repr(stream).encode()).digest()[:6], "big")
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
-
-
-def sampling_params(sampling: Sampling, seed: int | None, vocab_size: int) -> Any:
-    """vLLM's SamplingParams of one request."""
-    from vllm.sampling_params import SamplingParams
-
-    return SamplingParams(**sampling_arguments(sampling, seed, vocab_size))
 
 
 def sampling_arguments(sampling: Sampling, seed: int | None, vocab_size: int) -> dict[str, Any]:

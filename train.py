@@ -59,8 +59,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     grpo, policy, engine = run.config.grpo, state.policy, state.engine
     clock = records.Clock()
     with clock("generate"):
-        # prepare.Synchronous: P, and B = P * G, group-major
-        problems, rollouts = state.source.next(step)
+        problems, rollouts = state.source.next(step)  # prepare.Synchronous; P, B = P * G rows
     with clock("sleep"):
         engine.sleep()
 

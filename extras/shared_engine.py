@@ -53,7 +53,7 @@ class SharedEngine(Engine):
     tokens beside it.
     """
 
-    model = None  # until vLLM has built it
+    vllm_model = None  # until vLLM has built it
     fewest_rows = FEWEST_ROWS
 
     def __init__(
@@ -131,10 +131,10 @@ class SharedEngine(Engine):
         With rows, the gradient is that of the trainer's usual attention at these queries, keys and
         values, in fp32.
         """
-        if self.model is None:
+        if self.vllm_model is None:
             self._note_layer(module.layer_idx, query, key, value, options)
             return torch.zeros_like(query).transpose(1, 2), None
-        layer, rows = self.model.layers[module.layer_idx], self._rows
+        layer, rows = self.vllm_model.layers[module.layer_idx], self._rows
         inputs = [rearrange(each, "1 h n d -> n h d")[: self._count].contiguous()
                   for each in (query, key, value)]
         if rows is None:
@@ -259,8 +259,8 @@ def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
             self.layers = torch.nn.ModuleList(
                 Attention(**arguments, cache_config=cache, prefix=f"layers.{index}.attn")
                 for index, arguments in sorted(engine._layers.items()))
-            self.head = LogitsProcessor(len(engine.policy.head.weight))
-            self.head.forward = engine.policy.logits
+            self.logits_processor = LogitsProcessor(len(engine.policy.head.weight))
+            self.logits_processor.forward = engine.policy.logits
 
         def embed_input_ids(self, input_ids: Tensor) -> Tensor:
             return engine.policy.model.get_input_embeddings()(input_ids)
@@ -272,6 +272,6 @@ def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
             return engine.hidden(input_ids, positions)
 
         def compute_logits(self, hidden: Tensor) -> Tensor:
-            return self.head(hidden)
+            return self.logits_processor(hidden)
 
     return TrainersModule

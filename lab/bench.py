@@ -38,7 +38,7 @@ from objectives import Batch
 from prepare import Run, TrainingState, build, prepare
 from records import memory_gib, reset_peak
 from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, frozen_logprobs, make_batch, update
-from sampling import Sampling, sampling_params
+from sampling import Sampling
 from train import train_step
 
 Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head", "shared"]
@@ -152,7 +152,7 @@ def bare_generate(
     logprobs: int | None = None
 ) -> None:
     """Sample as `vllm.LLM.generate` does: no seeds, whole responses at the end."""
-    params = sampling_params(sampling, None, 0)
+    params = engine.sampling_params(sampling, None)
     params.n, params.logprobs = group_size, logprobs
     params.output_kind = type(params.output_kind).FINAL_ONLY
     for request, prompt in enumerate(prompts):

@@ -563,7 +563,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
             load_partly_old(engine, policy, oldest if "stale by 2" in faults else old, kept_old)
         meddler.active = True
         if half_head:
-            engine.model.logits_processor.head_dtype = torch.bfloat16
+            engine.vllm_model.logits_processor.head_dtype = torch.bfloat16
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         first = min(map(int, engine._requests))
         steps = 0
@@ -573,7 +573,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
             if "one request" in faults and steps == 6:
                 bench.spoiled = spoil_kv(engine, batch // 3) - first
     if half_head:
-        engine.model.logits_processor.head_dtype = torch.float32
+        engine.vllm_model.logits_processor.head_dtype = torch.float32
     meta = {"vllm": engine.version, "dtype": str(policy.model.dtype).removeprefix("torch."),
             "stop_token_ids": list(STOPS)}
     policy.fp32_head = not faults & {"head in trainer", "head on both sides"}

@@ -67,7 +67,7 @@ def measure_folder(folder: str) -> dict[str, Any]:
             move(policy, 0.02, seed)
             engine.load(policy.weights(), policy.response_logprobs)
             after.append(mismatch(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS)["mismatch_abs_mean"])
-        return {"attention": policy.model.config._attn_implementation, "vllm": type(engine.model).__name__,
+        return {"attention": policy.model.config._attn_implementation, "vllm": type(engine.vllm_model).__name__,
                 "before": before, "after": after}
 
 
@@ -175,7 +175,7 @@ def test_consecutive_loads_pack_the_experts_once_each_bit_by_bit(tmp_path, dtype
     with started(str(tmp_path), policy) as engine:
         from vllm._custom_ops import cpu_prepack_moe_weight as pack
 
-        layers = [each for each in engine.model.modules() if hasattr(each, "w13_weight")]
+        layers = [each for each in engine.vllm_model.modules() if hasattr(each, "w13_weight")]
         for seed in range(3):
             move(policy, 0.02, seed)
             engine.load(policy.weights(), policy.response_logprobs)

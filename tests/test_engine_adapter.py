@@ -42,7 +42,7 @@ def test_audit_raises_when_the_live_engine_does_something_else(engine_folders):
     policy = Policy(qwen2(tied=False, dtype=torch.bfloat16))
     with started(engine_folders[False], policy) as engine:  # closed if this test fails in between
         sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
-        head = engine.model.logits_processor
+        head = engine.vllm_model.logits_processor
         sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
         with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):
             engine.audit()
@@ -280,7 +280,7 @@ def read_back(engine: Engine) -> dict[str, torch.Tensor]:
     packed, but a layer applied to the identity gives its weight back exactly (one product by 1, the others by 0)."""
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     found, contract = {}, engine.contract
-    for name, module in engine.model.named_modules():
+    for name, module in engine.vllm_model.named_modules():
         if not hasattr(module, "quant_method"):
             found |= {f"{name}.{kind}": tensor for kind, tensor in module.named_parameters(recurse=False)}
             continue
@@ -381,9 +381,9 @@ def test_close_frees_every_module_and_parameter_of_vllms_model(engine_folders, k
     try:
         with started(engine_folders[False], policy, kind=kind) as engine:
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
-        held = {"runner": engine.runner, "sampler": engine.runner.sampler, **dict(engine.model.named_modules())}
+        held = {"runner": engine.runner, "sampler": engine.runner.sampler, **dict(engine.vllm_model.named_modules())}
         if kind == "vllm":  # the shared engine's parameters are the trainer's
-            held |= {f"parameter {name}": each for name, each in engine.model.named_parameters()}
+            held |= {f"parameter {name}": each for name, each in engine.vllm_model.named_parameters()}
         held = {name: weakref.ref(each) for name, each in held.items()}
         engine.close()
         assert len(held) >= 7

@@ -384,9 +384,9 @@ def observers(run: Run, state: TrainingState) -> list[Observer]:
     measure = run.config.measure
     asked = []
     if measure.self_noise_every:
-        from probe.noise import SelfNoise
+        from probe.noise import observe_self_noise
 
-        asked.append(SelfNoise(state.policy, run.config))
+        asked.append(partial(observe_self_noise, state.policy, run.config))
     if measure.probe_every or measure.probe_on_alarm:
         from probe.diagnose import StepProbe
 

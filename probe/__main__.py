@@ -1,16 +1,8 @@
 """Measure the mismatch between engine and trainer on the same tokens, and name the layer that
 causes it.
 
-`record` samples with the installed vLLM and writes a trace; `--stress` puts the engine under
-pressure. `diagnose` computes the trainer's log-probabilities of a trace's tokens and names the
-layer, the cause and the setting that repairs it. If no hypothesis explains the mismatch, the
-verdict is "unexplained" and lists what was excluded. `compare` does so for two traces of one
-workload, before and after an upgrade, and says what changed. `locate` tells whether a mismatch
-comes from the model's code, from attention or from batching; its exit status is never 1. `layers`
-compares the inner values of both models and names the layer and the half that differs.
-
-Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse),
-2 bad input, 3 the probe itself failed.
+Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse;
+never for locate), 2 bad input, 3 the probe itself failed.
 """
 
 import json
@@ -28,10 +20,11 @@ import tyro
 
 from config import COUNT, Rule
 from engine_adapter import Engine
+from examples.record_vllm import weights_of
 from fixes import ParityFlags
 from probe import stress
-from probe.compare import Change, differing, same_workload
-from probe.diagnose import Verdict, as_trace, diagnose, plot_verdict, print_verdict, sample_trace
+from probe.compare import change, same_workload
+from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
 from probe.layers import compare_layers, plot_layers, print_layers
 from probe.locate import locate
 from probe.traces import Trace, Weights, load_traces, save_trace
@@ -40,8 +33,7 @@ from rl import Policy
 from sampling import Sampling
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# At temperature 1 raw log-probabilities do not show.
-WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)
+WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)  # at 1 raw values do not show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +57,7 @@ class Workload:
         Rule("in [0, 2^32)", lambda value: 0 <= value < 2**32).check(self, "seed")
         ordered = Rule("two numbers, 1 <= shortest <= longest", lambda two: 1 <= two[0] <= two[1])
         ordered.check(self, "prompt_tokens")
-        if self.sampling.temperature > 2:
-            raise ValueError("temperature must be at most 2, vLLM's range, got"
-                             f" {self.sampling.temperature}")
+        Rule("at most 2, vLLM's range", lambda each: each <= 2).check(self.sampling, "temperature")
 
     def requests(
         self, vocabulary: int, every_fourth_short: bool = False
@@ -180,7 +170,7 @@ class Layers(Workload):
 
 @dataclass(frozen=True)
 class Diagnose:
-    """Explain the mismatch in traces."""
+    """Name layer, cause and repair of the mismatch in traces, or list what was excluded."""
 
     model: str  # Folder or hub name of the trainer's weights.
     # Trace files, .npz or .json; docs/trace-format.md has the layout.
@@ -215,11 +205,9 @@ class Diagnose:
             verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
             records.append(verdict.record())
             if self.brief:
-                print(f"{verdict.trace}: {verdict.headline}", flush=True)
+                print(f"{verdict.trace.name}: {verdict.headline}", flush=True)
             else:
                 print_verdict(verdict)
-                if trace.trainer_logprobs:
-                    _print_trainers(trace, verdict)
         if self.json:
             Path(self.json).write_text(json.dumps(records, indent=1))
         if self.plot:
@@ -238,16 +226,6 @@ class Diagnose:
         return policy, earlier
 
 
-def _print_trainers(trace: Trace, verdict: Verdict) -> None:
-    """The distance of the log-probabilities that the trace's own trainer wrote to those here."""
-    own = [value for row in trace.trainer_logprobs for value in row]
-    own = torch.tensor(own, dtype=torch.float64)
-    reported, recomputed = ((own - other.cpu()).abs().nanmean().item()
-                            for other in (verdict.replay.reported, verdict.logprobs))
-    print(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e} nats to the"
-          f" reported, {recomputed:.1e} to those recomputed here")
-
-
 @dataclass(frozen=True)
 class Compare:
     """Compare two traces of one workload, before and after an upgrade."""
@@ -255,7 +233,7 @@ class Compare:
     # Before and after, .npz or .json (docs/trace-format.md).
     traces: tyro.conf.Positional[tuple[str, str]]
     model: str  # Folder or hub name of the weights that both engines had.
-    group: str | None = None  # Compare only this group; if not given, all that both traces have.
+    group: str | None = None  # Compare only this group; if not given, every group.
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, that of each trace.
     json: str | None = None  # Write both verdicts of each group to this file.
 
@@ -272,13 +250,13 @@ class Compare:
                 check_model(trainer, trace, self.model)
                 verdicts.append(diagnose(trainer, trace))
                 print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
-            records.append(Change(*verdicts, differing(pair[0].meta, pair[1].meta)).record())
+            records.append(change(*verdicts))
             print(f"=> {records[-1]['sentence']}", flush=True)
         first, second = ({trace.name for trace in traces} for traces in (before, after))
         for name in sorted(first ^ second if self.group is None else ()):
-            change, where = ("worse", "second") if name in first else ("added", "first")
-            sentence = f"{change}: the {where} trace has no group {name}"
-            records.append({"change": change, "sentence": sentence})
+            word, where = ("worse", "second") if name in first else ("added", "first")
+            sentence = f"{word}: the {where} trace has no group {name}"
+            records.append({"change": word, "sentence": sentence})
             print(f"=> {sentence}")
         if self.json:
             Path(self.json).write_text(json.dumps(records, indent=1))
@@ -287,8 +265,6 @@ class Compare:
 
 def check_model(policy: Policy, trace: Trace, path: str) -> None:
     """Raises: ValueError if the trace names a model of another size, or other weight files."""
-    from examples.record_vllm import weights_of
-
     stated = trace.meta.get("model", {})
     for name, theirs in stated.get("config", {}).items():
         ours = getattr(policy.model.config, name, None)

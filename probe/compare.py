@@ -1,53 +1,42 @@
 """Two traces of one workload, before and after a change of the engine."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from probe.diagnose import Verdict
 from probe.traces import SECTIONS, Trace
 
 ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
-# Times the floor, or the tokens to which only one side gives probability 0; below is noise.
-GREW = 1.5
+GREW = 1.5  # times the floor, or the tokens that one side rules out; below is noise
 FIRST = ("vllm", "engine", "logprobs_mode", "head", "head_dtype", "enable_prefix_caching",
          "prefix_caching", "async_scheduling", "dtype", "torch", "transformers")
 NOT_COMPARED = ("groups", "format", "args", "engine_args", "workload", "not_read", "seeds", "v0",
                 "model", "stress", "command")
 
 
-@dataclass(frozen=True)
-class Change:
-    """The verdicts on one group of two traces."""
-
-    before: Verdict
-    after: Verdict
-    settings: dict[str, tuple[Any, Any]]  # versions and settings that differ
-
-    @property
-    def word(self) -> str:
-        if is_worse(self.before, self.after):
-            return "worse"
-        larger = self.after.start.noise.mean > self.before.start.noise.mean
-        only_named = self.before.status == "unexplained" and larger
-        return "better" if is_worse(self.after, self.before) and not only_named else "unchanged"
-
-    @property
-    def sentence(self) -> str:
-        one, two = self.before, self.after
-        became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
-        grew = " grew" if two.start.floor.mean > GREW * one.start.floor.mean else ""
-        figures = [f"{getattr(one.start, kind).mean:.1e} -> {getattr(two.start, kind).mean:.1e}"
-                   for kind in ("noise", "floor")]
-        broken = f"{num_broken(one)} -> {num_broken(two)}"
-        broken = "" if broken == "0 -> 0" else f", values that are not finite {broken}"
-        differ = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self.settings.items())
-        return (f"{self.word}: {became}, mean |mismatch| {figures[0]} nats (noise floor{grew}"
+def change(one: Verdict, two: Verdict) -> dict[str, Any]:
+    """The verdicts on one group of two traces as JSON values, with a sentence."""
+    larger = two.start.noise.mean > one.start.noise.mean
+    only_named = one.status == "unexplained" and larger
+    word = "unchanged"
+    if is_worse(one, two):
+        word = "worse"
+    elif is_worse(two, one) and not only_named:
+        word = "better"
+    became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
+    grew = " grew" if two.start.floor.mean > GREW * one.start.floor.mean else ""
+    figures = [f"{getattr(one.start, kind).mean:.1e} -> {getattr(two.start, kind).mean:.1e}"
+               for kind in ("noise", "floor")]
+    broken = ""
+    if num_broken(one) or num_broken(two):
+        broken = f", values that are not finite {num_broken(one)} -> {num_broken(two)}"
+    settings = differing(one.trace.meta, two.trace.meta)
+    differ = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in settings.items())
+    sentence = (f"{word}: {became}, mean |mismatch| {figures[0]} nats (noise floor{grew}"
                 f" {figures[1]}){broken}; with it changed"
                 f" {differ or 'no setting that the traces name'}.")
-
-    def record(self) -> dict[str, Any]:
-        return {"change": self.word, "sentence": self.sentence, "settings": self.settings,
-                "before": self.before.record(), "after": self.after.record()}
+    return {"change": word, "sentence": sentence, "settings": settings,
+            "before": one.record(), "after": two.record()}
 
 
 def num_broken(verdict: Verdict) -> int:
@@ -68,10 +57,7 @@ def is_worse(one: Verdict, two: Verdict) -> bool:
 
 def same_workload(before: list[Trace], after: list[Trace],
                   group: str | None) -> list[tuple[Trace, Trace]]:
-    """The groups of both traces in pairs.
-
-    Raises: ValueError if they are not two traces of one workload.
-    """
+    """The groups of both traces in pairs. Raises: ValueError if the workloads differ."""
     other = {trace.name: trace for trace in after if group in (None, trace.name)}
     pairs = [(trace, other[trace.name]) for trace in before if trace.name in other]
     if not pairs:
@@ -106,7 +92,6 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[
         return values
 
     one, two = flat(before), flat(after)
-    order = {name: place for place, name in enumerate(FIRST)}
-    names = sorted(one.keys() | two.keys(), key=lambda name: (order.get(name, len(order)), name))
+    names = dict.fromkeys([*FIRST, *sorted(one.keys() | two.keys())])
     return {name: (one.get(name, "absent"), two.get(name, "absent")) for name in names
             if (one.get(name) or None) != (two.get(name) or None)}

@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any, Literal
 
 import torch
@@ -14,14 +14,13 @@ from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import MASK_EDGE, Explanation, Probe
 from probe.search import Search
-from probe.stress import BY_CHANCE, Events, compare
+from probe.stress import BY_CHANCE, compare
 from probe.traces import Replay, Trace, Weights, save_trace
 from rl import Policy
 from sampling import Rollout, Sampling
 
 FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
-# Probability by chance below which a kind of pressure is shown beside the wrong requests.
-UNLIKELY = 0.05
+UNLIKELY = 0.05  # chance below which a kind of pressure is shown beside the wrong requests
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
 
 # ---------------------------------------------------------------------------------- verdict
@@ -29,7 +28,7 @@ SHOWN = 12  # requests listed in a sentence; the JSON lists all
 class Verdict:
     """What the probe found in one trace."""
 
-    trace: str
+    trace: Trace = field(repr=False)
     causes: list[Cause]  # none: exact, parity or unexplained
     requests: dict[str, list[int]]  # rows of the trace by finding
     start: Explanation  # the trainer as it is
@@ -38,44 +37,24 @@ class Verdict:
     replay: Replay = field(repr=False)
     logprobs: Tensor = field(repr=False)  # (N,) the trainer's
     tokens: dict[str, Any] = field(repr=False)  # of by_token
-    # Of each request, if the trace is of an engine under pressure.
-    events: list[Events] = field(default_factory=list)
-    command: str = "record --stress ..."  # that recorded the trace
 
-    @property
-    def best(self) -> Explanation:
-        return self.found[0]
-
-    @property
-    def second(self) -> Explanation | None:
-        """The best explanation that does not merely add causes to the best."""
-        return next((each for each in self.found if not set(self.best.causes) <= set(each.causes)),
-                    None)
-
-    @property
-    def status(self) -> Literal["exact", "parity", "mismatch", "unexplained"]:
+    def __post_init__(self):
+        self.best = self.found[0]
+        others = (each for each in self.found if not set(self.best.causes) <= set(each.causes))
+        self.second = next(others, None)  # the best that does not merely add causes to `best`
+        self.status: Literal["exact", "parity", "mismatch", "unexplained"] = "parity"
         if not self.best.fits:
-            return "unexplained"
-        if self.causes:
-            return "mismatch"
-        return "exact" if torch.equal(self.logprobs, self.replay.reported) else "parity"
-
-    @property
-    def layers(self) -> list[str]:
-        return list(dict.fromkeys(cause.layer for cause in self.causes))
-
-    @property
-    def blamed(self) -> str:
-        return "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes) or self.status
-
-    @property
-    def figures(self) -> str:
-        start = self.start
-        return f"mean |mismatch| {start.noise.mean:.1e} nats, noise floor {start.floor.mean:.1e}"
-
-    @property
-    def headline(self) -> str:
-        return f"{self.blamed}. {self.figures}"
+            self.status = "unexplained"
+        elif self.causes:
+            self.status = "mismatch"
+        elif torch.equal(self.logprobs, self.replay.reported):
+            self.status = "exact"
+        self.layers = list(dict.fromkeys(cause.layer for cause in self.causes))
+        named = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
+        self.blamed = named or self.status
+        mismatch, floor = self.start.noise.mean, self.start.floor.mean
+        self.figures = f"mean |mismatch| {mismatch:.1e} nats, noise floor {floor:.1e}"
+        self.headline = f"{self.blamed}. {self.figures}"
 
     @property
     def sentence(self) -> str:
@@ -114,21 +93,17 @@ class Verdict:
     @property
     def under_pressure(self) -> list[str]:
         """Lines for a trace under pressure: what the wrong requests met, how to replay one."""
-        if not self.events or not self.suspects:
+        events = self.trace.events
+        faults = [rows for finding, rows in self.requests.items() if finding != "repetitive"]
+        wrong = sorted(set(chain(*faults)))
+        if not events or not wrong:
             return []
-        first = self.suspects[0]
-        replay = f"python -m probe {self.command} --only {first} --out request_{first}.npz"
-        more_often = [each.sentence for each in compare(self.events, self.suspects)
-                      if each.chance < UNLIKELY]
-        return [*(f"request {row}: {self.events[row]}" for row in self.suspects[:SHOWN]),
+        command = self.trace.meta.get("command", "record --stress ...")
+        more_often = [each.sentence for each in compare(events, wrong) if each.chance < UNLIKELY]
+        return [*(f"request {row}: {events[row]}" for row in wrong[:SHOWN]),
                 *(more_often or ["none of this is more frequent among these requests"]),
-                f"replay one alone: {replay}"]
-
-    @property
-    def suspects(self) -> list[int]:
-        """All rows with a finding that is a fault."""
-        return sorted({row for finding, rows in self.requests.items() if finding != "repetitive"
-                       for row in rows})
+                f"replay one alone: python -m probe {command} --only {wrong[0]}"
+                f" --out request_{wrong[0]}.npz"]
 
     @property
     def table(self) -> list[Explanation]:
@@ -149,7 +124,7 @@ class Verdict:
                     "floor": asdict(explanation.floor)}
 
         return {
-            "trace": self.trace, "status": self.status, "layers": self.layers,
+            "trace": self.trace.name, "status": self.status, "layers": self.layers,
             "sentence": self.sentence, "causes": [asdict(cause) for cause in self.causes],
             "mismatch": asdict(self.start.noise), "floor": asdict(self.start.floor),
             "best": row(self.best), "second": self.second and row(self.second),
@@ -170,8 +145,8 @@ def diagnose(
     name. `trainer` is the distribution that the trainer scores: all sampling parameters, or the
     temperature alone (train.py without sampling_mask). The policy's weights do not change.
 
-    Raises: ValueError if a token is outside the vocabulary or the trainer's own values are not
-    finite.
+    Raises: ValueError if a token is outside the vocabulary, the trainer's own values are not finite
+    or all reported values are 0.
     """
     probe = Probe(policy, trace, earlier or [], version, trainer)
     logprobs = probe.predict(probe.current, probe.trainer)
@@ -191,9 +166,8 @@ def diagnose(
         named.append(causes.NO_STOP)
     if requests["not finite in the trainer"]:
         named.append(causes.TRAINER_NOT_FINITE)
-    verdict = Verdict(trace.name, named, requests, start, found, bool(probe.earlier), probe.replay,
-                      logprobs, by_token(probe))
-    return replace(verdict, events=trace.events, command=trace.meta.get("command", verdict.command))
+    return Verdict(trace, named, requests, start, found, bool(probe.earlier), probe.replay,
+                   logprobs, by_token(probe))
 
 
 def _causes(probe: Probe, best: Explanation, start: Explanation,
@@ -210,22 +184,18 @@ def _causes(probe: Probe, best: Explanation, start: Explanation,
     if probe.trainer.distribution == "temperature" and not start.floor.allows(start.noise):
         what = "mask" if probe.trace.sampling.has_mask else "penalties"
         named.append(causes.NOT_IN_TRAINER.of(what))
-    known = [updates for updates in probe.earlier
-             if (probe.labels == probe.version - updates).double().mean() > 0.5]
-    moved_on = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in known}
-    named = [moved_on.get(cause, cause) for cause in named]
+    precise = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in probe.earlier
+               if (probe.labels == probe.version - updates).double().mean() > 0.5}
     if causes.WRONG_REQUESTS in named and probe.trace.events:
         first, *_ = compare(probe.trace.events, requests["wrong"])
         if first.all_of_them and first.chance < BY_CHANCE:
             name = f"{causes.WRONG_REQUESTS.name}, all with {first.kind}"
-            with_kind = replace(causes.WRONG_REQUESTS, name=name)
-            named = [with_kind if cause == causes.WRONG_REQUESTS else cause for cause in named]
+            precise[causes.WRONG_REQUESTS] = replace(causes.WRONG_REQUESTS, name=name)
     if _drawn_as_reported(probe, best):
-        named = [causes.NOT_IN_FORCE if cause in causes.IN_PLACE_OF_PROCESSED else cause
-                 for cause in named]
+        precise |= dict.fromkeys(causes.IN_PLACE_OF_PROCESSED, causes.NOT_IN_FORCE)
     elif requests["implausible"]:
         named.append(causes.UNLIKE)
-    return named
+    return [precise.get(cause, cause) for cause in named]
 
 
 def _drawn_as_reported(probe: Probe, best: Explanation) -> bool:
@@ -280,7 +250,7 @@ def _implausible(probe: Probe, best: Explanation) -> list[int]:
             flatter = -0.5 * sampled - torch.logsumexp(0.5 * logprobs, dim=-1)
             parts.append(torch.stack([noise, sharper, flatter]))
     ratios = torch.cat(parts, dim=1)  # (3, N)
-    # (3, B); outside a mask: see Probe.explain.
+    # (3, B); tokens outside a mask: see Probe._without_flips.
     sums = replay.row_sums(ratios.masked_fill(~ratios.isfinite(), 0.0))
     if best.apart is not None:  # these are wrong anyway, and their sum would blame all others
         sums = sums.masked_fill(best.apart, 0.0)
@@ -344,8 +314,8 @@ def print_tokens(tokens: dict[str, Any]) -> None:
 
 # ---------------------------------------------------------------------------------- output
 def print_verdict(verdict: Verdict) -> None:
-    """Print the table and the sentence."""
-    print(f"\n{verdict.trace}: {verdict.start.noise.tokens} tokens, {verdict.replay.forwards}"
+    """Print the tables, the sentence, and how far the values of the trace's own trainer are."""
+    print(f"\n{verdict.trace.name}: {verdict.start.noise.tokens} tokens, {verdict.replay.forwards}"
           " forward passes")
     print(f"{'hypothesis':<72} {'mean':>8} {'RMS':>8} {'max':>8} {'k3':>8} {'floor':>8}"
           f" {'explains':>8}")
@@ -358,6 +328,12 @@ def print_verdict(verdict: Verdict) -> None:
               f" {each.share(verdict.start):8.0%}")
     print_tokens(verdict.tokens)
     print(f"=> {verdict.sentence}", *verdict.under_pressure, sep="\n   ", flush=True)
+    if verdict.trace.trainer_logprobs:
+        own = torch.tensor(list(chain(*verdict.trace.trainer_logprobs)), dtype=torch.float64)
+        reported, recomputed = ((own - other.cpu()).abs().nanmean().item()
+                                for other in (verdict.replay.reported, verdict.logprobs))
+        print(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e} nats to"
+              f" the reported, {recomputed:.1e} to those recomputed here")
 
 
 def plot_verdict(verdict: Verdict, path: str) -> None:
@@ -365,8 +341,7 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
     from matplotlib.figure import Figure
 
     replay, mismatch = verdict.replay, (verdict.logprobs - verdict.replay.reported).abs()
-    # No 0: the axes are log.
-    columns = (mismatch.clamp(min=1e-9), verdict.logprobs, replay.reported)
+    columns = (mismatch.clamp(min=1e-9), verdict.logprobs, replay.reported)  # log axes have no 0
     size, ours, reported = (column[mismatch.isfinite()].cpu() for column in columns)
     figure = Figure(figsize=(13, 8), layout="constrained")
     *panels, histogram, scatter = figure.subplots(2, 3).flat
@@ -381,7 +356,7 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
     scatter.plot(reported, ours, ".", markersize=2)
     scatter.axline((0, 0), slope=1, color="tab:green")
     scatter.set(title="log-probabilities, nats", xlabel="reported", ylabel="trainer")
-    figure.suptitle(f"{verdict.trace}: {verdict.blamed}"[:150])
+    figure.suptitle(f"{verdict.trace.name}: {verdict.blamed}"[:150])
     figure.savefig(path)
 
 
@@ -391,12 +366,9 @@ PROBE_REQUESTS = 128  # over the problems of a step: repeated prompts show a sta
 # Metrics of a step, of its rollouts with current weights, and the values above which train.py
 # probes the engine (--probe-on-alarm).
 ALARMS = {
-    # k3 of healthy bfloat16 rollouts, as logged by verl and prime-rl, stays below it.
-    "mismatch_kl": 1e-3,
-    # NeMo RL, adding-new-models: mean exp|d| above 1.05 needs investigation.
-    "mismatch_abs_mean": math.log(1.05),
-    # 1 - ess; smoke checks of verl users require an effective sample size of 0.98.
-    "ess_loss": 0.02,
+    "mismatch_kl": 1e-3,  # k3; healthy bfloat16 rollouts stay below it (verl, prime-rl)
+    "mismatch_abs_mean": math.log(1.05),  # NeMo RL: mean exp|d| above 1.05 needs investigation
+    "ess_loss": 0.02,  # 1 - ess; smoke checks of verl users require an ess of 0.98
     # Of clean runs in bfloat16 the largest are 0.0016 and 0.0004 (docs/probe.md).
     "backend_clip_rate": 0.005,
     "backend_ratio_error": 0.005,

@@ -28,22 +28,20 @@ FLOORS, STANDARD_ERRORS = 1.3, 3.0
 # In fp32 the order in which a kernel adds the terms of a long sum matters, and the second path has
 # the trainer's own products. A clean SmolLM2-135M (sums of 1,536 terms) has 2.05 floors.
 FLOORS_FP32 = 3.0
-# Limit of the median, in medians of the floor; it varies more between kernels than the mean.
-MEDIAN_FACTOR = 2.5
-# Limit of the largest token and of the worst sequence, in those of the floor; they vary more.
-TAIL_FACTOR = 6.0
+MEDIAN_FACTOR = 2.5  # limit of the median, in the floor's; it varies more than the mean
+TAIL_FACTOR = 6.0  # the same, of the largest token and of the worst sequence, which vary more
 TAIL_RMS = 4.0  # the largest of a few hundred tokens, in RMS
 # Nats: fp32 kernels differ by this much at a rare token of a trained model; every fault is larger.
 TAIL_FP32 = 1e-4
 FEW_STEPS = 8.0  # rounding steps by which a log-probability may be off
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
-# Nats: a float32 step between 4 and 8; one median may be 0 and another one step.
-LOGPROB_STEP = 5e-7
+LOGPROB_STEP = 5e-7  # nats: a float32 step between 4 and 8; a median may be 0, another one step
 MASK_EDGE = 0.004  # share of the tokens that may lie at the edge of a top-k, top-p or min-p mask
 # Share of the tokens whose logits may lie between two 16-bit values, if the body is in fp32.
 HEAD_EDGE = 0.02
 # Standard deviations of a fair coin by which the signs of a 16-bit hypothesis must agree.
 SIGN_SIGMAS = 4.0
+Values = dict[tuple[str, str, str], Tensor]  # log-probabilities (N,) by head, distribution, token
 
 
 # ---------------------------------------------------------------------------------- figures
@@ -84,9 +82,8 @@ class Noise:
         tokens = max(1, other.tokens)
         few = 4 * self.median / tokens**0.5 + FEW_STEPS * self.step / tokens
         typical = by_steps or other.median <= MEDIAN_FACTOR * self.median + few + LOGPROB_STEP
-        return (typical and other.mean <= self.allowed_mean(other.tokens)
-                and other.max <= self.allowed_max
-                and other.infinite == 0)
+        return (typical and other.mean <= self.allowed_mean(tokens)
+                and other.max <= self.allowed_max and other.infinite == 0)
 
     def allowed_mean(self, tokens: int) -> float:
         """Limit of the mean, with rounding steps: the floor of few tokens can be 0."""
@@ -114,8 +111,7 @@ class Noise:
     def wrong_rows(self, replay: Replay, difference: Tensor) -> Tensor:
         """Sequences whose mean difference is above the floor's limit: (N,) -> (B,) bool."""
         few = 8 * self.rms / replay.lengths**0.5 + FEW_STEPS * self.step / replay.lengths
-        # A quarter: one token in a response of four.
-        worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)
+        worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)  # one token in a response of four
         limit = torch.maximum(self.floors * self.mean + few, torch.tensor(worst))
         return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING
 
@@ -143,12 +139,10 @@ class ForwardPass:
     causes: tuple[Cause, ...]
     hidden: Tensor | None  # (N, H); None for a pass merged from two others
     weights: Weights | None  # those that are not the trainer's own
-    values: dict[tuple[str, str, str], Tensor]  # (N,) each
-    # Its second numerical path, if its dtype is not the trainer's.
-    second: "ForwardPass | None" = None
+    values: Values
+    second: "ForwardPass | None" = None  # along the second path, if the dtype is not the trainer's
     note: str = ""  # for the verdict's sentence
-    # What was fitted to the trace: 1 a yes or no per sequence, 2 a position per sequence.
-    fitted: int = 0
+    fitted: int = 0  # to the trace: 1 a yes or no per sequence, 2 a position per sequence
     num_tensors: int = 0  # tensors that the hypothesis names as old
 
     def logprobs(self, readout: Readout) -> Tensor:
@@ -209,8 +203,7 @@ class Probe:
         self.policy, self.trace = policy, trace
         now = dict(policy.model.named_parameters())
         self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
-                        if any(not torch.equal(now[name], tensor)
-                               for name, tensor in weights.items())}
+                        if any(not torch.equal(now[name], old) for name, old in weights.items())}
         labels = [each for rollout in trace.rollouts for each in rollout.versions]
         self.version = version if version is not None else max(labels, default=0)
         self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows),
@@ -242,9 +235,7 @@ class Probe:
         hidden = self.replay.all_hidden(weights) if hidden is None else hidden
         return ForwardPass(named, hidden, weights, self.read(hidden, weights, *self.distributions))
 
-    def read(
-        self, hidden: Tensor, weights: Weights | None, *names: str
-    ) -> dict[tuple[str, str, str], Tensor]:
+    def read(self, hidden: Tensor, weights: Weights | None, *names: str) -> Values:
         """Log-probabilities (N,) of the sampled and the likeliest token, for a ForwardPass."""
         values, replay = defaultdict(list), self.replay
         with replay.policy.using(weights):

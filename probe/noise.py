@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import GrpoConfig
+from config import Config, GrpoConfig
 from objectives import Batch, mismatch_metrics
 from rl import Policy, frozen_logprobs
 
-# Keys per block in blockwise_attention; small, so that short sequences have several blocks too.
-KEY_BLOCK = 16
+KEY_BLOCK = 16  # keys per block; small, so that short sequences have several blocks too
 
 
 def blockwise_attention(
@@ -71,24 +70,17 @@ def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
     smaller = replace(grpo, micro_batch_tokens=-(-grpo.micro_batch_tokens // 3))
     with rounded_otherwise(policy):
         other = frozen_logprobs(policy, batch, smaller)
-    # Both paths may round a probability near 1 to the same value.
-    unsure = batch.old_logprobs < -0.01
+    unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to one value
     check_other_path(policy, batch.old_logprobs[unsure], other[unsure])
     return batch.old_logprobs - other
 
 
-class SelfNoise:
-    """Observes every `self_noise_every`-th step; the noise is that of the updated weights."""
-
-    def __init__(self, policy: Policy, config: Any):
-        self.policy, self.grpo, self.every = policy, config.grpo, config.measure.self_noise_every
-
-    def __call__(self, step: Any) -> dict[str, float]:
-        if (step.metrics["step"] - 1) % self.every:
-            return {}
-        logprobs = frozen_logprobs(self.policy, step.batch, self.grpo)
-        batch = replace(step.batch, old_logprobs=logprobs)
-        return measure_self_noise(self.policy, batch, self.grpo)
+def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, float]:
+    """`measure_self_noise` of the updated weights, after every `self_noise_every`-th step."""
+    if (step.metrics["step"] - 1) % config.measure.self_noise_every:
+        return {}
+    logprobs = frozen_logprobs(policy, step.batch, config.grpo)
+    return measure_self_noise(policy, replace(step.batch, old_logprobs=logprobs), config.grpo)
 
 
 def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:

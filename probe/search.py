@@ -102,8 +102,7 @@ class Search:
             if readout.head == "float32" and len(probe.causes_of(readout)) < MAX_CAUSES:
                 residuals = torch.stack([probe.residual(each, readout).abs() for each in passes])
                 closest = residuals.nan_to_num(math.inf).amin(dim=0)  # (N,)
-                # Limits the weight of a single token.
-                errors[readout] = closest.clamp(max=1.0).mean().item()
+                errors[readout] = closest.clamp(max=1.0).mean().item()  # a token counts at most 1
         ordered = sorted(errors, key=errors.get)
         plain = [readout for readout in ordered if not readout.fitted]
         fitted = [readout for readout in ordered if readout.fitted]
@@ -113,8 +112,7 @@ class Search:
     def _other_dtypes(self) -> Iterator[ForwardPass]:
         """An fp32 trainer's weights rounded to bfloat16; the whole body in the other dtype."""
         probe = self.probe
-        parameters = {name: parameter.detach()
-                      for name, parameter in probe.policy.model.named_parameters()}
+        parameters = {name: each.detach() for name, each in probe.policy.model.named_parameters()}
         other = torch.bfloat16 if probe.policy.model.dtype == torch.float32 else torch.float32
         if other == torch.bfloat16:
             rounded = {name: tensor.bfloat16().float() for name, tensor in parameters.items()}
@@ -179,12 +177,10 @@ class Search:
             return
         descending = logprobs.exp().sort(dim=-1, descending=True).values
         mass = descending.cumsum(dim=-1)
-        # (n, 1) last place inside the mask.
-        last = (mass - kept[:, None]).abs().argmin(dim=-1, keepdim=True)
+        last = (mass - kept[:, None]).abs().argmin(dim=-1, keepdim=True)  # (n, 1) inside the mask
         top_k = int(last[cut].mode(dim=0).values) + 1
         yield "top_k", top_k, str(top_k)
-        quantiles = torch.tensor([0.0, 0.002, 0.01, 0.02, 0.05, 0.1, 0.2], dtype=mass.dtype,
-                                 device=mass.device)
+        quantiles = mass.new_tensor([0.0, 0.002, 0.01, 0.02, 0.05, 0.1, 0.2])
         limits = {"top_p": mass.gather(-1, last),
                   "min_p": descending.gather(-1, last) / descending[:, :1]}
         for name, limit in limits.items():
@@ -219,12 +215,12 @@ class Search:
 
     def _some_rows(self, forward: ForwardPass, readout: Readout) -> None:
         """The pass holds for the sequences that are closer to it than to the current weights."""
-        rows = self._closest([forward, self.probe.current], readout) == 0  # (B,)
+        current = self.probe.current
+        rows = self._row_errors(forward, readout) <= self._row_errors(current, readout)  # (B,)
         if rows.any():
             first = rows[self.replay.rows]
             note = f"in {int(rows.sum())} of {len(rows)} requests"
-            current, named = self.probe.current, forward.causes
-            self._explain([_merged(first, forward, current, *named, note=note, fitted=1)])
+            self._explain([_merged(first, forward, current, *forward.causes, note=note, fitted=1)])
 
     def _kept(self, old: ForwardPass, readout: Readout) -> None:
         """KV kept over an update: the position of the update that explains each sequence best.
@@ -247,7 +243,7 @@ class Search:
             """Take the candidate place (B,) in those rows (B,) in which it is the closest."""
             nonlocal best, place
             tried = self._over_update(old, candidate, rows)
-            closer = rows & (self._closest([best, tried], readout) == 1)
+            closer = rows & (self._row_errors(tried, readout) < self._row_errors(best, readout))
             best = _merged(closer[replay.rows], tried, best)
             place = torch.where(closer, candidate, place)
 
@@ -271,16 +267,13 @@ class Search:
     def _over_update(self, old: ForwardPass, place: Tensor, rows: Tensor) -> ForwardPass:
         """Old values before `place` (B,), then new weights over old KV; for `rows` (B,) bool."""
         replay = self.replay
-        prefix = (replay.prompt_lengths + place - 1).clamp(min=0)
-        prefix = prefix.masked_fill(~rows, replay.inputs.shape[1])
+        prefix = (replay.prompt_lengths + place - 1).masked_fill(~rows, replay.inputs.shape[1])
         kept = self.probe.forward_pass(hidden=replay.hidden_over_old_kv(old.weights, prefix))
         return _merged(replay.positions < place[replay.rows], old, kept)
 
-    def _closest(self, passes: list[ForwardPass], readout: Readout) -> Tensor:
-        """The index of the pass with the smallest error, per sequence: (B,)."""
-        errors = [self.replay.row_means(self.probe.error(each, readout)).nan_to_num(0.0)
-                  for each in passes]
-        return torch.stack(errors).argmin(dim=0)
+    def _row_errors(self, forward: ForwardPass, readout: Readout) -> Tensor:
+        """Mean |computed - reported| per sequence: (B,), 0 for one without known values."""
+        return self.replay.row_means(self.probe.error(forward, readout)).nan_to_num(0.0)
 
     def _change_point(self, old: ForwardPass, other_error: Tensor | float,
                       readout: Readout) -> Tensor:
@@ -289,11 +282,9 @@ class Search:
         `other_error` is the |computed - reported| from which on the old weights do not explain a
         token: (N,) or one.
         """
-        # (N,) positive for the old weights.
         replay = self.replay
-        gain = other_error - self.probe.error(old, readout)
-        table = torch.zeros(len(replay.lengths), int(replay.lengths.max()), dtype=gain.dtype,
-                            device=gain.device)
+        gain = other_error - self.probe.error(old, readout)  # (N,) positive for the old weights
+        table = gain.new_zeros(len(replay.lengths), int(replay.lengths.max()))
         table[replay.rows, replay.positions] = gain.nan_to_num(0.0).clamp(-1.0, 1.0)
         # Of (B, T + 1): the gain of the first k tokens.
         return pad(table.cumsum(dim=1), (1, 0)).argmax(dim=1)
@@ -339,35 +330,32 @@ class Search:
 
     def _with_old(self, old: frozenset[str], updates: int, readout: Readout) -> Explanation:
         """The explanation by these old tensors, with the better of both head dtypes."""
-        some = {name: self.probe.earlier[updates][name] for name in old}
-        with torch.no_grad():
-            forward = self.probe.forward_pass(
-                causes.OLD_TENSORS.of(updates, ", ".join(sorted(old))), weights=some)
-            forward.num_tensors = len(old)
-            both = [self.probe.explain(forward, replace(readout, head=head))
-                    for head in self.probe.heads]
+        probe = self.probe
+        named = causes.OLD_TENSORS.of(updates, ", ".join(sorted(old)))
+        some = {name: probe.earlier[updates][name] for name in old}
+        forward = probe.forward_pass(named, weights=some)
+        forward.num_tensors = len(old)
+        both = [probe.explain(forward, replace(readout, head=head)) for head in probe.heads]
         return min(both, key=lambda e: (not e.fits, e.noise.mean))
 
     def _ranked(self, old: frozenset[str], updates: int, readout: Readout) -> list[str]:
         """Tensors whose exchange should explain the remaining mismatch, the best first."""
         weights = self.probe.earlier[updates]
-        parameters = {name: parameter
-                      for name, parameter in self.probe.policy.model.named_parameters()
-                      if not torch.equal(parameter, weights[name])}
+        parameters = {name: each for name, each in self.probe.policy.model.named_parameters()
+                      if not torch.equal(each, weights[name])}
         names = list(parameters)
-        current = {name: parameter.detach() for name, parameter in parameters.items()}
+        moves = {name: weights[name].float() - each.detach().float()
+                 for name, each in parameters.items()}
+        steps = [-move if name in old else move for name, move in moves.items()]
         remaining, effects = [], []  # one entry per random projection of the tokens
         with torch.enable_grad(), self.replay.policy.using({name: weights[name] for name in old}):
-            steps = [(current if name in old else weights)[name].float() - current[name].float()
-                     for name in names]
             for mismatch, signs in self._projections(readout):
                 remaining.append((signs * mismatch.detach()).sum())
                 gradients = torch.autograd.grad((signs * -mismatch).sum(),
                                                 list(parameters.values()), retain_graph=True,
                                                 allow_unused=True, materialize_grads=True)
-                effects.append(torch.stack([(gradient.float() * step).sum()
-                                            for gradient, step in zip(
-                                                gradients, steps, strict=True)]))
+                pairs = zip(gradients, steps, strict=True)
+                effects.append(torch.stack([(each.float() * step).sum() for each, step in pairs]))
         # (m,), (m, n)
         remaining, effects = torch.stack(remaining).double(), torch.stack(effects).double()
         chosen = []

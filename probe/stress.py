@@ -9,9 +9,9 @@ gives a trace at parity.
 
 import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,10 +21,9 @@ from engine_adapter import Engine
 from rl import Policy
 from sampling import Rollout, Sampling, reseed
 
-# Requests that may run at once; those for which the KV cache has room at their full length.
-SLOTS, ROOM = 12, 4
-# Tokens of a step; the canary's four prompts must fit, since their requests have seeds.
-LEAST_BUDGET = 24
+SLOTS = 12  # requests that may run at once
+ROOM = 4  # requests for which the KV cache has room at their full length
+LEAST_BUDGET = 24  # tokens of a step; the canary's four prompts must fit, their requests have seeds
 LOADS, DECOY_STEPS = 2, 6  # loads of other weights in between; engine steps under them
 # Steps between forced preemptions, beside those in which the preempted requests are computed again.
 FORCED_EVERY = 50
@@ -39,10 +38,8 @@ KINDS = {"chunks": "several prompt chunks", "single": "first chunks of one token
 class Events:
     """The pressure on one request since its last submission; `restarted` counts all aborts."""
 
-    # Steps over which its prompt was computed; more than 1: the token budget was exhausted.
-    chunks: int = 0
-    # Times that the first of these steps computed one token, as a decode does (vllm#32118)
-    single: int = 0
+    chunks: int = 0  # steps that computed its prompt; more than 1: the token budget was exhausted
+    single: int = 0  # times that the first such step computed one token, like a decode (vllm#32118)
     preempted: int = 0
     recycled: int = 0  # KV blocks (a recurrent state is one) that an earlier request had held
     restarted: int = 0  # times that it was aborted and submitted again
@@ -92,9 +89,7 @@ def compare(events: list[Events], wrong: list[int]) -> list[Comparison]:
 
 # ---------------------------------------------------------------------------------- the engine
 def start_engine(start: Callable[..., Engine], longest_prompt: int, longest: int) -> Engine:
-    """An engine with a small KV cache and token budget.
-
-    `longest`: tokens of the longest prompt with its response.
+    """An engine with a small KV cache and token budget; `longest`: a prompt with its response.
 
     It starts twice, because vLLM chooses the block sizes of a model while it starts.
     """
@@ -113,19 +108,13 @@ def num_blocks(engine: Engine, num_tokens: int) -> int:
     return sum(math.ceil(num_tokens / group.kv_cache_spec.block_size) for group in groups)
 
 
-@contextmanager
-def other_weights(policy: Policy, seed: int) -> Iterator[None]:
+def other_weights(policy: Policy, seed: int) -> AbstractContextManager[None]:
     """The policy with noise on all weights, then with its own weights again, bit by bit."""
-    own, generator = policy.copied_weights(), torch.Generator().manual_seed(seed)
-    try:
-        for parameter in policy.model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.data.add_(max(0.1 * parameter.data.float().pow(2).mean().sqrt().item(),
-                                    0.01) * noise)
-        yield
-    finally:
-        for name, parameter in policy.model.named_parameters():
-            parameter.data.copy_(own[name])
+    weights, generator = policy.copied_weights(), torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        tensor.add_(max(0.1 * tensor.float().pow(2).mean().sqrt().item(), 0.01) * noise)
+    return policy.using(weights)
 
 
 # ---------------------------------------------------------------------------------- the run
@@ -144,43 +133,34 @@ class Watched:
         return self.computed > 0 or self.events.preempted > 0
 
 
-@dataclass
 class StressRun:
     """One response per prompt from a live engine under pressure; row i belongs to prompt i.
 
     The engine must hold the policy's weights. The same arguments give the same run.
     """
 
-    engine: Engine
-    policy: Policy
-    prompts: list[list[int]]
-    sampling: Sampling
-    seed: int
-    rows: list[Watched] = field(default_factory=list)
-    # Over the run, attempts that were aborted included.
-    totals: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.chance = random.Random(self.seed)
-        self.owners: dict[int, str] = {}  # of each KV block the request that held it last
-        # Under which the engine holds the policy's weights.
-        self.own_versions = {self.engine.weight_version}
+    def __init__(self, engine: Engine, policy: Policy, prompts: list[list[int]],
+                 sampling: Sampling, seed: int):
+        self.engine, self.policy = engine, policy
+        self.prompts, self.sampling, self.seed = prompts, sampling, seed
+        self.rows: list[Watched] = []
+        # Over the run, attempts that were aborted included.
         self.totals = dict.fromkeys(("steps", "preemptions", "aborted", "recycled", "loads"), 0)
-        longest = self.engine.settings["max_model_len"]
-        budget = self.engine.core.scheduler.max_num_scheduled_tokens
+        self.chance = random.Random(seed)
+        self.owners: dict[int, str] = {}  # of each KV block the request that held it last
+        self.own_versions = {engine.weight_version}  # of the policy's own weights
+        longest = engine.settings["max_model_len"]
+        budget = engine.core.scheduler.max_num_scheduled_tokens
         # A request whose cache does not grow (a recurrent state alone) waits for room and is never
-        # preempted. So all running requests are preempted at once, now and then, by vLLM's own
-        # call.
-        grows = num_blocks(self.engine, 1) < num_blocks(self.engine, longest)
+        # preempted. So vLLM's own call preempts all running requests at once, now and then.
+        grows = num_blocks(engine, 1) < num_blocks(engine, longest)
         self.forced_every = math.inf if grows else FORCED_EVERY + math.ceil(ROOM * longest / budget)
 
     def run(self, alone: bool = False) -> list[Rollout]:
         """The responses; `alone`: without pressure, for a replay.
 
-        Raises: ValueError names the kinds that none has met.
-
         The requests have no seeds, because the CPU cannot compute the prompt of a request with a
-        seed in chunks.
+        seed in chunks. Raises: ValueError names the kinds of pressure that none has met.
         """
         reseed(self.seed, "stress")
         self.rows = [self._submit(prompt, Events()) for prompt in self.prompts]

@@ -26,8 +26,7 @@ from sampling import Rollout, Sampling
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
 NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
-# Of meta; `compare` compares their entries one by one.
-SECTIONS = ("versions", "settings", "audit", "environment")
+SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
 FORMAT = 1  # version of the trace format (docs/trace-format.md); a file without one is read as 1
 NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 Weights = dict[str, Tensor]  # another version of the trainer's weights, by parameter name
@@ -60,14 +59,17 @@ def save_trace(path: str, trace: Trace) -> None:
     seeds = [rollout.seed for rollout in trace.rollouts]
     if None not in seeds:
         arrays[f"{trace.name}/seeds"] = numpy.array(seeds, numpy.int64)
-    for array, column, padding, dtype in (
-        ("prompt_ids", "prompt_ids", -1, torch.int32),
-        (f"{trace.name}/tokens", "token_ids", -1, torch.int32),
-        (f"{trace.name}/logprobs", "logprobs", 0.0, torch.float32),
-        (f"{trace.name}/versions", "versions", -1, torch.int32),
+    for name, rows, padding, dtype in (
+        ("prompt_ids", [each.prompt_ids for each in trace.rollouts], -1, torch.int32),
+        (f"{trace.name}/tokens", [each.token_ids for each in trace.rollouts], -1, torch.int32),
+        (f"{trace.name}/logprobs", [each.logprobs for each in trace.rollouts], 0.0, torch.float32),
+        (f"{trace.name}/versions", [each.versions for each in trace.rollouts], -1, torch.int32),
+        (f"{trace.name}/trainer_logprobs", trace.trainer_logprobs, 0.0, torch.float32),
     ):
-        rows = [torch.tensor(getattr(rollout, column), dtype=dtype) for rollout in trace.rollouts]
-        arrays[array] = pad_sequence(rows, batch_first=True, padding_value=padding).numpy()
+        if any(rows):  # the last two are optional
+            tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+            padded = pad_sequence(tensors, batch_first=True, padding_value=padding)
+            arrays[name] = padded.numpy()
     numpy.savez_compressed(path, **arrays)
 
 
@@ -75,10 +77,7 @@ LAYOUT = "docs/trace-format.md has the layout"
 
 
 def load_traces(path: str) -> list[Trace]:
-    """Read every group of an npz or JSON trace; docs/trace-format.md describes the layout.
-
-    Raises: ValueError naming the field that is missing or malformed.
-    """
+    """Every group of a trace, npz or JSON. Raises: ValueError naming the field that is wrong."""
     try:
         record = json.loads(Path(path).read_text()) if path.endswith(".json") else _read_npz(path)
         if (version := record["meta"].get("format", FORMAT)) != FORMAT:
@@ -209,10 +208,8 @@ class Replay:
             raise ValueError(f"tokens must be below the model's vocabulary of {vocabulary},"
                              f" {trace.name} has {largest}")
         self.rows, columns = self.response.nonzero(as_tuple=True)  # (N,) row of each token
-        self.prompt_lengths = torch.tensor([len(r.prompt_ids) for r in trace.rollouts],
-                                           device=self.device)
-        # (N,) place in the response, from 0.
-        self.positions = columns - self.prompt_lengths[self.rows] + 1
+        self.prompt_lengths = batch.prompt_lengths.to(self.device)
+        self.positions = columns - self.prompt_lengths[self.rows] + 1  # (N,) from 0 in the response
         self.targets = batch.targets[self.response]  # (N,)
         # Not from the batch, whose log-probabilities are float32. NaN is allowed here.
         reported = [value for rollout in trace.rollouts for value in rollout.logprobs]
@@ -267,8 +264,7 @@ class Replay:
         name = "cache_params" if kind == "mamba2" else "past_key_values"
         self.forwards += 2
         body, head = self.policy.model.base_model, self.policy.head.weight
-        hidden = torch.zeros(*self.inputs.shape, head.shape[1], dtype=head.dtype,
-                             device=self.device)
+        hidden = head.new_zeros(*self.inputs.shape, head.shape[1])
         for prefix in num_old[num_old < self.inputs.shape[1]].unique().tolist():
             for rows in (num_old == prefix).nonzero()[:, 0].split(self.rows_per_pass):
                 ids, cache = self.inputs[rows], DynamicCache(config=self.policy.model.config)
@@ -313,8 +309,7 @@ class Replay:
     # ------------------------------------------------------------------------------ per sequence
     def row_sums(self, values: Tensor) -> Tensor:
         """Sums over the tokens of each row: (..., N) -> (..., B)."""
-        zeros = torch.zeros(*values.shape[:-1], len(self.lengths), dtype=values.dtype,
-                            device=self.device)
+        zeros = values.new_zeros(*values.shape[:-1], len(self.lengths))
         return zeros.index_add(-1, self.rows, values)
 
     def row_means(self, values: Tensor) -> Tensor:

@@ -149,6 +149,27 @@ def test_an_old_tensor_of_small_effect_is_named_beside_one_of_large_effect():
     assert blamed(verdict) == [f"inference path: tensors 1 update(s) old: {small}, {large}"]
 
 
+def test_a_tensor_that_is_wrongly_taken_for_old_is_ranked_first():
+    """The search takes it back: its step is from the earlier weights, which are in force, to the present ones."""
+    policy, generator = Policy(qwen2(False)), torch.Generator().manual_seed(0)
+    trace, old = drawn(policy, 24), policy.copied_weights()
+    for tensor in old.values():
+        tensor.add_(0.005 * torch.randn(tensor.shape, generator=generator))
+    right, wrong = "model.layers.0.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight"
+    report(policy, trace, {right: old[right]})
+    with torch.no_grad():
+        search = Search(Probe(policy, trace, [old]))
+        assert search._ranked(frozenset({right, wrong}), 1, Readout())[0] == wrong
+        assert search._ranked(frozenset({wrong}), 1, Readout())[:2] in ([wrong, right], [right, wrong])
+
+
+def test_no_finite_token_is_never_within_the_noise_floor():
+    floor = Noise(*[0.1] * 6, infinite=0, tokens=8)
+    nothing = Noise(*[math.inf] * 6, infinite=0, tokens=0)
+    assert not floor.allows(nothing)
+    assert not floor.allows(nothing, by_steps=True)
+
+
 def test_a_scaled_final_norm_is_named_as_the_equivalent_temperature():
     """The mismatch of most tokens of this tied model is 0, so its median is 0 too."""
     policy = Policy(qwen2(True))
@@ -313,6 +334,16 @@ def test_a_trace_is_the_same_after_save_and_load(tmp_path):
             assert getattr(ours, name) == getattr(theirs, name)
         assert theirs.logprobs == pytest.approx(ours.logprobs)
     assert (again.name, again.sampling) == ("mine", trace.sampling)
+    assert again.trainer_logprobs == trace.trainer_logprobs
+
+
+def test_a_trace_without_versions_and_with_the_trainers_values_is_the_same_after_save_and_load(tmp_path):
+    rollouts = [Rollout([1, 2], 0, [4, 5], [-0.5, -1.5], []), Rollout([7], 1, [8], [-0.25], [])]
+    trace = Trace("mine", rollouts, Sampling(0.7, 3), {}, [[-0.5, -1.0], [-0.75]])
+    save_trace(str(tmp_path / "trace.npz"), trace)
+    (again,) = load_traces(str(tmp_path / "trace.npz"))
+    assert [each.versions for each in again.rollouts] == [[], []]
+    assert again.trainer_logprobs == trace.trainer_logprobs
 
 
 def json_trace(**changes) -> dict:

@@ -107,10 +107,7 @@ def test_record_with_stress_is_parity_and_one_request_is_replayed_alone(tmp_path
 
 # ------------------------------------------------------------------------------------------------ without an engine
 def stored() -> Trace:
-    trace = load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
-    for rollout in trace.rollouts:  # this file has none
-        rollout.versions = [1] * len(rollout.token_ids)
-    return trace
+    return load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
 
 
 def test_only_outside_the_workload_is_bad_input(tmp_path, capsys):

@@ -198,7 +198,7 @@ class Engine:
         self._experts = [method for method in methods if hasattr(method, "moe_kernel")]
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
-        if "lm_head.bias" in self.contract.keys() - self._names:
+        if self._names and "lm_head.bias" in self.contract.keys() - self._names:  # none if shared
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                              " into a live engine")
         self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
@@ -217,12 +217,12 @@ class Engine:
         Raises: EngineStateError unless ready; FloatingPointError if a value is not finite.
         """
         self._require("generate", "ready")
-        groups = []
-        for prompt, seed in zip(prompts, seeds or [None] * len(prompts), strict=True):
+        rollouts = []
+        seeds = [None] * len(prompts) if seeds is None else seeds
+        for prompt, seed in zip(prompts, seeds, strict=True):
             while not self.has_room:
                 self.step()
-            groups.append(self.submit(prompt, group_size, sampling, seed))
-        rollouts = [rollout for group in groups for rollout in group]
+            rollouts += self.submit(prompt, group_size, sampling, seed)
         while not all(rollout.finish_reason for rollout in rollouts):
             self.step()
         return rollouts

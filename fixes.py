@@ -88,14 +88,14 @@ def observed_head_dtype(engine: Any) -> str:
     A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not change
     in 16 bits.
     """
-    narrow = {engine.dtype, torch.bfloat16, torch.float16} - {torch.float32}
+    sixteen_bits = dict.fromkeys((engine.dtype, torch.bfloat16, torch.float16))  # in this order
+    sixteen_bits.pop(torch.float32, None)
     seen: set[str] = set()
 
     def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
-        equal = [dtype for dtype in narrow
+        equal = [dtype for dtype in sixteen_bits
                  if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
-        own_first = sorted(equal, key=lambda dtype: dtype != engine.dtype)
-        seen.add(dtype_name(own_first[0] if equal else logits.dtype))
+        seen.add(dtype_name(equal[0] if equal else logits.dtype))
 
     heads = [module for name, module in engine.vllm_model.named_modules()
              if name.endswith("logits_processor")]

@@ -50,7 +50,8 @@ class Run:
         """Digest of the options and the problems: equal for a run and its resumption."""
         flat = self.config.flat()
         options = {name: value for name, value in flat.items() if name not in NOT_OF_THE_EXPERIMENT}
-        return sha256(json.dumps([options, self.task.fingerprint]).encode()).hexdigest()
+        record = json.dumps([options, self.task.fingerprint], sort_keys=True)
+        return sha256(record.encode()).hexdigest()
 
 
 def prepare(config: Config) -> Run:
@@ -242,7 +243,7 @@ class TrainingState:
     reference: dict[str, torch.Tensor] | None  # the first policy's weights by name, for --kl-coef
     optimizer: Optimizer
     engine: Engine
-    source: Synchronous  # or extras.inflight.InFlightSource
+    source: Synchronous  # or extras.inflight.GroupsInFlight
     # Evaluates beside the engine, with the trainer's own modules.
     trainer_alone: Engine | None = None
     observers: list[Observer] = field(default_factory=list)  # at the end of a step
@@ -296,7 +297,7 @@ def build(run: Run, start: Callable | None = None) -> tuple[TrainingState, int]:
         use_masks(policy, engine, run.sampling)
     make_source = Synchronous
     if config.backend.inflight_groups:
-        from extras.inflight import InFlightSource as make_source
+        from extras.inflight import GroupsInFlight as make_source
     source = make_source(run.task, engine, run.sampling, config)
     state = TrainingState(policy, reference, optimizer, engine, source, alone)
     records.restore(run.out, checkpoint)

@@ -67,7 +67,7 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
     """
     from vllm import SamplingParams
 
-    sampling = sampling or SAMPLING
+    sampling = SAMPLING | (sampling or {})
     config = llm.llm_engine.vllm_config
     if prompts is None:
         generator = numpy.random.RandomState(seed)  # the same numbers in every version of numpy
@@ -240,7 +240,7 @@ def main():
         from vllm import LLM
 
         llm = LLM(model=words.model, **given)
-        record(llm, words.out, SAMPLING | sampling, prompts, words.new_tokens, words.seed, given)
+        record(llm, words.out, sampling, prompts, words.new_tokens, words.seed, given)
     except Exception as error:  # of this file, of vLLM, of the file system: one sentence
         print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}",
               file=sys.stderr)

@@ -72,7 +72,7 @@ def why_not(engine: Engine) -> str | None:
         return "the kernels of a GPU have not been measured"
     policy, longest = engine.policy, engine.llm.vllm_config.model_config.max_model_len
     kind = f"({policy.model.config.model_type}, {engine.dtype}, {torch.get_num_threads()} threads)"
-    ids = [token * 7 % len(policy.head.weight) for token in range(max(longest, TOGETHER))]
+    ids = [token * 7 % len(policy.head.weight) for token in range(max(longest, TOGETHER + 1))]
     pairs = [ids[row : row + 2] for row in range(TOGETHER)]
     together = _hidden(engine, pairs, [1] * TOGETHER)  # (TOGETHER, H)
     alone = torch.cat([_hidden(engine, [pair], [1]) for pair in pairs[:COMPARED]])  # (COMPARED, H)
@@ -81,7 +81,7 @@ def why_not(engine: Engine) -> str | None:
     if not (torch.equal(alone, together[:COMPARED]) and same_logits):
         return (f"a product of few rows is rounded differently {kind}; experts in float32 have such"
                 " products")
-    # Which divide the queries of a long prompt according to what is beside it.
+    # Several threads divide the queries of a long prompt according to what is beside it.
     if torch.get_num_threads() > 1:
         prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
         rows, lengths = [prompt + ids[:COMPARED] for prompt in prompts], list(map(len, prompts))

@@ -35,21 +35,30 @@ class Group:
 
 
 class GroupsInFlight:
-    """Groups in the order of submission; a step takes the first P that are complete.
+    """As prepare.Synchronous, with N more groups in flight than a step takes.
 
-    N more stay in flight, so that the engine never waits for the longest rollout of a batch. Every
-    group submitted is trained on, dropped for its age, or in flight.
+    Groups are in the order of submission; a step takes the first P that are complete. N more stay
+    in flight, so that the engine never waits for the longest rollout of a batch. Every group
+    submitted is trained on, dropped for its age, or in flight.
 
     Source: PipelineRL, arXiv 2509.19128, on two sets of devices; here the two sides take turns.
     """
 
-    def __init__(self, engine: Engine, group_size: int, sampling: Sampling, max_staleness: int):
-        self.engine = engine
-        self.group_size = group_size
-        self.sampling = sampling
-        self.max_staleness = max_staleness
+    def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
+        self.task, self.engine, self.sampling, self.config = task, engine, sampling, config
+        self.rng = random.Random(config.run.seed)
         self.groups: list[Group] = []
         self.counters = dict(groups_submitted=0, groups_trained=0, groups_dropped=0)
+
+    def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
+        """P problems and B = P * G complete rollouts, group-major."""
+        num_prompts = self.config.grpo.num_prompts
+        wanted = num_prompts + self.config.backend.inflight_groups
+        self.submit(self.task.sample(self.rng, wanted - len(self.groups)))
+        reseed(self.config.run.seed, "train", step)
+        groups = self.take(num_prompts)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return [group.problem for group in groups], rollouts
 
     def submit(self, problems: list[Problem]) -> None:
         self.groups += [Group(problem) for problem in problems]
@@ -76,15 +85,17 @@ class GroupsInFlight:
         """Submit groups to the engine while it has room."""
         for group in self.groups:
             if not group.rollouts and self.engine.has_room:
-                prompt_ids = group.problem.prompt_ids
-                group.rollouts = self.engine.submit(prompt_ids, self.group_size, self.sampling)
+                group.rollouts = self.engine.submit(
+                    group.problem.prompt_ids, self.config.grpo.group_size, self.sampling)
 
     def after_update(self) -> dict[str, int]:
-        """Drop the groups that are too old; returns the figures for the log.
+        """Drop the groups that are too old.
+
+        Returns counts: groups in flight now; the others since the run's first step.
 
         Raises: RuntimeError if the engine runs other rollouts than theirs.
         """
-        oldest = self.engine.weight_version - self.max_staleness
+        oldest = self.engine.weight_version - self.config.backend.max_staleness
         for group in [group for group in self.groups if group.oldest_version < oldest]:
             self.groups.remove(group)
             self.engine.abort(group.rollouts)
@@ -95,10 +106,6 @@ class GroupsInFlight:
         if unfinished != self.engine.num_unfinished:
             raise RuntimeError(f"{unfinished} rollouts are in flight, the engine runs"
                                f" {self.engine.num_unfinished}")
-        return self.counts()
-
-    def counts(self) -> dict[str, int]:
-        """Groups in flight now; since the run's first step: groups, and the engine's counters."""
         return {"groups_in_flight": len(self.groups)} | self.counters | self.engine.counters
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,36 +114,11 @@ class GroupsInFlight:
         engines["tokens_wasted"] += sum(group.num_tokens for group in self.groups)
         engines["rollouts_restarted"] += sum(len(group.rollouts) for group in self.groups)
         problems = [tuple(group.problem) for group in self.groups]
-        return {"groups": problems, "counters": self.counters, "engine_counters": engines}
+        return {"groups": problems, "counters": self.counters, "engine_counters": engines,
+                "rng": self.rng.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.groups = [Group(Problem(*problem)) for problem in state["groups"]]
         self.counters = dict(state["counters"])
         self.engine.counters |= state["engine_counters"]
-
-
-class InFlightSource(GroupsInFlight):
-    """As prepare.Synchronous, with N more groups in flight than a step takes."""
-
-    def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
-        super().__init__(engine, config.grpo.group_size, sampling, config.backend.max_staleness)
-        self.task = task
-        self.config = config
-        self.rng = random.Random(config.run.seed)
-
-    def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
-        """P problems and B = P * G complete rollouts, group-major."""
-        num_prompts = self.config.grpo.num_prompts
-        wanted = num_prompts + self.config.backend.inflight_groups
-        self.submit(self.task.sample(self.rng, wanted - len(self.groups)))
-        reseed(self.config.run.seed, "train", step)
-        groups = self.take(num_prompts)
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return [group.problem for group in groups], rollouts
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"rng": self.rng.getstate()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
         self.rng.setstate(state["rng"])

@@ -60,8 +60,6 @@ def collect_kept_sets(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndar
 
 def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
     """-inf outside the kept sets, in place: (n, V) and n arrays of ids -> (n, V)."""
-    if not len(logits):
-        return logits
     rows = numpy.repeat(numpy.arange(len(logits)), [len(ids) for ids in kept])
     indices = torch.from_numpy(numpy.stack([rows, numpy.concatenate(kept)])).to(logits.device)
     outside = torch.ones_like(logits, dtype=torch.bool)

@@ -22,7 +22,7 @@ class OffloadedOptimizer(Optimizer):
         super().__init__(model, weight_decay)
         self.device = next(model.parameters()).device
         # Pinned once: pinning takes longer than copying.
-        self.host: dict[tuple[Tensor, str], Tensor] = {}
+        self.host = host_views(self._held(), self.device)
         self._move(to_host=True)
 
     @contextmanager
@@ -36,10 +36,7 @@ class OffloadedOptimizer(Optimizer):
         self._move(to_host=True)
 
     def _move(self, to_host: bool) -> None:
-        held = self._held()
-        missing = {key: tensor for key, tensor in held.items() if key not in self.host}
-        self.host |= host_views(missing, self.device)
-        for (master, name), tensor in held.items():
+        for (master, name), tensor in self._held().items():
             if to_host:
                 moved = self.host[master, name].copy_(tensor)
             else:

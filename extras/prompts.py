@@ -1,7 +1,5 @@
 """Each distinct prompt of a micro-batch is computed once for all its responses: the default."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -32,14 +30,13 @@ class PromptsOnce:
 
     def __call__(self, batch: Batch, response: Tensor) -> Tensor:
         """(B, T) bool -> (N, H). Prompts are padded on the left: all P end in one column."""
-        steps = partial(torch.arange, device=self.policy.device)
+        device, lengths = self.policy.device, batch.prompt_lengths
         last = batch.inputs.shape[1] - 1
-        lengths = batch.prompt_lengths
-        starts = lengths.to(self.policy.device)[:, None]  # (B, 1), where the responses begin
+        starts = lengths.to(device)[:, None]  # (B, 1), where the responses begin
         # (B, S), the prompts' columns, < 0 for padding
-        before = starts + steps(-int(lengths.max()), 0)
+        before = starts + torch.arange(-int(lengths.max()), 0, device=device)
         # (B, R), the responses' columns
-        after = starts + steps(int((batch.lengths - lengths).max()))
+        after = starts + torch.arange(int((batch.lengths - lengths).max()), device=device)
         prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
         prompts, rows = prompts.unique(dim=0, return_inverse=True)  # (P, S), (B,)
         if len(prompts) == len(rows):
@@ -51,9 +48,7 @@ class PromptsOnce:
         ends = self._states(prompts.clamp(min=0), real, positions, cache)[:, -1:]  # (P, 1, H)
         hidden = ends.index_select(0, rows)  # (B, 1, H)
         if after.shape[1]:
-            for layer in cache.layers:
-                layer.keys = layer.keys.index_select(0, rows)
-                layer.values = layer.values.index_select(0, rows)
+            cache.reorder_cache(rows)  # P rows become B
             real = torch.cat([real[rows], real.new_ones(after.shape)], dim=1)  # (B, S + R)
             responses = batch.inputs.gather(1, after.clamp(max=last))
             # (B, R + 1, H)
@@ -65,5 +60,4 @@ class PromptsOnce:
         """Last hidden states of `ids` after what is in the cache; `real` is false at padding."""
         return self.policy.model.base_model(
             input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+            use_cache=True).last_hidden_state

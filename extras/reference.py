@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from engine_adapter import Engine, TrainerLogprobs, WeightLoadError
@@ -87,12 +88,10 @@ class ReferenceEngine(Engine):
         del self._queue[: len(rollouts)]
         generators = [None if each.seed is None else torch.Generator(device).manual_seed(each.seed)
                       for each in rollouts]
-        longest = max(len(rollout.prompt_ids) for rollout in rollouts)
-        padding = [[0] * (longest - len(rollout.prompt_ids)) for rollout in rollouts]
-        rows = [left + rollout.prompt_ids for left, rollout in zip(padding, rollouts, strict=True)]
-        ids = torch.tensor(rows, device=device)  # (N, S)
-        starts = torch.tensor([[len(left)] for left in padding], device=device)  # (N, 1)
-        mask = (torch.arange(longest, device=device) >= starts).long()  # (N, S)
+        prompts = [torch.tensor(rollout.prompt_ids) for rollout in rollouts]
+        padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
+        padded = padded.to(device)  # (N, S)
+        ids, mask = padded.clamp(min=0), (padded >= 0).long()
         cache = DynamicCache(config=self.policy.model.config)
         while rollouts:
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -109,7 +108,9 @@ class ReferenceEngine(Engine):
                 elif len(rollout.token_ids) == sampling.max_new_tokens:
                     rollout.finish_reason = "length"
             if sampling.max_kept:
-                _collect(rollouts, logprobs)
+                vocabulary = numpy.arange(logprobs.shape[1], dtype=numpy.int32)[None]  # (1, V)
+                for rollout, row in zip(rollouts, logprobs.cpu().numpy(), strict=True):
+                    self.collect(rollout, vocabulary, row[None])
             left = [row for row, each in enumerate(rollouts) if each.finish_reason is None]
             if len(left) < len(rollouts):
                 rollouts = [rollouts[row] for row in left]
@@ -172,12 +173,3 @@ def _draw(
             noise[row].exponential_(generator=generator)
     noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
     return (logprobs - noise.log()).argmax(dim=-1), logprobs
-
-
-def _collect(rollouts: list[Rollout], logprobs: Tensor) -> None:
-    """The kept sets of one more token of each rollout, from all log-probabilities (N, V)."""
-    from extras.masks import collect_kept_sets
-
-    all_ids = numpy.arange(logprobs.shape[1], dtype=numpy.int32)[None]  # (1, V)
-    for rollout, row in zip(rollouts, logprobs.cpu().numpy(), strict=True):
-        collect_kept_sets(rollout, all_ids, row[None])

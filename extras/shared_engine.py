@@ -43,7 +43,9 @@ class PaddedProjection(Projection):
         count = len(hidden)
         padded = pad(hidden, (0, 0, 0, max(0, self.fewest_rows - count)))
         logits, slope = super().logits(padded, weight, bias)
-        return logits[:count], slope[:count] if isinstance(slope, Tensor) else slope
+        if isinstance(slope, Tensor):
+            slope = slope[:count]
+        return logits[:count], slope
 
 
 class SharedEngine(Engine):
@@ -147,8 +149,7 @@ class SharedEngine(Engine):
             layer.kv_cache = engines
         attended = attended.view_as(inputs[0])
         if rows is not None and query.requires_grad:
-            window = layer.impl.sliding_window
-            usual = self._usual_attention(module, inputs, rows, window, options)
+            usual = self._usual_attention(module, inputs, rows, options)
             attended = attended + (usual - usual.detach()).to(query.dtype)  # adds 0
         padding = query.shape[2] - self._count
         return pad(attended, (0, 0, 0, 0, 0, padding))[None], None
@@ -165,11 +166,11 @@ class SharedEngine(Engine):
                 per_layer_sliding_window=options.get("sliding_window"))
 
     def _usual_attention(
-        self, module: Any, inputs: list[Tensor], rows: SimpleNamespace, window: int,
-        options: dict[str, Any],
+        self, module: Any, inputs: list[Tensor], rows: SimpleNamespace, options: dict[str, Any]
     ) -> Tensor:
         """That of the trainer without `exact`, row by row: (N, heads, size) each -> the same."""
         size = rows.index.shape[1]
+        window = self.vllm_model.layers[module.layer_idx].impl.sliding_window
         visible = torch.ones(size, size, dtype=torch.bool).tril()
         if window > 0:
             visible = visible.triu(1 - window)
@@ -247,10 +248,8 @@ class SharedEngine(Engine):
 def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
     """The model that vLLM runs. The trainer's module is not in its tree, which vLLM fills."""
     from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     class TrainersModule(torch.nn.Module):
-        lm_head = property(lambda self: engine.policy.head)
         parameters = engine.policy.model.parameters
 
         def __init__(self, *, vllm_config: Any, prefix: str = ""):
@@ -259,7 +258,7 @@ def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
             self.layers = torch.nn.ModuleList(
                 Attention(**arguments, cache_config=cache, prefix=f"layers.{index}.attn")
                 for index, arguments in sorted(engine._layers.items()))
-            self.logits_processor = LogitsProcessor(len(engine.policy.head.weight))
+            self.logits_processor = torch.nn.Module()  # the audit finds the head by this name
             self.logits_processor.forward = engine.policy.logits
 
         def embed_input_ids(self, input_ids: Tensor) -> Tensor:

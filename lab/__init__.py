@@ -1,20 +1,16 @@
 """Measurements: most modules print tables; lab.compare judges a run."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 
-def table_lines(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """A Markdown table line by line, so that each row can be printed as soon as it is measured."""
-    return (f"| {' | '.join(cells)} |" for cells in chain((titles, ["---"] * len(titles)), rows))
-
-
 def table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    return "\n".join(table_lines(titles, rows))
+    """A Markdown table."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def origin(command: str, record: dict[str, Any]) -> str:

@@ -189,7 +189,7 @@ def bare_training(model: torch.nn.Module, batch: Batch, config: Config, backward
 def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
     """Rows of whole groups with prompts of one length, with an advantage or all without."""
     count, width = batch.inputs.shape
-    size = grpo.micro_batch_tokens // width // grpo.group_size * grpo.group_size
+    size = max(1, grpo.micro_batch_tokens // (width * grpo.group_size)) * grpo.group_size
     signal = batch.advantages.view(-1, grpo.group_size).any(dim=1)  # (P,)
     kinds = 2 * batch.prompt_lengths + signal.repeat_interleave(grpo.group_size)  # (B,)
     for minibatch in torch.arange(count).split(count // grpo.num_minibatches):

@@ -132,10 +132,11 @@ def command_of(cell: Cell, seed: int, options: Options) -> list[str]:
         words += ["--num-prompts", str(num_prompts), "--group-size", str(group_size)]
         words += ["--inflight-groups", str(waiting), "--max-staleness", "100"]
         words += ["--max-num-seqs", str((num_prompts + waiting) * group_size)]
+    words += shlex.split(options.train_args)
     words += [*ablate.THREE, *BACKENDS[cell.backend], *CORRECTIONS[cell.correction]]
     if cell.correction != "none":
         words.append("--tis-over-a-broken-backend")  # without effect while all fixes are on
-    return [sys.executable, str(ablate.ROOT / "train.py"), *words, *shlex.split(options.train_args)]
+    return [sys.executable, str(ablate.ROOT / "train.py"), *words]
 
 
 def long_model(out: Path, seed: int) -> Path:

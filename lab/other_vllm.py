@@ -86,7 +86,8 @@ class OtherEngine(Engine):
         program = [python, "-I", str(WORKER), str(theirs.fileno())]
         inherited = (theirs.fileno(), self._memory)
         with open(self.log, "a") as log, theirs:
-            self._process = subprocess.Popen(program, stdout=log, stderr=log, pass_fds=inherited)
+            self._process = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log,
+                                             stderr=log, pass_fds=inherited)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """The worker's answer. Raises: RuntimeError, after the end of the worker."""
@@ -137,13 +138,8 @@ class OtherEngine(Engine):
             self._requests.pop(request).finish_reason = "abort"
 
     # ------------------------------------------------------------------------------ load
-    def _interrupt(self) -> list[Rollout]:
-        """Between two steps V0 and V1 keep requests and KV cache, unless these are aborted."""
-        if self.parity.inflight_keep:
-            return []
-        unfinished = list(self._requests.values())
-        self.abort(unfinished)
-        return unfinished
+    def _note_kept(self) -> None:
+        """Between two steps V0 and V1 keep requests and KV cache. The worker counts preemptions."""
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> int:
         sizes = [tensor.numel() for tensor in weights.values()]

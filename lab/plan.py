@@ -276,8 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
         if longest is None:
             with stage("max_prompt_tokens must be given if there is no tokenizer; loading it"):
                 tokenizer = toy_tokenizer() if toy else load_tokenizer(config.run.model)
-            task = encode(tokenizer, find_task(config))
-            longest = max(len(problem.prompt_ids) for problem in task.train + task.held_out)
+            longest = max(map(len, encode(tokenizer, find_task(config)).prompts))
         print_plan(config, model_config.get_text_config(), longest, config.gib)
 
 

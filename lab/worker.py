@@ -34,7 +34,7 @@ class Worker:
         # Read at import. The engine core is in this process, no kernel is compiled, the KV cache
         # has whole GiB (if not given, half of the memory), OMP_NUM_THREADS is obeyed.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1",
-                       "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(gib))}
+                       "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(gib)), "VLLM_NO_USAGE_STATS": "1"}
         os.environ |= {"VLLM_USE_V1": "0"} if self.v0 else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         # V0's CPU build has no other block size (and no prefix cache) without IPEX.
         arguments = given | ({"device": "cpu", "block_size": 16} if self.v0 else {})
@@ -100,6 +100,8 @@ class Worker:
         for output in self.engine.step():
             request = int(output.request_id.partition("-")[0])  # V1 may add a suffix
             new = output.outputs[0]
+            if output.finished and not new.token_ids:
+                raise RuntimeError(f"a request ended without a token: {new.finish_reason}")
             for token, likely in zip(new.token_ids, new.logprobs):  # noqa: B905
                 rows.append((request, token, likely[token].logprob, new.finish_reason or ""))
         return numpy.array(rows, ROW)
@@ -133,8 +135,8 @@ class Worker:
 
 def logits_in_fp32(self, hidden_states, lm_head, embedding_bias):
     """In place of LogitsProcessor._get_logits, on one device."""
-    weight = lm_head.weight.float()
-    logits = torch.nn.functional.linear(hidden_states.float(), weight, embedding_bias)
+    bias = None if embedding_bias is None else embedding_bias.float()
+    logits = torch.nn.functional.linear(hidden_states.float(), lm_head.weight.float(), bias)
     return logits[..., : self.org_vocab_size]
 
 

@@ -79,6 +79,8 @@ def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, f
     """`measure_self_noise` of the updated weights, after every `self_noise_every`-th step."""
     if (step.metrics["step"] - 1) % config.measure.self_noise_every:
         return {}
+    if not step.batch.mask.any():  # --mask-truncated has left no token
+        return {}
     logprobs = frozen_logprobs(policy, step.batch, config.grpo)
     return measure_self_noise(policy, replace(step.batch, old_logprobs=logprobs), config.grpo)
 

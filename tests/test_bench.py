@@ -78,6 +78,12 @@ def test_the_bare_work_takes_each_row_once_with_prompts_of_one_length_and_one_ki
         assert len(minibatches) == 1
 
 
+def test_a_group_that_is_larger_than_a_micro_batch_is_still_whole():
+    config = Config.of(num_prompts=2, group_size=GROUP_SIZE, micro_batch_tokens=1)
+    parts = [*whole_groups(batch_of([5, 9], [True, True]), config.grpo)]
+    assert [part.tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_the_peaks_are_operations_and_bytes_a_second():
     operations, bytes_read = machine_peaks(torch.ones(1))
     assert 1e9 < operations < 1e15

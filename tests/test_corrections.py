@@ -124,6 +124,13 @@ def test_each_backend_and_each_correction_is_a_run_that_train_accepts(workload):
     assert len(cells(Options(workloads=(workload,)))) == 12 * len(CORRECTIONS) + 2
 
 
+def test_train_args_override_the_workload_and_not_the_cell():
+    options = Options(train_args="--num-prompts 4 --dtype float32 --tis off")
+    command = command_of(Cell("ladder", "parity-fp16", "tis-token"), 0, options)
+    config = tyro.cli(Config, args=command[2:])
+    assert (config.grpo.num_prompts, config.run.dtype, config.grpo.tis) == (4, "float16", "token")
+
+
 @pytest.mark.parametrize("option, complaint", [
     ("--backends v2", "invalid choice 'v2'"), ("--jobs 0", "jobs must be at least 1"),
     ("--seeds -1", "seeds must be in [0, 2^32)"), ("--train-args=--out=x", "must not contain --out"),

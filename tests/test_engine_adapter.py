@@ -55,6 +55,35 @@ def test_audit_raises_when_the_live_engine_does_something_else(engine_folders):
 
 
 @pytest.mark.engine
+def test_a_16_bit_head_of_an_fp32_engine_has_one_name(engine_folders):
+    """Some steps' logits fit into both 16-bit types, others into bfloat16 alone: 1e-9 is too small for float16."""
+    def in_16_bits(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        return torch.full_like(logits, 1.5 if len(calls) % 2 else 1e-9).bfloat16().float()
+
+    calls = []
+    with started(engine_folders[False], Policy(qwen2(tied=False))) as engine:
+        hook = engine.vllm_model.logits_processor.register_forward_hook(in_16_bits)
+        try:
+            with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
+                engine.audit()
+        finally:
+            hook.remove()
+        assert len(calls) > 1
+        engine.audit()
+
+
+@pytest.mark.engine
+def test_a_list_of_seeds_that_is_too_short_is_an_error(engine_folders):
+    policy = Policy(qwen2(tied=False))
+    with started(engine_folders[False], policy) as engine:
+        engine.load(policy.weights(), policy.response_logprobs)
+        with pytest.raises(ValueError, match="shorter than"):
+            engine.generate([[5, 6]], 1, Sampling(1.0, 4), [])
+        assert engine.num_unfinished == 0
+
+
+@pytest.mark.engine
 def test_fp32_head_on_both_sides_is_closer_than_on_one(engine_folders):
     model = qwen2(tied=False, dtype=torch.bfloat16)
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows

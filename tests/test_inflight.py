@@ -22,6 +22,7 @@ from helpers import (
     train_here,
 )
 
+from config import Config
 from extras.inflight import GroupsInFlight
 from extras.reference import ReferenceEngine
 from fixes import ParityFlags
@@ -56,6 +57,12 @@ def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 6
         yield policy, engine
 
 
+def in_flight(engine, group_size: int, sampling: Sampling, max_staleness: int) -> GroupsInFlight:
+    """Without a task: the tests submit their own problems."""
+    config = Config.of(group_size=group_size, max_staleness=max_staleness)
+    return GroupsInFlight(None, engine, sampling, config)
+
+
 def steps_of(flight: GroupsInFlight, count: int) -> None:
     for _ in range(count):
         flight._fill()
@@ -64,7 +71,7 @@ def steps_of(flight: GroupsInFlight, count: int) -> None:
 
 def submit(flight: GroupsInFlight, count: int) -> None:
     """Groups with consecutive numbers, as their questions."""
-    first = flight.counts()["groups_submitted"]
+    first = flight.counters["groups_submitted"]
     numbers = range(first, first + count)
     prompts = [torch.randint(12, 96, (3 + number % 7,), generator=torch.Generator().manual_seed(number)).tolist()
                for number in numbers]  # fmt: skip
@@ -84,7 +91,7 @@ def test_every_group_is_trained_on_once_dropped_or_in_flight(engine_folders, kin
 def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int) -> None:
     taken, spans = [], 0
     with backend(kind, engine_folders, parity, room) as (policy, engine):
-        flight = GroupsInFlight(engine, 3, LONG_TAIL, max_staleness=2)
+        flight = in_flight(engine, 3, LONG_TAIL, max_staleness=2)
         for step in range(12):
             submit(flight, 4 + 3 - len(flight.groups))
             groups = flight.take(4)
@@ -97,11 +104,10 @@ def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int)
                 assert numbers(flight.groups) == before
                 assert engine.num_unfinished > 0 or all(group.complete or not group.rollouts for group in flight.groups)
             move_and_load(policy, engine, seed=step)
-            flight.after_update()
-            counts = flight.counts()
-            in_flight = numbers(flight.groups)
-            assert counts["groups_submitted"] == len(taken) + counts["groups_dropped"] + len(in_flight)
-            assert not set(in_flight) & set(numbers(taken))
+            counts = flight.after_update()
+            left = numbers(flight.groups)
+            assert counts["groups_submitted"] == len(taken) + counts["groups_dropped"] + len(left)
+            assert not set(left) & set(numbers(taken))
             assert all(engine.weight_version - v <= 2 for g in flight.groups for r in g.rollouts for v in r.versions)
     assert len(set(numbers(taken))) == len(taken) == counts["groups_trained"] == 48
     rollouts = [rollout for group in taken for rollout in group.rollouts]
@@ -124,7 +130,7 @@ def check_every_group(engine_folders, kind: str, parity: ParityFlags, room: int)
 def test_the_probe_tells_kept_from_recomputed_caches(engine_folders, parity):
     word, sampling = {KEEP: "KV kept", RECOMPUTE: "recomputed"}[parity], Sampling(temperature=0.7, max_new_tokens=40)
     with backend("vllm", engine_folders, parity) as (policy, engine):
-        flight = GroupsInFlight(engine, 2, sampling, max_staleness=9)
+        flight = in_flight(engine, 2, sampling, max_staleness=9)
         submit(flight, 8)
         steps_of(flight, 20)
         earlier = policy.copied_weights()
@@ -146,7 +152,7 @@ def test_the_probe_finds_parity_with_a_versioned_prefix_cache_over_updates_and_i
     with backend("vllm", engine_folders, parity, block_size=32, prefix_cache="versioned") as (policy, engine):
         for seed in range(3):
             unfinished = [engine.submit(prompt, 2, Sampling(1.0, 60)) for prompt in prompts]
-            steps_of(GroupsInFlight(engine, 2, sampling, max_staleness=9), 5)
+            steps_of(in_flight(engine, 2, sampling, max_staleness=9), 5)
             earlier = policy.copied_weights()
             move_and_load(policy, engine, scale=0.05, seed=seed)
             trace = sample_trace(engine, prompts * 2, sampling, list(range(16)))
@@ -186,14 +192,14 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
     """Prompts of 136 tokens, 128 to an engine step: the load finds half of the first request's prompt computed."""
     prompt = torch.randint(12, 96, (136,), generator=torch.Generator().manual_seed(0)).tolist()
     with backend("vllm", engine_folders, parity, token_budget=128) as (policy, engine):
-        flight = GroupsInFlight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
+        flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
         flight.submit([Problem("0", "0", "test", prompt)])
         steps_of(flight, 1)
         assert [rollout.token_ids for rollout in flight.groups[0].rollouts] == [[], []]
         old = engine.weight_version
         move_and_load(policy, engine, scale=0.05)
         group, new = flight.groups[0], engine.weight_version
-        flight.max_staleness = 1
+        flight.config = flight.config.but(max_staleness=1)
         flight.after_update()
         first, second = (rollout for each in flight.take(1) for rollout in each.rollouts)
         assert first.versions == second.versions == [new] * 8
@@ -209,26 +215,24 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
 def test_a_group_whose_half_computed_prompt_is_too_old_is_dropped(engine_folders):
     prompt = torch.randint(12, 96, (136,), generator=torch.Generator().manual_seed(0)).tolist()
     with backend("vllm", engine_folders, token_budget=128) as (policy, engine):
-        flight = GroupsInFlight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
+        flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=0)
         flight.submit([Problem("0", "0", "test", prompt)])
         steps_of(flight, 1)
         move_and_load(policy, engine)
-        flight.after_update()
-        assert flight.counts()["groups_dropped"] == 1
+        assert flight.after_update()["groups_dropped"] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_too_old_is_dropped_and_counted(engine_folders, kind):
     endless = Sampling(temperature=1.0, max_new_tokens=100)
     with backend(kind, engine_folders) as (policy, engine):
-        flight = GroupsInFlight(engine, 2, endless, max_staleness=1)
+        flight = in_flight(engine, 2, endless, max_staleness=1)
         submit(flight, 3)
         steps_of(flight, 1)
         for seed, left in ((0, 3), (1, 0)):  # one update old: allowed; two: not
             move_and_load(policy, engine, seed=seed)
-            flight.after_update()
+            counts = flight.after_update()
             assert len(flight.groups) == left
-        counts = flight.counts()
         assert (counts["groups_dropped"], counts["groups_submitted"]) == (3, 3)
         assert counts["tokens_wasted"] >= 6
         assert engine.num_unfinished == 0
@@ -241,7 +245,7 @@ def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail
     steps = {0: 0, 8: 0}
     for groups_in_flight in steps:
         with backend("vllm", engine_folders) as (policy, engine):
-            flight = GroupsInFlight(engine, 4, LONG_TAIL, max_staleness=8)
+            flight = in_flight(engine, 4, LONG_TAIL, max_staleness=8)
             for seed in range(8):
                 submit(flight, 8 + groups_in_flight - len(flight.groups))
                 while sum(group.complete for group in flight.groups) < 8:
@@ -256,7 +260,7 @@ def test_groups_in_flight_need_fewer_engine_steps_where_lengths_have_a_long_tail
 @pytest.mark.engine
 def test_a_request_that_vllm_has_lost_is_an_error_at_the_next_update(engine_folders):
     with backend("vllm", engine_folders) as (policy, engine):
-        flight = GroupsInFlight(engine, 2, Sampling(1.0, 100), max_staleness=8)
+        flight = in_flight(engine, 2, Sampling(1.0, 100), max_staleness=8)
         submit(flight, 1)
         steps_of(flight, 1)
         engine.llm.engine_core.abort_requests(list(engine._requests))  # behind the adapter's back
@@ -286,7 +290,7 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted(engine_folders):
 @pytest.mark.engine
 def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folders):
     with backend("vllm", engine_folders, room=8, max_num_seqs=8) as (policy, engine):
-        flight = GroupsInFlight(engine, 2, LONG_TAIL, max_staleness=8)
+        flight = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         submit(flight, 9)
         flight.take(3)
         move_and_load(policy, engine)
@@ -294,20 +298,19 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         state, before = flight.state_dict(), flight.groups
         tokens = sum(len(rollout.token_ids) for group in before for rollout in group.rollouts)
         engine.abort([rollout for group in before for rollout in group.rollouts])  # as if the process had died
-        restored = GroupsInFlight(engine, 2, LONG_TAIL, max_staleness=8)
+        restored = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         engine.counters = dict.fromkeys(engine.counters, 0)
         restored.load_state_dict(state)
         same = lambda groups: [group.problem for group in groups]  # noqa: E731
         assert same(restored.groups) == same(before)
         assert engine.counters["tokens_wasted"] == tokens > 0
         assert same(restored.take(6)) == same(before)
-        restored.after_update()
-        assert restored.counts()["groups_trained"] == 9
+        assert restored.after_update()["groups_trained"] == 9
 
 
 def test_rollouts_that_belong_to_no_group_stop_the_run(engine_folders):
     with backend("transformers", engine_folders) as (_, engine):
-        flight = GroupsInFlight(engine, 2, Sampling(1.0, 100), max_staleness=8)
+        flight = in_flight(engine, 2, Sampling(1.0, 100), max_staleness=8)
         submit(flight, 4)
         flight._fill()
         engine.submit([5, 6], 2, LONG_TAIL)

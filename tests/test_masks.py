@@ -10,7 +10,7 @@ from helpers import PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, 
 
 from config import Config, GrpoConfig
 from engine_adapter import Engine
-from extras.masks import KeptTokens, masked_logits
+from extras.masks import KeptTokens, collect_kept_sets, masked_logits
 from extras.reference import ReferenceEngine
 from fixes import ParityFlags
 from objectives import mismatch_metrics
@@ -123,6 +123,7 @@ def test_a_rollout_that_is_aborted_and_submitted_again_forgets_its_kept_sets(eng
 def test_the_reference_engine_samples_under_the_same_masks():
     policy = Policy(qwen2(tied=False))
     engine = ReferenceEngine(policy)
+    engine.collect = collect_kept_sets
     engine.load(policy.weights(), policy.response_logprobs)
     for mask in MASKS:
         rollouts = sampled(engine, **mask)

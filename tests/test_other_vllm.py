@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lab.ablate import ARMS, VERSIONS, commands_of, folders_of
 from lab.ablate import Options as Ladder
 from lab.ablate import main as ladder
 from lab.other_vllm import OtherEngine, main
+from lab.worker import logits_in_fp32
 from prepare import prepare
 from rl import Policy
 from sampling import Sampling, reseed
@@ -50,6 +52,13 @@ def start(other: list[str], good: Path, out: Path, parity: ParityFlags = KEEP, *
 
 
 living: dict[str, OtherEngine] = {}  # by version
+
+
+def test_the_replaced_head_of_a_16_bit_model_with_a_bias_is_computed_in_fp32():
+    head = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+    states = torch.randn(2, 4, dtype=torch.bfloat16)
+    logits = logits_in_fp32(SimpleNamespace(org_vocab_size=2), states, head, head.bias)
+    assert torch.equal(logits, head.float()(states.float())[:, :2])
 
 
 @pytest.fixture(scope="module", autouse=True)

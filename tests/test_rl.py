@@ -12,13 +12,13 @@ from helpers import DEVICES, by_the_book, qwen2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
-from config import GrpoConfig
+from config import Config, GrpoConfig
 from extras.checkpointing import checkpoint_layers
 from extras.masks import KeptTokens, mask_outside
 from extras.offload import OffloadedOptimizer, host_views
 from extras.prompts import compute_prompts_once
 from objectives import OBJECTIVES, Objective, TokenLoss, backend_metrics
-from probe.noise import rounded_otherwise, self_noise
+from probe.noise import observe_self_noise, rounded_otherwise, self_noise
 from probe.traces import process_logits
 from rl import (
     Optimizer,
@@ -32,6 +32,7 @@ from rl import (
     update,
 )
 from sampling import Rollout, Sampling
+from train import Step
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
@@ -370,6 +371,15 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
         sizes[dtype] = (noise.abs().sum() / batch.mask.sum()).item()
     assert 0 < sizes[torch.float32] < 1e-5
     assert 1e-3 < sizes[torch.bfloat16] < 0.1
+
+
+def test_self_noise_of_a_step_without_a_token_is_not_measured():
+    """--mask-truncated may mask every response."""
+    policy, batch = Policy(qwen2(tied=True)), make_batch(rollouts(), torch.zeros(4))
+    config = Config.of(self_noise_every=1)
+    masked = batch.only([False] * 4)
+    assert observe_self_noise(policy, config, Step({"step": 1}, batch, []))["self_noise_abs_mean"] > 0
+    assert observe_self_noise(policy, config, Step({"step": 1}, masked, [])) == {}
 
 
 def test_self_noise_of_exactly_0_in_16_bits_is_an_error():

@@ -8,11 +8,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import count, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,23 @@ def test_a_module_that_vllm_cannot_serve_is_refused_by_name(name, tmp_path):
     reason = rf"cannot start {policy.model.config.model_type} .*: it has .*{REFUSED[name]}.*; try --engine vllm"
     with pytest.raises(ValueError, match=reason), started(str(tmp_path), policy, kind="shared"):
         pass
+
+
+def exact_with_a_bias(folder: str) -> bool:
+    """Whether a Phi, whose head has a bias, is exact in an exact engine."""
+    model = small_model("Phi", False, partial_rotary_factor=0.5)
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(folder)
+    policy = Policy.load(folder, torch.float32, "cpu")
+    with started(folder, policy, kind="exact") as engine:
+        values, batch = scored(policy, engine.generate(MATRIX_PROMPTS, 4, MATRIX_SAMPLING, [1000, 2000, 3000, 4000]))
+    return torch.equal(values, batch.behavior_logprobs)
+
+
+def test_a_head_with_a_bias_is_exact_since_no_load_can_drop_it(tmp_path):
+    """The ordinary engine refuses it (REFUSED in test_architectures.py); vLLM has then patched Phi's class."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as another:
+        assert another.submit(exact_with_a_bias, str(tmp_path)).result()
 
 
 # ------------------------------------------------------------------------------------------------ one trainer's policy

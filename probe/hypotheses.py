@@ -22,14 +22,16 @@ from rl import Policy
 from sampling import Sampling
 
 # Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) /
-# sqrt(tokens). Clean traces of 12 random toys in fp32 and bf16 have 0.86 to 1.23 floors; the
-# largest of 640 has 1.3 floors + 2.1 errors.
+# sqrt(tokens). Of 640 clean traces of 12 random toys in fp32 and bf16 the largest has 1.3 floors +
+# 2.1 errors.
 FLOORS, STANDARD_ERRORS = 1.3, 3.0
 # In fp32 the order in which a kernel adds the terms of a long sum matters, and the second path has
 # the trainer's own products. A clean SmolLM2-135M (sums of 1,536 terms) has 2.05 floors.
 FLOORS_FP32 = 3.0
 MEDIAN_FACTOR = 2.5  # limit of the median, in the floor's; it varies more than the mean
 TAIL_FACTOR = 6.0  # the same, of the largest token and of the worst sequence, which vary more
+# The first of the two with experts in 16 bits; the largest of 300 clean traces has 27.
+TAIL_FACTOR_EXPERTS = 40.0
 TAIL_RMS = 4.0  # the largest of a few hundred tokens, in RMS
 # Nats: fp32 kernels differ by this much at a rare token of a trained model; every fault is larger.
 TAIL_FP32 = 1e-4
@@ -58,19 +60,24 @@ class Noise:
     infinite: int
     tokens: int
     step: float = 0.0  # of a noise floor: the machine epsilon of its dtype
+    # Of a noise floor with experts in 16 bits: their number. Rounding sends a token to another
+    # expert, and all tokens after it differ: the independent samples are sequences, not tokens.
+    sequences: int = 0
 
     @classmethod
-    def of(cls, replay: Replay, difference: Tensor, step: float = 0.0) -> "Noise":
+    def of(cls, replay: Replay, difference: Tensor, step: float = 0.0,
+           sequences: int = 0) -> "Noise":
         infinite = difference.isinf()
         finite = difference[difference.isfinite()]
         if not len(finite):
-            return cls(*[math.inf] * 6, int(infinite.sum()), 0, step)
+            return cls(*[math.inf] * 6, int(infinite.sum()), 0, step, sequences)
         size = finite.abs()
         rows = replay.row_means(difference.abs().masked_fill(infinite, math.nan))
         k3 = torch.expm1(finite.clamp(max=20)) - finite
         rms, worst_row = size.pow(2).mean().sqrt(), rows.nan_to_num(0.0).max()
         figures = (size.mean(), size.median(), rms, size.max(), k3.mean(), worst_row)
-        return cls(*(figure.item() for figure in figures), int(infinite.sum()), len(finite), step)
+        values = (figure.item() for figure in figures)
+        return cls(*values, int(infinite.sum()), len(finite), step, sequences)
 
     def allows(self, other: "Noise", by_steps: bool = False) -> bool:
         """Is the other difference at most this noise floor, up to sampling error?
@@ -80,14 +87,15 @@ class Noise:
         others.
         """
         tokens = max(1, other.tokens)
-        few = 4 * self.median / tokens**0.5 + FEW_STEPS * self.step / tokens
+        few = 4 * self.median / (self.sequences or tokens) ** 0.5 + FEW_STEPS * self.step / tokens
         typical = by_steps or other.median <= MEDIAN_FACTOR * self.median + few + LOGPROB_STEP
         return (typical and other.mean <= self.allowed_mean(tokens)
                 and other.max <= self.allowed_max and other.infinite == 0)
 
     def allowed_mean(self, tokens: int) -> float:
         """Limit of the mean, with rounding steps: the floor of few tokens can be 0."""
-        sampling_error = STANDARD_ERRORS * self.rms / tokens**0.5
+        errors = STANDARD_ERRORS * (1 + 1 / self.sequences) if self.sequences else STANDARD_ERRORS
+        sampling_error = errors * self.rms / (self.sequences or tokens) ** 0.5
         steps = FEW_STEPS * self.step / tokens + ROUNDING
         return self.floors * self.mean + sampling_error + steps
 
@@ -106,11 +114,13 @@ class Noise:
     @property
     def allowed_max(self) -> float:
         largest = max(self.max, TAIL_RMS * self.rms, FEW_STEPS * self.step)
-        return max(TAIL_FACTOR * largest + ROUNDING, self.tail)
+        factor = TAIL_FACTOR_EXPERTS if self.sequences else TAIL_FACTOR
+        return max(factor * largest + ROUNDING, self.tail)
 
     def wrong_rows(self, replay: Replay, difference: Tensor) -> Tensor:
         """Sequences whose mean difference is above the floor's limit: (N,) -> (B,) bool."""
-        few = 8 * self.rms / replay.lengths**0.5 + FEW_STEPS * self.step / replay.lengths
+        samples = torch.ones_like(replay.lengths) if self.sequences else replay.lengths
+        few = 8 * self.rms / samples**0.5 + FEW_STEPS * self.step / replay.lengths
         worst = max(TAIL_FACTOR * self.worst_row, self.tail / 4)  # one token in a response of four
         limit = torch.maximum(self.floors * self.mean + few, torch.tensor(worst))
         return replay.row_means(difference.abs()) > limit.clamp(max=self.allowed_max) + ROUNDING
@@ -201,6 +211,7 @@ class Probe:
                  trainer: Literal["processed", "temperature"] = "processed"):
         self.replay = Replay(policy, trace)
         self.policy, self.trace = policy, trace
+        self.experts = hasattr(policy.model.config, "num_experts_per_tok")
         now = dict(policy.model.named_parameters())
         self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
                         if any(not torch.equal(now[name], old) for name, old in weights.items())}
@@ -284,7 +295,8 @@ class Probe:
         if first.weights:
             body_dtype = next(iter(first.weights.values())).dtype
         step = max(torch.finfo(dtype).eps for dtype in (body_dtype, self.heads[readout.head]))
-        return Noise.of(self.replay, difference, step)
+        sequences = len(self.replay.lengths) if self.experts and body_dtype != torch.float32 else 0
+        return Noise.of(self.replay, difference, step, sequences)
 
     def explain(self, forward: ForwardPass, readout: Readout) -> Explanation:
         floor = self.floor(forward, readout)

@@ -25,7 +25,7 @@ LIMITS = {
     ("tasks", "records"): 522,
     ("train", "objectives", "rl", "engine_adapter"): 1700,
     ("extras",): 1055,  # the aim is 800
-    tuple(FILES): 11181,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
+    tuple(FILES): 11193,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }
 
 

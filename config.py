@@ -120,6 +120,9 @@ class GrpoConfig:
         if rows % self.num_minibatches:
             raise ValueError(f"num_minibatches must divide num_prompts * group_size = {rows} (all"
                              f" optimizer steps weigh alike), got {self.num_minibatches}")
+        if self.tis == "off" and self.tis_cap != GrpoConfig.tis_cap:
+            raise ValueError("tis_cap must be given with tis (it does nothing without), got"
+                             f" {self.tis_cap}; try --tis token")
         if self.reject == "off" and self.rejection != NO_REJECTION:
             raise ValueError("reject must be given with reject_low, reject_high and reject_mean"
                              " (which do nothing without it), got off")
@@ -185,8 +188,8 @@ class BackendConfig:
         COUNT.check(self, "max_num_seqs", "max_kept")
         WHOLE.check(self, "inflight_groups", "max_staleness")
         POSITIVE.check(self, "kv_cache_gib")
-        if self.prefix_cache != "off" and self.engine == "transformers":
-            raise ValueError("prefix_cache must be off with the reference engine (it has none)")
+        if self.engine == "transformers" and (self.prefix_cache != "off" or self.cuda_graphs):
+            raise ValueError("prefix_cache and cuda_graphs must be off with engine transformers")
         if self.exact and self.engine != "shared":
             raise ValueError(f"exact must be off without --engine shared, got engine {self.engine}")
 

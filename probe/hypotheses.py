@@ -211,7 +211,7 @@ class Probe:
                  trainer: Literal["processed", "temperature"] = "processed"):
         self.replay = Replay(policy, trace)
         self.policy, self.trace = policy, trace
-        self.experts = hasattr(policy.model.config, "num_experts_per_tok")
+        self.experts = any("Experts" in type(each).__name__ for each in policy.model.modules())
         now = dict(policy.model.named_parameters())
         self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
                         if any(not torch.equal(now[name], old) for name, old in weights.items())}

@@ -154,7 +154,7 @@ class Search:
             if name == "temperature" and declared.temperature == 0:
                 continue
             best, width = (low * high) ** 0.5, (high / low) ** 0.5
-            # Grids of nine values, each within two steps of the last grid's best value.
+            # Grids of nine values, each within one step of the last grid's best value.
             for _ in range(14):
                 grid = [best * width ** (step / 4) for step in range(-4, 5)]
                 best = min(grid, key=lambda value: error({name: value}))

@@ -62,6 +62,8 @@ OPTIONS = {
     "--reject-low 0.4": "reject must be given with", "--tis token --reject-mean kept": "reject must be given with",
     "--reject token --reject-mean some": "invalid choice 'some'", "--tis masked": "invalid choice 'masked'",
     "--tis token --tis-cap 0": "tis_cap must be positive",
+    "--tis-cap 5": "tis_cap must be given with tis (it does nothing without), got 5.0; try --tis token",
+    "--engine transformers --cuda-graphs": "prefix_cache and cuda_graphs must be off with engine transformers",
     "--task toy --eval-task {root}/task.jsonl": "eval_task must not be given",
     "--task {root}/task.py --eval-task x": "eval_task must not be given",
     "--parity.inflight-otherwise recompute": "would do nothing", "--parity.head-otherwise both": "would do nothing",

@@ -79,7 +79,7 @@ def test_a_list_of_seeds_that_is_too_short_is_an_error(engine_folders):
     with started(engine_folders[False], policy) as engine:
         engine.load(policy.weights(), policy.response_logprobs)
         with pytest.raises(ValueError, match="shorter than"):
-            engine.generate([[5, 6]], 1, Sampling(1.0, 4), [])
+            engine.generate([[5, 6], [7, 8]], 1, Sampling(1.0, 4), [0])
         assert engine.num_unfinished == 0
 
 

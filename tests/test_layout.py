@@ -21,11 +21,11 @@ OF_VLLM = {"engine_adapter", "extras.shared_engine", "grpo", "examples.record_vl
 # Lines at most. A later change may lower a limit, or raise it by what its own purpose needs.
 LIMITS = {
     ("grpo",): 280,
-    ("config",): 309,  # 280 before the thresholds of the corrections
+    ("config",): 312,  # 280 before the thresholds of the corrections
     ("tasks", "records"): 522,
     ("train", "objectives", "rl", "engine_adapter"): 1700,
     ("extras",): 1055,  # the aim is 800
-    tuple(FILES): 11193,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
+    tuple(FILES): 11196,  # the aim is 7,698; 8,924 before the last rooms went to 100 columns
 }
 
 

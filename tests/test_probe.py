@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from helpers import FaultBench, nudge, plant, qwen2, rightly_named
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from probe import traces
 from probe.__main__ import main
@@ -503,6 +504,24 @@ def test_the_tolerance_of_the_noise_floor_is_wider_for_fewer_tokens():
     assert not floor.allows(replace(floor, median=2e-3))  # with a heavy tail the mean alone would allow it
     assert not floor.allows(replace(floor, max=0.2))
     assert not floor.allows(replace(floor, infinite=1))
+
+
+@pytest.mark.parametrize("kind, changes, routed", [
+    ("mixtral", dict(num_local_experts=4), True),
+    ("gemma4_text", dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16, head_dim=16,
+                         global_head_dim=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0), True),
+    ("granitemoehybrid", dict(num_local_experts=0, layer_types=["full_attention"] * 2, attention_multiplier=0.35,
+                              shared_intermediate_size=64), False),  # names experts per token, and has none
+])  # fmt: skip
+def test_a_model_has_experts_if_its_modules_say_so(kind, changes, routed):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | changes), dtype=torch.bfloat16)
+    rollouts = [Rollout([5, 6, 7], row, list(range(10, 30)), [-4.0] * 20, []) for row in range(3)]
+    with torch.no_grad():
+        probe = Probe(Policy(model.eval()), Trace("any", rollouts, Sampling(1.0, 20)), [])
+    assert probe.floor(probe.current, Readout()).sequences == (3 if routed else 0)
 
 
 def test_the_samples_of_a_floor_with_experts_in_16_bits_are_sequences():

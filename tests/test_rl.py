@@ -511,8 +511,9 @@ def test_loss_with_rejected_tokens_equals_the_formula_by_hand(mean, tis):
     tokens = by_hand(GrpoConfig())
     ratios = [math.exp(value - mu) for value, mu in tokens]
     low = sorted(ratios)[6] * 0.99  # seven of the thirteen tokens are above it
-    options = GrpoConfig(num_minibatches=1, tis=tis, tis_cap=sorted(ratios)[10], kl_coef=0.3, reject="token",
-                         reject_low=low, reject_mean=mean)  # fmt: skip
+    cap = {"tis_cap": sorted(ratios)[10]} if tis == "token" else {}
+    options = GrpoConfig(num_minibatches=1, tis=tis, kl_coef=0.3, reject="token", reject_low=low, reject_mean=mean,
+                         **cap)  # fmt: skip
     advantages = (1.0, -1.0, 2.0, 0.5)
     _, metrics, _ = stepped(options, advantages)
     of_row = [a for rollout, a in zip(rollouts(), advantages, strict=True) for _ in rollout.token_ids]

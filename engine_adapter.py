@@ -219,7 +219,7 @@ class Engine:
         self._require("generate", "ready")
         rollouts = []
         seeds = [None] * len(prompts) if seeds is None else seeds
-        for prompt, seed in list(zip(prompts, seeds, strict=True)):
+        for prompt, seed in list(zip(prompts, seeds, strict=True)):  # checked before any is queued
             while not self.has_room:
                 self.step()
             rollouts += self.submit(prompt, group_size, sampling, seed)

@@ -30,7 +30,7 @@ FLOORS, STANDARD_ERRORS = 1.3, 3.0
 FLOORS_FP32 = 3.0
 MEDIAN_FACTOR = 2.5  # limit of the median, in the floor's; it varies more than the mean
 TAIL_FACTOR = 6.0  # the same, of the largest token and of the worst sequence, which vary more
-# The first of the two with experts in 16 bits; the largest of 300 clean traces has 27.
+# Limit of the largest token with experts in 16 bits; the largest of 300 clean traces has 27.
 TAIL_FACTOR_EXPERTS = 40.0
 TAIL_RMS = 4.0  # the largest of a few hundred tokens, in RMS
 # Nats: fp32 kernels differ by this much at a rare token of a trained model; every fault is larger.

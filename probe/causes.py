@@ -22,31 +22,18 @@ semantics = partial(Cause, "semantics")
 inference = partial(Cause, "inference path")
 numerics = partial(Cause, "numerics")
 
-PROCESSED = 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)'
-ALIGN = "align log-probabilities with their own tokens, as make_batch does"
-SAME_DTYPE = "use the same dtype on both sides (--dtype)"
-RUNTIME = "enable_prefix_caching=False, async_scheduling=False (--parity.explicit-runtime)"
 ALONE = "send these requests again, each alone; `requests` lists them"
-
-RAW = semantics("raw log-probabilities", PROCESSED)
-NO_TEMPERATURE = semantics("temperature not applied", PROCESSED)
-NO_MASK = semantics("top-k/top-p/min-p mask not applied to the reported value", PROCESSED)
-NO_PENALTIES = semantics("penalties not applied to the reported value", PROCESSED)
-IN_PLACE_OF_PROCESSED = (RAW, NO_TEMPERATURE, NO_MASK, NO_PENALTIES)
+RAW = semantics("raw log-probabilities",
+                'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
 TOP_1 = semantics(
     "log-probability of the likeliest token in place of the sampled one",
     "look up the sampled token's id; index 0 of a list of log-probabilities may be another token")
-SHIFTED = {
-    1: semantics("shifted by one position (each token has its predecessor's value)", ALIGN),
-    -1: semantics("shifted by one position (each token has its successor's value)", ALIGN),
-}
-NO_STOP = semantics("stop token without a log-probability",
-                    "keep the stop token's log-probability and include the stop token in the mask")
-UNLIKE = semantics("tokens that were not drawn from the reported distribution",
-                   "check what else changes the sampler: generation_config.json,"
-                   " logits processors, the use of the seed")
-NOT_IN_FORCE = semantics("sampling parameters of the trace not in force in the sampler,"
-                         " which drew from what it reported", "pass them with every request")
+HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
+                   "name every sampling parameter in every request;"
+                   ' generation_config="vllm" (--parity.explicit-runtime)')
+NO_MASK = semantics("{} applied by the sampler and not by the trainer",
+                    "sample without it, or score the processed distribution in the trainer too"
+                    " (a mask: --parity.sampling-mask)")
 
 PREFIX = inference("prompt KV computed under earlier weights (stale prefix cache)",
                    "enable_prefix_caching=False, or reset_prefix_cache() at each load"
@@ -55,27 +42,19 @@ KEPT = inference("KV kept over an in-flight update", "no backend fix: these valu
                  " single set of weights; correct them with TIS")
 RECOMPUTED = inference("in-flight update with KV recomputed under the new weights",
                        "no backend fix: score each token under the weights of its own version")
-MISLABELLED = inference("weight versions one token off at an update (async scheduling)", RUNTIME)
+MISLABELLED = inference(
+    "weight versions one token off at an update (async scheduling)",
+    "enable_prefix_caching=False, async_scheduling=False (--parity.explicit-runtime)")
+STALE = inference("weights {} update(s) old", "load every tensor before sampling")
 WRONG_REQUESTS = inference("wrong requests among right ones", ALONE)
+EXCHANGED = inference("requests exchanged (responses to other prompts)",
+                      "match responses to prompts by request id")
 NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
 
-HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
-                ' "float32"} in vLLM (--parity.fp32-head)')
-ROUNDED = numerics("weights rounded to bfloat16 on their way into the engine", SAME_DTYPE)
+HEAD = numerics("head in 16 bits {}", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
+                ' "float32"}} in vLLM (--parity.fp32-head)')
 TRAINER_NOT_FINITE = numerics("log-probabilities of the trace's own trainer that are not finite",
                               "check the loss and the weights of that trainer for NaN and overflow")
-
-# Causes whose names have a gap: `STALE.of(2)`.
-STALE = inference("weights {} update(s) old", "load every tensor before sampling")
-OLD_TENSORS = inference("tensors {} update(s) old: {}",
-                        "load every tensor; Engine.load checks the names")
 MOVED_ON = Cause("objective", "the trainer has moved on by {} update(s) since (staleness)",
                  "no backend fix: limit the staleness and correct the rest with the importance"
                  " ratio")
-HIDDEN = semantics("{} {} in the sampler and not in the trace",
-                   "name every sampling parameter in every request;"
-                   ' generation_config="vllm" (--parity.explicit-runtime)')
-NOT_IN_TRAINER = semantics("{} applied by the sampler and not by the trainer",
-                           "sample without it, or score the processed distribution in the trainer"
-                           " too (a mask: --parity.sampling-mask)")
-OTHER_DTYPE = numerics("whole body in {} in the engine", SAME_DTYPE)

@@ -2,8 +2,8 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, cycle, islice
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -12,16 +12,14 @@ from torch import Tensor
 from engine_adapter import Engine
 from probe import causes
 from probe.causes import Cause
-from probe.hypotheses import MASK_EDGE, Explanation, Probe
-from probe.search import Search
-from probe.stress import BY_CHANCE, compare
-from probe.traces import Replay, Trace, Weights, save_trace
+from probe.replay import Replay, Weights
+from probe.search import Explanation, Probe, Search
+from probe.traces import Trace, save_trace
 from rl import Policy
 from sampling import Rollout, Sampling
 
-FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
-UNLIKELY = 0.05  # chance below which a kind of pressure is shown beside the wrong requests
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
+
 
 # ---------------------------------------------------------------------------------- verdict
 @dataclass
@@ -31,59 +29,54 @@ class Verdict:
     trace: Trace = field(repr=False)
     causes: list[Cause]  # none: exact, parity or unexplained
     requests: dict[str, list[int]]  # rows of the trace by finding
-    start: Explanation  # the trainer as it is
+    start: Explanation  # nothing wrong
     found: list[Explanation]  # all hypotheses tried, the best first
     knows_earlier: bool  # earlier weights were given
     replay: Replay = field(repr=False)
     logprobs: Tensor = field(repr=False)  # (N,) the trainer's
+    trainer_error: Tensor = field(repr=False)  # (N,)
     tokens: dict[str, Any] = field(repr=False)  # of by_token
 
     def __post_init__(self):
         self.best = self.found[0]
-        others = (each for each in self.found if not set(self.best.causes) <= set(each.causes))
-        self.second = next(others, None)  # the best that does not merely add causes to `best`
         self.status: Literal["exact", "parity", "mismatch", "unexplained"] = "parity"
-        if not self.best.fits:
-            self.status = "unexplained"
-        elif self.causes:
+        if self.causes:
             self.status = "mismatch"
+        elif not self.best.fits:
+            self.status = "unexplained"
         elif torch.equal(self.logprobs, self.replay.reported):
             self.status = "exact"
         self.layers = list(dict.fromkeys(cause.layer for cause in self.causes))
         named = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
         self.blamed = named or self.status
-        mismatch, floor = self.start.noise.mean, self.start.floor.mean
-        self.figures = f"mean |mismatch| {mismatch:.1e} nats, noise floor {floor:.1e}"
+        mismatch = (self.logprobs - self.replay.reported).abs()
+        known = mismatch[mismatch.isfinite()]
+        self.sizes = {"mismatch": known.mean().item() if len(known) else math.inf,
+                      "engine_error": self.start.mean, "trainer_error": self.start.limit.mean,
+                      "tokens": len(mismatch), "not_finite": len(mismatch) - len(known)}
+        self.figures = ("mean |mismatch| {mismatch:.1e} nats, error of the engine"
+                        " {engine_error:.1e}, of the trainer {trainer_error:.1e}"
+                        ).format(**self.sizes)
         self.headline = f"{self.blamed}. {self.figures}"
 
     @property
     def sentence(self) -> str:
         """The verdict in words, with repairs and figures."""
+        parts = [f"{self.status}: {self.figures}"]
         if self.status == "exact":
-            equal = f"all {len(self.logprobs)} tokens are equal bit for bit"
-            parts = [f"exact: {equal}", self.figures]
-        elif self.status == "parity":
-            parts = [f"parity: {self.figures}"]
+            parts = [f"exact: all {len(self.logprobs)} tokens are equal bit for bit", self.figures]
         elif self.status == "mismatch":
-            note = f" ({self.best.forward.note})" if self.best.forward.note else ""
+            note = f" ({self.best.found.note})" if self.best.found.note else ""
             repairs = "; ".join(dict.fromkeys(cause.repair for cause in self.causes))
-            staleness = ""
-            if "objective" in self.layers:
-                k3 = self.start.noise.k3
-                staleness = f"; the policies differ by {k3:.1e} nats a token (k3)"
-            remaining = f"remaining mismatch {self.best.noise.mean:.1e}"
             parts = [f"{self.blamed}{note}", f"Repair: {repairs}",
-                     f"{self.figures}, {remaining}{staleness}"]
-            if self.second is not None:
-                left = self.second.noise.mean
-                parts.append(f"Next best: {self.second.name}, remaining mismatch {left:.1e}")
-        else:
-            tried = [each.name for each in self.found if len(each.causes) == 1]
-            excluded = ", ".join(dict.fromkeys(tried))
+                     f"{self.figures}; with this cause the engine's is {self.best.mean:.1e}"]
+        elif self.status == "unexplained":
+            tried = ", ".join(dict.fromkeys(each.name for each in self.found
+                                            if len(each.causes) == 1))
             if not self.knows_earlier:
-                excluded += ("; not tested without earlier weights (--earlier): old weights,"
-                             " tensors and KV caches")
-            parts = [f"unexplained: {self.figures}", f"Excluded: {excluded}"]
+                tried += "; not tested without earlier weights (--earlier): old weights, KV caches"
+            parts += [f"Excluded: {tried}",
+                      "Next: python -m probe layers says which layer of the model differs"]
         for finding, rows in self.requests.items():
             if rows:
                 more = " ..." if len(rows) > SHOWN else ""
@@ -91,46 +84,23 @@ class Verdict:
         return ". ".join(parts)
 
     @property
-    def under_pressure(self) -> list[str]:
-        """Lines for a trace under pressure: what the wrong requests met, how to replay one."""
-        events = self.trace.events
-        faults = [rows for finding, rows in self.requests.items() if finding != "repetitive"]
-        wrong = sorted(set(chain(*faults)))
-        if not events or not wrong:
-            return []
-        command = self.trace.meta.get("command", "record --stress ...")
-        more_often = [each.sentence for each in compare(events, wrong) if each.chance < UNLIKELY]
-        return [*(f"request {row}: {events[row]}" for row in wrong[:SHOWN]),
-                *(more_often or ["none of this is more frequent among these requests"]),
-                f"replay one alone: python -m probe {command} --only {wrong[0]}"
-                f" --out request_{wrong[0]}.npz"]
-
-    @property
     def table(self) -> list[Explanation]:
-        """A row per hypothesis: the best, each single cause, the five closest combinations."""
+        """A row per hypothesis: the best, then each set of causes at its closest."""
         rows: dict[tuple[Cause, ...], Explanation] = {self.best.causes: self.best}
-        for each in sorted(self.found, key=lambda e: e.noise.mean):
+        for each in sorted(self.found, key=lambda e: e.mean):
             rows.setdefault(each.causes, each)
-        best, *others = rows.values()
-        combined = [each for each in others if len(each.causes) > 1]
-        return [best, *(each for each in others if len(each.causes) <= 1), *combined[:5]]
+        return list(rows.values())[:16]
 
     def record(self) -> dict[str, Any]:
         """The verdict as JSON values."""
-        def row(explanation: Explanation) -> dict[str, Any]:
-            names = [cause.name for cause in explanation.causes]
-            return {"causes": names, "fits": explanation.fits,
-                    "share": explanation.share(self.start), "left": asdict(explanation.noise),
-                    "floor": asdict(explanation.floor)}
-
+        hypotheses = [{"causes": [cause.name for cause in each.causes], "fits": each.fits,
+                       "engine_error": each.mean, "limit": each.limit.of_mean()}
+                      for each in self.table]
         return {
             "trace": self.trace.name, "status": self.status, "layers": self.layers,
             "sentence": self.sentence, "causes": [asdict(cause) for cause in self.causes],
-            "mismatch": asdict(self.start.noise), "floor": asdict(self.start.floor),
-            "best": row(self.best), "second": self.second and row(self.second),
-            "requests": self.requests, "hypotheses": [row(each) for each in self.table],
-            "forwards": self.replay.forwards, "under_pressure": self.under_pressure,
-            "tokens": self.tokens,
+            **self.sizes, "requests": self.requests, "hypotheses": hypotheses,
+            "forwards": self.replay.forwards, "tokens_by": self.tokens,
         }
 
 
@@ -149,123 +119,43 @@ def diagnose(
     or all reported values are 0.
     """
     probe = Probe(policy, trace, earlier or [], version, trainer)
-    logprobs = probe.predict(probe.current, probe.trainer)
+    logprobs = probe.values(probe.current, probe.trainer)
     if logprobs.isnan().any():
         raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
                          " the model's weights")
     if not probe.replay.reported.any() and logprobs.abs().median() > 0.01:
         raise ValueError(f"logprobs must be what the engine reported, all of {trace.name}'s are 0")
-    start = replace(probe.explain(probe.current, probe.trainer), causes=(),
-                    floor=probe.floor(probe.current, replace(probe.trainer, head="float32")))
-    found = Search(probe).run()
-    requests = _requests(probe, found[0], start)
-    named = _causes(probe, found[0], start, requests) if found[0].fits else []
-    if requests["not finite"]:
-        named.append(causes.NOT_FINITE)
-    elif causes.NO_STOP not in named and not probe.replay.reported.isfinite().all():
-        named.append(causes.NO_STOP)
-    if requests["not finite in the trainer"]:
-        named.append(causes.TRAINER_NOT_FINITE)
+    search = Search(probe)
+    found = search.run()
+    start, best = probe.explain(probe.precise, Readout()), found[0]
+    wrong = best.wrong if best.apart is None else best.apart
+    requests = {
+        "wrong": wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else [],
+        "not finite": sorted(set(probe.replay.rows[probe.reported.isnan()].tolist())),
+        "not finite in the trainer": [row for row, values in enumerate(trace.trainer_logprobs)
+                                      if not all(map(math.isfinite, values))]}
+    named = _causes(probe, best, start) if best.fits else []
+    named += [causes.NOT_FINITE] * bool(requests["not finite"])
+    named += [causes.TRAINER_NOT_FINITE] * bool(requests["not finite in the trainer"])
+    error = probe.trainer_error(probe.trainer)
     return Verdict(trace, named, requests, start, found, bool(probe.earlier), probe.replay,
-                   logprobs, by_token(probe))
+                   logprobs, error, by_token(probe, logprobs, error))
 
 
-def _causes(probe: Probe, best: Explanation, start: Explanation,
-            requests: dict[str, list[int]]) -> list[Cause]:
-    """The causes of an explanation that fits, and what settings, versions and samples add."""
-    named = [cause for cause in best.causes if cause != causes.HEAD]
+def _causes(probe: Probe, best: Explanation, start: Explanation) -> list[Cause]:
+    """The causes of an explanation that fits, and what settings and versions add."""
     in_engine = causes.HEAD in best.causes
-    in_trainer = not probe.policy.fp32_head and probe.policy.model.dtype != torch.float32
+    in_trainer = probe.trainer.head != "float32"
+    named = [cause for cause in best.causes if cause != causes.HEAD]
     if in_engine or in_trainer:
-        side = "in the engine" if in_engine else "in the trainer"
-        if in_engine and in_trainer:
-            side = "on both sides"
-        named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {side}"))
-    if probe.trainer.distribution == "temperature" and not start.floor.allows(start.noise):
-        what = "mask" if probe.trace.sampling.has_mask else "penalties"
-        named.append(causes.NOT_IN_TRAINER.of(what))
-    precise = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in probe.earlier
-               if (probe.labels == probe.version - updates).double().mean() > 0.5}
-    if causes.WRONG_REQUESTS in named and probe.trace.events:
-        first, *_ = compare(probe.trace.events, requests["wrong"])
-        if first.all_of_them and first.chance < BY_CHANCE:
-            name = f"{causes.WRONG_REQUESTS.name}, all with {first.kind}"
-            precise[causes.WRONG_REQUESTS] = replace(causes.WRONG_REQUESTS, name=name)
-    if _drawn_as_reported(probe, best):
-        precise |= dict.fromkeys(causes.IN_PLACE_OF_PROCESSED, causes.NOT_IN_FORCE)
-    elif requests["implausible"]:
-        named.append(causes.UNLIKE)
-    return [precise.get(cause, cause) for cause in named]
-
-
-def _drawn_as_reported(probe: Probe, best: Explanation) -> bool:
-    """Whether tokens come from the reported distribution: a likelihood ratio decides."""
-    if probe.distributions[best.readout.distribution][1] not in causes.IN_PLACE_OF_PROCESSED:
-        return False
-    reported = best.forward.logprobs(replace(best.readout, token="sampled"))
-    declared = best.forward.logprobs(replace(best.readout, token="sampled",
-                                             distribution="processed"))
-    outside = declared.isinf()  # outside the mask of the trace's sampling parameters
-    if outside.sum() > 2 + MASK_EDGE * len(declared) * (probe.policy.model.dtype != torch.float32):
-        return True
-    return (reported - declared)[~outside].sum().item() > -math.log(FALSE_ALARM)
-
-
-def _requests(probe: Probe, best: Explanation, start: Explanation) -> dict[str, list[int]]:
-    """Rows of the trace by finding: wrong, not finite, implausible, repetitive."""
-    wrong = (best.wrong if best.apart is None else best.apart).nonzero()[:, 0].tolist()
-    if not best.fits and probe.trace.events:
-        wrong = start.wrong.nonzero()[:, 0].tolist()
-    broken = sorted(set(probe.replay.rows[probe.broken].tolist()))
-    return {
-        "wrong": wrong if best.fits or probe.trace.events or len(wrong) <= 0.5 * len(best.wrong)
-        else [],
-        "not finite": broken,
-        "not finite in the trainer": [row for row, values in enumerate(probe.trace.trainer_logprobs)
-                                      if not all(map(math.isfinite, values))],
-        "implausible": [row for row in _implausible(probe, best) if row not in wrong + broken],
-        "repetitive": [row for row, r in enumerate(probe.trace.rollouts) if _repeats(r.token_ids)],
-    }
-
-
-def _implausible(probe: Probe, best: Explanation) -> list[int]:
-    """Sequences whose tokens are too improbable to have been drawn from the trainer's distribution.
-
-    The test statistic is the likelihood ratio of an alternative to the trainer's distribution.
-    Alternatives: half uniform noise; the distribution sharpened; the distribution flattened. The
-    ratio has mean 1 if the tokens were drawn from the trainer's distribution, so it exceeds B /
-    alpha in any of B sequences with probability at most alpha (Ville's inequality).
-    """
-    if probe.trace.sampling.temperature == 0 or best.forward.hidden is None:
-        return []
-    replay, readout = probe.replay, best.readout
-    sampling, _ = probe.distributions[readout.distribution if readout.fitted else "processed"]
-    parts = []  # (3, n) each
-    with replay.policy.using(best.forward.weights):
-        for chunk, logits in replay.logits(best.forward.hidden, probe.heads[readout.head]):
-            logprobs, sampled = replay.logprobs(logits, sampling, chunk, torch.float64)
-            support = logprobs.isfinite().sum(dim=-1)
-            noise = torch.log(0.5 + 0.5 / support * torch.exp(-sampled))
-            sharper = sampled - torch.logsumexp(2 * logprobs, dim=-1)
-            flatter = -0.5 * sampled - torch.logsumexp(0.5 * logprobs, dim=-1)
-            parts.append(torch.stack([noise, sharper, flatter]))
-    ratios = torch.cat(parts, dim=1)  # (3, N)
-    # (3, B); tokens outside a mask: see Probe._without_flips.
-    sums = replay.row_sums(ratios.masked_fill(~ratios.isfinite(), 0.0))
-    if best.apart is not None:  # these are wrong anyway, and their sum would blame all others
-        sums = sums.masked_fill(best.apart, 0.0)
-    together = sums.sum(dim=1, keepdim=True)  # (3, 1)
-    limit = math.log(3 * len(replay.lengths) / FALSE_ALARM)
-    return (torch.maximum(sums, together) > limit).any(dim=0).nonzero()[:, 0].tolist()
-
-
-def _repeats(token_ids: list[int]) -> bool:
-    """Do the last 16 or more tokens, at least half of all, repeat a pattern four times?"""
-    for period in range(1, len(token_ids) // 4 + 1):
-        end = token_ids[-max(16, 4 * period, len(token_ids) // 2):]
-        if len(end) >= 16 and end[period:] == end[:-period]:
-            return True
-    return False
+        sides = {(True, False): "in the engine", (False, True): "in the trainer"}
+        named.append(causes.HEAD.of(sides.get((in_engine, in_trainer), "on both sides")))
+    alone, cause = probe.distributions[probe.trainer.distribution]
+    if cause is not None and best.readout.distribution == "processed":
+        named.append(cause)  # the engine reports the mask, the trainer has none
+    moved = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in probe.earlier
+             if (probe.labels == probe.version - updates).double().mean() > 0.5}
+    return [moved.get(cause, cause) for cause in named]
 
 
 # ---------------------------------------------------------------------------------- by token

@@ -1,6 +1,6 @@
 """The noise floor: the trainer's own values, computed along a second numerical path."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -63,6 +63,27 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
         policy.body = body
         for layer, size in chunk_sizes.items():
             layer.chunk_size = size
+
+
+TWICE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def twice_precise(policy: Policy, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The policy's weights, or others, in twice the precision of its dtype."""
+    named = weights or dict(policy.model.named_parameters())
+    return {name: each.detach().to(TWICE[policy.model.dtype]) for name, each in named.items()}
+
+
+@contextmanager
+def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """The policy with these weights; experts run eagerly: torch has no grouped float64 product."""
+    usual = policy.model.get_experts_implementation()
+    policy.model.set_experts_implementation("eager")
+    try:
+        with policy.using(weights):
+            yield
+    finally:
+        policy.model.set_experts_implementation(usual)
 
 
 def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:

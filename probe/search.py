@@ -1,10 +1,16 @@
-"""The search for an explanation, cheap hypotheses first, until one is at its noise floor."""
+"""The search for an explanation of what the engine reported, cheap hypotheses first.
+
+A hypothesis is a forward pass (which weights, which KV cache) and a readout (which distribution,
+which token, which head). All are computed in twice the trainer's precision. A hypothesis explains a
+trace if the engine's error against it is as small as the trainer's own error (`Limit`).
+"""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import mode
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,409 +18,368 @@ from torch.nn.functional import pad
 
 from probe import causes
 from probe.causes import Cause
-from probe.hypotheses import ROUNDING, Explanation, ForwardPass, Noise, Probe, Readout
+from probe.noise import twice_precise
+from probe.replay import NO_PENALTIES, Replay, Weights
+from probe.traces import Trace
+from rl import Policy
+from sampling import Sampling
 
-MAX_CAUSES = 3  # of one explanation
-LEAST_SHARE = 0.7  # of the mismatch above the noise floor that an explanation must explain
-# Largest share of sequences that are "a few wrong requests"; under pressure so many must be right.
-FEW = 0.2
-PROJECTIONS = 64  # random projections of the tokens, to find the old tensors
-MAX_ROUNDS = 5  # of the search for old tensors
-# Tokens by which an update may come earlier than the old weights' values seem to end.
-MAX_EARLIER = 6
+TIMES, SPREADS = 1.3, 3.0  # see Limit
+ROUNDING = 2e-7  # nats: reported log-probabilities are float32
+MAX_CAUSES = 2  # of one explanation, beside wrong requests
+MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
+NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
+Values = dict[tuple[str, str, str], Tensor]  # log-probabilities (N,) by head, distribution, token
 
 
+# ---------------------------------------------------------------------------------- the rule
+@dataclass(frozen=True)
+class Limit:
+    """How large the engine's mean |error| may be: the trainer's own |error| sets it.
+
+    Over n sequences: TIMES (mean + SPREADS spread / sqrt(n)) + ROUNDING. Both errors are against
+    twice the precision, and one token counts at most 1 nat on the trainer's side.
+    `spread` is the standard deviation of a sequence's mean. One sequence more, as far from the mean
+    as the RMS of single tokens, is counted for it: few sequences do not show their spread.
+    """
+
+    mean: float
+    spread: float
+    sequences: int
+
+    @classmethod
+    def of(cls, replay: Replay, error: Tensor) -> "Limit":
+        size = error.abs().clamp(max=1.0)  # (N,)
+        mean = size.mean()
+        distance = (replay.row_means(size) - mean).square().sum() + size.square().mean()
+        spread = (distance / len(replay.lengths)).sqrt()
+        return cls(mean.item(), spread.item(), len(replay.lengths))
+
+    def of_mean(self, sequences: int | None = None) -> float:
+        n = sequences or self.sequences
+        return TIMES * (self.mean + SPREADS * self.spread / n**0.5) + ROUNDING
+
+    @property
+    def of_one(self) -> float:
+        """Of the worst sequence of all: twice that of one sequence."""
+        return 2 * self.of_mean(1)
+
+
+# ---------------------------------------------------------------------------------- hypotheses
+@dataclass(frozen=True)
+class Readout:
+    """How reported values follow from a forward pass; each change of a default is a cause."""
+
+    distribution: str = "processed"  # a key of Probe.distributions
+    token: str = "sampled"  # or "likeliest"
+    head: str = "float32"  # or "16 bits"
+
+
+@dataclass(eq=False)
+class Pass:
+    """A forward pass under a hypothesis, as log-probabilities."""
+
+    values: Values
+    causes: tuple[Cause, ...] = ()
+    note: str = ""  # for the verdict's sentence
+    fitted: int = 0  # to the trace: 1 a yes or no per sequence, 2 a position per sequence
+
+
+@dataclass
+class Explanation:
+    """A hypothesis and the engine's error against it."""
+
+    causes: tuple[Cause, ...]
+    found: Pass
+    readout: Readout
+    error: Tensor  # (N,) reported - computed, NaN where nothing finite was reported
+    mean: float  # of its size
+    limit: Limit
+    wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
+    apart: Tensor | None = None  # (B,) bool: sequences left out as wrong requests
+    enough: bool = True  # False: the causes explain too little
+
+    @property
+    def fits(self) -> bool:
+        left = len(self.wrong) if self.apart is None else int((~self.apart).sum())
+        return self.enough and not self.wrong.any() and self.mean <= self.limit.of_mean(left)
+
+    @property
+    def order(self) -> tuple:
+        """Sort key: fewest causes (a wrong request is one), least fitted, smallest error."""
+        apart = 0 if self.apart is None else int(self.apart.sum())
+        return len(self.causes) + max(0, apart - 1), self.found.fitted, self.mean
+
+    @property
+    def name(self) -> str:
+        return " + ".join(cause.name for cause in self.causes) or "nothing wrong"
+
+
+class Probe:
+    """Forward passes and readouts of one trace. The arguments are those of `diagnose`.
+
+    Without `version` the trainer's weight version is the newest in the trace.
+    """
+
+    def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights],
+                 version: int | None = None,
+                 trainer: Literal["processed", "temperature"] = "processed"):
+        self.policy, self.trace, self.replay = policy, trace, Replay(policy, trace)
+        now = dict(policy.model.named_parameters())
+        self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
+                        if any(not torch.equal(now[name], old) for name, old in weights.items())}
+        labels = [each for rollout in trace.rollouts for each in rollout.versions]
+        self.version = version if version is not None else max(labels, default=0)
+        self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows),
+                                   device=policy.device)  # (N,)
+        self.distributions = _distributions(trace.sampling, policy.model, trainer)
+        self.heads = {"float32": torch.float32}
+        if policy.model.dtype != torch.float32:
+            self.heads["16 bits"] = policy.model.dtype
+        self.trainer = Readout("temperature" if "temperature" in self.distributions else "processed",
+                               head="float32" if policy.fp32_head else list(self.heads)[-1])
+        self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
+        self.current = Pass(self.read(self.replay.as_trained()))
+        self.weights = twice_precise(policy)
+        self.precise = self.forward_pass(self.weights)
+
+    def forward_pass(self, weights: Weights, *named: Cause, old: Weights | None = None,
+                     num_old: Tensor | None = None) -> Pass:
+        """In twice the precision, with weights and the first keys and values of old ones."""
+        hidden = self.replay.precise(weights, old, num_old)
+        with self.policy.using(weights):
+            return Pass(self.read(hidden), named)
+
+    def read(self, hidden: Tensor) -> Values:
+        """Log-probabilities (N,) of the sampled and the likeliest token, under each readout."""
+        values, replay = defaultdict(list), self.replay
+        for head, dtype in self.heads.items():
+            states = hidden if head == "float32" else hidden.to(dtype)
+            for chunk, logits in replay.logits(states, dtype):
+                for name, (sampling, _) in self.distributions.items():
+                    logprobs, sampled = replay.logprobs(logits, sampling, chunk)
+                    values[head, name, "sampled"].append(sampled)
+                    values[head, name, "likeliest"].append(logprobs.amax(dim=-1))
+        return {key: torch.cat(parts).double() for key, parts in values.items()}
+
+    def readouts(self) -> list[Readout]:
+        return [Readout(*each)
+                for each in product(self.distributions, ("sampled", "likeliest"), self.heads)]
+
+    def causes_of(self, readout: Readout) -> tuple[Cause, ...]:
+        """One cause for each value of the readout that is not the default."""
+        named = (self.distributions[readout.distribution][1],
+                 causes.TOP_1 if readout.token == "likeliest" else None,
+                 causes.HEAD if readout.head != "float32" else None)
+        return tuple(filter(None, named))
+
+    def values(self, found: Pass, readout: Readout) -> Tensor:
+        return found.values[readout.head, readout.distribution, readout.token]
+
+    def error(self, found: Pass, readout: Readout) -> Tensor:
+        """The engine's error against a hypothesis: (N,)."""
+        return self.reported - self.values(found, readout)
+
+    def trainer_error(self, readout: Readout) -> Tensor:
+        """That of the trainer's own arithmetic; 0 where both sides rule the token out: (N,)."""
+        ours, precise = (self.values(each, readout) for each in (self.current, self.precise))
+        return (ours - precise).masked_fill(ours.isinf() & precise.isinf(), 0.0)
+
+    def explain(self, found: Pass, readout: Readout, apart: Tensor | None = None) -> Explanation:
+        error = self.error(found, readout)
+        limit = Limit.of(self.replay, self.trainer_error(readout))
+        size = error.abs().nan_to_num(nan=math.nan, posinf=1.0)
+        if apart is not None:
+            size = size.masked_fill(apart[self.replay.rows], math.nan)
+        mean = size.nanmean().nan_to_num(math.inf).item()
+        wrong = self.replay.row_means(size) > limit.of_one
+        named = (*found.causes, *self.causes_of(readout))
+        return Explanation(named, found, readout, error, mean, limit, wrong, apart)
+
+
+def _distributions(sampling: Sampling, model: Any,
+                   trainer: str) -> dict[str, tuple[Sampling, Cause | None]]:
+    """The sampled distribution, and those that an engine may report or draw from instead."""
+    found = {"processed": (sampling, None)}
+    alone = replace(sampling, **NO_MASK, **NO_PENALTIES)
+    if trainer == "temperature" and alone != sampling:
+        what = "mask" if sampling.has_mask else "penalties"
+        found["temperature"] = alone, causes.NO_MASK.of(what)
+    raw = replace(alone, temperature=0.0 if sampling.temperature == 0 else 1.0)
+    if raw not in [other for other, _ in found.values()]:
+        found["raw"] = raw, causes.RAW
+    config = model.generation_config.to_diff_dict()
+    neutral = NO_MASK | NO_PENALTIES
+    hidden = {name: config[name] for name in neutral if name in config
+              and getattr(sampling, name) == neutral[name] != config[name]}
+    for some in ([hidden] if hidden else []) + [{name: hidden[name]} for name in hidden]:
+        shown = ", ".join(f"{name} {value}" for name, value in some.items())
+        found[shown] = replace(sampling, **some), causes.HIDDEN.of(shown)
+    return found
+
+
+# ---------------------------------------------------------------------------------- the search
 class Search:
-    """Tests hypotheses by cost: readouts, weights and dtypes, KV caches, single tensors."""
+    """Tests hypotheses by cost: readouts, weights, KV caches, a few wrong requests."""
 
     def __init__(self, probe: Probe):
         self.probe, self.replay = probe, probe.replay
-        self.old: dict[int, ForwardPass] = {}  # under the earlier weights, by updates back
-        self.found: dict[tuple[ForwardPass, Readout], Explanation] = {}
+        self.old: dict[int, Pass] = {}  # under the earlier weights, by updates back
+        self.found: dict[tuple[Pass, Readout], Explanation] = {}
 
     def run(self) -> list[Explanation]:
         """All explanations tried, the best first; those that fit come before those that do not."""
-        probe = self.probe
-        self._explain([probe.current], max_causes=0)
-        if not self._fitting(0):
-            self._explain([probe.current])
-        if not self._fitting(1):
+        probe, readouts = self.probe, self.probe.readouts()
+        self._explain(probe.precise, [Readout()])
+        if not self._done(0):
+            self._explain(probe.precise, readouts)
+        if not self._done(1):
             for updates, weights in probe.earlier.items():
-                self.old[updates] = probe.forward_pass(causes.STALE.of(updates), weights=weights)
-            passes = [probe.current, *self.old.values(), *self._other_dtypes()]
-            seconds = [each.second for each in passes if each.second]
-            self._fit_sampling([*passes, probe.second, *seconds])
-            self._explain(passes)
-        if not self._fitting(1) and self.old:
-            readouts = self._promising()
-            for old in self.old.values():
-                self._kv_caches(old, readouts)
-            for updates, readout in product(self.old, readouts):
-                if not self._fitting(len(probe.causes_of(readout)) + 1):
-                    self._tensors(updates, readout)
-        explanations = [*self.found.values(), *([] if self._fitting(1) else self._few_wrong())]
-        for explanation in explanations:
-            explanation.supported &= self._enough(explanation)
-        return sorted(explanations, key=lambda e: (not e.fits, e.order if e.fits else e.noise.mean))
+                weights = twice_precise(probe.policy, weights)
+                self.old[updates] = probe.forward_pass(weights, causes.STALE.of(updates))
+                self._explain(self.old[updates], readouts)
+                if not self._done(1):
+                    for readout in self._promising():
+                        self._kv_caches(self.old[updates], weights, readout)
+        explanations = list(self.found.values())
+        if not self._done(1):
+            explanations += self._few_wrong()
+        return sorted(explanations, key=lambda e: (not e.fits, e.order if e.fits else e.mean))
 
-    def _enough(self, explanation: Explanation) -> bool:
-        """Most of the excess must be explained: the floor's tolerance could pass a wrong cause.
-
-        Rounding hypotheses skip this test; `Probe._signs_agree` tests them instead. A number fitted
-        on top of rounding must at least halve the remaining mismatch.
-        """
-        if explanation.readout.head == "float32" and explanation.forward.second is None:
-            start = self.found[self.probe.current, Readout()]
-            return not explanation.causes or explanation.share(start) >= LEAST_SHARE
-        if not explanation.readout.fitted:
-            return True
-        without = self.found.get((explanation.forward,
-                                  replace(explanation.readout, distribution="processed")))
-        return without is not None and explanation.noise.mean < 0.5 * without.noise.mean
-
-    def _fitting(self, max_causes: int) -> bool:
+    def _done(self, max_causes: int) -> bool:
         """Is there an explanation by at most so many causes, with nothing fitted to the trace?"""
-        return any(e.fits and not e.fitted and len(e.causes) <= max_causes and self._enough(e)
-                   for e in self.found.values())
+        return any(each.fits and not each.found.fitted and len(each.causes) <= max_causes
+                   for each in self.found.values())
 
-    def _explain(self, passes: list[ForwardPass], max_causes: int = MAX_CAUSES) -> None:
-        """Test every readout of every pass, up to so many causes."""
-        probe = self.probe
-        no_stop = (False, True) if (probe.reported[probe.stops] == 0).any() else (False,)
-        readouts = product(probe.distributions, ("sampled", "top-1"), (0, 1, -1), no_stop,
-                           probe.heads)
-        for forward, values in product(passes, list(readouts)):
-            readout = Readout(*values)
-            if readout.fitted and forward.second is not None:
-                continue  # a fitted number could excuse too much of another dtype's noise
-            num_causes = len(probe.causes_of(readout)) + len(forward.causes)
-            if num_causes <= max_causes and (forward, readout) not in self.found:
-                self.found[forward, readout] = probe.explain(forward, readout)
+    def _explain(self, found: Pass, readouts: list[Readout]) -> None:
+        for readout in readouts:
+            each = self.probe.explain(found, readout)
+            if len(each.causes) <= MAX_CAUSES:
+                self.found[found, readout] = each
+                start = self.found[self.probe.precise, Readout()]
+                each.enough = not each.causes or each.mean <= MOST_LEFT * start.mean
 
     def _promising(self) -> list[Readout]:
-        """The readouts that bring the tokens closest to a version of the weights; fp32 heads only.
+        """The two fp32 readouts that bring each token closest to a version of the weights."""
+        def distance(readout: Readout) -> float:
+            errors = [self.probe.error(each, readout).abs()
+                      for each in (self.probe.precise, *self.old.values())]
+            return torch.stack(errors).amin(dim=0).clamp(max=1.0).nanmean().item()
 
-        The best three with nothing fitted, the default, and the best fitted one.
-        """
-        probe, passes, errors = self.probe, (self.probe.current, *self.old.values()), {}
-        for readout in dict.fromkeys(readout for _, readout in self.found):
-            if readout.head == "float32" and len(probe.causes_of(readout)) < MAX_CAUSES:
-                residuals = torch.stack([probe.residual(each, readout).abs() for each in passes])
-                closest = residuals.nan_to_num(math.inf).amin(dim=0)  # (N,)
-                errors[readout] = closest.clamp(max=1.0).mean().item()  # a token counts at most 1
-        ordered = sorted(errors, key=errors.get)
-        plain = [readout for readout in ordered if not readout.fitted]
-        fitted = [readout for readout in ordered if readout.fitted]
-        return list(dict.fromkeys([*plain[:3], Readout(), *fitted[:1]]))
-
-    # ------------------------------------------------------------------------------ numerics
-    def _other_dtypes(self) -> Iterator[ForwardPass]:
-        """An fp32 trainer's weights rounded to bfloat16; the whole body in the other dtype."""
-        probe = self.probe
-        parameters = {name: each.detach() for name, each in probe.policy.model.named_parameters()}
-        other = torch.bfloat16 if probe.policy.model.dtype == torch.float32 else torch.float32
-        if other == torch.bfloat16:
-            rounded = {name: tensor.bfloat16().float() for name, tensor in parameters.items()}
-            if any(not torch.equal(tensor, rounded[name]) for name, tensor in parameters.items()):
-                yield probe.forward_pass(causes.ROUNDED, weights=rounded)
-        weights = {name: tensor.to(other) for name, tensor in parameters.items()}
-        forward = probe.forward_pass(causes.OTHER_DTYPE.of(str(other).removeprefix("torch.")),
-                                     weights=weights)
-        with self.replay.policy.using(weights):
-            forward.second = probe.forward_pass(weights=weights, hidden=self.replay.second_path())
-        yield forward
-
-    # ------------------------------------------------------------------------------ semantics
-    def _fit_sampling(self, passes: list[ForwardPass]) -> None:
-        """Sampling parameters that the trace does not name, fitted to its first tokens.
-
-        Each fitted value becomes a distribution that is read from the passes.
-        """
-        probe, replay, declared = self.probe, self.replay, self.probe.trace.sampling
-        chunk, logits = next(replay.logits(probe.current.hidden[:512], torch.float32))
-
-        def error(changes: dict[str, float]) -> float:
-            """Mean |computed - reported|, at most 1 per token."""
-            _, sampled = replay.logprobs(logits, replace(declared, **changes), chunk)
-            errors = (sampled - probe.reported[chunk]).abs().nan_to_num(1.0)
-            return errors.clamp(max=1.0).mean().item()
-
-        for name, value, shown in [*self._fitted_scales(error),
-                                   *self._fitted_masks(error, logits, chunk)]:
-            hidden = replace(declared, **{name: value}), causes.HIDDEN.of(name, shown)
-            probe.distributions[f"fitted {name}"] = hidden
-            for each in passes:
-                each.values |= probe.read(each.hidden, each.weights, f"fitted {name}")
-
-    def _fitted_scales(self, error: Callable[[dict], float]) -> Iterator[tuple[str, float, str]]:
-        """Temperature and repetition penalty with the smallest error: (name, value, text)."""
-        declared = self.probe.trace.sampling
-        for name, low, high in (("temperature", 0.05, 5.0), ("repetition_penalty", 0.5, 2.0)):
-            if name == "temperature" and declared.temperature == 0:
-                continue
-            best, width = (low * high) ** 0.5, (high / low) ** 0.5
-            # Grids of nine values, each within one step of the last grid's best value.
-            for _ in range(14):
-                grid = [best * width ** (step / 4) for step in range(-4, 5)]
-                best = min(grid, key=lambda value: error({name: value}))
-                width **= 0.25
-            # Noise moves the optimum by less than 2 %. The value 1 is the raw distribution, a
-            # hypothesis of its own.
-            if min(abs(best / getattr(declared, name) - 1), abs(best - 1)) > 0.02:
-                yield name, best, f"{best:.3f}"
-
-    def _fitted_masks(
-        self, error: Callable[[dict], float], logits: Tensor, chunk: Tensor
-    ) -> Iterator[tuple[str, float, str]]:
-        """Top-k, top-p, min-p with the smallest error: reported - unmasked = -log(mass kept)."""
-        declared = self.probe.trace.sampling
-        # (n, V), (n,)
-        logprobs, sampled = self.replay.logprobs(logits, declared, chunk, torch.float64)
-        kept = (sampled - self.probe.reported[chunk]).exp()  # (n,) mass inside the mask
-        cut = (kept < 1 - 1e-3) & (kept > sampled.exp())
-        if declared.has_mask or not cut.any():
-            return
-        descending = logprobs.exp().sort(dim=-1, descending=True).values
-        mass = descending.cumsum(dim=-1)
-        last = (mass - kept[:, None]).abs().argmin(dim=-1, keepdim=True)  # (n, 1) inside the mask
-        top_k = int(last[cut].mode(dim=0).values) + 1
-        yield "top_k", top_k, str(top_k)
-        quantiles = mass.new_tensor([0.0, 0.002, 0.01, 0.02, 0.05, 0.1, 0.2])
-        limits = {"top_p": mass.gather(-1, last),
-                  "min_p": descending.gather(-1, last) / descending[:, :1]}
-        for name, limit in limits.items():
-            # Without noise the parameter is the smallest limit.
-            least = limit[cut].quantile(quantiles).tolist()
-            candidates = [value * (1 - 1e-6) for value in least]
-            candidates += [round(value, 2) for value in least]
-            if allowed := [value for value in candidates if 0 < value < 1]:
-                best = min(allowed, key=lambda value: error({name: value}))
-                yield name, best, f"{best:.4g}"
+        plain = [each for each in self.probe.readouts() if each.head == "float32"]
+        return sorted(plain, key=distance)[:2]
 
     # ------------------------------------------------------------------------------ KV caches
-    def _kv_caches(self, old: ForwardPass, readouts: list[Readout]) -> None:
-        """Stale prefixes of whole blocks, sequences under old weights, in-flight updates."""
-        probe, replay, passes = self.probe, self.replay, []
-        audited = probe.trace.meta.get("audit", {}).get("block_size")
-        for block in (audited,) if audited else BLOCK_SIZES:
+    def _kv_caches(self, old: Pass, weights: Weights, readout: Readout) -> None:
+        """Old weights or stale prefixes of whole blocks in some requests, and updates in flight."""
+        probe, replay, stale = self.probe, self.replay, [old]
+        block_size = probe.trace.meta.get("audit", {}).get("block_size")
+        for block in (block_size,) if block_size else BLOCK_SIZES:
             # (B,) a full hit leaves one token to compute.
             prefix = (replay.prompt_lengths - 1) // block * block
             if prefix.any():
-                hidden = replay.hidden_over_old_kv(old.weights, prefix)
-                passes.append(probe.forward_pass(causes.PREFIX, hidden=hidden))
-        for readout in readouts:
-            for forward in (*passes, old):
-                self._some_rows(forward, readout)
-            place = self._change_point(old, probe.error(probe.current, readout), readout)  # (B,)
-            if self._inside(place).any():
-                before, note = replay.positions < place[replay.rows], self._described(place)
-                merged = _merged(before, old, probe.current, causes.RECOMPUTED, note=note, fitted=2)
-                self._explain([merged])
-            self._kept(old, readout)
+                stale.append(probe.forward_pass(probe.weights, causes.PREFIX, old=weights,
+                                                num_old=prefix))
+        readouts = [replace(readout, head=head) for head in probe.heads]
+        for each in stale:
+            self._explain(each, readouts)
+            rows = self._row_errors(each, readout) <= self._row_errors(probe.precise, readout)
+            if rows.any():
+                merged = _merged(rows[replay.rows], each, probe.precise)
+                merged.causes, merged.fitted = each.causes, 1
+                merged.note = f"in {int(rows.sum())} of {len(rows)} requests"
+                self._explain(merged, readouts)
+        self._in_flight(old, weights, readout)
 
-    def _some_rows(self, forward: ForwardPass, readout: Readout) -> None:
-        """The pass holds for the sequences that are closer to it than to the current weights."""
-        current = self.probe.current
-        rows = self._row_errors(forward, readout) <= self._row_errors(current, readout)  # (B,)
-        if rows.any():
-            first = rows[self.replay.rows]
-            note = f"in {int(rows.sum())} of {len(rows)} requests"
-            self._explain([_merged(first, forward, current, *forward.causes, note=note, fitted=1)])
+    def _in_flight(self, old: Pass, weights: Weights, readout: Readout) -> None:
+        """An update before a token of the response: in each sequence at the place that fits best.
 
-    def _kept(self, old: ForwardPass, readout: Readout) -> None:
-        """KV kept over an update: the position of the update that explains each sequence best.
-
-        Candidates for all sequences: where the old weights' values end, where most sequences end,
-        and where the trace's versions change (or one token later: async scheduling). For sequences
-        still unexplained: up to MAX_EARLIER tokens before, since old and new values may agree for a
-        while.
+        Candidates: where the old weights' values end, where those of most sequences end, and where
+        the trace's versions change (or one token later: async scheduling).
         """
         probe, replay = self.probe, self.replay
-        floor = probe.floor(probe.current, readout)
-        end = self._change_point(old, max(3 * floor.rms, 10 * ROUNDING), readout)  # (B,)
-        inside = end[self._inside(end)]
+        ends = self._change_point(old, readout)  # (B,)
+        inside = ends[(ends > 0) & (ends < replay.lengths)]
         if not len(inside):
             return
-        everywhere = torch.ones_like(end, dtype=torch.bool)
-        best, place = self._over_update(old, end, everywhere), end
-
-        def try_place(candidate: Tensor, rows: Tensor) -> None:
-            """Take the candidate place (B,) in those rows (B,) in which it is the closest."""
-            nonlocal best, place
-            tried = self._over_update(old, candidate, rows)
-            closer = rows & (self._row_errors(tried, readout) < self._row_errors(best, readout))
-            best = _merged(closer[replay.rows], tried, best)
-            place = torch.where(closer, candidate, place)
-
         newest = torch.zeros_like(replay.lengths).scatter_reduce(
             0, replay.rows, probe.labels, "amax")
-        # (B,) tokens before the newest weights.
-        labelled = replay.row_sums((probe.labels < newest[replay.rows]).long())
-        for candidate in (inside.mode().values, labelled, labelled + 1):
-            try_place(candidate.minimum(replay.lengths), everywhere)
-        for earlier in range(1, MAX_EARLIER + 1):
-            wrong = floor.wrong_rows(replay, probe.error(best, readout)) & (end > earlier)
-            if wrong.any():
-                try_place(end - earlier, wrong)
-        # Tokens between new version and new weights.
-        late = (place - labelled)[self._inside(place) & (labelled > 0)]
-        named = (causes.KEPT,)
-        if len(late) and late.median() == 1:
-            named = (causes.KEPT, causes.MISLABELLED)
-        self._explain([replace(best, causes=named, note=self._described(place), fitted=2)])
+        labelled = replay.row_sums((probe.labels < newest[replay.rows]).long())  # (B,)
+        usual = torch.full_like(ends, mode(inside.tolist()))
+        for cause in (causes.RECOMPUTED, causes.KEPT):
+            best, place = probe.precise, torch.zeros_like(ends)
+            for candidate in (ends, usual, labelled, labelled + 1):
+                candidate = candidate.minimum(replay.lengths)
+                then = probe.precise
+                if cause == causes.KEPT:
+                    prefix = replay.prompt_lengths + candidate - 1
+                    then = probe.forward_pass(probe.weights, old=weights, num_old=prefix)
+                tried = _merged(replay.positions < candidate[replay.rows], old, then)
+                closer = self._row_errors(tried, readout) < self._row_errors(best, readout)
+                best = _merged(closer[replay.rows], tried, best)
+                place = torch.where(closer, candidate, place)
+            best.causes, best.fitted = (cause,), 2
+            changed = (place > 0) & (place < replay.lengths)
+            late = (place - labelled)[changed & (labelled > 0)]
+            if len(late) and late.median() == 1:
+                best.causes += (causes.MISLABELLED,)
+            best.note = _described(place[changed].tolist(), len(place))
+            self._explain(best, [replace(readout, head=head) for head in probe.heads])
 
-    def _over_update(self, old: ForwardPass, place: Tensor, rows: Tensor) -> ForwardPass:
-        """Old values before `place` (B,), then new weights over old KV; for `rows` (B,) bool."""
+    def _row_errors(self, found: Pass, readout: Readout) -> Tensor:
+        """Mean |error| per sequence: (B,), 0 for one without known values."""
+        return self.replay.row_means(self.probe.error(found, readout).abs())
+
+    def _change_point(self, old: Pass, readout: Readout) -> Tensor:
+        """How many first tokens of each row are closer to the old weights' values: (B,)."""
         replay = self.replay
-        prefix = (replay.prompt_lengths + place - 1).masked_fill(~rows, replay.inputs.shape[1])
-        kept = self.probe.forward_pass(hidden=replay.hidden_over_old_kv(old.weights, prefix))
-        return _merged(replay.positions < place[replay.rows], old, kept)
-
-    def _row_errors(self, forward: ForwardPass, readout: Readout) -> Tensor:
-        """Mean |computed - reported| per sequence: (B,), 0 for one without known values."""
-        return self.replay.row_means(self.probe.error(forward, readout)).nan_to_num(0.0)
-
-    def _change_point(self, old: ForwardPass, other_error: Tensor | float,
-                      readout: Readout) -> Tensor:
-        """How many first tokens of each row have the old weights' values: (B,).
-
-        `other_error` is the |computed - reported| from which on the old weights do not explain a
-        token: (N,) or one.
-        """
-        replay = self.replay
-        gain = other_error - self.probe.error(old, readout)  # (N,) positive for the old weights
+        now, before = (self.probe.error(each, readout).abs() for each in (self.probe.precise, old))
+        gain = (now - before).nan_to_num(0.0).clamp(-1.0, 1.0)  # (N,) positive for the old weights
         table = gain.new_zeros(len(replay.lengths), int(replay.lengths.max()))
-        table[replay.rows, replay.positions] = gain.nan_to_num(0.0).clamp(-1.0, 1.0)
+        table[replay.rows, replay.positions] = gain
         # Of (B, T + 1): the gain of the first k tokens.
         return pad(table.cumsum(dim=1), (1, 0)).argmax(dim=1)
 
-    def _inside(self, place: Tensor) -> Tensor:
-        """Where an update before token `place` comes within the response: (B,) -> (B,) bool."""
-        return (place > 0) & (place < self.replay.lengths)
-
-    def _described(self, place: Tensor) -> str:
-        """The places of an in-flight update, for the verdict's sentence."""
-        places = place[self._inside(place)].tolist()
-        if not places:
-            return ""
-        spread = f"tokens {min(places)} to {max(places)}, mostly {mode(places)},"
-        where = spread if len(set(places)) > 1 else f"token {places[0]}"
-        return f"before {where} of the response in {len(places)} of {len(place)} requests"
-
-    # ------------------------------------------------------------------------------ tensors
-    def _tensors(self, updates: int, readout: Readout) -> None:
-        """Find the tensors that are still old: gradients rank them, recomputed values decide.
-
-        To first order the mismatch is the sum of the old tensors' effects. One backward pass gives
-        the effect of every tensor on one random projection of the tokens. The projections make a
-        sparse linear problem. Its greedy solutions of 1, 2, 4, ... tensors are recomputed exactly,
-        which costs O(log n) forward passes a round.
-        """
-        old, closest = frozenset(), self.probe.explain(self.probe.current, readout).noise.mean
-        for _ in range(MAX_ROUNDS):
-            ranked = self._ranked(old, updates, readout)
-            subsets = [old.symmetric_difference(ranked[: 2**power])
-                       for power in range(len(ranked).bit_length())]
-            tried = {subset: self._with_old(subset, updates, readout) for subset in subsets}
-            old = _fewest(tried) or min(tried, key=lambda subset: tried[subset].noise.mean)
-            if tried[old].fits or tried[old].noise.mean > 0.8 * closest:
-                break
-            closest = tried[old].noise.mean
-        if tried[old].fits:
-            for name in sorted(old) if len(old) <= 8 else ():  # is each of them needed?
-                if name in old and len(old) > 1:
-                    tried[old - {name}] = self._with_old(old - {name}, updates, readout)
-                    old = _fewest(tried)
-            self._explain([tried[old].forward])
-
-    def _with_old(self, old: frozenset[str], updates: int, readout: Readout) -> Explanation:
-        """The explanation by these old tensors, with the better of both head dtypes."""
-        probe = self.probe
-        named = causes.OLD_TENSORS.of(updates, ", ".join(sorted(old)))
-        some = {name: probe.earlier[updates][name] for name in old}
-        forward = probe.forward_pass(named, weights=some)
-        forward.num_tensors = len(old)
-        both = [probe.explain(forward, replace(readout, head=head)) for head in probe.heads]
-        return min(both, key=lambda e: (not e.fits, e.noise.mean))
-
-    def _ranked(self, old: frozenset[str], updates: int, readout: Readout) -> list[str]:
-        """Tensors whose exchange should explain the remaining mismatch, the best first."""
-        weights = self.probe.earlier[updates]
-        parameters = {name: each for name, each in self.probe.policy.model.named_parameters()
-                      if not torch.equal(each, weights[name])}
-        names = list(parameters)
-        moves = {name: weights[name].float() - each.detach().float()
-                 for name, each in parameters.items()}
-        steps = [-move if name in old else move for name, move in moves.items()]
-        remaining, effects = [], []  # one entry per random projection of the tokens
-        with torch.enable_grad(), self.replay.policy.using({name: weights[name] for name in old}):
-            for mismatch, signs in self._projections(readout):
-                remaining.append((signs * mismatch.detach()).sum())
-                gradients = torch.autograd.grad((signs * -mismatch).sum(),
-                                                list(parameters.values()), retain_graph=True,
-                                                allow_unused=True, materialize_grads=True)
-                pairs = zip(gradients, steps, strict=True)
-                effects.append(torch.stack([(each.float() * step).sum() for each, step in pairs]))
-        # (m,), (m, n)
-        remaining, effects = torch.stack(remaining).double(), torch.stack(effects).double()
-        chosen = []
-        while len(chosen) < len(names):  # matching pursuit with coefficients of one
-            # (n,) estimated |mismatch after the exchange|^2.
-            errors = (remaining[:, None] - effects).pow(2).sum(dim=0)
-            errors[chosen] = math.inf
-            best = int(errors.argmin())
-            if chosen and errors[best] >= remaining.pow(2).sum():
-                break
-            chosen.append(best)
-            remaining = remaining - effects[:, best]
-        return [names[index] for index in chosen]
-
-    def _projections(self, readout: Readout) -> Iterator[tuple[Tensor, Tensor]]:
-        """PROJECTIONS times: reported - computed in some sequences, and random signs."""
-        replay, sampling = self.replay, self.probe.distributions[readout.distribution][0]
-        reported, generator = self.probe.aligned(readout), torch.Generator().manual_seed(0)
-        groups = replay.split_rows(-(-len(replay.inputs) // 16))
-        for rows in groups:
-            tokens = torch.isin(replay.rows, rows).nonzero()[:, 0]
-            logits = self.probe.policy.logits(replay.hidden(rows), torch.float32)
-            logprobs, sampled = replay.logprobs(logits, sampling, tokens)
-            ours = sampled if readout.token == "sampled" else logprobs.amax(dim=-1)
-            mismatch = reported[tokens] - ours
-            mismatch = mismatch[mismatch.isfinite()]
-            for _ in range(-(-PROJECTIONS // len(groups))):
-                signs = torch.randint(2, mismatch.shape, generator=generator) * 2 - 1
-                yield mismatch, signs.to(mismatch)
-
     # ------------------------------------------------------------------------------ a few requests
     def _few_wrong(self) -> list[Explanation]:
-        """Explanations that hold for all but a few sequences, listed as wrong requests."""
-        found, most = [], 1 - FEW if self.probe.trace.events else FEW
-        for explanation in self.found.values():
-            wrong = explanation.wrong
-            if 0 < wrong.sum() <= most * len(wrong) and len(explanation.causes) < MAX_CAUSES:
-                residual = self.probe.residual(explanation.forward, explanation.readout)
-                rest = Noise.of(self.replay,
-                                residual.masked_fill(wrong[self.replay.rows], math.nan))
-                named = (*explanation.causes, causes.WRONG_REQUESTS)
-                found.append(replace(explanation, causes=named, apart=wrong, noise=rest,
-                                     wrong=torch.zeros_like(wrong)))
+        """Explanations that hold for at least half of the sequences; the others are listed."""
+        found = []
+        for each in list(self.found.values()):
+            if 0 < each.wrong.sum() <= 0.5 * len(each.wrong) and len(each.causes) < MAX_CAUSES:
+                few = self.probe.explain(each.found, each.readout, apart=each.wrong)
+                cause = causes.EXCHANGED if self._exchanged(each) else causes.WRONG_REQUESTS
+                found.append(replace(few, causes=(*each.causes, cause)))
         return found
 
+    def _exchanged(self, explanation: Explanation) -> bool:
+        """Does each wrong response follow from another wrong request's prompt?"""
+        rollouts, readout = self.probe.trace.rollouts, explanation.readout
+        wrong = explanation.wrong.nonzero()[:, 0].tolist()
+        if not 2 <= len(wrong) <= 16:
+            return False
+        pairs = [replace(rollouts[row], prompt_ids=rollouts[other].prompt_ids)
+                 for row, other in product(wrong, wrong)]
+        trace = replace(self.probe.trace, rollouts=pairs)
+        swapped = Probe(self.probe.policy, trace, [])
+        errors = self.replay_rows(swapped, readout).view(len(wrong), len(wrong))
+        return bool((errors.amin(dim=1) <= explanation.limit.of_one).all())
 
-def _merged(
-    first: Tensor, ours: ForwardPass, theirs: ForwardPass, *named: Cause, note: str = "",
-    fitted: int = 0,
-) -> ForwardPass:
+    @staticmethod
+    def replay_rows(probe: Probe, readout: Readout) -> Tensor:
+        return probe.replay.row_means(probe.error(probe.precise, readout).abs())
+
+
+def _described(places: list[int], requests: int) -> str:
+    """The places of an in-flight update, for the verdict's sentence."""
+    if not places:
+        return ""
+    spread = f"tokens {min(places)} to {max(places)}, mostly {mode(places)},"
+    where = spread if len(set(places)) > 1 else f"token {places[0]}"
+    return f"before {where} of the response in {len(places)} of {requests} requests"
+
+
+def _merged(first: Tensor, ours: Pass, theirs: Pass) -> Pass:
     """A pass with the values of `ours` where `first` (N,) is true, else of `theirs`."""
-    values = {key: torch.where(first, ours.values[key], theirs.values[key]) for key in ours.values}
-    return ForwardPass(named, None, None, values, note=note, fitted=fitted)
-
-
-def _fewest(tried: dict[frozenset[str], Explanation]) -> frozenset[str] | None:
-    """The smallest set that fits whose mismatch is within rms / sqrt(tokens) of the least."""
-    fits = {subset: explanation.noise for subset, explanation in tried.items() if explanation.fits}
-    least = min(fits.values(), key=lambda noise: noise.mean, default=None)
-    close = [subset for subset, noise in fits.items()
-             if noise.mean <= least.mean + least.rms / least.tokens**0.5]
-    return min(close, key=lambda subset: (len(subset), fits[subset].mean), default=None)
+    return Pass({key: torch.where(first, ours.values[key], theirs.values[key])
+                 for key in ours.values})

@@ -1,0 +1,157 @@
+"""The trainer's values of a trace's tokens, in its own arithmetic and in twice its precision.
+
+All values are flat: N response tokens of B sequences, row after row. Log-probabilities in nats.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from extras.masks import masked_logits
+from probe.noise import precisely
+from probe.traces import Trace
+from rl import Policy, make_batch
+from sampling import Sampling
+
+MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
+NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+Weights = dict[str, Tensor]  # a version of the trainer's weights, by parameter name
+
+
+def has_penalties(sampling: Sampling) -> bool:
+    return replace(sampling, **NO_PENALTIES) != sampling
+
+
+def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts: Tensor) -> Tensor:
+    """The logits vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
+
+    Shapes: logits (N, V); in_prompt (N, V) bool; counts (N, V), how often each token has been
+    sampled so far -> (N, V), -inf where cut off. `in_prompt` and `counts` are used only with
+    penalties.
+    Source: vLLM's v1/sample/sampler.py.
+    """
+    if has_penalties(sampling):
+        repetition, counts = sampling.repetition_penalty, counts.to(logits.dtype)
+        sampled = (counts > 0).to(logits.dtype)
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(in_prompt | (counts > 0), repeated, logits)
+        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * sampled
+    if sampling.temperature == 0:  # greedy: no temperature, no mask
+        return logits
+    return masked_logits(logits / sampling.temperature, sampling)
+
+
+class Replay:
+    """Forward passes of the trainer over a trace's tokens, with any version of its weights.
+
+    Raises: ValueError if a token id is outside the model's vocabulary.
+    """
+
+    def __init__(self, policy: Policy, trace: Trace):
+        self.policy, self.device = policy, policy.device
+        self.batch = batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)), self.device)
+        self.inputs, self.response = batch.inputs, batch.mask > 0  # (B, L)
+        vocabulary = policy.head.weight.shape[0]
+        largest = max(max(r.prompt_ids + r.token_ids) for r in trace.rollouts)
+        if largest >= vocabulary:
+            raise ValueError(f"tokens must be below the model's vocabulary of {vocabulary},"
+                             f" {trace.name} has {largest}")
+        self.rows, columns = self.response.nonzero(as_tuple=True)  # (N,) row of each token
+        self.prompt_lengths = batch.prompt_lengths.to(self.device)
+        self.positions = columns - self.prompt_lengths[self.rows] + 1  # (N,) from 0 in the response
+        self.targets = batch.targets[self.response]  # (N,)
+        # Not from the batch, whose log-probabilities are float32. NaN is allowed here.
+        reported = [value for rollout in trace.rollouts for value in rollout.logprobs]
+        self.reported = torch.tensor(reported, dtype=torch.float64, device=self.device)  # (N,)
+        self.lengths = torch.bincount(self.rows, minlength=len(trace.rollouts))  # (B,)
+        self.rows_per_pass = max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
+        self.forwards = 0  # forward passes over the whole trace so far
+
+    # ------------------------------------------------------------------------------ hidden states
+    def as_trained(self) -> Tensor:
+        """Last hidden states at the response tokens, as the policy's own body has them: (N, H)."""
+        self.forwards += 1
+        parts = torch.arange(len(self.inputs)).split(self.rows_per_pass)
+        batches = [self.batch.rows(rows) for rows in parts]
+        return torch.cat([self.policy.body(batch, batch.mask > 0) for batch in batches])
+
+    def precise(self, weights: Weights, old: Weights | None = None,
+                num_old: Tensor | None = None) -> Tensor:
+        """Hidden states in the precision of `weights`: (N, H).
+
+        With `old`, the KV cache of row b's first `num_old[b]` inputs, (B,), is that of old weights.
+        Tokens predicted from within these inputs get zeros.
+        """
+        from transformers import DynamicCache
+
+        self.forwards += 1 + (old is not None)
+        if num_old is None:
+            num_old = torch.zeros_like(self.lengths)
+        model, longest = self.policy.model, self.inputs.shape[1]
+        name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+        kind = next(iter(weights.values())).dtype
+        hidden = torch.zeros(*self.inputs.shape, self.policy.head.weight.shape[1], dtype=kind,
+                             device=self.device)
+        with precisely(self.policy, weights):
+            for prefix in num_old[num_old < longest].unique().tolist():
+                for rows in (num_old == prefix).nonzero()[:, 0].split(self.rows_per_pass):
+                    ids, cached = self.inputs[rows], {}
+                    if prefix:
+                        cached = {name: DynamicCache(config=model.config), "use_cache": True}
+                        with self.policy.using(old):
+                            model.base_model(input_ids=ids[:, :prefix], **cached)
+                    states = model.base_model(input_ids=ids[:, prefix:],
+                                              **cached or {"use_cache": False})
+                    hidden[rows, prefix:] = states.last_hidden_state
+        return hidden[self.response]
+
+    # ------------------------------------------------------------------------- log-probabilities
+    def logits(self, hidden: Tensor, head: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """(N, H) -> chunks of (indices (n,), logits (n, V)), from a head in a dtype."""
+        rows = max(1, self.policy.chunk_elements // self.policy.head.weight.shape[0])
+        for chunk in torch.arange(len(hidden), device=self.device).split(rows):
+            if hidden.dtype == torch.float64:
+                yield chunk, self._float64_logits(hidden[chunk])
+            else:
+                yield chunk, self.policy.logits(hidden[chunk], head)
+
+    def _float64_logits(self, hidden: Tensor) -> Tensor:
+        """(n, H) -> (n, V): rl.Projection computes in fp32 at most."""
+        policy = self.policy
+        bias = 0.0 if policy.head_bias is None else policy.head_bias
+        logits = hidden @ policy.head.weight.T + bias
+        if policy.softcap is not None:
+            logits = policy.softcap * torch.tanh(logits / policy.softcap)
+        return policy.scale * logits
+
+    def logprobs(self, logits: Tensor, sampling: Sampling, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """After `process_logits`: (n, V), indices (n,) -> (n, V), and of the sampled ids (n,)."""
+        in_prompt = counts = logits  # not used without penalties
+        if has_penalties(sampling):
+            in_prompt, counts = self._seen(tokens, logits.shape[1])
+        logprobs = process_logits(logits, sampling, in_prompt, counts).log_softmax(dim=-1)
+        return logprobs, logprobs.gather(-1, self.targets[tokens, None])[:, 0]
+
+    def _seen(self, tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """Ids before each token: in the prompt (n, V) bool, times sampled so far (n, V)."""
+        rows = self.rows[tokens]
+        ids, first = self.inputs[rows], self.prompt_lengths[rows, None]  # (n, L), (n, 1)
+        columns = torch.arange(ids.shape[1], device=self.device)
+        in_prompt = columns < first
+        sampled = ~in_prompt & (columns < first + self.positions[tokens, None])
+        zeros = torch.zeros(len(tokens), vocabulary, device=self.device)
+        seen = zeros.scatter_add(1, ids, in_prompt.float()) > 0
+        return seen, zeros.scatter_add(1, ids, sampled.float())
+
+    # ------------------------------------------------------------------------------ per sequence
+    def row_sums(self, values: Tensor) -> Tensor:
+        """Sums over the tokens of each row: (N,) -> (B,)."""
+        return values.new_zeros(len(self.lengths)).index_add(0, self.rows, values)
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """Means of (N,) over the tokens of each row without NaN: (B,), 0 for a row of NaN."""
+        known = ~values.isnan()
+        sums = self.row_sums(values.masked_fill(~known, 0.0))
+        return sums / self.row_sums(known.to(values.dtype)).clamp(min=1)

@@ -2,21 +2,20 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine
+from engine_adapter import Engine, Rollout, Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Replay, Weights
-from probe.search import Explanation, Probe, Search
+from probe.search import Explanation, Probe, Readout, Search
 from probe.traces import Trace, save_trace
 from rl import Policy
-from sampling import Rollout, Sampling
 
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
 
@@ -144,34 +143,33 @@ def diagnose(
 
 def _causes(probe: Probe, best: Explanation, start: Explanation) -> list[Cause]:
     """The causes of an explanation that fits, and what settings and versions add."""
-    in_engine = causes.HEAD in best.causes
-    in_trainer = probe.trainer.head != "float32"
-    named = [cause for cause in best.causes if cause != causes.HEAD]
+    in_engine, in_trainer = best.readout.head != "float32", probe.trainer.head != "float32"
+    reported, scored = (probe.distributions[each.distribution][1]
+                        for each in (best.readout, probe.trainer))
+    named = [cause for cause in best.causes if cause not in (causes.HEAD, scored)]
     if in_engine or in_trainer:
         sides = {(True, False): "in the engine", (False, True): "in the trainer"}
         named.append(causes.HEAD.of(sides.get((in_engine, in_trainer), "on both sides")))
-    alone, cause = probe.distributions[probe.trainer.distribution]
-    if cause is not None and best.readout.distribution == "processed":
-        named.append(cause)  # the engine reports the mask, the trainer has none
+    if scored and not reported:
+        named.append(scored)  # the engine reports the mask, the trainer has none
     moved = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in probe.earlier
              if (probe.labels == probe.version - updates).double().mean() > 0.5}
     return [moved.get(cause, cause) for cause in named]
 
 
 # ---------------------------------------------------------------------------------- by token
-def by_token(probe: Probe) -> dict[str, Any]:
-    """|trainer as it is - reported| of the finite tokens, in nats, as JSON values.
+def by_token(probe: Probe, ours: Tensor, trainer_error: Tensor) -> dict[str, Any]:
+    """|trainer - reported| and the trainer's error of the finite tokens, in nats, as JSON values.
 
-    In ten bins of equal numbers of tokens (equal values are in one bin), tails, and worst tokens.
+    In ten bins of equal numbers of tokens (equal values are in one bin), and the worst tokens.
     """
-    replay, readout = probe.replay, probe.trainer
-    ours, second = (each.logprobs(readout) for each in (probe.current, probe.second))
+    replay, readout, tables = probe.replay, probe.trainer, {}
     sampling, _ = probe.distributions[readout.distribution]
     entropy = [torch.special.entr(replay.logprobs(logits, sampling, chunk)[0].exp()).sum(dim=-1)
-               for chunk, logits in replay.logits(probe.current.hidden, probe.heads[readout.head])]
+               for chunk, logits in replay.logits(probe.hidden, probe.heads[readout.head])]
     columns = {"position": replay.positions, "prompt length": replay.prompt_lengths[replay.rows],
                "probability": ours.exp(), "entropy": torch.cat(entropy)}
-    size, floor, tables = probe.residual(probe.current, readout).abs(), (ours - second).abs(), {}
+    size = (ours - probe.reported).abs()
     known = size.isfinite()
     for name, column in columns.items():
         values = column.double()
@@ -179,45 +177,33 @@ def by_token(probe: Probe) -> dict[str, Any]:
         bins = torch.bucketize(values, edges, right=True)
         parts = [known & (bins == each) for each in bins[known].unique()]
         tables[name] = [{"from": values[part].min().item(), "tokens": int(part.sum()),
-                         "mismatch": size[part].mean().item(), "floor": floor[part].mean().item()}
+                         "mismatch": size[part].mean().item(),
+                         "trainer_error": trainer_error[part].abs().mean().item()}
                         for part in parts]
-    tails = {times: (size[known] > times * size[known].mean()).double().mean().item()
-             for times in (10, 100)}
     order = size.masked_fill(~known, -1.0).argsort(descending=True)[:known.sum()]
     worst = [{"request": int(replay.rows[token]), "position": int(replay.positions[token]),
               "trainer": ours[token].item(), "reported": probe.reported[token].item()}
              for token in order[:10]]
-    return {"tables": tables, "tails": tails, "worst": worst}
-
-
-def print_tokens(tokens: dict[str, Any]) -> None:
-    for name, bins in tokens["tables"].items():
-        print(f"{f'by {name}, from':<24}", *(f"{each['from']:8.3g}" for each in bins))
-        for figure in ("mismatch", "floor"):
-            print(f"{figure:>24}", *(f"{each[figure]:8.1e}" for each in bins))
-    for times, share in tokens["tails"].items():
-        print(f"tokens above {times} times the mean: {share:.2%}")
-    print("worst tokens (request, position: trainer, reported):", "; ".join(
-        "{request}, {position}: {trainer:.4f}, {reported:.4f}".format(**each)
-        for each in tokens["worst"]))
+    return {"tables": tables, "worst": worst}
 
 
 # ---------------------------------------------------------------------------------- output
 def print_verdict(verdict: Verdict) -> None:
     """Print the tables, the sentence, and how far the values of the trace's own trainer are."""
-    print(f"\n{verdict.trace.name}: {verdict.start.noise.tokens} tokens, {verdict.replay.forwards}"
-          " forward passes")
-    print(f"{'hypothesis':<72} {'mean':>8} {'RMS':>8} {'max':>8} {'k3':>8} {'floor':>8}"
-          f" {'explains':>8}")
-    for name, each in [("the trainer as it is", verdict.start),
-                       *((each.name, each) for each in verdict.table)]:
-        short = name if len(name) <= 70 else name[:69] + "…"
+    print(f"\n{verdict.trace.name}: {verdict.sizes['tokens']} tokens,"
+          f" {verdict.replay.forwards} forward passes")
+    print(f"{'hypothesis':<72} {'error':>8} {'limit':>8}")
+    for each in verdict.table:
         mark = "*" if each is verdict.best and each.fits else " "
-        figures = (each.noise.mean, each.noise.rms, each.noise.max, each.noise.k3, each.floor.mean)
-        print(f"{mark}{short:<71} {' '.join(f'{figure:8.1e}' for figure in figures)}"
-              f" {each.share(verdict.start):8.0%}")
-    print_tokens(verdict.tokens)
-    print(f"=> {verdict.sentence}", *verdict.under_pressure, sep="\n   ", flush=True)
+        print(f"{mark}{each.name[:70]:<71} {each.mean:8.1e} {each.limit.of_mean():8.1e}")
+    for name, bins in verdict.tokens["tables"].items():
+        print(f"{f'by {name}, from':<24}", *(f"{each['from']:8.3g}" for each in bins))
+        for figure in ("mismatch", "trainer_error"):
+            print(f"{figure.replace('_', ' '):>24}", *(f"{each[figure]:8.1e}" for each in bins))
+    print("worst tokens (request, position: trainer, reported):", "; ".join(
+        "{request}, {position}: {trainer:.4f}, {reported:.4f}".format(**each)
+        for each in verdict.tokens["worst"]))
+    print(f"=> {verdict.sentence}", flush=True)
     if verdict.trace.trainer_logprobs:
         own = torch.tensor(list(chain(*verdict.trace.trainer_logprobs)), dtype=torch.float64)
         reported, recomputed = ((own - other.cpu()).abs().nanmean().item()
@@ -227,23 +213,18 @@ def print_verdict(verdict: Verdict) -> None:
 
 
 def plot_verdict(verdict: Verdict, path: str) -> None:
-    """Plot the mismatch by bins of tokens, its histogram, and one side against the other."""
+    """Plot the mismatch by bins of tokens, and one side against the other."""
     from matplotlib.figure import Figure
 
-    replay, mismatch = verdict.replay, (verdict.logprobs - verdict.replay.reported).abs()
-    columns = (mismatch.clamp(min=1e-9), verdict.logprobs, replay.reported)  # log axes have no 0
-    size, ours, reported = (column[mismatch.isfinite()].cpu() for column in columns)
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    *panels, histogram, scatter = figure.subplots(2, 3).flat
+    figure = Figure(figsize=(16, 4), layout="constrained")
+    *panels, scatter = figure.subplots(1, 5)
     for axes, (name, bins) in zip(panels, verdict.tokens["tables"].items(), strict=True):
-        for kind, color in (("mismatch", "tab:blue"), ("floor", "tab:green")):
-            means = [max(each[kind], 1e-9) for each in bins]
-            axes.semilogy([each["from"] for each in bins], means, "o-", color=color, label=kind)
+        for kind in ("mismatch", "trainer_error"):
+            means = [max(each[kind], 1e-9) for each in bins]  # log axes have no 0
+            axes.semilogy([each["from"] for each in bins], means, "o-", label=kind)
         axes.set(title="mean, nats", xlabel=f"{name}, from")
     panels[0].legend()
-    histogram.hist(size.log10(), bins=60, log=True)
-    histogram.set(title="tokens", xlabel="log10 |mismatch|, nats")
-    scatter.plot(reported, ours, ".", markersize=2)
+    scatter.plot(verdict.replay.reported.cpu(), verdict.logprobs.cpu(), ".", markersize=2)
     scatter.axline((0, 0), slope=1, color="tab:green")
     scatter.set(title="log-probabilities, nats", xlabel="reported", ylabel="trainer")
     figure.suptitle(f"{verdict.trace.name}: {verdict.blamed}"[:150])
@@ -251,8 +232,6 @@ def plot_verdict(verdict: Verdict, path: str) -> None:
 
 
 # ---------------------------------------------------------------------------------- a live engine
-PROBE_REQUESTS = 128  # over the problems of a step: repeated prompts show a stale prefix cache
-
 # Metrics of a step, of its rollouts with current weights, and the values above which train.py
 # probes the engine (--probe-on-alarm).
 ALARMS = {
@@ -292,45 +271,56 @@ def sample_trace(engine: Engine, prompts: list[list[int]], sampling: Sampling,
 
 
 class StepProbe:
-    """Observes the steps of train.py: `probe_step` with the weights before each."""
+    """Observes the steps of train.py: probes what a step has sampled, and asks the engine nothing.
+
+    The rollouts that the weights before the update have sampled alone are compared with these
+    weights, and with those one update earlier. So a probed run is the run without the probe.
+    """
 
     def __init__(self, run: Any, state: Any):
-        self.run, self.state, self.earlier = run, state, state.policy.copied_weights()
+        self.run, self.policy, self.engine = run, state.policy, state.engine
+        self.weights: list[Weights] = [self.policy.copied_weights()]  # before the update, and older
 
     def __call__(self, step: Any) -> dict[str, str]:
-        status = probe_step(self.run, self.state, step.metrics, step.problems, self.earlier)
-        self.earlier = self.state.policy.copied_weights()
+        """The status for the step's metrics, {} without a probe.
+
+        A step is probed if it is planned or its metrics exceed ALARMS. Writes step_N.npz (the
+        trace), .png and .json (the verdict) to the run's folder `probe` and prints a line.
+        """
+        measure, alarm = self.run.config.measure, []
+        if measure.probe_on_alarm:
+            alarm = alarms(step.metrics, self.run.config.grpo.clip[1])
+        every = measure.probe_every
+        status = {}
+        if alarm or (every and (step.metrics["step"] - 1) % every == 0):
+            status = self._probe(step, f"alarm of {', '.join(alarm)}" if alarm else "as planned")
+        self.weights = [self.policy.copied_weights(), self.weights[0]]
         return status
 
+    def _probe(self, step: Any, why: str) -> dict[str, str]:
+        run, number, current = self.run, step.metrics["step"], step.current
+        rollouts = [_sampled_part(rollout) for rollout, mask
+                    in zip(current.rollouts, current.mask, strict=True) if mask.any()]
+        if not rollouts:
+            print(f"probe of step {number} ({why}): no rollout of the weights before it alone")
+            return {"probe": "no rollouts"}
+        trace = as_trace(self.engine, rollouts, replace(run.sampling, max_kept=0))
+        scored = "processed" if run.sampling.max_kept else "temperature"
+        weights, *earlier = self.weights
+        with self.policy.using(weights):
+            verdict = diagnose(self.policy, trace, earlier, rollouts[0].versions[0], scored)
+        path = run.out / "probe" / f"step_{number:06d}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_trace(f"{path}.npz", trace)
+        plot_verdict(verdict, f"{path}.png")
+        record = {"step": number, "why": why} | verdict.record()
+        path.with_suffix(".json").write_text(json.dumps(record, indent=1))
+        print(f"probe of step {number} ({why}): {verdict.headline}", flush=True)
+        return {"probe": verdict.status}
 
-def probe_step(run: Any, state: Any, metrics: dict[str, Any], problems: list[Any],
-               earlier: Weights) -> dict[str, str]:
-    """Probe the engine after a step, if it is planned or its metrics exceed ALARMS.
 
-    PROBE_REQUESTS responses over the step's problems. `run` and `state` are a prepare.Run and its
-    TrainingState; `earlier` are the policy's weights before the step's update. Writes step_N.npz
-    (the trace), .png and .json (the verdict) to the run's folder `probe` and prints a line. Returns
-    the status for the step's metrics, {} without a probe.
-    """
-    config, engine = run.config, state.engine
-    step, alarm = metrics["step"], []
-    if config.measure.probe_on_alarm:
-        alarm = alarms(metrics, config.grpo.clip[1])
-    planned = config.measure.probe_every and (step - 1) % config.measure.probe_every == 0
-    if not (alarm or planned):
-        return {}
-    why = f"alarm of {', '.join(alarm)}" if alarm else "as planned"
-    prompts = [problem.prompt_ids for problem in islice(cycle(problems), PROBE_REQUESTS)]
-    seeds = [2**20 * config.run.seed + PROBE_REQUESTS * step + index
-             for index in range(PROBE_REQUESTS)]
-    trace = sample_trace(engine, prompts, replace(run.sampling, max_kept=0), seeds)
-    scored = "processed" if run.sampling.max_kept else "temperature"
-    verdict = diagnose(state.policy, trace, [earlier], engine.weight_version, scored)
-    path = run.out / "probe" / f"step_{step:06d}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_trace(f"{path}.npz", trace)
-    plot_verdict(verdict, f"{path}.png")
-    path.with_suffix(".json").write_text(json.dumps({"step": step, "why": why} | verdict.record(),
-                                                    indent=1))
-    print(f"probe after step {step} ({why}): {verdict.headline}", flush=True)
-    return {"probe": verdict.status}
+def _sampled_part(rollout: Rollout) -> Rollout:
+    """The response up to the first word of an environment, which the engine did not sample."""
+    end = rollout.trained.index(False) if False in rollout.trained else None
+    return replace(rollout, token_ids=rollout.token_ids[:end], logprobs=rollout.logprobs[:end],
+                   versions=rollout.versions[:end], trained=[])

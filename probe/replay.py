@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine_adapter import Sampling
 from extras.masks import masked_logits
 from probe.noise import precisely
 from probe.traces import Trace
 from rl import Policy, make_batch
-from sampling import Sampling
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
@@ -51,7 +51,7 @@ class Replay:
 
     def __init__(self, policy: Policy, trace: Trace):
         self.policy, self.device = policy, policy.device
-        self.batch = batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)), self.device)
+        self.batch = batch = make_batch(trace.rollouts, self.device)
         self.inputs, self.response = batch.inputs, batch.mask > 0  # (B, L)
         vocabulary = policy.head.weight.shape[0]
         largest = max(max(r.prompt_ids + r.token_ids) for r in trace.rollouts)
@@ -75,7 +75,7 @@ class Replay:
         self.forwards += 1
         parts = torch.arange(len(self.inputs)).split(self.rows_per_pass)
         batches = [self.batch.rows(rows) for rows in parts]
-        return torch.cat([self.policy.body(batch, batch.mask > 0) for batch in batches])
+        return torch.cat([self.policy.body(self.policy, each, each.mask > 0) for each in batches])
 
     def precise(self, weights: Weights, old: Weights | None = None,
                 num_old: Tensor | None = None) -> Tensor:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine_adapter import Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.noise import twice_precise
 from probe.replay import NO_PENALTIES, Replay, Weights
 from probe.traces import Trace
 from rl import Policy
-from sampling import Sampling
 
 TIMES, SPREADS = 1.3, 3.0  # see Limit
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
@@ -140,7 +140,8 @@ class Probe:
         self.trainer = Readout("temperature" if "temperature" in self.distributions else "processed",
                                head="float32" if policy.fp32_head else list(self.heads)[-1])
         self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
-        self.current = Pass(self.read(self.replay.as_trained()))
+        self.hidden = self.replay.as_trained()  # (N, H)
+        self.current = Pass(self.read(self.hidden))
         self.weights = twice_precise(policy)
         self.precise = self.forward_pass(self.weights)
 

@@ -1,13 +1,12 @@
 """Measure the mismatch between engine and trainer on the same tokens, and name the layer that
 causes it.
 
-Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse;
-never for locate), 2 bad input, 3 the probe itself failed.
+Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse),
+2 bad input, 3 the probe itself failed.
 """
 
 import json
 import math
-import shlex
 import sys
 import traceback
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,12 @@ import tyro
 from config import COUNT, ParityFlags, Rule
 from engine_adapter import Engine, Sampling
 from examples.record_vllm import weights_of
-from probe import stress
-from probe.compare import change, same_workload
+from probe.compare import change, cut_alike, same_workload
 from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
 from probe.layers import compare_layers, plot_layers, print_layers
-from probe.locate import locate
-from probe.traces import Trace, Weights, load_traces, save_trace
+from probe.replay import Weights
+from probe.stress import sample_under_pressure, start_engine
+from probe.traces import Trace, load_traces, save_trace
 from records import one_line, stage
 from rl import Policy
 
@@ -43,8 +42,7 @@ class Workload:
     num_prompts: int = 64  # Concurrent requests.
     # Shortest and longest prompt, in tokens; lengths are uniform between the two.
     prompt_tokens: tuple[int, int] = (4, 48)
-    # Seed of the prompts; request i is sampled with the seed 1000 (seed + 1) + i (with --stress
-    # without a seed).
+    # Of the prompts; request i has the seed 1000 (seed + 1) + i (with --stress none).
     seed: int = 0
     # The fixes; sampling_mask has no effect.
     parity: ParityFlags = field(default_factory=ParityFlags)
@@ -57,18 +55,27 @@ class Workload:
         ordered.check(self, "prompt_tokens")
         Rule("at most 2, vLLM's range", lambda each: each <= 2).check(self.sampling, "temperature")
 
-    def requests(
-        self, vocabulary: int, every_fourth_short: bool = False
-    ) -> tuple[list[list[int]], list[int]]:
+    def requests(self, vocabulary: int) -> tuple[list[list[int]], list[int]]:
         """Prompts of random tokens, and the seeds of their responses."""
         generator = torch.Generator().manual_seed(self.seed)
         low, high = self.prompt_tokens
         lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
-        if every_fourth_short:
-            lengths = [length if index % 4 else 1 for index, length in enumerate(lengths)]
         prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist()
                    for length in lengths]
         return prompts, [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
+
+    def both_sides(self, stress: bool = False) -> tuple[Policy, Engine]:
+        """The trainer, and an engine that holds its weights."""
+        policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
+        contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+        longest = self.prompt_tokens[1]
+        whole = longest + self.sampling.max_new_tokens
+        start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype,
+                        seed=self.seed)
+        engine = start_engine(start, longest, whole) if stress else start(max_model_len=whole)
+        engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
+        engine.load(policy.weights(), policy.response_logprobs)
+        return policy, engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,62 +85,21 @@ class Record(Workload):
     out: str  # Output file for the trace, .npz.
     # Put the engine under pressure: preemptions, prompts in chunks, aborts, loads in between.
     stress: bool = False
-    # Sample this request of the workload alone: the same prompt and engine settings.
-    only: int | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.only is not None and not 0 <= self.only < self.num_prompts:
-            raise ValueError(f"only must be a request of the workload, in [0, {self.num_prompts}),"
-                             f" got {self.only}")
-
-    def run(self, words: list[str]) -> int:
+    def run(self) -> int:
         check_writable(self.out)
-        policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
-        contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-        longest = self.prompt_tokens[1]
-        whole = longest + self.sampling.max_new_tokens
-        start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype,
-                        seed=self.seed)
-        under_pressure = partial(stress.start_engine, start, longest, whole)
-        engine = under_pressure() if self.stress else start(max_model_len=whole)
-        engine.load(policy.weights(), policy.response_logprobs)
-        prompts, seeds = self.requests(policy.head.weight.shape[0], every_fourth_short=self.stress)
-        alone = self.only is not None
-        if alone:
-            prompts, seeds = [prompts[self.only]], [seeds[self.only]]
-        if not self.stress:
-            trace = sample_trace(engine, prompts, self.sampling, seeds)
+        policy, engine = self.both_sides(self.stress)
+        prompts, seeds = self.requests(policy.head.weight.shape[0])
+        if self.stress:
+            rollouts, met = sample_under_pressure(engine, policy, prompts, self.sampling, self.seed)
+            trace = as_trace(engine, rollouts, self.sampling, stress=dict(met))
+            print(", ".join(f"{number} {what}" for what, number in met.items()))
         else:
-            run = stress.StressRun(engine, policy, prompts, self.sampling, self.seed)
-            trace = as_trace(engine, run.run(alone), self.sampling)
-            if alone:  # not under pressure
-                print(f"request {self.only} alone: {run.rows[0].events}")
-            else:
-                print(", ".join(f"{number} {what}" for what, number in run.totals.items()))
-                trace.meta.update(stress=run.meta(), command=shlex.join(words))
+            trace = sample_trace(engine, prompts, self.sampling, seeds)
         engine.close()
         save_trace(self.out, trace)
         tokens = sum(len(rollout.token_ids) for rollout in trace.rollouts)
         print(f"{self.out}: {tokens} tokens, vLLM {trace.meta['vllm']}")
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Locate(Workload):
-    """Tell whether a mismatch comes from the model's code, from attention or from batching."""
-
-    def run(self, _words: list[str]) -> int:
-        policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
-        prompts, seeds = self.requests(policy.head.weight.shape[0])
-        longest = self.prompt_tokens[1] + self.sampling.max_new_tokens
-        steps, sentence = locate(policy, self.model, self.parity, prompts, seeds, self.sampling,
-                                 seed=self.seed, max_model_len=longest)
-        print(f"{'recording, trainer':<40} {'mean':>8} {'max':>8} {'differ':>8}")
-        for title, mismatch in steps.items():
-            print(f"{title:<40} {mismatch.mean():8.1e} {mismatch.max():8.1e}"
-                  f" {(mismatch > 0).double().mean():8.1%}")
-        print(f"=> {sentence}")
         return 0
 
 
@@ -145,15 +111,9 @@ class Layers(Workload):
     json: str | None = None  # Write the figures of each place to this file.
     plot: str | None = None  # Write a heat map, places by positions, to this file.
 
-    def run(self, _words: list[str]) -> int:
+    def run(self) -> int:
         check_writable(self.json, self.plot)
-        policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
-        contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-        longest = self.prompt_tokens[1] + self.sampling.max_new_tokens
-        engine = Engine(self.model, contract, self.parity, dtype=policy.model.dtype,
-                        seed=self.seed, max_model_len=longest)
-        engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
-        engine.load(policy.weights(), policy.response_logprobs)
+        policy, engine = self.both_sides()
         requests = self.requests(policy.head.weight.shape[0])
         rows, sentence = compare_layers(policy, engine, *requests, self.sampling)
         engine.close()
@@ -171,7 +131,7 @@ class Diagnose:
     """Name layer, cause and repair of the mismatch in traces, or list what was excluded."""
 
     model: str  # Folder or hub name of the trainer's weights.
-    # Trace files, .npz or .json; docs/trace-format.md has the layout.
+    # Trace files, .npz or .json; docs/audit.md has the layout.
     traces: tyro.conf.Positional[tuple[str, ...]]
     group: str | None = None  # Diagnose only this group of the traces.
     # Folders with the trainer's weights 1, 2, ... updates back, newest first.
@@ -187,7 +147,7 @@ class Diagnose:
     plot: str | None = None  # Write a plot of the last trace to this file.
     brief: bool = False  # Print one line per group, without the table.
 
-    def run(self, _words: list[str]) -> int:
+    def run(self) -> int:
         if not self.traces:
             raise ValueError("traces must be at least one file, got none")
         check_writable(self.json, self.plot)
@@ -228,14 +188,14 @@ class Diagnose:
 class Compare:
     """Compare two traces of one workload, before and after an upgrade."""
 
-    # Before and after, .npz or .json (docs/trace-format.md).
+    # Before and after, .npz or .json (docs/audit.md).
     traces: tyro.conf.Positional[tuple[str, str]]
     model: str  # Folder or hub name of the weights that both engines had.
     group: str | None = None  # Compare only this group; if not given, every group.
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, that of each trace.
     json: str | None = None  # Write both verdicts of each group to this file.
 
-    def run(self, _words: list[str]) -> int:
+    def run(self) -> int:
         check_writable(self.json)
         before, after = map(load_traces, self.traces)
         pairs = same_workload(before, after, self.group)
@@ -243,12 +203,12 @@ class Compare:
         records = []
         for pair in pairs:
             verdicts = []
-            for path, trace in zip(self.traces, pair, strict=True):
+            for path, trace in zip(self.traces, cut_alike(*pair), strict=True):
                 trainer = policy(check_dtype(self.dtype or trace.meta.get("dtype", "float32")))
                 check_model(trainer, trace, self.model)
                 verdicts.append(diagnose(trainer, trace))
                 print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
-            records.append(change(*verdicts))
+            records.append(change(*verdicts, pair))
             print(f"=> {records[-1]['sentence']}", flush=True)
         first, second = ({trace.name for trace in traces} for traces in (before, after))
         for name in sorted(first ^ second if self.group is None else ()):
@@ -300,12 +260,11 @@ def check_writable(*paths: str | None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     try:
-        commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "locate": Locate,
-                    "layers": Layers}
+        commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "layers": Layers}
         words = sys.argv[1:] if arguments is None else arguments
         command = tyro.extras.subcommand_cli_from_dict(
             commands, prog="python -m probe", description=__doc__, args=words)
-        status = command.run(words)
+        status = command.run()
     except ValueError as error:
         print("error:", one_line(error).removeprefix("ValueError: "), file=sys.stderr)
         status = 2

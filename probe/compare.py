@@ -4,19 +4,23 @@ from dataclasses import replace
 from typing import Any
 
 from probe.diagnose import Verdict
+from probe.search import TIMES
 from probe.traces import SECTIONS, Trace
 
 ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
-GREW = 1.5  # times the floor, or the tokens that one side rules out; below is noise
+GREW = 1.5  # times the trainer's error, above which it has grown
 FIRST = ("vllm", "engine", "logprobs_mode", "head", "head_dtype", "enable_prefix_caching",
          "prefix_caching", "async_scheduling", "dtype", "torch", "transformers")
 NOT_COMPARED = ("groups", "format", "args", "engine_args", "workload", "not_read", "seeds", "v0",
-                "model", "stress", "command")
+                "model", "stress")
 
 
-def change(one: Verdict, two: Verdict) -> dict[str, Any]:
-    """The verdicts on one group of two traces as JSON values, with a sentence."""
-    larger = two.start.noise.mean > one.start.noise.mean
+def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> dict[str, Any]:
+    """The verdicts on one group of two traces as JSON values, with a sentence.
+
+    They are of the tokens that both traces have (`cut_alike`); `whole` are the traces themselves.
+    """
+    larger = two.sizes["engine_error"] > one.sizes["engine_error"]
     only_named = one.status == "unexplained" and larger
     word = "unchanged"
     if is_worse(one, two):
@@ -24,35 +28,56 @@ def change(one: Verdict, two: Verdict) -> dict[str, Any]:
     elif is_worse(two, one) and not only_named:
         word = "better"
     became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
-    grew = " grew" if two.start.floor.mean > GREW * one.start.floor.mean else ""
-    figures = [f"{getattr(one.start, kind).mean:.1e} -> {getattr(two.start, kind).mean:.1e}"
-               for kind in ("noise", "floor")]
+    grew = two.sizes["trainer_error"] > GREW * one.sizes["trainer_error"]
+    figures = {name: f"{one.sizes[name]:.1e} -> {two.sizes[name]:.1e}"
+               for name in ("mismatch", "engine_error", "trainer_error")}
     broken = ""
-    if num_broken(one) or num_broken(two):
-        broken = f", values that are not finite {num_broken(one)} -> {num_broken(two)}"
+    if one.requests["not finite"] or two.requests["not finite"]:
+        counts = (each.sizes["not_finite"] for each in (one, two))
+        broken = ", values that are not finite {} -> {}".format(*counts)
+    left = [sum(len(each.token_ids) for each in trace.rollouts) - verdict.sizes["tokens"]
+            for trace, verdict in zip(whole, (one, two), strict=True)]
+    cut = ""
+    if any(left):
+        cut = (f" Left out are tokens that only one of them has: {left[0]} of the first,"
+               f" {left[1]} of the second.")
     settings = differing(one.trace.meta, two.trace.meta)
     differ = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in settings.items())
-    sentence = (f"{word}: {became}, mean |mismatch| {figures[0]} nats (noise floor{grew}"
-                f" {figures[1]}){broken}; with it changed"
-                f" {differ or 'no setting that the traces name'}.")
-    return {"change": word, "sentence": sentence, "settings": settings,
+    sentence = (f"{word}: {became}, mean |mismatch| {figures['mismatch']} nats, error of the engine"
+                f" {figures['engine_error']}, of the trainer{' (grew)' * grew}"
+                f" {figures['trainer_error']}{broken}; with it changed"
+                f" {differ or 'no setting that the traces name'}.{cut}")
+    return {"change": word, "sentence": sentence, "settings": settings, "left_out": left,
             "before": one.record(), "after": two.record()}
 
 
-def num_broken(verdict: Verdict) -> int:
-    """Values that are not finite; 0 if only stop tokens have none, a cause of its own."""
-    return int((~verdict.replay.reported.isfinite()).sum()) if verdict.requests["not finite"] else 0
-
-
 def is_worse(one: Verdict, two: Verdict) -> bool:
-    """Whether `two` has a worse status, a new cause, more broken values, or a larger mean."""
-    before, after = one.start, two.start.noise
+    """Whether `two` has a worse status, a new cause, more broken values, or a larger error."""
     known = {each.name for each in one.causes}
     new = one.status != "unexplained" and any(each.name not in known for each in two.causes)
-    allowed = max(each.allowed_mean(max(1, after.tokens)) for each in (before.noise, before.floor))
-    return (ORDER.index(two.status) > ORDER.index(one.status) or new
-            or num_broken(two) > num_broken(one)
-            or after.infinite > GREW * before.noise.infinite or after.mean > allowed)
+    more_broken = (bool(two.requests["not finite"])
+                   and two.sizes["not_finite"] > one.sizes["not_finite"])
+    allowed = max(one.start.limit.of_mean(), TIMES * one.start.mean)
+    return (ORDER.index(two.status) > ORDER.index(one.status) or new or more_broken
+            or two.start.mean > allowed)
+
+
+def cut_alike(one: Trace, two: Trace) -> list[Trace]:
+    """Both traces with as many tokens of each request as the shorter response has.
+
+    Otherwise a fault in the last tokens would seem mended in a trace that does not have them.
+    """
+    lengths = [min(len(ours.token_ids), len(theirs.token_ids))
+               for ours, theirs in zip(one.rollouts, two.rollouts, strict=True)]
+
+    def cut(trace: Trace) -> Trace:
+        rollouts = [replace(each, token_ids=each.token_ids[:n], logprobs=each.logprobs[:n],
+                            versions=each.versions[:n])
+                    for each, n in zip(trace.rollouts, lengths, strict=True)]
+        return replace(trace, rollouts=rollouts, trainer_logprobs=[
+            row[:n] for row, n in zip(trace.trainer_logprobs, lengths, strict=False)])
+
+    return [cut(one), cut(two)]
 
 
 def same_workload(before: list[Trace], after: list[Trace],

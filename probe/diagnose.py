@@ -178,7 +178,7 @@ def by_token(probe: Probe, ours: Tensor, trainer_error: Tensor) -> dict[str, Any
         parts = [known & (bins == each) for each in bins[known].unique()]
         tables[name] = [{"from": values[part].min().item(), "tokens": int(part.sum()),
                          "mismatch": size[part].mean().item(),
-                         "trainer_error": trainer_error[part].abs().mean().item()}
+                         "trainer_error": trainer_error[part].abs().nanmean().item()}
                         for part in parts]
     order = size.masked_fill(~known, -1.0).argsort(descending=True)[:known.sum()]
     worst = [{"request": int(replay.rows[token]), "position": int(replay.positions[token]),

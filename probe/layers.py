@@ -7,8 +7,7 @@ layer. The trainer computes the same tokens as it is, so that the differences of
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,18 +16,17 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from engine_adapter import Engine, Sampling
-from probe.hypotheses import FLOORS
-from probe.noise import rounded_otherwise
+from probe.noise import precisely, rounded_otherwise, twice_precise
 from rl import Policy
 
 HALVES = dict.fromkeys(("self_attn", "attn", "attention"), "attention")  # by module of a layer
 HALVES |= dict.fromkeys(("mlp", "block_sparse_moe", "feed_forward"), "MLP")
-# Twice the precision; the squared rounding of both sides, in squares of the trainer's against it;
-# and the RMS of one rounding more, in machine epsilons. In fp32 kernels add long sums in other
-# orders, and transformers computes norms in fp32 whatever the weights are.
-ROUNDING = {torch.float32: (torch.float64, 16.0, 2.0), torch.bfloat16: (torch.float32, 2.0, 0.21),
-            torch.float16: (torch.float32, 2.0, 0.21)}
-BLOCK = 32  # neighbouring positions, whose mean must be within FLOORS
+# The squared rounding of both sides, in squares of the trainer's against twice the precision; and
+# the RMS of one rounding more, in machine epsilons. In fp32 kernels add long sums in other orders,
+# and transformers computes norms in fp32 whatever the weights are.
+ROUNDING = {torch.float32: (16.0, 2.0), torch.bfloat16: (2.0, 0.21), torch.float16: (2.0, 0.21)}
+FLOORS = 1.3  # largest mean of BLOCK neighbouring positions that is no fault
+BLOCK = 32
 MOST = 10.0  # floors that a token counts at most: rounding sends a few tokens to another expert
 # Layer (-1: embedding; their number: final norm), and "attention", "MLP", "output", or "input of"
 # one of the first two, where the norm before it shows.
@@ -101,15 +99,15 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
     shared = [place for place in trainers if place in engines]
     trainers, engines = ({place: side[place] for place in shared} for side in (trainers, engines))
     figures, positions, decoded = [], [], []
-    with _twice_precise(policy) as twice:
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            run = partial(engine.generate, [prompt], 1, sampling, [seed])
-            (rollout,), theirs = collect(engines, run)
-            ids = (prompt + rollout.token_ids)[:-1]
-            places, values = _differences(policy, twice, trainers, ids, theirs)
-            figures.append(values)
-            positions.append(torch.arange(len(ids)))
-            decoded.append(positions[-1] >= len(prompt))
+    twice = twice_precise(policy)
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        run = partial(engine.generate, [prompt], 1, sampling, [seed])
+        (rollout,), theirs = collect(engines, run)
+        ids = (prompt + rollout.token_ids)[:-1]
+        places, values = _differences(policy, twice, trainers, ids, theirs)
+        figures.append(values)
+        positions.append(torch.arange(len(ids)))
+        decoded.append(positions[-1] >= len(prompt))
     rows, ends = [], {-1: "embedding", count: "final norm"}
     for (layer, part), values in zip(places, torch.cat(figures, dim=2), strict=True):
         title = ends.get(layer, f"layer {layer}, {part}")
@@ -132,21 +130,6 @@ def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
             raise ValueError(f"engine must have no {what} (hooks do not see inside), got {what}")
 
 
-@contextmanager
-def _twice_precise(policy: Policy) -> Iterator[dict[str, Tensor]]:
-    """A copy of the policy's weights in twice its precision; meanwhile its experts run eagerly.
-
-    Torch has no grouped product in float64.
-    """
-    usual = policy.model.get_experts_implementation()
-    policy.model.set_experts_implementation("eager")
-    higher = ROUNDING[policy.model.dtype][0]
-    try:
-        yield {name: each.to(higher) for name, each in policy.model.named_parameters()}
-    finally:
-        policy.model.set_experts_implementation(usual)
-
-
 def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, Module],
                  ids: list[int], theirs: States) -> tuple[list[Place], Tensor]:
     """P places; |engine - trainer| / |trainer| together, its floor, alone, its floor: (P, 4, T).
@@ -167,8 +150,8 @@ def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, 
     own, alone = ours(), ours(theirs)
     with rounded_otherwise(policy):
         second, second_alone = ours(), ours(theirs)
-    _, both, one = ROUNDING[policy.model.dtype]
-    with policy.using(twice):
+    both, one = ROUNDING[policy.model.dtype]
+    with precisely(policy, twice):
         squares = both * relative(ours(theirs), alone).square()
     squares = squares + (one * torch.finfo(policy.model.dtype).eps) ** 2
     floor = squares.sqrt().maximum(relative(second_alone, alone))

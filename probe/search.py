@@ -28,6 +28,11 @@ TIMES, SPREADS = 1.3, 3.0  # see Limit
 ROUNDING = 2e-7  # nats: reported log-probabilities are float32
 MAX_CAUSES = 2  # of one explanation, beside wrong requests
 MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
+# Standard deviations of a fair coin by which the signs of what a 16-bit head changes must agree
+# with the engine's error: its rounding of a slightly different hidden state is only partly the
+# same, so that it may leave the mean error as it is.
+SIGN_SIGMAS = 4.0
+EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
 NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
 Values = dict[tuple[str, str, str], Tensor]  # log-probabilities (N,) by head, distribution, token
@@ -39,7 +44,7 @@ class Limit:
     """How large the engine's mean |error| may be: the trainer's own |error| sets it.
 
     Over n sequences: TIMES (mean + SPREADS spread / sqrt(n)) + ROUNDING. Both errors are against
-    twice the precision, and one token counts at most 1 nat on the trainer's side.
+    twice the precision.
     `spread` is the standard deviation of a sequence's mean. One sequence more, as far from the mean
     as the RMS of single tokens, is counted for it: few sequences do not show their spread.
     """
@@ -49,10 +54,9 @@ class Limit:
     sequences: int
 
     @classmethod
-    def of(cls, replay: Replay, error: Tensor) -> "Limit":
-        size = error.abs().clamp(max=1.0)  # (N,)
-        mean = size.mean()
-        distance = (replay.row_means(size) - mean).square().sum() + size.square().mean()
+    def of(cls, replay: Replay, size: Tensor) -> "Limit":
+        mean = size.nanmean()
+        distance = (replay.row_means(size) - mean).square().sum() + size.square().nanmean()
         spread = (distance / len(replay.lengths)).sqrt()
         return cls(mean.item(), spread.item(), len(replay.lengths))
 
@@ -84,6 +88,7 @@ class Pass:
     causes: tuple[Cause, ...] = ()
     note: str = ""  # for the verdict's sentence
     fitted: int = 0  # to the trace: 1 a yes or no per sequence, 2 a position per sequence
+    rounded: "Pass | None" = None  # the same in the trainer's own arithmetic
 
 
 @dataclass
@@ -93,8 +98,7 @@ class Explanation:
     causes: tuple[Cause, ...]
     found: Pass
     readout: Readout
-    error: Tensor  # (N,) reported - computed, NaN where nothing finite was reported
-    mean: float  # of its size
+    mean: float  # |reported - computed|
     limit: Limit
     wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
     apart: Tensor | None = None  # (B,) bool: sequences left out as wrong requests
@@ -137,13 +141,15 @@ class Probe:
         self.heads = {"float32": torch.float32}
         if policy.model.dtype != torch.float32:
             self.heads["16 bits"] = policy.model.dtype
-        self.trainer = Readout("temperature" if "temperature" in self.distributions else "processed",
-                               head="float32" if policy.fp32_head else list(self.heads)[-1])
+        scored = "temperature" if "temperature" in self.distributions else "processed"
+        head = "float32" if policy.fp32_head else list(self.heads)[-1]
+        self.trainer = Readout(scored, head=head)
         self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
         self.hidden = self.replay.as_trained()  # (N, H)
         self.current = Pass(self.read(self.hidden))
         self.weights = twice_precise(policy)
         self.precise = self.forward_pass(self.weights)
+        self.precise.rounded = self.current
 
     def forward_pass(self, weights: Weights, *named: Cause, old: Weights | None = None,
                      num_old: Tensor | None = None) -> Pass:
@@ -188,15 +194,21 @@ class Probe:
         return (ours - precise).masked_fill(ours.isinf() & precise.isinf(), 0.0)
 
     def explain(self, found: Pass, readout: Readout, apart: Tensor | None = None) -> Explanation:
-        error = self.error(found, readout)
-        limit = Limit.of(self.replay, self.trainer_error(readout))
-        size = error.abs().nan_to_num(nan=math.nan, posinf=1.0)
+        limit = Limit.of(self.replay, _size(self.trainer_error(readout)))
+        size = _size(self.error(found, readout))
         if apart is not None:
             size = size.masked_fill(apart[self.replay.rows], math.nan)
         mean = size.nanmean().nan_to_num(math.inf).item()
         wrong = self.replay.row_means(size) > limit.of_one
         named = (*found.causes, *self.causes_of(readout))
-        return Explanation(named, found, readout, error, mean, limit, wrong, apart)
+        return Explanation(named, found, readout, mean, limit, wrong, apart)
+
+
+def _size(error: Tensor) -> Tensor:
+    """|error| (N,); NaN for a few tokens at the edge of a mask, 1 nat for more than a few."""
+    outside = error.isinf()
+    few = outside.double().mean() <= EDGE
+    return error.abs().masked_fill(outside, math.nan if few else 1.0)
 
 
 def _distributions(sampling: Sampling, model: Any,
@@ -236,9 +248,11 @@ class Search:
         if not self._done(0):
             self._explain(probe.precise, readouts)
         if not self._done(1):
-            for updates, weights in probe.earlier.items():
-                weights = twice_precise(probe.policy, weights)
+            for updates, earlier in probe.earlier.items():
+                weights = twice_precise(probe.policy, earlier)
                 self.old[updates] = probe.forward_pass(weights, causes.STALE.of(updates))
+                with probe.policy.using(earlier):
+                    self.old[updates].rounded = Pass(probe.read(self.replay.as_trained()))
                 self._explain(self.old[updates], readouts)
                 if not self._done(1):
                     for readout in self._promising():
@@ -260,6 +274,20 @@ class Search:
                 self.found[found, readout] = each
                 start = self.found[self.probe.precise, Readout()]
                 each.enough = not each.causes or each.mean <= MOST_LEFT * start.mean
+                if readout.head != "float32":
+                    each.enough = self._signs_agree(found, readout)
+
+    def _signs_agree(self, found: Pass, readout: Readout) -> bool:
+        """Has what a 16-bit head changes the signs and the size of the engine's error without?"""
+        probe, fine = self.probe, replace(readout, head="float32")
+        found = found.rounded or found  # its hidden states are rounded as the engine's are
+        change = probe.values(found, readout) - probe.values(found, fine)
+        error = probe.error(found, fine)
+        signed = (change * error).isfinite() & (change * error != 0)
+        agreeing = (change * error)[signed] > 0
+        large = error[signed].abs().mean() > 0.5 * change[signed].abs().mean()
+        sigmas = (2 * agreeing.double().mean() - 1) * len(agreeing) ** 0.5
+        return bool(large and sigmas > SIGN_SIGMAS)
 
     def _promising(self) -> list[Readout]:
         """The two fp32 readouts that bring each token closest to a version of the weights."""
@@ -307,11 +335,10 @@ class Search:
         newest = torch.zeros_like(replay.lengths).scatter_reduce(
             0, replay.rows, probe.labels, "amax")
         labelled = replay.row_sums((probe.labels < newest[replay.rows]).long())  # (B,)
-        usual = torch.full_like(ends, mode(inside.tolist()))
+        usual = torch.full_like(ends, mode(inside.tolist())).minimum(replay.lengths)
         for cause in (causes.RECOMPUTED, causes.KEPT):
             best, place = probe.precise, torch.zeros_like(ends)
-            for candidate in (ends, usual, labelled, labelled + 1):
-                candidate = candidate.minimum(replay.lengths)
+            for candidate in (ends, usual, labelled, (labelled + 1).minimum(replay.lengths)):
                 then = probe.precise
                 if cause == causes.KEPT:
                     prefix = replay.prompt_lengths + candidate - 1
@@ -363,12 +390,9 @@ class Search:
                  for row, other in product(wrong, wrong)]
         trace = replace(self.probe.trace, rollouts=pairs)
         swapped = Probe(self.probe.policy, trace, [])
-        errors = self.replay_rows(swapped, readout).view(len(wrong), len(wrong))
-        return bool((errors.amin(dim=1) <= explanation.limit.of_one).all())
-
-    @staticmethod
-    def replay_rows(probe: Probe, readout: Readout) -> Tensor:
-        return probe.replay.row_means(probe.error(probe.precise, readout).abs())
+        errors = swapped.replay.row_means(_size(swapped.error(swapped.precise, readout)))
+        closest = errors.view(len(wrong), len(wrong)).amin(dim=1)
+        return bool((closest <= explanation.limit.of_one).all())
 
 
 def _described(places: list[int], requests: int) -> str:

@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine_adapter import Rollout, Sampling
 
-
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
 FORMAT = 1  # version of the trace format (docs/audit.md); a file without one is read as 1
 LAYOUT = "docs/audit.md has the layout"

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,8 +39,6 @@ from engine_adapter import Engine, EngineStateError, Rollout, Sampling
 from extras.masks import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
-from probe.diagnose import Verdict, as_trace, diagnose
-from probe.stress import StressRun, start_engine
 from probe.traces import Trace
 from rl import Policy, frozen_logprobs, make_batch
 
@@ -71,12 +67,12 @@ def close_live_engine() -> None:
     freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
 
 
-def train_here(arguments: list[str], start: Callable | None = None) -> None:
-    """train.py in this process; `start` starts the engine in place of prepare.start_engine."""
+def train_here(arguments: list[str]) -> None:
+    """train.py in this process."""
     from train import main
 
     close_live_engine()
-    main(arguments, start)
+    main(arguments)
 
 
 @contextmanager
@@ -359,31 +355,21 @@ STOPS = (2, 3, 4, 5)
 EXPECTED = {
     "raw": ("semantics", "raw log-probabilities"),
     "top-1": ("semantics", "likeliest token"),
-    "shift": ("semantics", "predecessor's value"),
-    "stop": ("semantics", "stop token without"),
-    "hidden temperature": ("semantics", "temperature 1."),
-    "hidden top-k": ("semantics", "top_k 5 "),
-    "hidden top-p": ("semantics", "top_p 0.8"),
-    "hidden penalty": ("semantics", "repetition_penalty 1."),
     "trainer without mask": ("semantics", "mask applied by the sampler and not by the trainer"),
     "trainer without penalties": ("semantics", "penalties applied by the sampler and not by the trainer"),
-    "cold": ("semantics", "not in force in the sampler"),
-    "mask not in force": ("semantics", "not in force in the sampler"),
-    "rounded weights": ("numerics", "weights rounded to bfloat16"),
+    "generation config": ("semantics", "top_k 5 of generation_config.json"),
     "stale": ("inference path", "weights 1 update(s) old"),
     "stale by 2": ("inference path", "weights 2 update(s) old"),
-    "tensor": ("inference path", "tensors 1 update(s) old: model.layers.1.mlp.down_proj.weight"),
-    "tensors": ("inference path", "tensors 1 update(s) old: "),
     "prefix": ("inference path", "stale prefix cache"),
     "kept": ("inference path", "KV kept over an in-flight update"),
     "recomputed": ("inference path", "KV recomputed"),
     "staggered": ("inference path", "KV kept over an in-flight update"),
     "async": ("inference path", "one token off at an update"),
     "one request": ("inference path", "wrong requests"),
+    "exchanged": ("inference path", "requests exchanged"),
     "head": ("numerics", "head in 16 bits in the engine"),
     "head in trainer": ("numerics", "head in 16 bits in the trainer"),
     "head on both sides": ("numerics", "head in 16 bits on both sides"),
-    "body": ("numerics", "whole body in bfloat16"),
     "moved on": ("objective", "moved on by 1"),
 }
 IN_FLIGHT = {"kept", "recomputed", "async", "staggered"}
@@ -425,32 +411,19 @@ def nudge(policy: Policy, seed: int, scale: float = 0.01) -> None:
             parameter.add_((scale * noise).to(parameter.dtype))
 
 
-def load_partly_old(engine: Engine, policy: Policy, old: dict, names: list[str]) -> None:
-    """Load some tensors in their old version. The canary is scored with the same mixture, so that it passes."""
-    parameters = dict(policy.model.named_parameters())
-    held = {name: parameters[name].data for name in names}
-    for name in names:
-        parameters[name].data = old[name]
-    try:
-        engine.load({n: t.clone() for n, t in policy.weights().items()}, policy.response_logprobs)
-    finally:
-        for name, tensor in held.items():
-            parameters[name].data = tensor
+def load_as(engine: Engine, policy: Policy, weights: dict | None) -> None:
+    """Load other weights in place of the policy's. The canary is scored with them, so that it passes."""
+    with policy.using(weights):
+        engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, policy.response_logprobs)
 
 
 class Meddler:
-    """Changes requests and outputs between the adapter and vLLM's core, but not those of the canary.
+    """Changes requests and outputs between the adapter and vLLM's core, but not those of the canary."""
 
-    Requests get sampling parameters that the trace does not have. Log-probabilities are taken from another column, from
-    the token before, or left out at the stop token.
-    """
-
-    EXTRA = {"hidden temperature": ("temperature", 1.1), "hidden top-k": ("top_k", 5), "hidden top-p": ("top_p", 0.8),
-             "hidden penalty": ("repetition_penalty", 1.2), "top-1": ("logprobs", 1), "cold": ("temperature", 1.0),
-             "mask not in force": ("top_k", 0)}
+    EXTRA = {"generation config": ("top_k", 5), "top-1": ("logprobs", 1)}
 
     def __init__(self, engine: Engine, faults: set[str]):
-        self.engine, self.faults, self.active, self.marked, self.previous = engine, faults, True, set(), {}
+        self.engine, self.faults, self.active, self.marked = engine, faults, True, set()
 
     def __enter__(self):
         self.core = self.engine.llm.engine_core
@@ -472,18 +445,10 @@ class Meddler:
     def faulty_output(self):
         outputs = self.output()
         for new in outputs.outputs:
-            if new.request_id not in self.marked:
-                continue
-            values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
-            for row in values:
-                if "top-1" in self.faults:
-                    row[0] = row.max()
-                if "shift" in self.faults:
-                    own, row[0] = row[0], self.previous.get(new.request_id, 0.0)
-                    self.previous[new.request_id] = own
-            if "stop" in self.faults and str(new.finish_reason) == "stop":
-                values[-1, 0] = 0.0
-            new.new_logprobs = new.new_logprobs._replace(logprobs=values)
+            if new.request_id in self.marked and "top-1" in self.faults:
+                values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
+                values[:, 0] = values.max(axis=1)
+                new.new_logprobs = new.new_logprobs._replace(logprobs=values)
         return outputs
 
 
@@ -513,16 +478,17 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
     parity = ParityFlags(processed_logprobs="raw" not in faults,
                          explicit_runtime=not faults & {"prefix", "async"},
                          fp32_head=not (faults & {"head", "head on both sides"} and dtype == torch.bfloat16))
-    in_engine = Policy(shifted(tied, seed, torch.bfloat16)) if "body" in faults else policy
     policy.fp32_head = parity.fp32_head
-    engine = bench.get(in_engine, parity)
+    engine = bench.get(policy, parity)
     policy.fp32_head = True
+    if "generation config" in faults:
+        policy.model.generation_config.top_k = 5
     generator = torch.Generator().manual_seed(100 + seed)
     lengths = torch.randint(3, 90 if "prefix" in faults else 30, (batch,), generator=generator)
     prompts = [torch.randint(6, 96, (int(n),), generator=generator).tolist() for n in lengths]
     seeds = [5000 * (seed + 1) + 7 * i for i in range(batch)]
     sampling = Sampling(temperature, tokens, STOPS)
-    if faults & {"trainer without mask", "mask not in force"}:
+    if "trainer without mask" in faults:
         sampling = replace(sampling, top_k=8)
     if "trainer without penalties" in faults:
         sampling = replace(sampling, repetition_penalty=1.2, presence_penalty=0.2)
@@ -530,12 +496,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
     if "stale by 2" in faults:
         nudge(policy, 50 + seed)
     old = policy.copied_weights()
-    names = list(dict(policy.model.named_parameters()))
-    chosen = {"tensor": ["model.layers.1.mlp.down_proj.weight"],
-              "tensors": [n for n in names if "layers.0.self_attn" in n and n.endswith("weight")],
-              "stale": names, "stale by 2": names}
-    half_head = "head" in faults and dtype == torch.float32  # set in the live engine after the canary
-    moving = {"stale", "stale by 2", "tensor", "tensors", "prefix", "moved on"} | IN_FLIGHT
+    moving = {"stale", "stale by 2", "prefix", "moved on"} | IN_FLIGHT
     rollouts = []
     with Meddler(engine, faults) as meddler:
         if "prefix" in faults:
@@ -552,16 +513,10 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
         if "recomputed" in faults:
             assert engine.llm.reset_prefix_cache(reset_running_requests=True)
         meddler.active = False
-        if "rounded weights" in faults:
-            rounded = {name: tensor.bfloat16().float() for name, tensor in old.items()}
-            load_partly_old(engine, policy, rounded, names)
-        elif not faults & {"moved on", "body"}:
+        if "moved on" not in faults:
             policy.fp32_head = parity.fp32_head
-            kept_old = next((chosen[fault] for fault in chosen if fault in faults), [])
-            load_partly_old(engine, policy, oldest if "stale by 2" in faults else old, kept_old)
+            load_as(engine, policy, oldest if "stale by 2" in faults else old if "stale" in faults else None)
         meddler.active = True
-        if half_head:
-            engine.vllm_model.logits_processor.head_dtype = torch.bfloat16
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         first = min(map(int, engine._requests))
         steps = 0
@@ -570,8 +525,8 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
             steps += 1
             if "one request" in faults and steps == 6:
                 bench.spoiled = spoil_kv(engine, batch // 3) - first
-    if half_head:
-        engine.vllm_model.logits_processor.head_dtype = torch.float32
+    if "exchanged" in faults:
+        rollouts[3].prompt_ids, rollouts[9].prompt_ids = rollouts[9].prompt_ids, rollouts[3].prompt_ids
     meta = {"vllm": engine.version, "dtype": str(policy.model.dtype).removeprefix("torch."),
             "stop_token_ids": list(STOPS)}
     policy.fp32_head = not faults & {"head in trainer", "head on both sides"}
@@ -589,276 +544,6 @@ def rightly_named(faults: list[str], verdict) -> tuple[bool, bool]:
     named = all(any(part in cause for cause in causes) for part in wanted)
     extra = len(causes) - len(wanted) - (1 if "async" in faults else 0)
     return set(verdict.layers) == layers, named and extra <= 0
-
-
-# ------------------------------------------------------------------------------------------------ under pressure
-PRESSURE_MODELS: dict[str, Callable] = {
-    "qwen2": lambda: qwen2(False), "FalconH1": lambda: small_model("FalconH1", False),
-    "Mamba2": lambda: small_model("Mamba2", False),
-}  # fmt: skip
-LONGEST_PROMPT, NEW_TOKENS, PRESSURE_REQUESTS = 48, 40, 48
-PLANTS = 3  # requests of a run in which a fault is planted
-SKIPPED = 6  # tokens
-COUNTED = "preemptions", "aborted", "recycled", "loads"  # of StressRun.totals
-
-
-class PressureBench:
-    """One engine at a time, reused while the next trial needs the same model."""
-
-    def __init__(self):
-        self.folders, self.name, self.engine = TemporaryDirectory(), None, None
-
-    def run(self, name: str, seed: int, requests: int = PRESSURE_REQUESTS) -> StressRun:
-        """A run under pressure that has not begun, with weights and prompts of this seed."""
-        if name != self.name or Engine.live is not self.engine:  # another test has closed it
-            close_live_engine()
-            folder = str(Path(self.folders.name) / name)
-            PRESSURE_MODELS[name]().save_pretrained(folder)
-            self.name, self.policy = name, Policy.load(folder, torch.float32, "cpu")
-            self.weights = deepcopy(self.policy.model.state_dict())
-            contract = {key: tensor.shape for key, tensor in self.policy.weights().items()}
-            start = partial(Engine, folder, contract, ParityFlags())
-            self.engine = start_engine(start, LONGEST_PROMPT, LONGEST_PROMPT + NEW_TOKENS)
-        self.policy.model.load_state_dict(self.weights)
-        move(self.policy, 0.02, seed)
-        self.engine.load(self.policy.weights(), self.policy.response_logprobs)
-        generator = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(2, LONGEST_PROMPT + 1, (requests,), generator=generator).tolist()
-        lengths[::4] = [1] * len(lengths[::4])
-        prompts = [torch.randint(96, (length,), generator=generator).tolist() for length in lengths]
-        return StressRun(self.engine, self.policy, prompts, Sampling(0.7, NEW_TOKENS), seed)
-
-    def close(self):
-        close_live_engine()
-        self.name = None
-
-
-def trace_of(run: StressRun) -> Trace:
-    return as_trace(run.engine, run.run(), run.sampling, stress=run.meta())
-
-
-class Fault:
-    """Plants one fault in a few requests of a stress run; `spoiled` are the rows of the trace that it reached.
-
-    A request is spoiled once a token is sampled after the fault. If vLLM preempts the request before, it computes the
-    cache again and the fault is gone; a request that is aborted is submitted again without the fault.
-    """
-
-    def __init__(self, run: StressRun, plants: float = PLANTS):
-        self.run, self.engine, self.runner, self.plants = run, run.engine, run.engine.runner, plants
-        self.reached: set[str] = set()  # requests with a token after the fault
-        self.pending: dict[str, tuple[int, int]] = {}  # request -> (tokens, preemptions) when the fault was planted
-        self.groups = [group for groups in self.runner.attn_groups for group in groups]
-        recurrent = [group for group in self.groups if "mamba" in type(group.kv_cache_spec).__name__.lower()]
-        self.recurrent, self.group = bool(recurrent), (recurrent or self.groups)[0]
-        context = self.engine.llm.vllm_config.compilation_config.static_forward_context
-        caches = [context[name].kv_cache for name in self.group.layer_names]
-        self.caches = list(chain(*caches)) if recurrent else caches  # a recurrent layer has two
-
-    def __enter__(self):
-        self.core, self.builder = self.engine.llm.engine_core, self.builder_of()
-        self.output, self.build = self.core.get_output, self.builder.build
-        self.core.get_output, self.builder.build = self._step, self._build
-        return self
-
-    def __exit__(self, *_):
-        self.core.get_output, self.builder.build = self.output, self.build
-
-    def builder_of(self):
-        """vLLM's builder of the metadata of the recurrent layers, or of the attention layers where there are none."""
-        (builder,) = self.group.metadata_builders
-        return builder
-
-    # What a subclass overrides.
-    def before_step(self) -> None:
-        """Change the live objects between two steps."""
-
-    def change(self, request: object, metadata: object, row: int, tokens: slice) -> bool:
-        """Change the metadata of a request that is computed from its first token on. Returns whether it did.
-
-        `row` is its place in the batch, where prefills come last.
-        """
-        return False
-
-    def plant(self, request) -> None:
-        self.pending.setdefault(request.request_id, (request.num_output_tokens, request.num_preemptions))
-
-    @property
-    def requests(self) -> dict[str, object]:
-        """vLLM's requests of the trace that are running, by id: neither the canary's nor those of other weights."""
-        ours = {each.request.request_id for each in self.run.rows}
-        return {each.request_id: each for each in self.engine.core.scheduler.running if each.request_id in ours}
-
-    @property
-    def spoiled(self) -> list[int]:
-        return [row for row, each in enumerate(self.run.rows) if each.request.request_id in self.reached]
-
-    @property
-    def enough(self) -> bool:
-        """Whether as many requests as wanted are spoiled. The last load aborts all, so a few are planted after it."""
-        few = self.plants < math.inf
-        return few and (self.run.totals["loads"] < 2 or len(self.spoiled) + len(self.pending) >= self.plants)
-
-    def _step(self):
-        self.before_step()
-        outputs = self.output()
-        for name, (tokens, preemptions) in list(self.pending.items()):
-            request = next((each.request for each in self.run.rows if each.request.request_id == name), None)
-            if request is None or request.num_preemptions > preemptions:
-                del self.pending[name]
-            elif request.num_output_tokens > tokens:
-                self.reached.add(name)
-                del self.pending[name]
-        return outputs
-
-    def _build(self, *arguments, **options):
-        metadata = self.build(*arguments, **options)
-        common = options.get("common_attn_metadata") or arguments[1]
-        starts, names = common.query_start_loc_cpu.tolist(), self.runner.input_batch.req_ids
-        computed = common.compute_num_computed_tokens().tolist()
-        for row in range(common.num_reqs):
-            request = self.requests.get(names[row])
-            wanted = request is not None and computed[row] == 0 and not self.enough
-            if wanted and self.change(request, metadata, row, slice(starts[row], starts[row + 1])):
-                self.plant(request)
-        return metadata
-
-
-class NotReset(Fault):
-    """A recurrent state is not reset when its slot is recycled. Attention: a recycled block keeps its keys and values.
-    """
-
-    def change(self, request, metadata, row, tokens) -> bool:
-        if request.num_preemptions:
-            return False
-        if self.recurrent:
-            metadata.has_initial_states_p[row - metadata.num_decodes] = metadata.prep_initial_states = True
-        else:
-            metadata.slot_mapping[tokens] = -1  # these tokens are not written
-        return True
-
-
-class KeptOverPreemption(Fault):
-    """A recurrent state is kept over a preemption. Attention: the blocks of before the preemption pass for valid."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.states: dict[str, list[torch.Tensor]] = {}  # of each running request, before the step
-
-    def before_step(self) -> None:
-        manager = self.engine.core.scheduler.kv_cache_manager
-        for name in self.requests if self.recurrent else ():
-            (block,) = manager.get_block_ids(name)[self.group.kv_cache_group_id]
-            self.states[name] = [cache[block].clone() for cache in self.caches]
-
-    def change(self, request, metadata, row, tokens) -> bool:
-        if not request.num_preemptions:
-            return False
-        if not self.recurrent:
-            metadata.slot_mapping[tokens] = -1
-            return True
-        if request.request_id not in self.states:
-            return False
-        prefill = row - metadata.num_decodes
-        metadata.has_initial_states_p[prefill] = metadata.prep_initial_states = True
-        for cache, state in zip(self.caches, self.states[request.request_id], strict=True):
-            cache[metadata.state_indices_tensor_p[prefill]] = state
-        return True
-
-
-class Skipped(Fault):
-    """Some tokens of a prompt that is computed in chunks count as computed and are not."""
-
-    def before_step(self) -> None:
-        for name in sorted(self.requests.keys() - self.pending.keys()):
-            request = self.requests[name]
-            start, left = request.num_computed_tokens, request.num_prompt_tokens - request.num_computed_tokens
-            if start > 0 and left > SKIPPED and not self.enough and (self.recurrent or self._emptied(request)):
-                self.plant(request)
-                request.num_computed_tokens += SKIPPED
-
-    def _emptied(self, request) -> bool:
-        """Set the keys and values to 0, if they lie in one block: what the same request has left there before is right.
-        """
-        block, first = divmod(request.num_computed_tokens, self.group.kv_cache_spec.block_size)
-        if first == 0 or first + SKIPPED > self.group.kv_cache_spec.block_size:
-            return False
-        blocks = self.engine.core.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        for cache in self.caches:  # (blocks, heads, tokens, 2 * head size)
-            cache[blocks[self.group.kv_cache_group_id][block], :, first : first + SKIPPED] = 0
-        return True
-
-
-class OthersBlock(Fault):
-    """The oldest running request gets another one's block in its block table. If it is a state, both update it."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.shared: dict[str, int] = {}  # request -> the block that it was given
-
-    def before_step(self) -> None:
-        index, batch = self.group.kv_cache_group_id, self.runner.input_batch
-        blocks = {name: self.engine.core.scheduler.kv_cache_manager.get_block_ids(name)[index][0]
-                  for name, request in self.requests.items() if self._decodes(request)}
-        for name in [name for name in self.shared if name not in blocks]:
-            del self.shared[name]  # finished, or preempted: it gets a row of its own again
-        if self.recurrent:
-            for name, block in blocks.items():
-                if block in self.shared.values():
-                    self.plant(self.requests[name])
-        first, second, *_ = [*blocks, None, None]
-        if second is not None and not self.shared and not self.enough:
-            row = batch.req_id_to_index[first]
-            batch.block_table[index].block_table.np[row, 0] = self.shared[first] = blocks[second]
-            for name in (first, second) if self.recurrent else (first,):
-                self.plant(self.requests[name])
-
-    def _decodes(self, request) -> bool:
-        """Past its prompt and, in an attention layer, past its first block, so that it does not write into it."""
-        size = 0 if self.recurrent else self.group.kv_cache_spec.block_size
-        return request.num_computed_tokens > size and request.num_output_tokens > 0
-
-
-class OneTokenAsDecode(Fault):
-    """A first chunk of one token is classified as a decode, which reads the state as it is: vllm#32118, AI21's fault.
-
-    The option of vLLM's own split of a batch that repaired it is set back. Attention: no counterpart.
-    """
-
-    def __enter__(self):
-        self.globals = type(self.builder_of())._compute_common_metadata.__globals__
-        self.split = self.globals["split_decodes_and_prefills"]
-        self.globals["split_decodes_and_prefills"] = self._split
-        return super().__enter__()
-
-    def __exit__(self, *_):
-        self.globals["split_decodes_and_prefills"] = self.split
-        super().__exit__()
-
-    def _split(self, *arguments, treat_short_extends_as_decodes: bool, **options):
-        return self.split(*arguments, treat_short_extends_as_decodes=not self.enough, **options)
-
-    def change(self, request, metadata, row, tokens) -> bool:
-        return row < metadata.num_decodes
-
-
-PRESSURE_FAULTS = {
-    "not reset": NotReset,
-    "one token as decode": OneTokenAsDecode,
-    "kept over a preemption": KeptOverPreemption,
-    "chunk skipped": Skipped,
-    "another's block": OthersBlock,
-}
-
-
-def faulty(
-    bench: PressureBench, name: str, fault: str, seed: int, plants: float = PLANTS, requests: int = PRESSURE_REQUESTS
-) -> tuple[Verdict, list[int]]:
-    """The verdict on a run with this fault, and the rows that the fault reached."""
-    run = bench.run(name, seed, requests)
-    with PRESSURE_FAULTS[fault](run, plants) as planted:
-        trace = trace_of(run)
-    return diagnose(bench.policy, trace), planted.spoiled
 
 
 # ------------------------------------------------------------------------------------------------ one layer

@@ -11,7 +11,7 @@ import torch
 
 from examples.record_vllm import weights_of
 from probe.__main__ import main
-from probe.hypotheses import Probe, Readout
+from probe.search import Probe, Readout
 from probe.traces import load_traces
 from rl import Policy
 
@@ -63,6 +63,11 @@ def changed(path: Path, source: str = FIXED, drop: str = "", **changes) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ worse and better
+def logprobs(policy: Policy, trace) -> torch.Tensor:
+    probe = Probe(policy, trace, [])
+    return probe.values(probe.current, Readout())
+
+
 BF16 = str(DATA / "v1_0.32.0_bf16_fixes_headovr.npz")
 
 
@@ -74,7 +79,7 @@ def rewritten(tmp_path_factory):
     def write(change=lambda reported, _: reported, source: str = FIXED) -> str:
         (trace,) = [each for each in load_traces(source) if each.name == "t0.7"]
         trace = replace(trace, rollouts=trace.rollouts[:16])
-        ours = Probe(policies[trace.meta["dtype"]], trace, []).current.logprobs(Readout()).reshape(16, 64).numpy()
+        ours = logprobs(policies[trace.meta["dtype"]], trace).reshape(16, 64).numpy()
         with numpy.load(source) as archive:
             prompts, tokens = (archive[name][:16] for name in ("prompt_ids", "t0.7/tokens"))
         values = change(numpy.array([rollout.logprobs for rollout in trace.rollouts]), ours)
@@ -91,19 +96,27 @@ def nan_at(number: int):
                                            reported)  # fmt: skip
 
 
-def test_parity_in_bfloat16_is_worse_than_parity_in_float32_and_the_floor_has_grown(capsys):
+def test_parity_in_bfloat16_is_worse_than_parity_in_float32_and_the_trainers_error_has_grown(capsys):
     assert compare(FIXED, BF16) == 1
-    printed = re.sub(r"2\.\de-06", "SMALL", capsys.readouterr().out)
-    assert "=> worse: parity, mean |mismatch| SMALL -> 1.3e-02 nats (noise floor grew SMALL -> 1.3e-02);" in printed
+    assert re.search(r"=> worse: parity, mean \|mismatch\| .* of the trainer \(grew\)", capsys.readouterr().out)
     assert compare(BF16, FIXED) == 0
     assert "=> better: parity, mean |mismatch| 1.3e-02 -> 2." in capsys.readouterr().out
 
 
-def test_parity_within_one_noise_floor_is_unchanged_although_its_mean_doubled(rewritten, capsys):
-    lucky = rewritten(lambda reported, ours: ours + 0.55 * (reported - ours))
-    for pair in (lucky, rewritten()), (rewritten(), lucky):
+def test_a_fault_in_tokens_that_the_second_trace_no_longer_has_is_no_improvement(rewritten, tmp_path, capsys):
+    """The values are wrong from token 40 on; the second trace ends before."""
+    late = rewritten(lambda reported, _: reported + 0.5 * (numpy.arange(64) >= 40))
+    with numpy.load(late) as archive:
+        prompts, tokens, values = (archive[name] for name in ("prompt_ids", "t0.7/tokens", "t0.7/logprobs"))
+    short = changed(tmp_path / "short.npz", late, prompt_ids=prompts,
+                    **{"t0.7/tokens": tokens[:, :32], "t0.7/logprobs": values[:, :32]})  # fmt: skip
+    for pair, left in (((late, short), "512 of the first, 0 of the second"),
+                       ((short, late), "0 of the first, 512 of the second")):  # fmt: skip
         assert compare(*pair) == 0
-        assert "=> unchanged: parity, mean |mismatch|" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "=> unchanged: parity" in printed
+        assert f"Left out are tokens that only one of them has: {left}." in printed
+    assert compare(rewritten(), late) == 1
 
 
 @pytest.mark.parametrize("before, after, word", [
@@ -136,39 +149,12 @@ def test_exact_is_better_than_parity_and_parity_worse_than_exact(rewritten, caps
         assert f"=> {text}, mean |mismatch| " in capsys.readouterr().out
 
 
-def test_a_mismatch_that_became_parity_is_worse_if_the_floor_is_larger_than_the_mismatch_was(rewritten, capsys):
-    wrong = numpy.arange(16)[:, None] == 5
-    before = rewritten(lambda reported, _: numpy.where(wrong, reported + 0.01, reported))
-    for after, status, word in (rewritten(), 0, "better"), (rewritten(source=BF16), 1, "worse"):
-        assert compare(before, after) == status
-        assert f"=> {word}: inference path: wrong requests among right ones became parity" in capsys.readouterr().out
-
-
 def test_the_same_cause_with_a_larger_mismatch_is_worse(rewritten, capsys):
     few, many = (rewritten(lambda reported, _, rows=rows: reported + 0.05 * (numpy.arange(16)[:, None] < rows))
                  for rows in (1, 3))  # fmt: skip
     for pair, status, word in ((few, many), 1, "worse"), ((many, few), 0, "better"):
         assert compare(*pair) == status
         assert f"=> {word}: inference path: wrong requests among right ones, mean |mism" in capsys.readouterr().out
-
-
-def test_more_tokens_outside_the_trainers_mask_are_worse(tmp_path, capsys):
-    """Token 0 in place of some tokens; the values are the trainer's where it has one. The finite mismatch is 0."""
-    policy = Policy.load(MODEL, torch.float32, "cpu")
-    (trace,) = [each for each in load_traces(FIXED) if each.name == "t0.7_k20"]
-    paths, rows, groups = [], trace.rollouts[:16], {"t0.7": {"temperature": 0.7, "top_k": 20}}
-    for name, every in (("few", 16), ("many", 2)):
-        tokens = numpy.array([row.token_ids for row in rows])
-        tokens[:, ::every] = 0
-        rollouts = [replace(row, token_ids=ids.tolist()) for row, ids in zip(rows, tokens, strict=True)]
-        with torch.no_grad():
-            ours = Probe(policy, replace(trace, rollouts=rollouts), []).current.logprobs(Readout()).reshape(16, 64)
-        prompts = numpy.array([row.prompt_ids + [-1] * (48 - len(row.prompt_ids)) for row in rows])
-        paths.append(changed(tmp_path / f"{name}.npz", prompt_ids=prompts, meta={"groups": groups},
-                             **{"t0.7/tokens": tokens, "t0.7/logprobs": ours.clamp(min=-9).numpy()}))  # fmt: skip
-    assert compare(*paths) == 1
-    assert re.search(r"=> worse: unexplained, mean \|mismatch\| 0.0e\+00 -> 0.0e\+00 nats", capsys.readouterr().out)
-    assert compare(*paths[::-1]) == 0
 
 
 def test_a_group_that_is_missing_is_named_and_is_worse_only_if_the_second_trace_lacks_it(tmp_path, capsys):
@@ -198,7 +184,7 @@ def other(name: str, kind=numpy.roll) -> numpy.ndarray:
     (dict(prompt_ids=other("prompt_ids")), "the traces must be of one workload, the prompts of t0.7 differ"),
     (dict(meta={"groups": {"t0.7": {"temperature": 0.8}}}),
      "the traces must be of one workload, the sampling of t0.7 differs"),
-    (dict(drop="t0.7/logprobs"), "{path}: 'logprobs' is missing (docs/trace-format.md has the layout)"),
+    (dict(drop="t0.7/logprobs"), "{path}: 'logprobs' is missing (docs/audit.md has the layout)"),
     (dict(drop=("vllm", "engine")),
      "meta.versions must name the engine's version (else a comparison says nothing), the second trace has none"),
     (dict(meta={"format": 2}), "{path}: meta.format must be 1 (newer ones need a newer probe), got 2"),

@@ -9,21 +9,18 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import numpy
 import pytest
 import torch
 from helpers import qwen2
 
-from examples import record_prime_rl, record_trl, record_verl
-from probe.__main__ import main
+from examples import record_trl
 from probe.diagnose import diagnose
 from probe.traces import load_traces
 from rl import Policy
 
 ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
 MODEL = str(DATA / "tiny-qwen2")
-RECORDERS = sorted(ROOT.glob("examples/record_*.py"))
 
 
 def verdict_of(path: Path, model: str = MODEL, dtype: torch.dtype = torch.float32):
@@ -31,18 +28,9 @@ def verdict_of(path: Path, model: str = MODEL, dtype: torch.dtype = torch.float3
     return diagnose(Policy.load(model, dtype, "cpu"), trace)
 
 
-@pytest.mark.parametrize("path", RECORDERS, ids=lambda path: path.name)
-def test_a_recorder_is_one_file_and_those_of_trainers_are_short(path):
-    text = path.read_text()
-    ours = {file.stem for file in ROOT.glob("*.py")} | {"probe", "lab", "examples"}
-    assert not ours & set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.M))
-    assert path.name == "record_vllm.py" or len(text.splitlines()) <= 60
-
-
 def test_the_worked_example_of_the_trace_format_is_parity(tmp_path):
-    page = (ROOT / "docs" / "trace-format.md").read_text()
-    code = re.search(r"```python\n(# record_transformers.py.*?)```", page, re.DOTALL)[1]
-    assert len([line for line in code.splitlines() if line]) <= 26
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    code = re.search(r"```python\n(# record_transformers.py.*?)```", pages, re.DOTALL)[1]
     for name, text in (("plain", code), ("raw", code.replace("scores", "logits"))):
         script = tmp_path / f"{name}.py"
         script.write_text(text)
@@ -137,88 +125,6 @@ def is_the_trace(path: Path, rows: dict[str, list], name: str) -> None:
     assert [r.prompt_ids for r in trace.rollouts] == rows["prompts"]
     assert [r.token_ids for r in trace.rollouts] == rows["tokens"]
     assert verdict_of(path).status == "parity"
-
-
-def verl_batch(rows: dict[str, list], jagged: bool) -> dict[str, torch.Tensor]:
-    """As verl 0.9.1 lays out a batch: padded in AgentLoopManager._postprocess, jagged in the TransferQueue."""
-    tables = {"prompts": rows["prompts"], "responses": rows["tokens"], "response_mask": ones(rows["tokens"]),
-              "rollout_log_probs": rows["logprobs"], "old_log_probs": rows["logprobs"]}  # fmt: skip
-    if jagged:
-        return {name: torch.nested.as_nested_tensor([torch.tensor(row) for row in table], layout=torch.jagged)
-                for name, table in tables.items()}  # fmt: skip
-    batch = {name: padded(table, 10 if name == "prompts" else 70, left=name == "prompts")
-             for name, table in tables.items()}  # fmt: skip
-    masks = padded(ones(rows["prompts"]), 10, left=True), batch["response_mask"]
-    return batch | {"attention_mask": torch.cat(masks, dim=1)}
-
-
-@pytest.mark.parametrize("jagged", [False, True])
-def test_the_recorder_for_verl_reads_padded_and_jagged_batches(rows, jagged, tmp_path, capsys):
-    record_verl.record(verl_batch(rows, jagged), tmp_path / "t.json", {"temperature": 0.7}, "float32", step=7)
-    is_the_trace(tmp_path / "t.json", rows, "verl")
-    (trace,) = load_traces(str(tmp_path / "t.json"))
-    assert trace.rollouts[0].versions == [7] * 64
-    with pytest.raises(SystemExit) as stop:
-        main(["diagnose", "--model", MODEL, str(tmp_path / "t.json")])
-    assert stop.value.code == 0
-    assert "own log-probabilities: mean |difference| 0.0e+00 nats to the reported" in capsys.readouterr().out
-
-
-def test_the_recorder_for_verl_leaves_tool_turns_out_and_names_what_is_missing(rows, tmp_path, capsys):
-    batch = verl_batch(rows, jagged=False)
-    batch["response_mask"][3, 5:9] = 0
-    batch["response_mask"][4] = 0
-    record_verl.record(batch, tmp_path / "t.json", {"temperature": 0.7}, "float32")
-    assert "62 responses; 2 left out" in capsys.readouterr().out
-    del batch["rollout_log_probs"]
-    with pytest.raises(ValueError, match=r"rollout_log_probs is missing; set .*calculate_log_probs=True"):
-        record_verl.record(batch, tmp_path / "t.json", {"temperature": 0.7}, "float32")
-
-
-def prime_rl_file(path: Path, rows: dict[str, list], flat: bool) -> Path:
-    """As FileSystemTrainingBatchSender writes it: [[sample, ...], step], each sample an array of its fields."""
-    samples = []
-    for prompt, tokens, logprobs in zip(rows["prompts"], rows["tokens"], rows["logprobs"], strict=True):
-        context, sampled, warm = [False] * len(prompt), [True] * len(tokens), [0.7] * len(tokens)
-        flat_sample = [prompt + tokens, context + sampled, [0.0] * len(prompt) + logprobs, [0.7] * len(prompt) + warm]
-        samples.append([*flat_sample, "env"] if flat else
-                       [prompt, context, tokens, sampled, logprobs, warm, "env", None, 0.5])  # fmt: skip
-    path.write_bytes(msgspec.msgpack.encode([samples, 7]))
-    return path
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_the_recorder_for_prime_rl_reads_both_layouts(rows, flat, tmp_path):
-    record_prime_rl.record(prime_rl_file(tmp_path / "rollouts.bin", rows, flat), tmp_path / "t.json", "float32")
-    is_the_trace(tmp_path / "t.json", rows, "prime-rl")
-    assert load_traces(str(tmp_path / "t.json"))[0].meta["step"] == 7
-
-
-def test_the_recorder_for_prime_rl_refuses_another_layout(rows, tmp_path):
-    (tmp_path / "text").write_text("no msgpack")
-    old = msgspec.msgpack.encode([[[[1], [False], [4], [True], [-0.5], 0.3]], 0.7, 3])  # one temperature for the batch
-    (tmp_path / "old").write_bytes(old)
-    for name in ("text", "old"):
-        with pytest.raises(ValueError, match="must be a TrainingBatch in a layout that this recorder knows"):
-            record_prime_rl.record(tmp_path / name, tmp_path / "t.json", "float32")
-
-
-@pytest.mark.parametrize("name, words", [
-    ("verl", ["absent", "t.json", "{}", "float32"]), ("verl", ["text", "t.json", "{}", "float32"]),
-    ("verl", ["text", "t.json", "{}"]), ("prime_rl", ["absent", "t.json", "float32"]),
-    ("prime_rl", ["text", "t.json", "float32"]), ("prime_rl", ["right", "t.json", "float32", "{"]),
-    ("prime_rl", ["right", "no/t.json", "float32"]), ("prime_rl", ["right"]),
-])  # fmt: skip
-def test_a_recorder_for_files_ends_with_one_sentence_on_bad_input(rows, tmp_path, name, words):
-    (tmp_path / "text").write_text("no batch")
-    prime_rl_file(tmp_path / "right", rows, flat=True)
-    done = subprocess.run([sys.executable, ROOT / "examples" / f"record_{name}.py", *words], cwd=tmp_path, text=True,
-                          capture_output=True, check=False)  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert "absent" in done.stderr or words[0] != "absent"
-    assert not (tmp_path / "t.json").exists()
 
 
 def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(rows, tmp_path):

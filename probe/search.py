@@ -88,7 +88,7 @@ class Pass:
     causes: tuple[Cause, ...] = ()
     note: str = ""  # for the verdict's sentence
     fitted: int = 0  # to the trace: 1 a yes or no per sequence, 2 a position per sequence
-    rounded: "Pass | None" = None  # the same in the trainer's own arithmetic
+    rounded: "Pass | None" = None  # the same in the model's own precision, if it has 16 bits
 
 
 @dataclass
@@ -147,16 +147,23 @@ class Probe:
         self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
         self.hidden = self.replay.as_trained()  # (N, H)
         self.current = Pass(self.read(self.hidden))
-        self.weights = twice_precise(policy)
+        self.weights = both_precisions(policy)
         self.precise = self.forward_pass(self.weights)
-        self.precise.rounded = self.current
 
-    def forward_pass(self, weights: Weights, *named: Cause, old: Weights | None = None,
+    def forward_pass(self, weights: tuple[Weights, Weights], *named: Cause,
+                     old: tuple[Weights, Weights] | None = None,
                      num_old: Tensor | None = None) -> Pass:
         """In twice the precision, with weights and the first keys and values of old ones."""
-        hidden = self.replay.precise(weights, old, num_old)
-        with self.policy.using(weights):
-            return Pass(self.read(hidden), named)
+        def one(precision: int) -> Pass:
+            mine = weights[precision]
+            hidden = self.replay.precise(mine, old and old[precision], num_old)
+            with self.policy.using(mine):
+                return Pass(self.read(hidden), named)
+
+        found = one(0)
+        if "16 bits" in self.heads:
+            found.rounded = one(1)
+        return found
 
     def read(self, hidden: Tensor) -> Values:
         """Log-probabilities (N,) of the sampled and the likeliest token, under each readout."""
@@ -204,6 +211,12 @@ class Probe:
         return Explanation(named, found, readout, mean, limit, wrong, apart)
 
 
+def both_precisions(policy: Policy, weights: Weights | None = None) -> tuple[Weights, Weights]:
+    """The policy's weights, or others, in twice the precision and as they are."""
+    own = {name: each.detach() for name, each in policy.model.named_parameters()}
+    return twice_precise(policy, weights), weights or own
+
+
 def _size(error: Tensor) -> Tensor:
     """|error| (N,); NaN for a few tokens at the edge of a mask, 1 nat for more than a few."""
     outside = error.isinf()
@@ -249,10 +262,8 @@ class Search:
             self._explain(probe.precise, readouts)
         if not self._done(1):
             for updates, earlier in probe.earlier.items():
-                weights = twice_precise(probe.policy, earlier)
+                weights = both_precisions(probe.policy, earlier)
                 self.old[updates] = probe.forward_pass(weights, causes.STALE.of(updates))
-                with probe.policy.using(earlier):
-                    self.old[updates].rounded = Pass(probe.read(self.replay.as_trained()))
                 self._explain(self.old[updates], readouts)
                 if not self._done(1):
                     for readout in self._promising():
@@ -280,7 +291,7 @@ class Search:
     def _signs_agree(self, found: Pass, readout: Readout) -> bool:
         """Has what a 16-bit head changes the signs and the size of the engine's error without?"""
         probe, fine = self.probe, replace(readout, head="float32")
-        found = found.rounded or found  # its hidden states are rounded as the engine's are
+        found = found.rounded  # its hidden states are rounded as the engine's are
         change = probe.values(found, readout) - probe.values(found, fine)
         error = probe.error(found, fine)
         signed = (change * error).isfinite() & (change * error != 0)
@@ -300,7 +311,8 @@ class Search:
         return sorted(plain, key=distance)[:2]
 
     # ------------------------------------------------------------------------------ KV caches
-    def _kv_caches(self, old: Pass, weights: Weights, readout: Readout) -> None:
+    def _kv_caches(self, old: Pass, weights: tuple[Weights, Weights],
+                   readout: Readout) -> None:
         """Old weights or stale prefixes of whole blocks in some requests, and updates in flight."""
         probe, replay, stale = self.probe, self.replay, [old]
         block_size = probe.trace.meta.get("audit", {}).get("block_size")
@@ -321,7 +333,8 @@ class Search:
                 self._explain(merged, readouts)
         self._in_flight(old, weights, readout)
 
-    def _in_flight(self, old: Pass, weights: Weights, readout: Readout) -> None:
+    def _in_flight(self, old: Pass, weights: tuple[Weights, Weights],
+                   readout: Readout) -> None:
         """An update before a token of the response: in each sequence at the place that fits best.
 
         Candidates: where the old weights' values end, where those of most sequences end, and where
@@ -406,5 +419,8 @@ def _described(places: list[int], requests: int) -> str:
 
 def _merged(first: Tensor, ours: Pass, theirs: Pass) -> Pass:
     """A pass with the values of `ours` where `first` (N,) is true, else of `theirs`."""
-    return Pass({key: torch.where(first, ours.values[key], theirs.values[key])
-                 for key in ours.values})
+    merged = Pass({key: torch.where(first, ours.values[key], theirs.values[key])
+                   for key in ours.values})
+    if ours.rounded and theirs.rounded:
+        merged.rounded = _merged(first, ours.rounded, theirs.rounded)
+    return merged

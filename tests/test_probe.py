@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from helpers import FaultBench, nudge, plant, qwen2, rightly_named
+from helpers import FaultBench, close_live_engine, nudge, plant, qwen2, rightly_named, small_model
 
+from config import ParityFlags
 from engine_adapter import Rollout, Sampling
+from extras.shared_engine import SharedEngine
 from probe.__main__ import main
-from probe.diagnose import Trace, alarms, diagnose
+from probe.diagnose import Trace, alarms, diagnose, sample_trace
 from probe.search import Limit, Probe
 from probe.traces import load_traces, save_trace
 from rl import Policy
@@ -101,18 +103,16 @@ def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(referenc
     assert limit < (probe.values(probe.current, probe.trainer)[probe.replay.rows == 3] - own).abs().max() < error
 
 
-def test_the_limit_is_that_of_its_formula():
-    class TwoRows:
-        lengths = torch.tensor([2, 2])
-
-        def row_means(self, size):
-            return size.view(2, 2).nanmean(dim=1)
-
-    limit = Limit.of(TwoRows(), torch.tensor([1e-3, 3e-3, 5e-3, 7e-3]))
-    spread = (((2e-3) ** 2 * 2 + (1 + 9 + 25 + 49) / 4 * 1e-6) / 2) ** 0.5
-    assert (limit.mean, limit.spread) == pytest.approx((4e-3, spread))
-    assert limit.of_mean() == pytest.approx(1.3 * (4e-3 + 3 * spread / 2**0.5) + 2e-7)
-    assert limit.of_one == pytest.approx(2 * 1.3 * (4e-3 + 3 * spread) + 4e-7)
+def test_the_limit_is_that_of_its_formula(reference):
+    (trace, *_) = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))
+    with torch.no_grad():
+        probe = Probe(reference["float32"], replace(trace, rollouts=trace.rollouts[:4]), [])
+    size = probe.trainer_error(probe.trainer).abs()
+    rows = size.view(4, 64).numpy()
+    spread = ((rows.mean(axis=1).var() * 4 + (rows**2).mean()) / 4) ** 0.5
+    limit = Limit.of(probe.replay, size)
+    assert limit.of_mean() == pytest.approx(1.3 * (rows.mean() + 3 * spread / 2) + 2e-7)
+    assert limit.of_one == pytest.approx(2.6 * (rows.mean() + 3 * spread) + 4e-7)
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
@@ -369,6 +369,48 @@ def test_a_recorded_workload_is_parity_with_every_sampling_parameter_set(bench, 
     assert sum(len(r.token_ids) for r in trace.rollouts) == 64 * 64
     verdict = diagnose(Policy.load(str(folder), torch.float32, "cpu"), trace)
     assert verdict.status == "parity", verdict.sentence
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["Qwen2", "FalconH1"])
+def test_an_engine_under_pressure_is_parity(tmp_path, capsys, name):
+    close_live_engine()
+    folder, out = str(tmp_path / "model"), str(tmp_path / "trace.npz")
+    small_model(name, False).save_pretrained(folder)
+    assert exit_status("record", "--model", folder, "--out", out, "--stress", "--num-prompts", "32") == 0
+    (trace,) = load_traces(out)
+    assert f"{trace.meta['stress']['preemptions']} preemptions" in capsys.readouterr().out
+    assert min(trace.meta["stress"].values()) > 0
+    assert exit_status("diagnose", "--model", folder, out) == 0
+
+
+@pytest.mark.engine
+def test_pressure_that_never_came_is_refused(tmp_path, capsys):
+    close_live_engine()
+    qwen2(tied=False).save_pretrained(tmp_path / "model")
+    mild = ("record", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "t.npz"), "--stress")
+    assert exit_status(*mild, "--num-prompts", "3", "--prompt-tokens", "1", "2", "--max-new-tokens", "2") == 2
+    assert "pressure must be of every kind, there were no preemptions" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_a_trace_is_exact_until_a_weight_changes(tmp_path):
+    close_live_engine()
+    qwen2(tied=False).save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), torch.bfloat16, "cpu")
+    engine = SharedEngine(policy, str(tmp_path), ParityFlags(), exact=True, max_model_len=64)
+    try:
+        policy = engine.policy
+        engine.load(policy.weights(), policy.response_logprobs)
+        prompts = [list(range(5, 8 + index)) for index in range(24)]
+        trace = sample_trace(engine, prompts, Sampling(0.7, 24, top_k=20), [*range(24)])
+        verdict, earlier = diagnose(policy, trace), policy.copied_weights()
+        assert verdict.sentence.startswith("exact: all 576 tokens are equal bit for bit")
+        assert (verdict.sizes["mismatch"], verdict.sizes["engine_error"] > 0) == (0, True)
+        nudge(policy, 1)
+        assert "1 update(s)" in diagnose(policy, trace, [earlier]).blamed
+    finally:
+        engine.close()
 
 
 def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():

@@ -9,7 +9,6 @@ own, because vLLM patches the Python classes of some models.
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -56,11 +55,9 @@ def record(name: str, tied: bool, dtype: str, seed: int) -> Iterator[tuple[Polic
 def verdicts(name: str, tied: bool, dtype: str, seed: int) -> Iterator[dict]:
     for policy, trace in record(name, tied, dtype, seed):
         verdict = diagnose(policy, trace)
-        noise, floor = verdict.start.noise, verdict.start.floor
-        yield {"model": name, "tied": tied, "dtype": dtype, "temperature": trace.sampling.temperature,
-               "tokens": noise.tokens, "mismatch": noise.mean, "floor": floor.mean, "status": verdict.status,
-               "sentence": verdict.sentence,
-               "beyond": (noise.mean - floor.floors * floor.mean) / floor.rms * noise.tokens**0.5}  # fmt: skip
+        yield {"model": name, "tied": tied, "dtype": dtype, "responses": len(trace.rollouts), "status": verdict.status,
+               "sentence": verdict.sentence, "of limit": verdict.start.mean / verdict.start.limit.of_mean(),
+               "ratio": verdict.sizes["engine_error"] / verdict.sizes["trainer_error"]}  # fmt: skip
 
 
 def alone(name: str, tied: str, seed: str, *dtypes: str) -> list[dict]:
@@ -70,40 +67,21 @@ def alone(name: str, tied: str, seed: str, *dtypes: str) -> list[dict]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def clopper_pearson(hits: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a rate: at its ends so few hits, or so many, have a probability of 2.5 %."""
-    def rate(most: int, chance: float) -> float:
-        """The rate at which P(at most `most` hits) = chance, by bisection."""
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            at_most = sum(math.comb(total, k) * middle**k * (1 - middle) ** (total - k) for k in range(most + 1))
-            low, high = (middle, high) if at_most > chance else (low, middle)
-        return low
-
-    return (rate(hits - 1, 0.975) if hits else 0.0), rate(hits, 0.025)
-
-
 def report(rows: list[dict]) -> int:
     """Prints the table; returns the number of false alarms."""
-    by_model, by_tokens = defaultdict(list), defaultdict(list)
+    groups = defaultdict(list)
     for row in rows:
-        by_model[row["model"], row["dtype"]].append(row)
-        by_tokens[row["dtype"], row["tokens"]].append(row["mismatch"] / row["floor"])
+        groups[row["dtype"], row["responses"]].append(row)
         if row["status"] != "parity":
             print("FALSE ALARM", row)
-    print("mismatch / floor over all tokens of a model:")
-    for key, group in sorted(by_model.items()):
-        sums = [sum(row[name] * row["tokens"] for row in group) for name in ("mismatch", "floor")]
-        print(f"  {' '.join(key):<20} {sums[0] / sums[1]:.2f} over {sum(row['tokens'] for row in group)} tokens")
-    print("mismatch / floor of one trace: least, median, largest")
-    for (dtype, tokens), ratios in sorted(by_tokens.items()):
+    print("engine's error / trainer's: least, median, largest; the largest share of the limit")
+    for (dtype, responses), group in sorted(groups.items()):
+        ratios = [row["ratio"] for row in group]
         figures = " ".join(f"{figure(ratios):.2f}" for figure in (min, median, max))
-        print(f"  {dtype:<8} {tokens:>5} tokens {figures} in {len(ratios)} traces")
-    print(f"the largest is {max(row['beyond'] for row in rows):.1f} standard errors beyond the limit's floors")
-    wrong, total = sum(row["status"] != "parity" for row in rows), len(rows)
-    low, high = clopper_pearson(wrong, total)
-    print(f"{wrong} false alarms in {total} clean traces, 95 % interval (Clopper-Pearson) {low:.2%} to {high:.2%}")
+        print(f"{dtype:<8} {responses:>3} responses: {figures}; {max(row['of limit'] for row in group):.2f}"
+              f" in {len(group)} traces")
+    wrong = sum(row["status"] != "parity" for row in rows)
+    print(f"{wrong} false alarms in {len(rows)} clean traces")
     return wrong
 
 

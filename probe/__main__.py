@@ -21,7 +21,7 @@ from config import COUNT, ParityFlags, Rule
 from engine_adapter import Engine, Sampling
 from examples.record_vllm import weights_of
 from probe.compare import change, cut_alike, same_workload
-from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
+from probe.diagnose import as_trace, diagnose, print_verdict, sample_trace
 from probe.layers import compare_layers, plot_layers, print_layers
 from probe.replay import Weights
 from probe.stress import sample_under_pressure, start_engine
@@ -144,13 +144,12 @@ class Diagnose:
     # Dtype of the trainer's final projection.
     trainer_head: Literal["float32", "model"] = "float32"
     json: str | None = None  # Write all verdicts with their figures to this file.
-    plot: str | None = None  # Write a plot of the last trace to this file.
     brief: bool = False  # Print one line per group, without the table.
 
     def run(self) -> int:
         if not self.traces:
             raise ValueError("traces must be at least one file, got none")
-        check_writable(self.json, self.plot)
+        check_writable(self.json)
         traces = [replace(trace, name=f"{Path(path).name}, {trace.name}") for path in self.traces
                   for trace in load_traces(path) if self.group in (None, trace.name)]
         if not traces:
@@ -168,8 +167,6 @@ class Diagnose:
                 print_verdict(verdict)
         if self.json:
             Path(self.json).write_text(json.dumps(records, indent=1))
-        if self.plot:
-            plot_verdict(verdict, self.plot)
         return int(any(record["status"] not in ("exact", "parity") for record in records))
 
     def _trainer(self, dtype: str) -> tuple[Policy, list[Weights]]:

@@ -212,25 +212,6 @@ def print_verdict(verdict: Verdict) -> None:
               f" the reported, {recomputed:.1e} to those recomputed here")
 
 
-def plot_verdict(verdict: Verdict, path: str) -> None:
-    """Plot the mismatch by bins of tokens, and one side against the other."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 4), layout="constrained")
-    *panels, scatter = figure.subplots(1, 5)
-    for axes, (name, bins) in zip(panels, verdict.tokens["tables"].items(), strict=True):
-        for kind in ("mismatch", "trainer_error"):
-            means = [max(each[kind], 1e-9) for each in bins]  # log axes have no 0
-            axes.semilogy([each["from"] for each in bins], means, "o-", label=kind)
-        axes.set(title="mean, nats", xlabel=f"{name}, from")
-    panels[0].legend()
-    scatter.plot(verdict.replay.reported.cpu(), verdict.logprobs.cpu(), ".", markersize=2)
-    scatter.axline((0, 0), slope=1, color="tab:green")
-    scatter.set(title="log-probabilities, nats", xlabel="reported", ylabel="trainer")
-    figure.suptitle(f"{verdict.trace.name}: {verdict.blamed}"[:150])
-    figure.savefig(path)
-
-
 # ---------------------------------------------------------------------------------- a live engine
 # Metrics of a step, of its rollouts with current weights, and the values above which train.py
 # probes the engine (--probe-on-alarm).
@@ -285,7 +266,7 @@ class StepProbe:
         """The status for the step's metrics, {} without a probe.
 
         A step is probed if it is planned or its metrics exceed ALARMS. Writes step_N.npz (the
-        trace), .png and .json (the verdict) to the run's folder `probe` and prints a line.
+        trace) and step_N.json (the verdict) to the run's folder `probe` and prints a line.
         """
         measure, alarm = self.run.config.measure, []
         if measure.probe_on_alarm:
@@ -312,7 +293,6 @@ class StepProbe:
         path = run.out / "probe" / f"step_{number:06d}"
         path.parent.mkdir(parents=True, exist_ok=True)
         save_trace(f"{path}.npz", trace)
-        plot_verdict(verdict, f"{path}.png")
         record = {"step": number, "why": why} | verdict.record()
         path.with_suffix(".json").write_text(json.dumps(record, indent=1))
         print(f"probe of step {number} ({why}): {verdict.headline}", flush=True)

@@ -204,8 +204,7 @@ def test_entropy_probability_and_prompt_length_of_each_bin_are_those_of_the_trai
 def test_diagnose_prints_the_tables_and_stores_them(tmp_path, capsys):
     out = tmp_path / "v.json"
     with pytest.raises(SystemExit):
-        main(["diagnose", "--model", MODEL, str(CLEAN), "--group", "t0.7", "--json", str(out),
-              "--plot", str(tmp_path / "v.png")])  # fmt: skip
+        main(["diagnose", "--model", MODEL, str(CLEAN), "--group", "t0.7", "--json", str(out)])
     printed = capsys.readouterr().out
     for name in ("position", "prompt length", "probability", "entropy"):
         assert f"\nby {name}, from " in printed

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -284,13 +285,12 @@ def exit_status(*arguments: str) -> int:
     return stop.value.code
 
 
-def test_diagnose_needs_no_vllm_and_exits_with_0_for_parity(tmp_path):
-    arguments = ["diagnose", "--model", MODEL, DEFAULT, "--group", "t1", "--plot", str(tmp_path / "p.png")]
+def test_diagnose_needs_no_vllm_and_exits_with_0_for_parity():
+    arguments = ["diagnose", "--model", MODEL, DEFAULT, "--group", "t1"]
     program = f"import sys; sys.modules['vllm'] = None; from probe.__main__ import main; main({arguments!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "=> parity" in done.stdout
-    assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
 def test_exit_status_is_1_for_a_mismatch_and_the_json_has_its_figures(tmp_path, capsys):

@@ -51,7 +51,7 @@ EXCHANGED = inference("requests exchanged (responses to other prompts)",
                       "match responses to prompts by request id")
 NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
 
-HEAD = numerics("head in 16 bits {}", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
+HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
                 ' "float32"}} in vLLM (--parity.fp32-head)')
 TRAINER_NOT_FINITE = numerics("log-probabilities of the trace's own trainer that are not finite",
                               "check the loss and the weights of that trainer for NaN and overflow")

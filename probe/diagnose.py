@@ -149,7 +149,8 @@ def _causes(probe: Probe, best: Explanation, start: Explanation) -> list[Cause]:
     named = [cause for cause in best.causes if cause not in (causes.HEAD, scored)]
     if in_engine or in_trainer:
         sides = {(True, False): "in the engine", (False, True): "in the trainer"}
-        named.append(causes.HEAD.of(sides.get((in_engine, in_trainer), "on both sides")))
+        side = sides.get((in_engine, in_trainer), "on both sides")
+        named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {side}"))
     if scored and not reported:
         named.append(scored)  # the engine reports the mask, the trainer has none
     moved = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in probe.earlier

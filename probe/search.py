@@ -387,10 +387,11 @@ class Search:
         """Explanations that hold for at least half of the sequences; the others are listed."""
         found = []
         for each in list(self.found.values()):
-            if 0 < each.wrong.sum() <= 0.5 * len(each.wrong) and len(each.causes) < MAX_CAUSES:
-                few = self.probe.explain(each.found, each.readout, apart=each.wrong)
+            few = 0 < each.wrong.sum() <= 0.5 * len(each.wrong)
+            if few and each.enough and len(each.causes) < MAX_CAUSES:
+                rest = self.probe.explain(each.found, each.readout, apart=each.wrong)
                 cause = causes.EXCHANGED if self._exchanged(each) else causes.WRONG_REQUESTS
-                found.append(replace(few, causes=(*each.causes, cause)))
+                found.append(replace(rest, causes=(*each.causes, cause)))
         return found
 
     def _exchanged(self, explanation: Explanation) -> bool:

@@ -87,7 +87,7 @@ class GrpoConfig:
     # Corrections of a mismatch, refused while a parity fix is off; docs/corrections.md.
     tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
     tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
-    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens that get no gradient.
+    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens without gradient (but a KL's).
     reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's usual.
     reject_high: float | None = None  # Largest ratio, or divergence, that is kept; the same.
     reject_mean: Literal["all", "kept"] | None = None  # Tokens that the loss's mean counts; same.

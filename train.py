@@ -176,7 +176,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("reward"):
         rows = score_rollouts(run, problems, rollouts)
-    scores = torch.tensor([rollout.score for rollout in rollouts])  # (B,)
+    scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
     has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
     cut = batch.cut(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens)
@@ -215,14 +215,13 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
 def rollout_metrics(rollouts: list[Rollout], group_size: int, version: int) -> dict[str, float]:
     """Metrics of the rollouts alone. Staleness counts the updates between sampling and training."""
-    rewards = torch.tensor([rollout.reward for rollout in rollouts])  # (B,)
-    scores = torch.tensor([rollout.score for rollout in rollouts])  # (B,)
+    scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     tokens = sum(rollout.num_trained for rollout in rollouts)
     versions = [token_version for rollout in rollouts for token_version in rollout.versions]
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
     groups = scores.view(-1, group_size)  # (P, G)
     return {
-        "reward": rewards.mean().item(),
+        "reward": mean(rollout.reward for rollout in rollouts),
         "score": scores.mean().item(),
         "flat_frac": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
         "trunc_frac": truncated / len(rollouts),

@@ -322,7 +322,6 @@ def prepare(config: Config) -> Run:
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
     earlier = records.earlier_problems(config.run.out, config.run.resume, config.experiment)
-    name_idle_switches(config)
     out = Path(config.run.out).absolute()  # a task may change the working directory
 
     task = find_task(config)
@@ -338,6 +337,8 @@ def prepare(config: Config) -> Run:
     context = getattr(model_config, "max_position_embeddings", None)
     task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens,
                    drop=data.overlong_prompts == "drop")
+    longest_prompt = max(map(len, task.prompts))
+    name_idle_switches(config, longest_prompt)
     groups = grpo.num_prompts + config.backend.inflight_groups
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
@@ -347,7 +348,7 @@ def prepare(config: Config) -> Run:
 
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
-    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
+    max_model_len = grpo.max_new_tokens + longest_prompt
     path = config.run.model
     if path == "toy":
         from examples.toys import toy_model
@@ -378,9 +379,14 @@ def _describe(config: Config) -> tuple[Any, Any, tuple[int, ...]]:
     return describe_model(config.run.model)
 
 
-def name_idle_switches(config: Config) -> None:
+def name_idle_switches(config: Config, longest_prompt: int) -> None:
     """Print which fixes are off and cannot change a figure of this run."""
     without = "is off WITHOUT EFFECT:"
+    block = config.backend.block_size or (16 if torch.cuda.is_available() else 128)  # vLLM's
+    cached = not config.parity.in_force("explicit_runtime", "prefix-cache")
+    if cached and longest_prompt <= block:  # the last token of a prompt is always computed
+        print(f"explicit_runtime: the prefix cache {without.removeprefix('is off ')} no prompt is"
+              f" longer than a block of {block} tokens; try --block-size", flush=True)
     if not config.parity.inflight_keep and not config.backend.inflight_groups:
         print(f"inflight_keep {without} no load meets an unfinished rollout; try --inflight-groups",
               flush=True)

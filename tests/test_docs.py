@@ -1,4 +1,4 @@
-"""What the pages name exists: links, functions, commands and their options. Whether a command works is not shown here."""
+"""What the pages name exists: links, functions, commands, options. Whether a command works is not shown here."""
 
 import re
 import shlex

@@ -2,7 +2,7 @@
 
     trainer.add_callback(TraceRecorder(trainer, "traces", steps=3))  # the first 3 batches
 
-writes traces/step_000000.json (docs/trace-format.md) and the folder traces/step_000000 for each,
+writes traces/step_000000.json (docs/audit.md) and the folder traces/step_000000 for each,
 for `python -m probe diagnose --model traces/step_000002 --earlier traces/step_000000 --
 traces/step_000002.json`. Tested with TRL 1.16.0 (colocate). Only the first process writes its rows.
 """

@@ -1,4 +1,4 @@
-"""Record what a vLLM samples and reports, as a trace (docs/trace-format.md).
+"""Record what a vLLM samples and reports, as a trace (docs/audit.md).
 
 One file that needs vLLM 0.8.5 or newer (V0 or V1) and numpy, nothing else. Copy it into the
 environment in question:

@@ -1,4 +1,4 @@
-"""The recorders of examples/, the worked example of docs/trace-format.md, and the verdicts on their traces."""
+"""The recorders of examples/, the worked example of docs/audit.md, and the verdicts on their traces."""
 
 import json
 import os

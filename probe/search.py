@@ -25,7 +25,7 @@ from probe.traces import Trace
 from rl import Policy
 
 TIMES, SPREADS = 1.3, 3.0  # see Limit
-ROUNDING = 2e-7  # nats: reported log-probabilities are float32
+ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
 MAX_CAUSES = 2  # of one explanation, beside wrong requests
 MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 # Standard deviations of a fair coin by which the signs of what a 16-bit head changes must agree

@@ -88,7 +88,7 @@ def test_the_engines_error_is_the_trainers_where_both_are_right(reference):
         assert 0.8 < sizes["engine_error"] / sizes["trainer_error"] < 1.2
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 5e-5), (torch.bfloat16, 0.1)])
 def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(reference, dtype, error):
     policy = reference[str(dtype).removeprefix("torch.")]
     (trace, *_) = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))
@@ -112,8 +112,8 @@ def test_the_limit_is_that_of_its_formula(reference):
     rows = size.view(4, 64).numpy()
     spread = ((rows.mean(axis=1).var() * 4 + (rows**2).mean()) / 4) ** 0.5
     limit = Limit.of(probe.replay, size)
-    assert limit.of_mean() == pytest.approx(1.3 * (rows.mean() + 3 * spread / 2) + 2e-7)
-    assert limit.of_one == pytest.approx(2.6 * (rows.mean() + 3 * spread) + 4e-7)
+    assert limit.of_mean() == pytest.approx(1.3 * (rows.mean() + 3 * spread / 2) + 1e-6)
+    assert limit.of_one == pytest.approx(2.6 * (rows.mean() + 3 * spread) + 2e-6)
 
 
 # ------------------------------------------------------------------------------------------------ planted faults

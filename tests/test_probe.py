@@ -88,7 +88,7 @@ def test_the_engines_error_is_the_trainers_where_both_are_right(reference):
         assert 0.8 < sizes["engine_error"] / sizes["trainer_error"] < 1.2
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 5e-5), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(reference, dtype, error):
     policy = reference[str(dtype).removeprefix("torch.")]
     (trace, *_) = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))
@@ -99,7 +99,7 @@ def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(referenc
         logprobs = (model(ids).logits[0, len(trace.rollouts[3].prompt_ids) - 1 : -1] / 0.7).log_softmax(dim=-1)
     own = logprobs.gather(-1, torch.tensor(trace.rollouts[3].token_ids)[:, None])[:, 0]
     precise = probe.values(probe.precise, probe.trainer)[probe.replay.rows == 3]
-    limit = 1e-6 if dtype == torch.float32 else 1e-5  # fp32 where the model is in 16 bits
+    limit = 1e-6 if dtype == torch.float32 else 5e-5  # fp32 where the model is in 16 bits
     assert (precise - own).abs().max() < limit
     assert limit < (probe.values(probe.current, probe.trainer)[probe.replay.rows == 3] - own).abs().max() < error
 

@@ -23,9 +23,8 @@ from typing import Any, Literal, NamedTuple
 import tyro
 
 from config import COUNT
-from extras.curves import plot, steps_of
 from lab import origin, table
-from records import one_sentence
+from records import one_sentence, plot, steps_of
 
 ROOT = Path(__file__).parents[1]
 # Settings under which every fault is measurable on two CPU cores. With the toy's defaults most

@@ -24,22 +24,27 @@ import numpy
 import torch
 import torch.nn.functional as F
 import tyro
+from extras.prompts import PromptsOnce
 from torch import Tensor
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from config import Config, GrpoConfig
-from engine_adapter import Engine
+from config import Config, GrpoConfig, ParityFlags
+from engine_adapter import Engine, Sampling
 from examples.toys import toy_config, toy_tokenizer
 from extras.masks import mask_outside, use_masks
-from extras.prompts import PromptsOnce
-from fixes import ParityFlags
 from lab import seconds, table
-from objectives import Batch
-from prepare import Run, TrainingState, build, prepare
 from records import memory_gib, reset_peak
-from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, frozen_logprobs, make_batch, update
-from sampling import Sampling
-from train import train_step
+from rl import (
+    Batch,
+    Optimizer,
+    Policy,
+    TargetLogprobs,
+    Vocabulary,
+    frozen_logprobs,
+    make_batch,
+    update,
+)
+from train import Run, TrainingState, build, prepare, train_step
 
 Case = Literal["inflight", "growth", "phases", "prompts", "masks", "head", "shared"]
 

@@ -20,18 +20,17 @@ import torch
 import tyro
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from config import ParityFlags
 from engine_adapter import check_vllm_version
 from examples.toys import toy_tokenizer
-from fixes import ParityFlags
 from lab import seconds, table
 from lab.bench import bare_generate, running
 from lab.plan import GIB, phases
 from objectives import mismatch_metrics
-from prepare import Run, TrainingState
 from probe.noise import measure_self_noise
 from records import append_rows, memory_gib, one_sentence, provenance, stage
 from rl import Policy, frozen_logprobs, make_batch
-from train import train_step
+from train import Run, TrainingState, train_step
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -173,7 +172,7 @@ def parity_figures(run: Run, live: TrainingState, options: Options) -> Iterator[
         for call in calls:
             seeds = list(range(call.start, call.stop))
             rollouts += live.engine.generate(prompts[call], 1, run.sampling, seeds)
-        batch = make_batch(rollouts, torch.zeros(len(rollouts)), DEVICE)
+        batch = make_batch(rollouts, DEVICE)
         for fp32_head in (True, False):
             scorer = Policy(live.policy.model, fp32_head)
             scored = replace(batch, old_logprobs=frozen_logprobs(scorer, batch, run.config.grpo))

@@ -15,9 +15,8 @@ from typing import Any
 import tyro
 
 from config import NOT_OF_THE_EXPERIMENT
-from extras.curves import steps_of
 from lab.ablate import METRICS
-from records import one_sentence, stage
+from records import one_sentence, stage, steps_of
 
 # JOB.json: options, versions, metrics of each run
 STORED = Path(__file__).parents[1] / "docs" / "reference"

@@ -18,10 +18,9 @@ import tyro
 
 from config import COUNT, SEED
 from examples.long_digits import write_model
-from extras.curves import steps_of
 from lab import ablate, origin, table
 from lab.ablate import Metric, first_outside, seed_range
-from records import one_sentence
+from records import one_sentence, steps_of
 
 LADDER = {name: value for name, (value, _) in ablate.WORKLOAD.items()} | {"--inflight-groups": "0"}
 # Answers of 64 tokens and more: the ratio of a response is the product of as many.

@@ -23,12 +23,11 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
 from config import Config
 from examples.record_trl import TraceRecorder
-from extras.curves import steps_of
 from lab import table
 from lab.compare import STORED
 from lab.translate import to_trl, view
-from prepare import prepare
-from records import append_rows
+from records import append_rows, steps_of
+from train import prepare
 
 
 @dataclass(frozen=True)

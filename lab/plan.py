@@ -34,11 +34,10 @@ from extras.offload import OffloadedOptimizer
 from extras.reference import kv_bytes_per_token
 from lab import table
 from models import attention_for, load_tokenizer
-from objectives import Batch
-from prepare import find_task
 from records import one_sentence, stage
-from rl import Optimizer, Policy, TargetLogprobs, Vocabulary, head_chunk
+from rl import Batch, Optimizer, Policy, TargetLogprobs, Vocabulary, head_chunk
 from tasks import encode
+from train import find_task
 
 GIB = 2**30
 # Estimate: CUDA context, cuBLAS workspaces, vLLM's buffers that sleep does not free.

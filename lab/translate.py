@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import tyro
 
-from config import Config, GrpoConfig
-from fixes import ParityFlags
+from config import Config, GrpoConfig, ParityFlags
 from objectives import OBJECTIVES
 from records import one_sentence, stage
 

@@ -10,7 +10,6 @@ import pytest
 from helpers import qwen2, refusal
 
 from examples.toys import toy_tokenizer
-from extras.curves import plot
 from lab import bench
 from lab.ablate import (
     ARMS,
@@ -33,6 +32,7 @@ from lab.ablate import (
     spreads,
     write_page,
 )
+from records import plot
 
 ROOT = Path(__file__).parents[1]
 

@@ -46,7 +46,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 from test_plan import JOB, MODEL, PROMPT
-from sampling import Rollout
+from engine_adapter import Rollout
 from extras.checkpointing import checkpoint_layers
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
 from records import memory_gib, reset_peak

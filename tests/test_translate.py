@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from config import Config
-from fixes import ParityFlags
+from config import Config, ParityFlags
 from lab.compare import STORED
 from lab.translate import OWN, main, to_trl, to_verl, translate, view
 

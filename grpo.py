@@ -15,9 +15,9 @@ numbers, with the habit to write the smaller one. The second unlearns it, and th
     python grpo.py --two-policy
     python grpo.py --two-policy --no-processed-logprobs
 
-REASON
-REASON
-REASON
+Raw log-probabilities are those at temperature 1, so before any update the ratio of a token is
+p_0.7 / p_1: near 1 for likely tokens, far below 1 for unlikely ones. The clip then silences the
+unlikely tokens of wrong answers, and the policy drifts towards random answers (docs/page.png).
 train.py has all that is left out, and tests/test_grpo.py holds the two programs equal.
 """
 
@@ -65,7 +65,6 @@ class Options:
     max_new_tokens: int = 10  # the toy answers with up to 9, the stop token included
     temperature: float = 0.7  # of both sides; at 1, raw and processed log-probabilities are equal
     lr: float = 2e-3  # for the toy; a pretrained model needs a thousandth of it
-    warmup_steps: int = 5  # Adam's second moments are noise at first
     num_minibatches: int = 2  # optimizer steps per batch; from the second on the clip can act
     micro_batch_tokens: int = 8192  # of a forward; their logits need 16 bytes * tokens * words
     clip: float = 0.2  # the ratio is clipped to [1 - clip, 1 + clip]
@@ -82,12 +81,12 @@ class Options:
         assert not self.two_policy or not self.tis_cap, "two_policy and tis_cap: mismatch twice"
         assert self.tis_cap >= 0, "tis_cap must be 0 (off) or positive"
         assert self.temperature > 0, "temperature must be positive"
-        assert self.group_size > 1, "group_size must be 2 or more, for the mean is the baseline"
-        assert min(self.num_minibatches, self.steps, self.eval_every) > 0, "counts must be positive"
+        counts = self.num_minibatches, self.steps, self.eval_every, self.group_size - 1
+        assert min(counts) > 0, "group_size must be 2 or more, and other counts 1 or more"
         assert rows % self.num_minibatches == 0, f"num_minibatches must divide the {rows} rows"
         assert 0 < self.num_prompts <= num_training, f"num_prompts must be 1 to {num_training}"
         notes = {
-            "at temperature 1 raw is processed": raw and self.temperature == 1,
+            "at temperature 1 raw values are processed": raw and self.temperature == 1,
             "raw values reach the loss with --two-policy only": raw and not self.two_policy,
             "no prompt fills a block of the cache": cached and longest_prompt <= self.block_size,
             "on a GPU, sleep clears the cache": cached and ON_GPU,
@@ -148,9 +147,8 @@ def start_engine(options: Options, max_model_len: int) -> LLM:
         model=options.model, dtype=options.dtype, block_size=options.block_size,
         skip_tokenizer_init=True,  # token ids in, token ids out
         load_format="dummy",  # random weights: the canary finds a tensor that is never loaded
-        max_model_len=max_model_len, max_num_seqs=512,  # decoded at once; the others wait
-        kv_cache_memory_bytes=int(options.kv_cache_gib * 2**30),
-        gpu_memory_utilization=0.1, enforce_eager=True, enable_sleep_mode=ON_GPU,
+        max_model_len=max_model_len, max_num_seqs=512, enforce_eager=True, enable_sleep_mode=ON_GPU,
+        kv_cache_memory_bytes=int(options.kv_cache_gib * 2**30), gpu_memory_utilization=0.1,
     )  # fmt: skip
 
 
@@ -207,9 +205,8 @@ def token_logprobs(model, batch: tuple, rows: Tensor, temperature: float) -> Ten
 
 def update(model, optimizer, batch, advantages, denominator, weights, options) -> dict[str, float]:
     """One pass with loss -mean min(r A, clip(r) A), A (B, 1), log r = logprobs - denominator."""
-    _, _, mask, _ = batch
+    mask, sums = batch[2], Counter()  # sums over the minibatches
     num_rows, width = mask.shape
-    sums = Counter()  # over the minibatches
     for minibatch in torch.arange(num_rows).split(num_rows // options.num_minibatches):
         if not advantages[minibatch].any():
             continue  # AdamW would move the weights by momentum alone
@@ -227,8 +224,8 @@ def update(model, optimizer, batch, advantages, denominator, weights, options) -
         sums["updates"] += 1
         optimizer.step()
         optimizer.zero_grad()
-    updates = sums.pop("updates", 0)
-    return {"updates": updates} | {name: total / updates for name, total in sums.items()}
+    means = {name: total / sums["updates"] for name, total in sums.items()}
+    return means | {"updates": sums["updates"]}
 
 
 def train(options: Options):
@@ -238,7 +235,7 @@ def train(options: Options):
     shuffled = random.Random(options.seed).sample(problems, len(problems))
     held_out = shuffled[: max(1, round(0.1 * len(problems)))]
     training = shuffled[len(held_out) :]
-    longest_prompt = max((len(problem["prompt_ids"]) for problem in problems), default=0)
+    longest_prompt = max(len(problem["prompt_ids"]) for problem in problems)
     options.check(longest_prompt, len(training))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
@@ -248,6 +245,7 @@ def train(options: Options):
     llm = start_engine(options, longest_prompt + options.max_new_tokens)
     canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # under one block
     wake_and_load(llm, model, canary)
+
     draw = random.Random(options.seed)
     for step in range(1, options.steps + 1):
         # Sample G responses to each of P problems: B = P * G rows. Seed and step decide them.
@@ -277,7 +275,7 @@ def train(options: Options):
         # Update, with weights of truncated importance sampling if there is a cap: (B, T).
         weights = mask * mismatch.exp().clamp(max=options.tis_cap) if options.tis_cap else mask
         denominator = behavior_logprobs if options.two_policy else old_logprobs  # (B, T)
-        warmup = min(1.0, step / (options.warmup_steps + 1))
+        warmup = min(1.0, step / 6)  # Adam's second moments are noise at first
         optimizer.param_groups[0]["lr"] = options.lr * warmup * (1 - (step - 1) / options.steps)
         metrics = {"step": step, "reward": rewards.mean().item()}
         metrics |= update(model, optimizer, batch, advantages, denominator, weights, options)

@@ -66,7 +66,7 @@ class Options:
     temperature: float = 0.7  # of both sides; at 1, raw and processed log-probabilities are equal
     lr: float = 2e-3  # for the toy; a pretrained model needs a thousandth of it
     num_minibatches: int = 2  # optimizer steps per batch; from the second on the clip can act
-    micro_batch_tokens: int = 8192  # of a forward; their logits need 16 bytes * tokens * words
+    micro_batch_tokens: int = 8192  # of a forward; the head needs 12 bytes * tokens * words
     clip: float = 0.2  # the ratio is clipped to [1 - clip, 1 + clip]
     tis_cap: float = 0.0  # largest importance weight; 0 is off
     dtype: str = "float32"  # bfloat16 makes fp32_head visible, but rounds small updates away
@@ -78,7 +78,7 @@ class Options:
         raw, cached = not self.processed_logprobs, not self.explicit_runtime
         rows, all_fixes = self.num_prompts * self.group_size, self.fp32_head and not raw | cached
         assert all_fixes or not self.tis_cap, "tis_cap needs all fixes to be on"
-        assert not self.two_policy or not self.tis_cap, "two_policy and tis_cap: mismatch twice"
+        assert not (self.two_policy and self.tis_cap), "two_policy and tis_cap count a mismatch twice"
         assert self.tis_cap >= 0, "tis_cap must be 0 (off) or positive"
         assert self.temperature > 0, "temperature must be positive"
         counts = self.num_minibatches, self.steps, self.eval_every, self.group_size - 1

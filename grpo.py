@@ -78,7 +78,7 @@ class Options:
         raw, cached = not self.processed_logprobs, not self.explicit_runtime
         rows, all_fixes = self.num_prompts * self.group_size, self.fp32_head and not raw | cached
         assert all_fixes or not self.tis_cap, "tis_cap needs all fixes to be on"
-        assert not (self.two_policy and self.tis_cap), "two_policy and tis_cap count a mismatch twice"
+        assert not (self.two_policy and self.tis_cap), "two_policy and tis_cap do the same twice"
         assert self.tis_cap >= 0, "tis_cap must be 0 (off) or positive"
         assert self.temperature > 0, "temperature must be positive"
         counts = self.num_minibatches, self.steps, self.eval_every, self.group_size - 1

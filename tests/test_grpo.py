@@ -17,6 +17,8 @@ import pytest
 import torch
 from helpers import qwen2
 
+from examples.toys import toy_tokenizer
+
 ROOT = Path(__file__).parents[1]
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 PAGE = """
@@ -107,8 +109,6 @@ def options(tmp_path_factory) -> dict:
     The answer to a question is the last number in a quarter or more of the model's own responses: each step has signal.
     The model names a second stop token, "9", in generation_config.json alone.
     """
-    from examples.toys import toy_tokenizer
-
     root, rng, tokenizer = tmp_path_factory.mktemp("page"), random.Random(0), toy_tokenizer()
     model = qwen2(tied=False, vocab_size=len(tokenizer))
     stop = tokenizer.convert_tokens_to_ids("9")
@@ -154,13 +154,15 @@ def test_page_and_core_make_the_same_three_steps(options):
             assert_equal(page_row, core_row)
         assert page[-1]["held_out"] == core[-1]["held_out"]
     with_tis, by_group, raw, template = (page for page, _ in jobs)
-    assert all(row["clip_rate"] > 0 for row in with_tis)
-    assert {row["updates"] for row in by_group} & {1, 2, 3}
+    assert all(row["clip_rate"] > 0 for row in raw)
+    assert any(row["updates"] < 4 for row in by_group)
     assert all(row["mismatch_abs_mean"] > 0.1 for row in raw)
     for page in (with_tis, by_group, template):
         assert all(row["mismatch_abs_mean"] < 1e-5 for row in page)
-    ends = {response[-1] for row in with_tis for response in row["tokens"] if len(response) < 3}
-    assert len(ends) == 2  # both stop tokens end responses
+    nine = toy_tokenizer().convert_tokens_to_ids("9")
+    responses = [response for page, _ in jobs for row in page for response in row["tokens"]]
+    assert any(response[-1] == nine for response in responses if len(response) < 3)
+    assert not any(nine in response[:-1] for response in responses)
 
 
 @pytest.mark.engine
@@ -306,6 +308,6 @@ def imported(node: ast.AST) -> list[str]:
 
 def test_every_file_that_the_page_names_exists():
     named = re.findall(r"[\w/]+\.py", ast.get_docstring(ast.parse((ROOT / "grpo.py").read_text())))
-    assert len(named) >= 8
+    assert len(set(named)) >= 3
     for name in named:
         assert (ROOT / name).is_file(), f"grpo.py names {name}"

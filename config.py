@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import tyro
 
-from fixes import ParityFlags
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
@@ -165,6 +164,53 @@ class GrpoConfig:
 
 
 @dataclass(frozen=True)
+class ParityFlags:
+    """The five fixes. Off is V1's default; without sampling_mask: that of most trainers."""
+
+    # Semantics, engine: log-probabilities of the distribution that the sampler drew from
+    # (temperature applied); off: raw ones.
+    processed_logprobs: bool = True
+    # Inference path, engine: prefix caching, async scheduling, cascade attention and the model's
+    # generation_config.json off; off: V1's defaults, and a load does not clear the cache (on a GPU
+    # the sleep before it does). --prefix-cache versioned is not V1's cache.
+    explicit_runtime: bool = True
+    # Inference path, engine: a weight update keeps unfinished requests and their KV cache; off: see
+    # inflight_otherwise.
+    inflight_keep: bool = True
+    # Numerics, both sides: the final projection in fp32; off: see head_otherwise.
+    fp32_head: bool = True
+    # Semantics, trainer: with a mask (top-k, top-p, min-p) its softmax is over the tokens that the
+    # sampler kept, which travel with each token; off: over the vocabulary, as in most trainers.
+    sampling_mask: bool = True
+    # Without inflight_keep. abort: V1's pause, partial work is thrown away and its requests start
+    # again (V1 also clears the prefix cache; here only explicit_runtime controls the cache).
+    # recompute: requests stay, their KV cache is computed again under the new weights.
+    inflight_otherwise: Literal["abort", "recompute"] = "abort"
+    # Without fp32_head. engine: the engine's projection in the model's dtype, V1's default; the
+    # trainer's stays in fp32. both: both in the model's dtype.
+    head_otherwise: Literal["engine", "both"] = "engine"
+
+    def __post_init__(self):
+        for name, usual, fix in (("inflight_otherwise", "abort", "inflight_keep"),
+                                 ("head_otherwise", "engine", "fp32_head")):
+            value = getattr(self, name)
+            if getattr(self, fix) and value != usual:
+                raise ValueError(f"{name} must not be given with {fix} (it would do nothing), got"
+                                 f" {value}; try --parity.no-{fix.replace('_', '-')}")
+
+    @property
+    def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
+        return "keep" if self.inflight_keep else self.inflight_otherwise
+
+    @property
+    def trainer_fp32_head(self) -> bool:
+        return self.fp32_head or self.head_otherwise == "engine"
+
+    def off(self) -> list[str]:
+        return [name for name, on in asdict(self).items() if on is False]
+
+
+@dataclass(frozen=True)
 class BackendConfig:
     """The sampler, and its share of the memory."""
 
@@ -217,7 +263,7 @@ class MeasureConfig:
     eval_every: int = 20  # Steps between evaluations, also before the first step and at the end.
     eval_problems: int = 256  # Held-out problems per evaluation (or all there are).
     eval_samples: int = 1  # Sampled answers per problem; the greedy evaluation has one.
-    eval_with_trainer: bool = True  # Evaluate without the engine as well (eval_gap).
+    eval_with_trainer: bool = False  # Also sample with the trainer's own modules (eval_gap); slow.
     self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.
     probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
     probe_on_alarm: bool = False  # Probe after a step whose mismatch exceeds the probe's ALARMS.
@@ -294,6 +340,12 @@ class Config:
         for options in groups.values():
             merged |= options
         return merged
+
+    @property
+    def experiment(self) -> dict[str, Any]:
+        """The options that a resumed run must keep."""
+        flat = self.flat()
+        return {name: value for name, value in flat.items() if name not in NOT_OF_THE_EXPERIMENT}
 
     @classmethod
     def of(cls, parity: ParityFlags | None = None, **options: Any) -> "Config":

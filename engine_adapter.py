@@ -3,26 +3,30 @@
 Token ids in, token ids and behaviour log-probabilities out; the engine knows no task and no
 tokenizer. It starts with random weights and samples only from weights that the trainer has loaded
 into it. So a tensor that is never loaded shows at once, and is not hidden by a checkpoint on disk.
+
+In reading order: a request and its response (`Sampling`, `Rollout`), the fixes as settings of vLLM
+(`SETTINGS`), and the `Engine`.
 """
 
 import ctypes
 import gc
 import itertools
+import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import dataclass, field
+from hashlib import sha256
 from importlib.metadata import distributions
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
-import fixes
-from fixes import ParityFlags, dtype_name, wanted_settings, with_settings
-from sampling import Rollout, Sampling, sampling_arguments
+from config import ParityFlags
 
 TESTED_VLLM = (0, 26), (0, 32)  # these two ran the tests; those between are let through untried
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
@@ -33,6 +37,8 @@ CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.
 LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
+# rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
+Collect = Callable[["Rollout", numpy.ndarray, numpy.ndarray], None]
 
 
 class EngineStateError(RuntimeError):
@@ -43,6 +49,201 @@ class WeightLoadError(RuntimeError):
     """The engine does not hold, or would not hold, the trainer's weights."""
 
 
+class AuditError(RuntimeError):
+    """A requested setting is not in force in the live engine."""
+
+
+# ------------------------------------------------------------ a request and its response
+@dataclass(frozen=True)
+class Sampling:
+    """All that shapes the sampled distribution; `sampling_arguments` makes the rest neutral.
+
+    Training uses temperature and mask. The probe also uses the penalties:
+    `probe.traces.process_logits` reproduces all.
+    """
+
+    temperature: float  # 0 is greedy
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_kept: int = 0  # Return the ids that the mask kept, at most so many a token; 0: none.
+
+    def __post_init__(self):
+        for name, rule, holds in (
+            ("temperature", "0 (greedy) or at least 0.01 (vLLM's smallest) and finite",
+             self.temperature == 0 or 0.01 <= self.temperature < math.inf),
+            ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
+            ("top_k", "a whole number, at least 0 (0 is off)",
+             isinstance(self.top_k, int) and self.top_k >= 0),
+            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
+            ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
+            ("repetition_penalty", "positive and finite", 0 < self.repetition_penalty < math.inf),
+            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
+            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
+        ):
+            if not holds:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether top-k, top-p or min-p can cut a token off."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass
+class Rollout:
+    """One sampled response. Lists have one entry per response token, the stop token included."""
+
+    prompt_ids: list[int]
+    seed: int | None  # with a seed it can be sampled again alone; without, see `reseed`
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # behaviour log-probabilities, nats
+    # The weight version under which each token was sampled. With async scheduling (V1's default)
+    # vLLM returns a token one step late: after an in-flight update one token of each unfinished
+    # rollout is labelled one version too new.
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
+    sampling: Sampling | None = None  # None in a trace that was read from a file
+    kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
+    # By token: whether it has a loss. Empty: all have one. An environment's words have none.
+    trained: list[bool] = field(default_factory=list)
+    reward: float | None = None  # the task's; None until it is scored
+    score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
+    prompt_version: int | None = None  # of its first part, if a load found it half computed
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version from which any of it was computed, prompt included."""
+        of_prompt = [] if self.prompt_version is None else [self.prompt_version]
+        return min(of_prompt + self.versions, default=None)
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that have a loss."""
+        return sum(self.trained) if self.trained else len(self.token_ids)
+
+    def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
+        """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
+        if not all(map(math.isfinite, logprobs)):
+            raise FloatingPointError(f"the sampler's log-probabilities are {logprobs} for prompt"
+                                     f" {self.prompt_ids}")
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.versions.extend([version] * len(token_ids))
+
+    def restart(self) -> None:
+        """Forget what has been sampled."""
+        self.token_ids, self.logprobs, self.versions, self.kept = [], [], [], []
+        self.finish_reason = self.prompt_version = None
+
+
+def reseed(*stream: int | str) -> None:
+    """Seed the generators of all samples without a seed: torch's (V1 runner), numpy's (V2 runner).
+
+    `stream` names what is sampled next, such as (seed of the run, "train", step).
+    """
+    seed = int.from_bytes(sha256(repr(stream).encode()).digest()[:6], "big")
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def sampling_arguments(sampling: Sampling, seed: int | None, vocab_size: int) -> dict[str, Any]:
+    """The arguments of vLLM's SamplingParams."""
+    return dict(
+        seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
+        # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list out.
+        stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True,
+        top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
+        # Everything else that could change the distribution, at its neutral value.
+        min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None, detokenize=False,
+        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see
+        # if a set is larger.
+        logprobs=min(sampling.max_kept + 1, vocab_size) if sampling.max_kept else 0,
+    )
+
+
+# ------------------------------------------------------------ the fixes as settings of vLLM
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Setting(NamedTuple):
+    """A setting of vLLM that a parity flag controls: a row of SETTINGS, for start and audit.
+
+    `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while
+    the flag is on and off; None leaves the value to vLLM. `read` returns the value that is in force
+    in a live `Engine`.
+    """
+
+    flag: str
+    argument: str
+    on: Any
+    off: Any
+    read: Callable[[Any], Any]
+
+    @property
+    def name(self) -> str:
+        return self.argument.rpartition(".")[2]
+
+    def wanted(self, parity: ParityFlags, dtype: torch.dtype) -> Any:
+        value = self.on if getattr(parity, self.flag) else self.off
+        return dtype_name(dtype) if value == "model" else value
+
+
+def observed_head_dtype(engine: Any) -> str:
+    """The dtype in which the head's product is really computed, read from its logits.
+
+    A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not change
+    in 16 bits.
+    """
+    sixteen_bits = dict.fromkeys((engine.dtype, torch.bfloat16, torch.float16))  # in this order
+    sixteen_bits.pop(torch.float32, None)
+    seen: set[str] = set()
+
+    def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
+        equal = [dtype for dtype in sixteen_bits
+                 if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
+        seen.add(dtype_name(equal[0] if equal else logits.dtype))
+
+    heads = [module for name, module in engine.vllm_model.named_modules()
+             if name.endswith("logits_processor")]
+    hooks = [head.register_forward_hook(look) for head in heads]
+    engine.sample_canary()  # any weights will do: only the arithmetic is observed
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == 1, f"{type(engine.vllm_model).__name__}'s head was seen in {seen}"
+    return seen.pop()
+
+
+# Start and audit of the engine. inflight_keep has no row: Engine._interrupt does it.
+SETTINGS = [
+    Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
+            lambda engine: engine.runner.sampler.logprobs_mode),
+    Setting("explicit_runtime", "enable_prefix_caching", False, True,
+            lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
+    Setting("explicit_runtime", "async_scheduling", False, True,
+            lambda engine: "Async" in type(engine.core.scheduler).__name__
+            and engine.core.batch_queue is not None),
+    Setting("explicit_runtime", "disable_cascade_attn", True, None,
+            lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False)),
+    Setting("explicit_runtime", "generation_config", "vllm", "auto",
+            lambda engine: engine.llm.vllm_config.model_config.generation_config),
+    # "model": the model's dtype.
+    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model", observed_head_dtype),
+    # -1: a request may ask for kept sets of any size.
+    Setting("sampling_mask", "max_logprobs", -1, None,
+            lambda engine: engine.llm.vllm_config.model_config.max_logprobs),
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- the engine
 def check_vllm_version(allow_untested: bool = False) -> str:
     """The installed vLLM's version, read without importing it.
 
@@ -74,6 +275,13 @@ def _prepare_environment() -> None:
     warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")
 
 
+def collect_nothing(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarray) -> None:
+    """The default of `collect`. Raises: EngineStateError if the request asks for kept sets."""
+    if rollout.sampling.max_kept:
+        raise EngineStateError("max_kept needs an engine that collects kept sets: give it"
+                               " collect=extras.masks.collect_kept_sets")
+
+
 class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds the trainer's weights.
 
@@ -93,7 +301,7 @@ class Engine:
         kv_cache_gib: float = 0.25, block_size: int | None = None,
         prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
         kv_blocks: int | None = None, token_budget: int | None = None, seed: int = 0,
-        allow_untested_vllm: bool = False,
+        allow_untested_vllm: bool = False, collect: Collect | None = None,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
@@ -107,6 +315,7 @@ class Engine:
         self.contract = {name: tuple(shape) for name, shape in contract.items()}
         self.parity, self.prefix_cache = parity, prefix_cache
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
+        self._collect = collect or collect_nothing
         self.canary_tolerance = CANARY_TOLERANCE[dtype]
         self._config = AutoConfig.from_pretrained(model)
         self.on_gpu = current_platform.is_cuda_alike()
@@ -147,8 +356,8 @@ class Engine:
         self.settings = self.audit()
 
     def _wanted_settings(self, cuda_graphs: bool) -> dict[str, Any]:
-        """What `audit` must find."""
-        wanted = wanted_settings(self.parity, self.dtype)
+        """What `audit` must find, by the names of SETTINGS; None leaves a value to vLLM."""
+        wanted = {each.name: each.wanted(self.parity, self.dtype) for each in SETTINGS}
         if self.prefix_cache == "versioned":
             wanted["enable_prefix_caching"] = True
         wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
@@ -156,7 +365,7 @@ class Engine:
         return wanted
 
     def _arguments(self, **arguments: Any) -> dict[str, Any]:
-        """vLLM's arguments: these, those that never change, and those of fixes.SETTINGS."""
+        """vLLM's arguments: these, those that never change, and those of SETTINGS."""
         slots = self.max_num_seqs + CANARY_PROMPTS
         arguments |= dict(
             dtype=dtype_name(self.dtype), load_format="dummy", skip_tokenizer_init=True,
@@ -170,7 +379,13 @@ class Engine:
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
             arguments["compilation_config"] = dict(
                 mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
-        return with_settings(arguments, self._wanted)
+        for setting in SETTINGS:
+            value = self._wanted[setting.name]
+            argument, _, key = setting.argument.partition(".")
+            if value is None:
+                continue
+            arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
+        return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:
         from vllm import EngineArgs, ModelRegistry
@@ -278,21 +493,10 @@ class Engine:
             rollout = self._requests[output.request_id]
             ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
-            self.collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
+            self._collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
-
-    @staticmethod
-    def collect(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarray) -> None:
-        """What else to keep of the likeliest tokens, (n, K) each: nothing (see extras/masks.py)."""
-        if rollout.sampling.max_kept:
-            raise EngineStateError("max_kept needs an engine that collects kept sets:"
-                                   " extras.masks.collect_kept_sets")
-
-    def verify(self, batch: Any) -> dict[str, int]:
-        """What the engine promises of a batch: nothing; `exact_tokens` of an exact SharedEngine."""
-        return {}
 
     # ------------------------------------------------------------------------------ sleep, wake
     def _require(self, call: str, *states: str) -> None:
@@ -495,9 +699,38 @@ class Engine:
 
     # ------------------------------------------------------------------------------ audit, close
     def audit(self) -> dict[str, Any]:
-        """As `fixes.audit`. Raises: EngineStateError while asleep."""
+        """What is in force, read from the live engine's objects and arithmetic.
+
+        Raises: AuditError that names each setting that is not as wanted; EngineStateError while
+        asleep.
+        """
         self._require("audit", "empty", "ready")
-        return fixes.audit(self, self._wanted)
+        config = self.llm.vllm_config
+        model = config.model_config
+        layers = [module for module in self.vllm_model.modules() if hasattr(module, "impl")]
+        found = {setting.name: setting.read(self) for setting in SETTINGS} | {
+            "vllm": self.version,
+            "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
+            # Of the model's file; each request overrides them.
+            "sampling_defaults": model.get_diff_sampling_param(),
+            "model_dtype": dtype_name(next(self.vllm_model.parameters()).dtype),
+            "cuda_graphs": config.compilation_config.cudagraph_mode.name,
+            "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
+            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "block_size": config.cache_config.block_size,
+            "max_model_len": model.max_model_len,
+            "prefix_cache": self.prefix_cache if self.parity.explicit_runtime
+            else "V1's default, not cleared by a load",
+            "inflight_update": self.parity.inflight_update,  # done by this class
+            "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
+        }
+        wrong = [f"{name} is {found[name]!r}, not {value!r}"
+                 for name, value in self._wanted.items()
+                 if value is not None and found[name] != value]
+        if wrong:
+            raise AuditError(f"requested but not in force in vLLM {self.version}:"
+                             f" {'; '.join(wrong)} ({self.parity})")
+        return found
 
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""

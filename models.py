@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from records import stage
-from sampling import Sampling
 
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -138,8 +137,8 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def save_model(model: torch.nn.Module, tokenizer: Any, sampling: Sampling, folder: Path) -> None:
-    """A Hugging Face folder: safetensors, tokenizer, and the training's sampling as defaults."""
+def save_model(model: torch.nn.Module, tokenizer: Any, sampling: Any, folder: Path) -> None:
+    """A Hugging Face folder: safetensors, tokenizer, and `sampling` (engine_adapter.Sampling)."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig(

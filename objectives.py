@@ -14,9 +14,8 @@ included, else 0.0. Log-probabilities in nats.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from einops import rearrange, reduce
@@ -26,94 +25,41 @@ from torch import Tensor
 MAX_LOG_WEIGHT = 20.0
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Rollouts as tensors, shifted once and padded once.
-
-    Row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
-
-    Shapes: per-token values (B, T); advantages (B,); lengths (B,), the positions of a row, prompt
-    included; prompt_lengths (B,). Lengths are on the CPU.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    mask: Tensor
-    behavior_logprobs: Tensor
-    advantages: Tensor
-    lengths: Tensor
-    prompt_lengths: Tensor
-    rollouts: Any = None  # (B,) numpy array of the rollouts, for what is not a tensor
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    correction: Tensor | None = None  # of the surrogate: importance weights, 0 on rejected tokens
-
-    def rows(self, rows: Tensor) -> "Batch":
-        """Some rows, cut to the longest of them. Right padding does not change causal attention."""
-        longest = int(self.lengths[rows].max())
-        index = rows.numpy()  # `rollouts` is numpy's: a tensor of one element would give an item
-
-        def part(values: Any) -> Any:
-            if values is None:
-                return None
-            return values[index] if values.ndim == 1 else values[index, :longest]
-
-        return Batch(**{each.name: part(getattr(self, each.name)) for each in fields(self)})
-
-    def cut(self, num_minibatches: int, micro_batch_tokens: int) -> list[list[Tensor]]:
-        """The rows of each micro-batch of each optimizer step.
-
-        A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
-        is longer. Rows with an advantage of exactly 0 (of flat groups) share none with the others:
-        `update` needs no backward for them. Rows of similar length share a micro-batch, so that
-        there is little padding. The longest rows come first: a batch that does not fit into memory
-        fails at once. Only advantages and lengths decide. So all passes over a batch use the same
-        micro-batches, and in 16 bits the ratio starts at exactly 1.
-        """
-        has_signal = self.advantages.view(len(self.inputs), -1).any(dim=1).cpu()  # (B,)
-        steps = []
-        for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
-            steps.append([])
-            for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
-                ordered = part[self.lengths[part].argsort(descending=True, stable=True)]
-                start = 0
-                while start < len(ordered):
-                    count = max(1, micro_batch_tokens // int(self.lengths[ordered[start]]))
-                    steps[-1].append(ordered[start : start + count])
-                    start += count
-        return steps
-
-    def only(self, keep: list[bool]) -> "Batch":
-        """The batch with the other rows masked out.
-
-        They have no loss but count in the B of `loss_weights`.
-        """
-        kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
-        # The log-probabilities too: new ones are 0 outside the mask, exp(0 - old) can overflow, and
-        # 0 * inf is nan.
-        names = "mask", "behavior_logprobs", "old_logprobs", "ref_logprobs"
-        named = {name: getattr(self, name) for name in names}
-        present = {name: values for name, values in named.items() if values is not None}
-        return replace(self, **{name: values * kept for name, values in present.items()})
-
-
 # ---------------------------------------------------------------------------------- advantages
-def group_advantages(rewards: Tensor, group_size: int, divide_by_std: bool = True) -> Tensor:
+class Measured(NamedTuple):
+    """What is known of a batch before its update, (B, T) each: for advantages that need it."""
+
+    mask: Tensor
+    old_logprobs: Tensor
+    behavior_logprobs: Tensor
+    ref_logprobs: Tensor | None = None  # with a reference policy only
+
+
+def centre(scores: Tensor, group_size: int) -> Tensor:
+    """R - mean_group, exactly 0 for equal scores: (B,), B = P * group_size -> (P, group_size)."""
+    groups = rearrange(scores, "(p g) -> p g", g=group_size)
+    # The rounded mean of equal scores can differ from them by one unit in the last place.
+    groups = groups - groups[:, :1]
+    return groups - reduce(groups, "p g -> p 1", "mean")
+
+
+def group_advantages(
+    scores: Tensor, group_size: int, measured: Measured, divide_by_std: bool = True
+) -> Tensor:
     """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division.
 
-    It is exactly 0 for equal rewards.
+    It is exactly 0 for equal scores. `measured` is for other rows of OBJECTIVES.
 
-    Shapes: rewards (B,), B = P * group_size, group-major -> (B,).
+    Shapes: scores (B,), B = P * group_size, group-major -> (B, 1).
     Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025,
     arXiv 2503.20783. TRL adds 1e-4 too, verl 1e-6.
     """
-    groups = rearrange(rewards, "(p g) -> p g", g=group_size)
-    # The rounded mean of equal rewards can differ from them by one unit in the last place.
-    groups = groups - groups[:, :1]
-    centred = groups - reduce(groups, "p g -> p 1", "mean")
+    centred = centre(scores, group_size)  # (P, G)
     if divide_by_std:
+        groups = rearrange(scores, "(p g) -> p g", g=group_size)
+        groups = groups - groups[:, :1]
         centred = centred / (groups.std(dim=1, keepdim=True) + 1e-4)
-    return rearrange(centred, "p g -> (p g)")
+    return rearrange(centred, "p g -> (p g) 1")
 
 
 # ---------------------------------------------------------------------------------- surrogates
@@ -128,19 +74,23 @@ class TokenLoss(NamedTuple):
     clipped: Tensor
 
 
-def grpo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
+def grpo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+) -> TokenLoss:
     """GRPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = pi / pi_old.
 
-    Shapes: (B, T), (B, T) -> (B, T).
+    Shapes: log-probabilities and mask (B, T), advantages (B, 1) or (B, T) -> (B, T).
     Source: PPO, Schulman et al. 2017, arXiv 1707.06347, as used by GRPO, arXiv 2402.03300; two
     bounds as in DAPO, Yu et al. 2025, arXiv 2503.14476. verl clips a second time where A < 0: the
     loss is at most -3 A ("dual clip").
     """
-    ratio = torch.exp((logprobs - old_logprobs) * batch.mask)
-    return _clipped(ratio, batch.advantages[:, None], *clip)
+    ratio = torch.exp((logprobs - old_logprobs) * mask)
+    return _clipped(ratio, advantages, *clip)
 
 
-def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
+def gspo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+) -> TokenLoss:
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token.
 
     Shapes: (B, T), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's
@@ -149,13 +99,14 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> To
     weighted, it is the share of clipped sequences, as in the paper; verl reports the share of
     tokens.
     """
-    length = batch.mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
-    # (B, 1)
-    ratio = torch.exp(((logprobs - old_logprobs) * batch.mask).sum(dim=1, keepdim=True) / length)
-    return _clipped(ratio.expand_as(batch.mask), batch.advantages[:, None], *clip)
+    length = mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
+    log_ratio = ((logprobs - old_logprobs) * mask).sum(dim=1, keepdim=True) / length  # (B, 1)
+    return _clipped(torch.exp(log_ratio).expand_as(mask), advantages, *clip)
 
 
-def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> TokenLoss:
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+) -> TokenLoss:
     """CISPO: -sg(min(r, clip_high)) A logprobs per token: no token loses its gradient.
 
     Shapes: (B, T), (B, T) -> (B, T). `clip_high` is the absolute cap.
@@ -163,9 +114,8 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, batch: Batch, clip: Clip) -> T
     counts A < 0 too; TRL's clip rate counts A > 0 only.
     """
     _, cap = clip
-    advantages = batch.advantages[:, None]  # (B, 1)
-    ratio = torch.exp((logprobs - old_logprobs) * batch.mask).detach()
-    loss = -ratio.clamp(max=cap) * advantages * logprobs * batch.mask
+    ratio = torch.exp((logprobs - old_logprobs) * mask).detach()
+    loss = -ratio.clamp(max=cap) * advantages * logprobs * mask
     return TokenLoss(loss, (ratio > cap) & (advantages != 0))
 
 
@@ -184,15 +134,16 @@ Normalizer = Literal["token", "sequence", "constant"]
 class Objective(NamedTuple):
     """A row of OBJECTIVES.
 
-    `surrogate(logprobs, old_logprobs, batch, clip)` returns a TokenLoss for one micro-batch. Its
-    `old_logprobs` are the denominator of the ratio: the trainer's own before the update, or the
-    engine's. `advantages(rewards, group_size)` maps (B,) to (B,). `clip` has the papers' usual
-    bounds, unless the user gives others.
+    `surrogate(logprobs, old_logprobs, advantages, mask, clip)` returns a TokenLoss for one
+    micro-batch. Its `old_logprobs` are the denominator of the ratio: the trainer's own before the
+    update, or the engine's. `advantages(scores, group_size, measured)` maps (B,) to (B, 1), or to
+    (B, T) for an advantage per token. `clip` has the papers' usual bounds, unless the user gives
+    others.
     """
 
-    surrogate: Callable[[Tensor, Tensor, Batch, Clip], TokenLoss]
+    surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]
     normalizer: Normalizer = "token"
-    advantages: Callable[[Tensor, int], Tensor] = group_advantages
+    advantages: Callable[[Tensor, int, Measured], Tensor] = group_advantages
     clip: Clip = (0.2, 0.2)
 
 
@@ -373,17 +324,19 @@ def mismatch_metrics(
     }
 
 
-def backend_metrics(batch: Batch, objective: str, clip: Clip, max_length: int) -> dict[str, float]:
+def backend_metrics(
+    old_logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor, *,
+    objective: str, clip: Clip, max_length: int,
+) -> dict[str, float]:
     """Clip rate and mean of the ratio old / behavior: what the backend alone does to a loss.
 
     With two policies the first minibatch of an update has this ratio, before any weight has moved.
     The mean is that of tokens, for GSPO too. In a batch without rows both are nan.
     """
-    normalizer = OBJECTIVES[objective].normalizer
-    weights = loss_weights(batch.mask, normalizer, max_length)
-    policies = batch.old_logprobs, batch.behavior_logprobs
-    _, clipped = OBJECTIVES[objective].surrogate(*policies, batch, clip)
-    ratio = torch.exp((batch.old_logprobs - batch.behavior_logprobs) * batch.mask)
+    row = OBJECTIVES[objective]
+    weights = loss_weights(mask, row.normalizer, max_length)
+    _, clipped = row.surrogate(old_logprobs, behavior_logprobs, advantages, mask, clip)
+    ratio = torch.exp((old_logprobs - behavior_logprobs) * mask)
     total = weights.sum()
     return {
         "backend_clip_rate": ((clipped * weights).sum() / total).item(),
@@ -393,23 +346,24 @@ def backend_metrics(batch: Batch, objective: str, clip: Clip, max_length: int) -
 
 # ---------------------------------------------------------------------------------- the loss
 def weighted_loss(
-    logprobs: Tensor, batch: Batch, weights: Tensor, *, objective: str, clip: Clip, old_policy: str,
-    kl_coef: float,
+    logprobs: Tensor, denominator: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, *,
+    correction: Tensor, ref_logprobs: Tensor | None, objective: str, clip: Clip, kl_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum_t w_t (correction_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch.
 
+    `denominator` is that of the ratio: `old_logprobs`, or `behavior_logprobs` with two policies.
     Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the
-    sum of the weights. "Old" in `kl_old_new` = KL(old || new) is the denominator of the ratio, of
-    whose policy the tokens are drawn: with two policies it holds the mismatch, as the ratio does.
+    sum of the weights. "Old" in `kl_old_new` = KL(old || new) is the denominator, of whose policy
+    the tokens are drawn: with two policies it holds the mismatch, as the ratio does.
 
-    Shapes: logprobs (B, T), weights (B, T) -> (), and () by name.
+    Shapes: (B, T), advantages (B, 1) or (B, T) -> (), and () by name.
     """
-    denominator = batch.old_logprobs if old_policy == "recompute" else batch.behavior_logprobs
-    loss, clipped = OBJECTIVES[objective].surrogate(logprobs, denominator, batch, clip)
-    loss = batch.correction * loss
+    surrogate = OBJECTIVES[objective].surrogate
+    loss, clipped = surrogate(logprobs, denominator, advantages, mask, clip)
+    loss = correction * loss
     terms = {"clip_rate": clipped, "weight": torch.ones_like(weights)}
     if kl_coef:
-        terms["kl_ref"] = kl_k3(logprobs, batch.ref_logprobs)
+        terms["kl_ref"] = kl_k3(logprobs, ref_logprobs)
         loss = loss + kl_coef * terms["kl_ref"]
     with torch.no_grad():
         terms["ratio_mean"] = torch.exp(logprobs - denominator)

@@ -1,4 +1,4 @@
-"""What a run writes: seconds and memory of each phase, log lines, config.json, checkpoints."""
+"""What a run leaves: seconds and memory, log lines, config.json, pictures, checkpoints."""
 
 import fcntl
 import json
@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any
 
 import torch
@@ -143,7 +144,8 @@ NAMED = {
     "reward_errors": " | {reward_errors} rewards FAILED, counted as 0",
 }
 EVALUATED = {  # shown at the end if there
-    "eval_reward": " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f}",
+    "eval_reward":
+        " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f} agree {eval_agree:.3f}",
     "eval_reward_trainer": " (trainer alone {eval_reward_trainer:.3f})",
 }
 
@@ -206,7 +208,81 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+# ---------------------------------------------------------------------------------- pictures
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> Any:
+    """Six panels by title, each with lines by label: mean and range over folders of runs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axis, (title, lines) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
+        for label, (folders, name) in lines.items():
+            curves = [{row["step"]: row[name] for row in steps_of(folder)
+                       if row.get(name) is not None} for folder in folders]
+            steps = sorted(set.intersection(*map(set, curves)))
+            values = [[curve[step] for curve in curves] for step in steps]
+            if steps:
+                axis.plot(steps, [*map(mean, values)], label=label)
+                axis.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2)
+                axis.legend(fontsize=8)
+        axis.set(title=title, xlabel="step")
+        positive = [value for line in axis.get_lines() for value in line.get_ydata() if value > 0]
+        # Linear below the smallest of these values, so that 0 is on the axis.
+        if title.endswith("(log)") and positive:
+            axis.set_yscale("symlog", linthresh=min(positive))
+    figure.savefig(path, dpi=110)
+    return figure
+
+
+def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
+    """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
+    if metrics["step"] and "eval_reward" in metrics:
+        plot_curves(out / "curves.png", [out])
+
+
+def plot_curves(path: Path, folders: list[Path]) -> None:
+    """The curves of runs of one job: mean and range over the folders."""
+    panels = {
+        "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"],
+        "KL(old, new), nats": ["kl_old_new"], "entropy, nats": ["entropy"],
+        "mismatch, nats (log)": ["mismatch_abs_mean", "mismatch_max"],
+        "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
+    }
+    lines = {title: {name: (folders, name) for name in names} for title, names in panels.items()}
+    plot(lines, path)
+
+
 # ---------------------------------------------------------------------------------- checkpoints
+def earlier_problems(out: str, resume: bool, options: dict[str, Any]) -> str | None:
+    """Digest of the problems of the run in `out`, if there is one that is to be resumed.
+
+    `options`: those that must be the same. Raises: ValueError if that run is damaged, not to be
+    resumed, or had other options.
+    """
+    path = Path(out) / "config.json"
+    if not path.exists():
+        tables = [table for table in path.parent.glob("*.jsonl") if table.stat().st_size]
+        if tables or any(path.parent.glob("checkpoints/*")):
+            raise ValueError(f"out must be new or a whole run, {out} has a run's files without"
+                             " config.json")
+        return None
+    if not resume:
+        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or"
+                         " choose another --out")
+    with stage(f"reading {path}"):
+        record = json.loads(path.read_text())
+        theirs = dict(record["config"])
+        problems = record["problems"]["sha256"]
+    changed = sorted(name for name, ours in options.items() if ours != theirs.get(name))
+    if changed:
+        raise ValueError(f"a resumed run must keep its options, changed are {', '.join(changed)}")
+    return problems
+
+
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
     """checkpoints/step_N-DIGEST.pt: the state and the tables. The newest two are kept."""
     folder = out / "checkpoints"

@@ -7,7 +7,7 @@ response tokens.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,23 +15,94 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from config import GrpoConfig
+from engine_adapter import Rollout
 from models import load_model
-from objectives import OBJECTIVES, Batch, correct, correction_metrics, loss_weights, weighted_loss
-from sampling import Rollout
+from objectives import OBJECTIVES, correct, correction_metrics, loss_weights, weighted_loss
 
-Body = Callable[[Batch, Tensor], Tensor]  # batch, response (B, T) bool -> hidden states (N, H)
+# policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
+Body = Callable[["Policy", "Batch", Tensor], Tensor]
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
 
 
 # ---------------------------------------------------------------------------------- batch
-def make_batch(
-    rollouts: list[Rollout], advantages: Tensor, device: torch.device | str = "cpu"
-) -> Batch:
+@dataclass(frozen=True)
+class Batch:
+    """Rollouts as tensors, shifted once and padded once.
+
+    Row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
+
+    Shapes: per-token values (B, T); lengths (B,), the positions of a row, prompt included;
+    prompt_lengths (B,). Lengths are on the CPU. What make_batch does not know is None at first.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor
+    behavior_logprobs: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+    rollouts: Any = None  # (B,) numpy array of the rollouts, for what is not a tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
+    correction: Tensor | None = None  # of the surrogate: importance weights, 0 on rejected tokens
+
+    def rows(self, rows: Tensor) -> "Batch":
+        """Some rows, cut to the longest of them. Right padding does not change causal attention."""
+        longest = int(self.lengths[rows].max())
+        index = rows.numpy()  # `rollouts` is numpy's: a tensor of one element would give an item
+
+        def part(values: Any) -> Any:
+            if values is None:
+                return None
+            return values[index] if values.ndim == 1 else values[index, :longest]
+
+        return Batch(**{each.name: part(getattr(self, each.name)) for each in fields(self)})
+
+    def cut(
+        self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int
+    ) -> list[list[Tensor]]:
+        """The rows of each micro-batch of each optimizer step (minibatch).
+
+        A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
+        is longer. Rows without a signal, (B,) bool, share none with the others: `update` needs no
+        backward for them. Rows of similar length share a micro-batch, so that there is little
+        padding. The longest rows come first: a batch that does not fit into memory fails at once.
+        All passes over a batch use the same cut, so that in 16 bits the ratio starts at exactly 1.
+        """
+        minibatches = []
+        for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
+            minibatches.append([])
+            for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
+                ordered = part[self.lengths[part].argsort(descending=True, stable=True)]
+                start = 0
+                while start < len(ordered):
+                    count = max(1, micro_batch_tokens // int(self.lengths[ordered[start]]))
+                    minibatches[-1].append(ordered[start : start + count])
+                    start += count
+        return minibatches
+
+    def only(self, keep: list[bool]) -> "Batch":
+        """The batch with the other rows masked out.
+
+        They have no loss but count in the B of `loss_weights`.
+        """
+        kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
+        # The log-probabilities too: new ones are 0 outside the mask, exp(0 - old) can overflow, and
+        # 0 * inf is nan.
+        names = "mask", "behavior_logprobs", "old_logprobs", "ref_logprobs"
+        named = {name: getattr(self, name) for name in names}
+        present = {name: values for name, values in named.items() if values is not None}
+        return replace(self, **{name: values * kept for name, values in present.items()})
+
+
+def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> Batch:
     """Shift once, pad once: position t of every (B, T) tensor is the prediction of token t + 1.
 
-    Shapes: B rollouts, advantages (B,) -> Batch with T = longest (prompt + response) - 1.
+    Shapes: B rollouts -> Batch with T = longest (prompt + response) - 1.
     """
     for rollout in rollouts:
         lengths = len(rollout.logprobs), len(rollout.token_ids)
@@ -42,17 +113,19 @@ def make_batch(
     row = columns < ends[:, None]  # (B, T + 1), the prompt and the response
     response = row & (columns >= prompt_lengths[:, None])  # (B, T + 1)
     sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+    trained = [rollout.trained or [True] * len(rollout.token_ids) for rollout in rollouts]
     flat_ids = torch.tensor(list(chain(*sequences)))
     flat_logprobs = torch.tensor(list(chain(*(rollout.logprobs for rollout in rollouts))))
+    flat_trained = torch.tensor(list(chain(*trained)), dtype=torch.float32)
     # Padding has id 0, but any would do: no token attends to positions on its right.
     ids = torch.zeros(row.shape, dtype=torch.long).masked_scatter(row, flat_ids)
     behavior_logprobs = torch.zeros(row.shape).masked_scatter(response, flat_logprobs)
+    mask = torch.zeros(row.shape).masked_scatter(response, flat_trained)
     return Batch(
         inputs=ids[:, :-1].to(device),
         targets=ids[:, 1:].to(device),
-        mask=response[:, 1:].float().to(device),
-        behavior_logprobs=behavior_logprobs[:, 1:].to(device),
-        advantages=advantages.to(device),
+        mask=mask[:, 1:].to(device),
+        behavior_logprobs=behavior_logprobs[:, 1:].to(device) * mask[:, 1:].to(device),
         lengths=ends - 1,
         prompt_lengths=prompt_lengths,
         rollouts=numpy.fromiter(rollouts, object),
@@ -189,6 +262,63 @@ class Vocabulary:
         return {}
 
 
+# ---------------------------------------------------------------------------------- body
+def plain_body(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
+    """Hidden states of the response tokens, each row computed whole: (B, T) bool -> (N, H)."""
+    return policy.hidden(batch.inputs)[response]
+
+
+def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
+    """As `plain_body`, with each distinct prompt computed once for all its responses: the default.
+
+    Prompts are padded on the left, so that all P end in one column. Gradients are included.
+    """
+    device, lengths = policy.device, batch.prompt_lengths
+    last = batch.inputs.shape[1] - 1
+    starts = lengths.to(device)[:, None]  # (B, 1), where the responses begin
+    # (B, S), the prompts' columns, < 0 for padding
+    before = starts + torch.arange(-int(lengths.max()), 0, device=device)
+    # (B, R), the responses' columns
+    after = starts + torch.arange(int((batch.lengths - lengths).max()), device=device)
+    prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
+    prompts, rows = prompts.unique(dim=0, return_inverse=True)  # (P, S), (B,)
+    if len(prompts) == len(rows):
+        return plain_body(policy, batch, response)  # nothing to share
+
+    def states(ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
+        """Last hidden states of `ids` after what is in the cache; `real` is false at padding."""
+        return policy.model.base_model(
+            input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
+            use_cache=True).last_hidden_state
+
+    cache = DynamicCache(config=policy.model.config)
+    real = prompts >= 0  # (P, S)
+    positions = (real.cumsum(dim=1) - 1).clamp(min=0)
+    ends = states(prompts.clamp(min=0), real, positions)[:, -1:]  # (P, 1, H)
+    hidden = ends.index_select(0, rows)  # (B, 1, H)
+    if after.shape[1]:
+        cache.reorder_cache(rows)  # P rows become B
+        real = torch.cat([real[rows], real.new_ones(after.shape)], dim=1)  # (B, S + R)
+        responses = batch.inputs.gather(1, after.clamp(max=last))
+        hidden = torch.cat([hidden, states(responses, real, after)], dim=1)  # (B, R + 1, H)
+    scored = torch.cat([starts - 1, after], dim=1)  # (B, R + 1), the columns of `hidden`
+    return hidden[response.gather(1, scored.clamp(max=last)) & (scored <= last)]
+
+
+def usual_body(model: torch.nn.Module) -> Body:
+    """`prompts_once`, or `plain_body` where the model's layers do not allow it.
+
+    A recurrent state would see the padding, transformers' cache keeps all keys of a window of 1,
+    and a checkpointed layer has no cache.
+    """
+    layers = DynamicCache(config=model.config).layers
+    kinds = {type(layer).__name__ for layer in layers}
+    known = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"} and not model._is_stateful
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    shareable = known and 1 not in windows and not model.is_gradient_checkpointing
+    return prompts_once if shareable else plain_body
+
+
 # ---------------------------------------------------------------------------------- policy
 class Policy:
     """A Hugging Face causal language model whose final projection (the head) is computed here.
@@ -196,25 +326,24 @@ class Policy:
     transformers computes the body. The head is computed in fp32 (without `fp32_head` in the model's
     dtype), on response positions only and in chunks, so that a (B, T, V) tensor never exists.
 
-    `body` and `support` are seams: extras/prompts.py computes each prompt once,
-    extras/shared_engine.py calls vLLM's attention kernel, extras/masks.py restricts the softmax.
+    Three parts can be given: the `body` (extras/shared_engine.py calls vLLM's attention kernel),
+    the `support` of the softmax (extras/masks.py restricts it), the class of the `projection`.
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that
-    does more after the head than soft-capping and scaling). `check=False` skips that, for models
-    without weights (lab/plan.py).
+    does more after the head than soft-capping and scaling). `check=False` skips that.
     """
 
     def __init__(
-        self, model: torch.nn.Module, fp32_head: bool = True, chunk_elements: int | None = None,
-        check: bool = True,
+        self, model: torch.nn.Module, fp32_head: bool = True, *, body: Body | None = None,
+        support: Vocabulary | None = None, projection: type[Projection] = Projection,
+        chunk_elements: int | None = None, check: bool = True,
     ):
         self.model = model.eval()  # no dropout
         self.fp32_head = fp32_head
-        # `body` may become vLLM's kernel; the probe and the noise floor then need this one.
-        self.own_body: Body = self.plain_body
-        self.body: Body = self.own_body
-        self.support = Vocabulary()
-        self.make_projection = Projection  # extras/shared_engine.py has another class
+        self.own_body = usual_body(model)
+        self.body = body or self.own_body
+        self.support = support or Vocabulary()
+        self.projection_class = projection
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, and so the trainer's body too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
@@ -238,6 +367,12 @@ class Policy:
         """From a folder or a hub name. Raises: ValueError, as `models.load_model`."""
         return cls(load_model(path, dtype).to(device), fp32_head)
 
+    def but(self, **parts: Any) -> "Policy":
+        """A policy of the same model with another body, support or projection."""
+        own = dict(body=self.body, support=self.support, projection=self.projection_class,
+                   chunk_elements=self.chunk_elements)
+        return Policy(self.model, self.fp32_head, **own | parts, check=False)
+
     @property
     def device(self) -> torch.device:
         return self.head.weight.device
@@ -246,7 +381,7 @@ class Policy:
         """What is in force on the trainer's side."""
         return {
             "attention": self.model.config._attn_implementation,
-            "body": getattr(self.body, "__name__", type(self.body).__name__),
+            "body": self.body.__name__,
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self._head_dtype).removeprefix("torch."),
             "gradient_checkpointing": self.model.is_gradient_checkpointing,
@@ -259,7 +394,8 @@ class Policy:
         The softmax is over the vocabulary, or over what `support` leaves of it.
         """
         response = batch.mask > 0  # (B, T), N of them true
-        hidden, targets = self.body(batch, response), batch.targets[response]  # (N, H), (N,)
+        hidden = self.body(self, batch, response)  # (N, H)
+        targets = batch.targets[response]  # (N,)
         restrict = self.support.restriction(batch, response)
         logprobs = TargetLogprobs.apply(hidden, self.head.weight, self.head_bias, targets, restrict,
                                         self.projection(temperature))
@@ -272,7 +408,8 @@ class Policy:
         Further metrics come from `support`. All are 0 outside `batch.mask`.
         """
         response = batch.mask > 0  # (B, T), N of them true
-        hidden, targets = self.body(batch, response), batch.targets[response]  # (N, H), (N,)
+        hidden = self.body(self, batch, response)  # (N, H)
+        targets = batch.targets[response]  # (N,)
         restrict = self.support.restriction(batch, response)
         head = self.projection(temperature)
         weight = head.cast(self.head.weight)
@@ -288,9 +425,22 @@ class Policy:
         flat = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}  # (N,)
         return {name: zeros.masked_scatter(response, values) for name, values in flat.items()}
 
-    def plain_body(self, batch: Batch, response: Tensor) -> Tensor:
-        """Hidden states of the response tokens, each row computed whole: (B, T) bool -> (N, H)."""
-        return self.hidden(batch.inputs)[response]
+    @torch.no_grad()
+    def agrees(self, batch: Batch) -> Tensor:
+        """1.0 where the target is the likeliest token, or one of the likeliest: (B, T).
+
+        It is 0 outside `batch.mask`.
+        """
+        response = batch.mask > 0  # (B, T), N of them true
+        hidden = self.body(self, batch, response)  # (N, H)
+        targets = batch.targets[response]  # (N,)
+        head = self.projection(temperature=1.0)
+        weight = head.cast(self.head.weight)
+        agreed = []
+        for part in head.parts(len(hidden)):
+            logits, _ = head.logits(hidden[part], weight, self.head_bias)  # (n, V)
+            agreed.append(at_targets(logits, targets[part]) == logits.amax(dim=-1))
+        return torch.zeros_like(batch.mask).masked_scatter(response, torch.cat(agreed).float())
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
@@ -300,7 +450,7 @@ class Policy:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         dtype = head_dtype or self._head_dtype
         # The only line where the trainer takes a temperature; `Projection.logits` divides by it.
-        return self.make_projection(dtype, rows, self.scale, self.softcap, temperature)
+        return self.projection_class(dtype, rows, self.scale, self.softcap, temperature)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head's dtype can be given."""
@@ -319,7 +469,7 @@ class Policy:
         for ids in sequences:
             response = ids[prompt_length:]
             rollouts.append(Rollout(ids[:prompt_length], None, response, [0.0] * len(response)))
-        batch = make_batch(rollouts, torch.zeros(len(rollouts)), self.device)
+        batch = make_batch(rollouts, self.device)
         return self.logprobs(batch, temperature=1.0)[:, prompt_length - 1 :].tolist()
 
     # ------------------------------------------------------------------------------ weights
@@ -450,24 +600,34 @@ def _accumulate(master: Tensor, parameter: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------- update
+Cut = list[list[Tensor]]  # by minibatch and micro-batch: rows, as `Batch.cut` returns them
+
+
 @torch.no_grad()
-def frozen_logprobs(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
+def frozen_logprobs(policy: Policy, batch: Batch, cut: Cut, temperature: float) -> Tensor:
     """`policy.logprobs` of the whole batch, in the micro-batches of `update`: (B, T)."""
     collected = _in_micro_batches(
-        lambda micro: {"logprobs": policy.logprobs(micro, grpo.temperature)}, batch, grpo)
+        lambda micro: {"logprobs": policy.logprobs(micro, temperature)}, batch, cut)
     return collected["logprobs"]
 
 
-def frozen_measures(policy: Policy, batch: Batch, grpo: GrpoConfig) -> dict[str, Tensor]:
+def frozen_measures(
+    policy: Policy, batch: Batch, cut: Cut, temperature: float
+) -> dict[str, Tensor]:
     """`policy.measure` of the whole batch, in the micro-batches of `update`: (B, T) by name."""
-    return _in_micro_batches(lambda micro: policy.measure(micro, grpo.temperature), batch, grpo)
+    return _in_micro_batches(lambda micro: policy.measure(micro, temperature), batch, cut)
+
+
+def frozen_agreement(policy: Policy, batch: Batch, cut: Cut) -> Tensor:
+    """`policy.agrees` of the whole batch, in the micro-batches of the cut: (B, T)."""
+    return _in_micro_batches(lambda micro: {"agrees": policy.agrees(micro)}, batch, cut)["agrees"]
 
 
 def _in_micro_batches(
-    values_of: Callable[[Batch], dict[str, Tensor]], batch: Batch, grpo: GrpoConfig
+    values_of: Callable[[Batch], dict[str, Tensor]], batch: Batch, cut: Cut
 ) -> dict[str, Tensor]:
     collected: dict[str, Tensor] = {}
-    for rows in chain(*batch.cut(grpo.num_minibatches, grpo.micro_batch_tokens)):
+    for rows in chain(*cut):
         for name, values in values_of(batch.rows(rows)).items():
             whole = collected.setdefault(name, torch.zeros_like(batch.mask))
             whole[rows, : values.shape[1]] = values
@@ -475,9 +635,9 @@ def _in_micro_batches(
 
 
 def update(
-    policy: Policy, optimizer: Optimizer, batch: Batch, grpo: GrpoConfig, lr: float
+    policy: Policy, optimizer: Optimizer, batch: Batch, cut: Cut, grpo: GrpoConfig, lr: float
 ) -> dict[str, Any]:
-    """One pass over the batch: `num_minibatches` optimizer steps, each over micro-batches.
+    """One pass over the batch: an optimizer step for each minibatch of the cut.
 
     The losses of micro-batches simply add up. A minibatch without signal (all its groups are flat,
     masked or rejected, and there is no KL term) takes no step and counts in `skipped_updates`:
@@ -495,10 +655,10 @@ def update(
     kept = batch.mask * ~correction.rejected  # (B, T)
     counted = kept if grpo.rejection.mean == "kept" else batch.mask  # (B, T)
     with optimizer.on_device():
-        for micro_batches in batch.cut(grpo.num_minibatches, grpo.micro_batch_tokens):
+        for micro_batches in cut:
             rows = torch.cat(micro_batches)
             mask = counted[rows]  # (rows, T)
-            has_signal = (kept[rows] * batch.advantages[rows].view(len(rows), -1)).any()
+            has_signal = (kept[rows] * batch.advantages[rows]).any()
             if not has_signal and not (grpo.kl_coef and mask.any()):
                 continue
             weights = loss_weights(mask, OBJECTIVES[grpo.objective].normalizer, grpo.max_new_tokens)
@@ -522,7 +682,7 @@ def update(
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite),
         "overflowed_updates": len(norms) - len(finite),
-        "skipped_updates": grpo.num_minibatches - len(norms),
+        "skipped_updates": len(cut) - len(norms),
     }
 
 
@@ -534,9 +694,12 @@ def _backward(
     has_gradient = bool(grpo.kl_coef or (micro.advantages != 0).any())
     with torch.set_grad_enabled(has_gradient):
         logprobs = policy.logprobs(micro, grpo.temperature)  # (rows, T)
+        three_policies = grpo.old_policy == "recompute"
+        denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
         loss, terms = weighted_loss(
-            logprobs, micro, weights[:, : logprobs.shape[1]], objective=grpo.objective,
-            clip=grpo.clip, old_policy=grpo.old_policy, kl_coef=grpo.kl_coef)
+            logprobs, denominator, micro.advantages, micro.mask, weights[:, : logprobs.shape[1]],
+            correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,
+            clip=grpo.clip, kl_coef=grpo.kl_coef)
     if has_gradient:
         optimizer.backward(loss)
     return loss.item(), terms

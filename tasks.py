@@ -216,6 +216,37 @@ def encode(tokenizer: Any, task: Task) -> Task:
     return replace(task, train=train, held_out=held_out)
 
 
+def fitting(
+    task: Task, context: int | None, response: int, longest_prompt: int | None, drop: bool
+) -> Task:
+    """The task without the problems whose prompts are too long, if these are to be dropped.
+
+    `context`, the model's, `response` and `longest_prompt` are in tokens. Raises: ValueError.
+    """
+    if context is not None and response >= context:
+        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got"
+                         f" {response}")
+    limit, why = longest_prompt, "--max-prompt-tokens"
+    if context is not None and (limit is None or context - response < limit):
+        limit, why = context - response, f"the context of {context} less --max-new-tokens"
+    problems = task.train + task.held_out
+    overlong = [each for each in problems if limit is not None and len(each.prompt_ids) > limit]
+    if not overlong:
+        return task
+    counted = f"{len(overlong)} of {len(problems)} prompts are longer than {limit} tokens ({why})"
+    if not drop:
+        worst = max(overlong, key=lambda problem: len(problem.prompt_ids))
+        raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)};"
+                         " try --overlong-prompts drop")
+    train = [problem for problem in task.train if len(problem.prompt_ids) <= limit]
+    held_out = [problem for problem in task.held_out if len(problem.prompt_ids) <= limit]
+    if not train or not held_out:
+        part = "held-out" if train else "training"
+        raise ValueError(f"{counted}, none of the {part} problems is left")
+    print(f"{counted}: DROPPED", flush=True)
+    return replace(task, train=train, held_out=held_out)
+
+
 # ---------------------------------------------------------------------------------- rewards
 def score(
     reward: Reward, problem: Problem, response: str, limit_s: float
@@ -234,6 +265,39 @@ def score(
     except ValueError as error:
         return 0.0, (f"{error} on {problem.source}, question {problem.question!r:.200},"
                      f" response {response!r:.200}")
+
+
+def score_rollouts(
+    run: Any, problems: list[Problem], rollouts: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Give a reward to each rollout that has none, and a score where none is set: the reward.
+
+    Returns a row for each, as in samples.jsonl: question, response, reward, and what failed.
+    `run` is a train.Run, `rollouts` are engine_adapter.Rollout: G of each problem, group-major.
+    """
+    data = run.config.data
+    asked = [problem for problem in problems for _ in range(len(rollouts) // len(problems))]
+    ids = [rollout.token_ids for rollout in rollouts]
+    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    rows = []
+    for problem, rollout, text in zip(asked, rollouts, texts, strict=True):
+        error = None
+        if rollout.reward is None:
+            rollout.reward, error = score(run.task.reward, problem, text, data.reward_limit_s)
+        if rollout.score is None:
+            rollout.score = rollout.reward
+        if error and data.reward_errors == "stop":
+            raise ValueError(f"{error}; to go on with reward 0, --reward-errors count")
+        rows.append({
+            "reward": rollout.reward, "response": text, "question": problem.question,
+            "answer": problem.answer, "source": problem.source,
+            "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids),
+            "error": error,
+        })
+    errors = [row["error"] for row in rows if row["error"]]
+    if errors:
+        print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
+    return rows
 
 
 class OutOfTime(BaseException):

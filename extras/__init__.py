@@ -1,1 +1,1 @@
-"""One file for one option, which ends in a sentence if the file is deleted."""
+"""One file for each option that the default job does not use."""

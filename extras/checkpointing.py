@@ -5,15 +5,12 @@ from typing import Any
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rl import Policy
 
-
-def checkpoint_layers(policy: Policy) -> None:
+def checkpoint_layers(model: torch.nn.Module) -> None:
     """Keep only the input of each layer for backward.
 
     Raises: ValueError if the model does not support it.
     """
-    model = policy.model
     model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not layers:

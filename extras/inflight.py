@@ -1,14 +1,12 @@
 """Groups in flight (`--inflight-groups N`): unfinished in the engine over weight loads."""
 
 import math
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from config import Config
-from engine_adapter import Engine
-from sampling import Rollout, Sampling, reseed
-from tasks import Problem, Task
+from engine_adapter import Engine, Rollout, reseed
+from tasks import Problem
+from train import Run, Synchronous
 
 
 @dataclass(eq=False)
@@ -34,8 +32,8 @@ class Group:
         return min((version for version in versions if version is not None), default=math.inf)
 
 
-class GroupsInFlight:
-    """As prepare.Synchronous, with N more groups in flight than a step takes.
+class GroupsInFlight(Synchronous):
+    """A source with N more groups in flight than a step takes.
 
     Groups are in the order of submission; a step takes the first P that are complete. N more stay
     in flight, so that the engine never waits for the longest rollout of a batch. Every group
@@ -44,9 +42,9 @@ class GroupsInFlight:
     Source: PipelineRL, arXiv 2509.19128, on two sets of devices; here the two sides take turns.
     """
 
-    def __init__(self, task: Task, engine: Engine, sampling: Sampling, config: Config):
-        self.task, self.engine, self.sampling, self.config = task, engine, sampling, config
-        self.rng = random.Random(config.run.seed)
+    def __init__(self, run: Run, engine: Engine):
+        super().__init__(run, engine)
+        self.config = run.config
         self.groups: list[Group] = []
         self.counters = dict(groups_submitted=0, groups_trained=0, groups_dropped=0)
 
@@ -54,7 +52,7 @@ class GroupsInFlight:
         """P problems and B = P * G complete rollouts, group-major."""
         num_prompts = self.config.grpo.num_prompts
         wanted = num_prompts + self.config.backend.inflight_groups
-        self.submit(self.task.sample(self.rng, wanted - len(self.groups)))
+        self.submit(self.run.task.sample(self.rng, wanted - len(self.groups)))
         reseed(self.config.run.seed, "train", step)
         groups = self.take(num_prompts)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -86,7 +84,7 @@ class GroupsInFlight:
         for group in self.groups:
             if not group.rollouts and self.engine.has_room:
                 group.rollouts = self.engine.submit(
-                    group.problem.prompt_ids, self.config.grpo.group_size, self.sampling)
+                    group.problem.prompt_ids, self.config.grpo.group_size, self.run.sampling)
 
     def after_update(self) -> dict[str, int]:
         """Drop the groups that are too old.

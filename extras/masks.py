@@ -4,16 +4,15 @@ The ids that the mask kept travel with each sampled token. docs/masks.md has the
 """
 
 import math
+from itertools import compress
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine
-from objectives import Batch
-from rl import Policy
-from sampling import Rollout, Sampling
+from engine_adapter import Rollout, Sampling
+from rl import Batch, Vocabulary
 
 
 def masked_logits(logits: Tensor, sampling: Any) -> Tensor:
@@ -67,8 +66,8 @@ def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
     return logits.masked_fill_(outside, -math.inf)
 
 
-class KeptTokens:
-    """As rl.Vocabulary: the softmax of a token is over its kept set, if the sampler returned it.
+class KeptTokens(Vocabulary):
+    """The softmax of a token is over its kept set, if the sampler returned it.
 
     Without kept sets (`--parity.no-sampling-mask`) it is over the vocabulary, and only the metrics
     are added.
@@ -80,7 +79,11 @@ class KeptTokens:
     def restriction(self, batch: Batch, response: Tensor) -> Any:
         """A function of (n, V) logits and the slice of the N response tokens they belong to."""
         rows = response.any(dim=1).nonzero()[:, 0].tolist()
-        kept = [ids for row in rows for ids in batch.rollouts[row].kept]
+        kept = []
+        for row in rows:
+            rollout = batch.rollouts[row]
+            trained = rollout.trained or [True] * len(rollout.kept)
+            kept += compress(rollout.kept, trained)
         if not kept:
             return lambda logits, part: logits
         tokens = int(response.sum())
@@ -97,9 +100,3 @@ class KeptTokens:
         kept_mass = (masked.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp()
         outside = masked.gather(-1, targets[:, None])[:, 0].isinf()
         return {"kept_mass": kept_mass, "outside_frac": outside.float()}
-
-
-def use_masks(policy: Policy, engine: Engine, sampling: Sampling) -> None:
-    """Both sides with the mask of `sampling`."""
-    policy.support = KeptTokens(sampling)
-    engine.collect = collect_kept_sets

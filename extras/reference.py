@@ -14,17 +14,27 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from engine_adapter import Engine, TrainerLogprobs, WeightLoadError
+from engine_adapter import (
+    Collect,
+    Engine,
+    Rollout,
+    Sampling,
+    TrainerLogprobs,
+    WeightLoadError,
+    collect_nothing,
+)
 from rl import Policy
-from sampling import Rollout, Sampling
 
 
 def engine_for(run: Any, policy: Policy) -> "ReferenceEngine":
-    """With as many sequences at once as kv_cache_gib holds; `run` is a prepare.Run."""
+    """With as many sequences at once as kv_cache_gib holds; `run` is a train.Run."""
     backend, config = run.config.backend, policy.model.config.get_text_config()
     per_rollout = run.max_model_len * kv_bytes_per_token(config, policy.model.dtype)
     fitting = max(1, int(backend.kv_cache_gib * 2**30 / per_rollout))
-    return ReferenceEngine(policy, min(backend.max_num_seqs, fitting))
+    collect = None
+    if run.config.grpo.has_mask:
+        from extras.masks import collect_kept_sets as collect
+    return ReferenceEngine(policy, min(backend.max_num_seqs, fitting), collect)
 
 
 def check_model(policy: Policy) -> None:
@@ -58,9 +68,10 @@ class ReferenceEngine(Engine):
     state = "empty"
     weight_version = 0
 
-    def __init__(self, policy: Policy, max_num_seqs: int = 256):
+    def __init__(self, policy: Policy, max_num_seqs: int = 256, collect: Collect | None = None):
         check_model(policy)
         self.policy = policy
+        self._collect = collect or collect_nothing
         self.max_num_seqs = max_num_seqs
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self._queue: list[Rollout] = []
@@ -110,7 +121,7 @@ class ReferenceEngine(Engine):
             if sampling.max_kept:
                 vocabulary = numpy.arange(logprobs.shape[1], dtype=numpy.int32)[None]  # (1, V)
                 for rollout, row in zip(rollouts, logprobs.cpu().numpy(), strict=True):
-                    self.collect(rollout, vocabulary, row[None])
+                    self._collect(rollout, vocabulary, row[None])
             left = [row for row, each in enumerate(rollouts) if each.finish_reason is None]
             if len(left) < len(rollouts):
                 rollouts = [rollouts[row] for row in left]

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
-from engine_adapter import Engine, WeightLoadError
-from fixes import ParityFlags
-from objectives import Batch
-from rl import Policy, Projection
+from config import ParityFlags
+from engine_adapter import Engine, Rollout, Sampling, WeightLoadError
+from rl import Batch, Policy, Projection, make_batch
 
 FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently
+TOGETHER, COMPARED = 64, 8  # rows of a product; tokens that are also computed alone
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
 
 
@@ -49,43 +49,38 @@ class PaddedProjection(Projection):
 
 
 class SharedEngine(Engine):
-    """An `Engine` around a live `Policy`, whose weights the optimizer changes in place.
+    """An `Engine` around the model of a `Policy`, whose weights the optimizer changes in place.
+
+    The trainer then uses `policy`: of the same model, with products of at least `fewest_rows` rows,
+    and with `exact` with vLLM's attention kernel.
 
     Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the
     tokens beside it.
     """
 
     vllm_model = None  # until vLLM has built it
-    fewest_rows = FEWEST_ROWS
-
     def __init__(
-        self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
+        self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False,
+        fewest_rows: int = FEWEST_ROWS, **options: Any,
     ):
         if exact:
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        self.policy = policy
+        self.fewest_rows = fewest_rows
+        self.policy = policy.but(
+            body=self.kernel_body if exact else policy.body,
+            projection=partial(PaddedProjection, fewest_rows=fewest_rows))
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
-        self.pad_rows(self.fewest_rows)
         weights = policy.model.named_parameters()
         self._addresses = {name: weight.data_ptr() for name, weight in weights}
         shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
         super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
-            from extras.exact import verify, why_not
-
             if reason := why_not(self):
                 self.close()
                 raise ValueError(f"exact must be off here: {reason}")
             self.canary_tolerance = 0.0
-            policy.body = self.kernel_body
-            self.verify = partial(verify, self)
-
-    def pad_rows(self, fewest: int) -> None:
-        """Give every product of both sides at least so many rows."""
-        self.fewest_rows = fewest
-        self.policy.make_projection = partial(PaddedProjection, fewest_rows=fewest)
 
     @torch.no_grad()
     def _start(self, arguments: dict[str, Any]) -> None:
@@ -185,8 +180,8 @@ class SharedEngine(Engine):
         attended, _ = attention(module, *by_row, mask[None, None], **options)
         return attended.flatten(0, 1).index_select(0, rows.places)
 
-    def kernel_body(self, batch: Batch, response: Tensor) -> Tensor:
-        """`Policy.plain_body` with vLLM's kernel, each distinct prompt once: (B, T) -> (n, H)."""
+    def kernel_body(self, _: Policy, batch: Batch, response: Tensor) -> Tensor:
+        """`rl.plain_body` with vLLM's kernel, each distinct prompt once: (B, T) -> (n, H)."""
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -274,3 +269,98 @@ def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
             return self.logits_processor(hidden)
 
     return TrainersModule
+
+
+# ---------------------------------------------------------------------------------- exactness
+class ExactError(RuntimeError):
+    """A log-probability of the trainer is not the sampler's, bit for bit."""
+
+
+def observe_exact(engine: SharedEngine, step: Any) -> dict[str, int]:
+    """`verify` of the rollouts that were sampled with the current weights (a train.Step)."""
+    return verify(engine, step.current)
+
+
+def verify(engine: SharedEngine, batch: Batch) -> dict[str, int]:
+    """The number of tokens whose `old_logprobs` equal the sampler's values.
+
+    Raises: ExactError with the first token that differs, and the cause.
+    """
+    # NaN differs from itself.
+    differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)
+    compared = int(batch.mask.sum())
+    if not differing.any():
+        return {"exact_tokens": compared}
+    row, column = differing.nonzero()[0].tolist()
+    prompt = int(batch.prompt_lengths[row])
+    theirs, ours = batch.behavior_logprobs[row, column], batch.old_logprobs[row, column]
+    raise ExactError(
+        f"exact: token {column + 1 - prompt} of request {row} (after a prompt of {prompt} tokens)"
+        f" has log-probability {theirs:.9g} in the engine and {ours:.9g} in the trainer;"
+        f" {int(differing.sum())} of {compared} tokens differ,"
+        f" inputs {tuple(batch.inputs.shape)}, {engine.policy.model.dtype}."
+        f" Cause: {cause(engine, batch.inputs[row, :prompt].tolist())}")
+
+
+def cause(engine: SharedEngine, prompt_ids: list[int]) -> str:
+    """Why a request with this prompt is not exact: the first test that fails tells."""
+    if reason := why_not(engine):
+        return reason
+    if not _agrees(engine, engine.sample_canary()):
+        return "the engine's kernel, products or sampler compute other values than the trainer's"
+    once = Sampling(temperature=1.0, max_new_tokens=1)
+    if not _agrees(engine, engine._submit([Rollout(prompt_ids, 0, sampling=once)])):
+        return ("a prompt in the prefix cache is stale, or so long that the kernel computes its end"
+                " differently alone")
+    return ("the weights were changed after this token was sampled, or vLLM preempted the request;"
+            " new samples are exact")
+
+
+def _agrees(engine: SharedEngine, rollouts: list[Rollout]) -> bool:
+    """Finish what is sampled now, and score it now: are the values equal?"""
+    while any(rollout.finish_reason is None for rollout in rollouts):
+        engine.step()
+    batch = make_batch(rollouts)
+    with torch.no_grad():
+        return torch.equal(engine.policy.logprobs(batch, 1.0), batch.behavior_logprobs)
+
+
+@torch.no_grad()
+def why_not(engine: SharedEngine) -> str | None:
+    """Why a value depends on what is computed beside it; None if it does not.
+
+    Single tokens are computed alone and beside others; with several threads the longest prompt too.
+    """
+    if engine.on_gpu:
+        return "the kernels of a GPU have not been measured"
+    policy, longest = engine.policy, engine.llm.vllm_config.model_config.max_model_len
+    kind = f"({policy.model.config.model_type}, {engine.dtype}, {torch.get_num_threads()} threads)"
+    ids = [token * 7 % len(policy.head.weight) for token in range(max(longest, TOGETHER + 1))]
+    pairs = [ids[row : row + 2] for row in range(TOGETHER)]
+    together = _hidden(engine, pairs, [1] * TOGETHER)  # (TOGETHER, H)
+    alone = torch.cat([_hidden(engine, [pair], [1]) for pair in pairs[:COMPARED]])  # (COMPARED, H)
+    logits = torch.cat([policy.logits(each[None]) for each in alone])
+    same_logits = torch.equal(logits, policy.logits(together)[:COMPARED])
+    if not (torch.equal(alone, together[:COMPARED]) and same_logits):
+        return (f"a product of few rows is rounded differently {kind}; experts in float32 have such"
+                " products")
+    # Several threads divide the queries of a long prompt according to what is beside it.
+    if torch.get_num_threads() > 1:
+        prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
+        rows, lengths = [prompt + ids[:COMPARED] for prompt in prompts], list(map(len, prompts))
+        alone = _hidden(engine, rows[:1], lengths[:1])  # (COMPARED, H)
+        besides = [_hidden(engine, rows[row::-1], lengths[row::-1])[-COMPARED:]
+                   for row in (1, 2, 3)]
+        if not all(torch.equal(each, alone) for each in besides):
+            return (f"vLLM's kernel computes a prompt of {lengths[0]} tokens differently alone and"
+                    f" beside others {kind}; try OMP_NUM_THREADS=1, or a smaller"
+                    " --max-prompt-tokens")
+    return None
+
+
+def _hidden(engine: SharedEngine, sequences: list[list[int]], prompt_lengths: list[int]) -> Tensor:
+    """Last hidden states from which the tokens after the prompts are predicted: (N, H)."""
+    rollouts = [Rollout(ids[:length], None, ids[length:], [0.0] * (len(ids) - length))
+                for ids, length in zip(sequences, prompt_lengths, strict=True)]
+    batch = make_batch(rollouts)
+    return engine.kernel_body(engine.policy, batch, batch.mask > 0)

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fixes import wanted_settings
 from torch import Tensor
 
 import engine_adapter as adapter
 import train
-from engine_adapter import Engine
-from fixes import AuditError, dtype_name, wanted_settings
-from prepare import Run
+from engine_adapter import AuditError, Engine, Rollout, dtype_name, sampling_arguments
 from records import one_sentence
 from rl import Policy
-from sampling import Rollout, sampling_arguments
+from train import Run
 
 WORKER = Path(__file__).parent / "worker.py"
 # Settings that must be in force as requested. CPU builds force async scheduling off.

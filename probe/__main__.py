@@ -18,10 +18,9 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import tyro
 
-from config import COUNT, Rule
-from engine_adapter import Engine
+from config import COUNT, ParityFlags, Rule
+from engine_adapter import Engine, Sampling
 from examples.record_vllm import weights_of
-from fixes import ParityFlags
 from probe import stress
 from probe.compare import change, same_workload
 from probe.diagnose import as_trace, diagnose, plot_verdict, print_verdict, sample_trace
@@ -30,7 +29,6 @@ from probe.locate import locate
 from probe.traces import Trace, Weights, load_traces, save_trace
 from records import one_line, stage
 from rl import Policy
-from sampling import Sampling
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)  # at 1 raw values do not show

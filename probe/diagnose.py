@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine
+from engine_adapter import Engine, Rollout, Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.hypotheses import MASK_EDGE, Explanation, Probe
@@ -17,7 +17,6 @@ from probe.search import Search
 from probe.stress import BY_CHANCE, compare
 from probe.traces import Replay, Trace, Weights, save_trace
 from rl import Policy
-from sampling import Rollout, Sampling
 
 FALSE_ALARM = 1e-6  # probability, per trace, that tokens drawn correctly are called implausible
 UNLIKELY = 0.05  # chance below which a kind of pressure is shown beside the wrong requests

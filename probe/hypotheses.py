@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine_adapter import Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.noise import check_other_path
 from probe.traces import NO_MASK, NO_PENALTIES, Replay, Trace, Weights
 from rl import Policy
-from sampling import Sampling
 
 # Parity: the mean mismatch is at most FLOORS * floor + STANDARD_ERRORS * (RMS of the floor) /
 # sqrt(tokens). Of 640 clean traces of 12 random toys in fp32 and bf16 the largest has 1.3 floors +

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from engine_adapter import Engine
+from engine_adapter import Engine, Sampling
 from probe.hypotheses import FLOORS
 from probe.noise import rounded_otherwise
 from rl import Policy
-from sampling import Sampling
 
 HALVES = dict.fromkeys(("self_attn", "attn", "attention"), "attention")  # by module of a layer
 HALVES |= dict.fromkeys(("mlp", "block_sparse_moe", "feed_forward"), "MLP")

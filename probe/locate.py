@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from engine_adapter import Engine
-from extras.exact import why_not
-from extras.shared_engine import FEWEST_ROWS, SharedEngine
-from fixes import ParityFlags
+from config import ParityFlags
+from engine_adapter import Engine, Sampling
+from extras.shared_engine import FEWEST_ROWS, SharedEngine, why_not
 from probe.diagnose import as_trace
 from probe.traces import Replay, Trace
 from rl import Policy
-from sampling import Sampling
 
 PARTS = "the model's code", "attention", "batching"  # what each step but the first removes
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from config import Config, GrpoConfig
-from objectives import Batch, mismatch_metrics
-from rl import Policy, frozen_logprobs
+from objectives import mismatch_metrics
+from rl import Batch, Cut, Policy, frozen_logprobs
 
 KEY_BLOCK = 16  # keys per block; small, so that short sequences have several blocks too
 
@@ -50,7 +50,6 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
     AttentionInterface.register("blockwise", blockwise_attention)
     AttentionMaskInterface.register("blockwise", eager_mask)
     usual = policy.model.config._attn_implementation
-    body, policy.body = policy.body, policy.own_body
     chunk_sizes = {layer: layer.chunk_size for layer in policy.model.modules()
                    if hasattr(layer, "chunk_size")}
     policy.model.set_attn_implementation("blockwise")
@@ -60,16 +59,22 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
         yield
     finally:
         policy.model.set_attn_implementation(usual)
-        policy.body = body
         for layer, size in chunk_sizes.items():
             layer.chunk_size = size
 
 
+def _cut(batch: Batch, grpo: GrpoConfig, micro_batch_tokens: int) -> Cut:
+    """That of the update, with other micro-batches."""
+    has_signal = batch.advantages.any(dim=1).cpu()
+    return batch.cut(has_signal, grpo.num_minibatches, micro_batch_tokens)
+
+
 def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
     """`old_logprobs` minus their recomputation along the second path: (B, T)."""
-    smaller = replace(grpo, micro_batch_tokens=-(-grpo.micro_batch_tokens // 3))
-    with rounded_otherwise(policy):
-        other = frozen_logprobs(policy, batch, smaller)
+    own = policy.but(body=policy.own_body)  # vLLM's kernel has no second path
+    with rounded_otherwise(own):
+        smaller = _cut(batch, grpo, -(-grpo.micro_batch_tokens // 3))
+        other = frozen_logprobs(own, batch, smaller, grpo.temperature)
     unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to one value
     check_other_path(policy, batch.old_logprobs[unsure], other[unsure])
     return batch.old_logprobs - other
@@ -81,8 +86,10 @@ def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, f
         return {}
     if not step.batch.mask.any():  # --mask-truncated has left no token
         return {}
-    logprobs = frozen_logprobs(policy, step.batch, config.grpo)
-    return measure_self_noise(policy, replace(step.batch, old_logprobs=logprobs), config.grpo)
+    batch, grpo = step.batch, config.grpo
+    cut = _cut(batch, grpo, grpo.micro_batch_tokens)
+    logprobs = frozen_logprobs(policy, batch, cut, grpo.temperature)
+    return measure_self_noise(policy, replace(batch, old_logprobs=logprobs), grpo)
 
 
 def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:

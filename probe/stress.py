@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine_adapter import Engine
+from engine_adapter import Engine, Rollout, Sampling, reseed
 from rl import Policy
-from sampling import Rollout, Sampling, reseed
 
 SLOTS = 12  # requests that may run at once
 ROOM = 4  # requests for which the KV cache has room at their full length

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from engine_adapter import Rollout, Sampling
 from extras.masks import masked_logits
 from probe.noise import rounded_otherwise
 from probe.stress import Events
 from rl import Policy, make_batch
-from sampling import Rollout, Sampling
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 FLOOR_PADDING = 5  # columns of left padding in the forward pass that measures the noise floor
@@ -199,8 +199,7 @@ class Replay:
 
     def __init__(self, policy: Policy, trace: Trace):
         self.policy, self.device = policy, policy.device
-        self.batch = batch = make_batch(trace.rollouts, torch.zeros(len(trace.rollouts)),
-                                        self.device)
+        self.batch = batch = make_batch(trace.rollouts, self.device)
         self.inputs, self.response = batch.inputs, batch.mask > 0  # (B, L)
         vocabulary = policy.head.weight.shape[0]
         largest = max(max(r.prompt_ids + r.token_ids) for r in trace.rollouts)
@@ -238,7 +237,7 @@ class Replay:
         self.forwards += 1
         if weights is None and self.policy.body != self.policy.own_body:
             batches = map(self.batch.rows, self.split_rows(self.rows_per_pass))
-            return torch.cat([self.policy.body(batch, batch.mask > 0) for batch in batches])
+            return torch.cat([self.policy.body(self.policy, batch, batch.mask > 0) for batch in batches])
         with self.policy.using(weights):
             return torch.cat([self.hidden(rows) for rows in self.split_rows(self.rows_per_pass)])
 

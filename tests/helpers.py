@@ -36,17 +36,15 @@ from transformers import (
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from config import GrpoConfig
-from engine_adapter import Engine, EngineStateError
+from config import GrpoConfig, ParityFlags
+from engine_adapter import Engine, EngineStateError, Rollout, Sampling
 from extras.masks import collect_kept_sets
 from extras.shared_engine import SharedEngine
-from fixes import ParityFlags
 from objectives import mismatch_metrics
 from probe.diagnose import Verdict, as_trace, diagnose
 from probe.stress import StressRun, start_engine
 from probe.traces import Trace
 from rl import Policy, frozen_logprobs, make_batch
-from sampling import Rollout, Sampling
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -120,7 +118,7 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
 def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
-    batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
+    batch = make_batch(rollouts, policy.device)
     old = frozen_logprobs(policy, batch, GrpoConfig(temperature=temperature))
     return mismatch_metrics(old, batch.behavior_logprobs, batch.mask)
 

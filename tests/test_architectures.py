@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from extras.prompts import PromptsOnce, compute_prompts_once
 from helpers import (
     MATRIX,
     MATRIX_PROMPTS,
@@ -29,13 +30,11 @@ from helpers import (
 )
 
 from config import GrpoConfig
-from engine_adapter import WeightLoadError
+from engine_adapter import Rollout, WeightLoadError
 from examples.toys import toy_tokenizer
-from extras.prompts import PromptsOnce, compute_prompts_once
 from models import attention_for
 from probe.noise import rounded_otherwise
 from rl import Policy, frozen_logprobs, make_batch
-from sampling import Rollout
 
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.
@@ -109,7 +108,7 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradient
     draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
     groups = {40: (30, 7, 1), 1: (5, 20), 13: (9,), 27: (30, 30)}
     rows = [(prompt, draw(length)) for size, lengths in groups.items() for prompt in [draw(size)] for length in lengths]
-    batch = make_batch([Rollout(prompt, None, ids, [0.0] * len(ids)) for prompt, ids in rows], torch.zeros(8))
+    batch = make_batch([Rollout(prompt, None, ids, [0.0] * len(ids)) for prompt, ids in rows])
     weights, found = torch.randn(batch.mask.shape, generator=generator), []
     compute_prompts_once(policy)
     assert isinstance(policy.body, PromptsOnce)
@@ -132,7 +131,7 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     policy, generator = Policy(small_model(name, False)), torch.Generator().manual_seed(0)
     draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
     rows = [[5, 6, 7, 8, *draw(length)] for length in (5, 36, 13, 21, 36, 29)]
-    batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows], torch.zeros(6))
+    batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows])
     options = GrpoConfig(temperature=1.0, num_minibatches=1, micro_batch_tokens=120)
     together = frozen_logprobs(policy, batch, options)  # (6, 39)
     for index, ids in enumerate(rows):
@@ -151,7 +150,7 @@ def test_every_expert_that_was_routed_to_and_no_other_gets_its_gradient(name):
         policy, routers = Policy(model), [each for each in model.modules() if type(each).__name__.endswith("Router")]
         hooks = [each.register_forward_hook(lambda _module, _inputs, output: routed.append(output[2].unique()))
                  for each in routers]  # fmt: skip
-        batch = make_batch([Rollout([5], None, [6, 7, 8], [0.0, 0.0, 0.0])], torch.zeros(1))
+        batch = make_batch([Rollout([5], None, [6, 7, 8], [0.0, 0.0, 0.0])])
         policy.logprobs(batch, 0.7).sum().backward()
         for hook in hooks:
             hook.remove()

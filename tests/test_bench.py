@@ -9,10 +9,9 @@ from helpers import qwen2
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Config
+from engine_adapter import Rollout
 from lab.bench import bare_training, bounds, machine_peaks, whole_groups
-from objectives import Batch
-from rl import Policy, make_batch
-from sampling import Rollout
+from rl import Batch, Policy, make_batch
 
 GROUP_SIZE, RESPONSE = 4, 6
 

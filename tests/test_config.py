@@ -6,8 +6,7 @@ from itertools import chain, combinations, product
 import pytest
 import tyro
 
-from config import Config, GrpoConfig
-from fixes import ParityFlags
+from config import Config, GrpoConfig, ParityFlags
 from lab.compare import STORED
 from objectives import REJECTIONS, WEIGHTS
 

@@ -12,6 +12,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fixes
+
 import objectives
 from config import Config
 from lab import ablate, bench, bench_gpu, compare, corrections, peers, plan, translate
@@ -67,7 +68,7 @@ COMMANDS = (
     (r"-m lab.compare runs/",
      "test_compare.py::test_a_stored_run_is_within_its_spread_and_a_worse_one_is_not"),
     (r"-m lab.compare --store ", "test_compare.py::test_runs_are_stored_without_seconds_and_only_of_one_job"),
-    (r"-m extras.curves --path ", "test_watching.py::test_the_command_draws_the_runs_of_several_seeds"),
+    (r"-m records --path ", "test_watching.py::test_the_command_draws_the_runs_of_several_seeds"),
     (r"-m lab.peers --", "minutes: whole runs, in an environment with TRL"),
     (r"make bench$|-m lab.bench (growth --rollouts 64 256 1024 4096|prompts|masks|head|shared)$|"
      r"-m lab.bench phases( --rounds 6 --job=.*)?$",
@@ -169,7 +170,7 @@ def parse(module: str, words: list[str]) -> None:
         bench_gpu.read_options(words)
     elif module == "lab.other_vllm":  # Python, version, and the options of train.py
         parse("train", words[2:])
-    elif module not in ("pytest", "examples.toys", "examples.smollm2", "examples.long_digits", "extras.curves"):
+    elif module not in ("pytest", "examples.toys", "examples.smollm2", "examples.long_digits", "records"):
         tyro.cli(OPTIONS[module], args=words)
 
 

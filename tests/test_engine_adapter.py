@@ -15,11 +15,10 @@ import torch
 from helpers import PROMPTS, SEEDS, WARM, check_states, close_live_engine, mismatch, mismatch_of, move, qwen2, started
 from transformers import Qwen3ForCausalLM
 
-from engine_adapter import Engine, EngineStateError, WeightLoadError
+from config import ParityFlags
+from engine_adapter import AuditError, Engine, EngineStateError, Sampling, WeightLoadError, reseed
 from examples.toys import toy_config
-from fixes import AuditError, ParityFlags
 from rl import Policy
-from sampling import Sampling, reseed
 
 ROOT = Path(__file__).parents[1]
 

@@ -158,7 +158,7 @@ def test_the_default_job_imports_what_its_defaults_use_and_runs_without_it(whole
     bare = copy_without(whole, "extras", "probe", "lab", "docs")
     modules = default_job(whole)
     rare = {name for name in modules if name.split(".")[0] in ("extras", "probe", "lab")}
-    assert rare == {"extras", "extras.curves", "extras.prompts", "extras.reference"}
+    assert rare == {"extras", "records", "extras.prompts", "extras.reference"}
     assert "eval_reward_trainer" in rows(whole / "vllm")[0]
     for copy in (no_reference, bare):
         default_job(copy)

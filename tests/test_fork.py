@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 import tyro
+from fixes import wanted_settings, with_settings
 from helpers import close_live_engine, command, qwen2
 
-from config import Config
-from engine_adapter import Engine
-from fixes import SETTINGS, AuditError, ParityFlags, Setting, wanted_settings, with_settings
-from objectives import OBJECTIVES, Batch, Clip, Objective, TokenLoss
-from prepare import build, prepare
-from rl import Policy
-from train import train_step
+from config import Config, ParityFlags
+from engine_adapter import SETTINGS, AuditError, Engine, Setting
+from objectives import OBJECTIVES, Clip, Objective, TokenLoss
+from rl import Batch, Policy
+from train import build, prepare, train_step
 
 
 def masked_sequences(logprobs: torch.Tensor, _old: torch.Tensor, batch: Batch, clip: Clip) -> TokenLoss:

@@ -33,8 +33,8 @@ CORE = """
 import json, sys, tempfile
 import train
 from config import Config
-from fixes import ParityFlags
-from prepare import build, prepare
+from config import ParityFlags
+from train import build, prepare
 
 for job in json.loads(sys.argv[1]):
     options, tis_cap = job["options"], job["tis_cap"]

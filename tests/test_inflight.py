@@ -22,14 +22,13 @@ from helpers import (
     train_here,
 )
 
-from config import Config
+from config import Config, ParityFlags
+from engine_adapter import Sampling
 from extras.inflight import GroupsInFlight
 from extras.reference import ReferenceEngine
-from fixes import ParityFlags
 from probe.diagnose import diagnose, sample_trace
 from probe.traces import Trace
 from rl import Policy
-from sampling import Sampling
 from tasks import Problem
 
 KINDS = [pytest.param("vllm", marks=pytest.mark.engine), "transformers"]

@@ -19,7 +19,7 @@ from helpers import (
     started,
 )
 
-from fixes import ParityFlags
+from config import ParityFlags
 from probe.__main__ import main
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, find_modules

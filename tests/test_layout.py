@@ -114,7 +114,7 @@ def test_the_core_imports_what_is_rare_for_an_option_alone(name):
             assert in_function(around), f"{name}.py:{node.lineno} at the top"
             assert any(isinstance(each, ast.If) for each in around), f"{name}.py:{node.lineno} without an option"
             assert name == "prepare", f"{name}.py:{node.lineno} in another file than prepare.py"
-    assert used == ({"extras.curves", "extras.prompts", "extras.reference"} if name == "prepare" else set())
+    assert used == ({"records", "extras.prompts", "extras.reference"} if name == "prepare" else set())
 
 
 def test_vllm_is_imported_in_five_files_and_by_the_page_alone_at_the_top():

@@ -8,14 +8,14 @@ import pytest
 import torch
 from helpers import SMALL, close_live_engine, command, move, qwen2, small_model, timeless, train_here
 
+from config import ParityFlags
+from engine_adapter import Sampling
 from extras.shared_engine import SharedEngine
-from fixes import ParityFlags
 from lab.ablate import ARMS
 from probe.__main__ import main
 from probe.diagnose import diagnose, sample_trace
 from probe.locate import _sentence, locate
 from rl import Policy
-from sampling import Sampling
 
 
 # ------------------------------------------------------------------------------------------------ exact

@@ -8,16 +8,13 @@ import pytest
 import torch
 from helpers import PROMPTS, SEEDS, by_the_book, command, move, qwen2, started, train_here
 
-from config import Config, GrpoConfig
-from engine_adapter import Engine
+from config import Config, GrpoConfig, ParityFlags
+from engine_adapter import Engine, Rollout, Sampling
 from extras.masks import KeptTokens, collect_kept_sets, masked_logits
 from extras.reference import ReferenceEngine
-from fixes import ParityFlags
 from objectives import mismatch_metrics
-from prepare import build, prepare
 from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
-from sampling import Rollout, Sampling
-from train import evaluate
+from train import build, evaluate, prepare
 
 MASKS = [dict(top_p=0.9), dict(top_k=5), dict(top_k=5, top_p=0.9), dict(min_p=0.05),
          dict(min_p=0.02, top_k=20, top_p=0.95)]  # fmt: skip
@@ -29,7 +26,7 @@ def sampled(engine: Engine, max_kept: int = 96, **mask) -> list[Rollout]:
 
 def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str, float], dict[str, float]]:
     """The mismatch of some rollouts, and the means of what `measure` returns."""
-    batch = make_batch(rollouts, torch.zeros(len(rollouts)), policy.device)
+    batch = make_batch(rollouts, policy.device)
     options = GrpoConfig(temperature=1.3, num_minibatches=1, micro_batch_tokens=100, **mask)
     policy.support = KeptTokens(Sampling(1.3, 12, **mask))
     values = frozen_measures(policy, batch, options)
@@ -151,7 +148,7 @@ def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution()
 def test_rows_of_a_batch_take_their_kept_sets_along():
     a = Rollout([5, 6], 0, [7, 8], [0.0] * 2, kept=[torch.tensor([7, 1]).numpy(), torch.tensor([8]).numpy()])
     b = Rollout([9], 0, [4, 3, 2], [0.0] * 3, kept=[torch.tensor(ids).numpy() for ids in ([4], [1, 2, 3], [2, 9])])
-    batch = make_batch([a, b, a], torch.zeros(3))
+    batch = make_batch([a, b, a])
     last = batch.only([True, False, True]).rows(torch.tensor([1, 2]))
     support = KeptTokens(Sampling(1.0, 3))
     for micro, sets in ((batch, [[7, 1], [8], [4], [1, 2, 3], [2, 9], [7, 1], [8]]), (last, [[7, 1], [8]])):
@@ -159,7 +156,7 @@ def test_rows_of_a_batch_take_their_kept_sets_along():
         masked = torch.cat([restrict(torch.zeros(1, 10), slice(i, i + 1)) for i in range(len(sets))])
         assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked] == list(map(set, sets))
         assert torch.equal(masked, restrict(torch.zeros(len(sets), 10), slice(None)))
-    fewer = make_batch([replace(a, kept=a.kept[:1])], torch.zeros(1))
+    fewer = make_batch([replace(a, kept=a.kept[:1])])
     with pytest.raises(AssertionError, match="kept"):
         support.restriction(fewer, fewer.mask > 0)
     with pytest.raises(AssertionError, match="kept sets"):  # that the policy would ignore

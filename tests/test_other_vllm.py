@@ -16,17 +16,15 @@ import pytest
 import torch
 from helpers import ABORT, KEEP, command, mismatch, move, move_and_load, over_a_kept_state, qwen2, refusal, rows
 
-from config import Config
-from engine_adapter import EngineStateError, WeightLoadError, check_vllm_version
-from fixes import AuditError, ParityFlags
+from config import Config, ParityFlags
+from engine_adapter import AuditError, EngineStateError, Sampling, WeightLoadError, check_vllm_version, reseed
 from lab.ablate import ARMS, VERSIONS, commands_of, folders_of
 from lab.ablate import Options as Ladder
 from lab.ablate import main as ladder
 from lab.other_vllm import OtherEngine, main
 from lab.worker import logits_in_fp32
-from prepare import prepare
 from rl import Policy
-from sampling import Sampling, reseed
+from train import prepare
 
 HERE = [sys.executable, check_vllm_version()]
 

@@ -13,6 +13,7 @@ import torch
 from helpers import FaultBench, nudge, plant, qwen2, rightly_named
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine_adapter import Rollout, Sampling
 from probe import traces
 from probe.__main__ import main
 from probe.diagnose import Trace, alarms, diagnose
@@ -21,7 +22,6 @@ from probe.noise import KEY_BLOCK, rounded_otherwise
 from probe.search import Search
 from probe.traces import Weights, load_traces, save_trace
 from rl import Policy
-from sampling import Rollout, Sampling
 
 ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
 MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.npz")

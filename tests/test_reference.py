@@ -8,10 +8,9 @@ import torch
 from helpers import PROMPTS, SEEDS, WARM, mismatch, move, qwen2
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MistralConfig
 
-from engine_adapter import EngineStateError, WeightLoadError
+from engine_adapter import EngineStateError, Sampling, WeightLoadError, reseed
 from extras.reference import ReferenceEngine
 from rl import Policy
-from sampling import Sampling, reseed
 
 
 def ready(policy: Policy, **options) -> ReferenceEngine:

@@ -8,15 +8,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from extras.prompts import compute_prompts_once
 from helpers import DEVICES, by_the_book, qwen2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from config import Config, GrpoConfig
+from engine_adapter import Rollout, Sampling
 from extras.checkpointing import checkpoint_layers
 from extras.masks import KeptTokens, mask_outside
 from extras.offload import OffloadedOptimizer, host_views
-from extras.prompts import compute_prompts_once
 from objectives import OBJECTIVES, Objective, TokenLoss, backend_metrics
 from probe.noise import observe_self_noise, rounded_otherwise, self_noise
 from probe.traces import process_logits
@@ -31,7 +32,6 @@ from rl import (
     product,
     update,
 )
-from sampling import Rollout, Sampling
 from train import Step
 
 
@@ -63,7 +63,7 @@ def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temperature):
     model, rows = qwen2(tied=True), rollouts()
-    batch = make_batch(rows, torch.zeros(4))
+    batch = make_batch(rows)
     for chunk_elements in (2**25, 96 * 2, 1):
         policy = Policy(model, chunk_elements=chunk_elements)
         measured = policy.measure(batch, temperature)
@@ -81,7 +81,7 @@ def test_logprobs_and_entropy_equal_float64_whatever_the_padding_and_chunks(temp
 
 
 def test_without_metrics_only_the_log_probabilities_are_computed_and_they_are_the_same():
-    policy, batch = Policy(qwen2(tied=True), chunk_elements=96 * 3), make_batch(rollouts(), torch.zeros(4))
+    policy, batch = Policy(qwen2(tied=True), chunk_elements=96 * 3), make_batch(rollouts())
     options = GrpoConfig(temperature=0.7, num_minibatches=1, micro_batch_tokens=13)
     policy.support = KeptTokens(Sampling(0.7, 8, top_p=0.9))
     measured, alone = frozen_measures(policy, batch, options), frozen_logprobs(policy, batch, options)
@@ -147,7 +147,7 @@ def test_each_distinct_prompt_of_a_micro_batch_is_computed_once(lengths, device)
     policy, seen = Policy(model), []
     compute_prompts_once(policy)
     model.model.embed_tokens.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape))
-    logprobs = policy.logprobs(make_batch(rows, torch.zeros(4), device), 0.7)
+    logprobs = policy.logprobs(make_batch(rows, device), 0.7)
     assert seen == [(2, 5), (4, max(lengths) - 1)][: 1 + (max(lengths) > 1)]
     for row, rollout in enumerate(rows):
         own = logprobs[row, len(rollout.prompt_ids) - 1 :][: len(rollout.token_ids)].cpu().double()
@@ -159,7 +159,7 @@ def test_rows_that_are_masked_out_change_no_other_row():
     rows = rollouts([(3, 4), (3, 2), (3, 6), (3, 1)])
     for row in rows:
         row.prompt_ids = rows[0].prompt_ids
-    policy, batch = Policy(qwen2(tied=True)), make_batch(rows, torch.zeros(4))
+    policy, batch = Policy(qwen2(tied=True)), make_batch(rows)
     whole = policy.logprobs(batch, 0.7)
     without = torch.tensor([False, True, False, True])
     fewer = policy.logprobs(batch.only((~without).tolist()), 0.7)
@@ -183,7 +183,7 @@ def test_chunked_head_has_the_gradient_of_the_plain_one():
     gradients = []
     for chunk_elements in (2**25, 96 * 3):
         model = qwen2(tied=True)
-        batch = make_batch(rollouts(), torch.zeros(4))
+        batch = make_batch(rollouts())
         Policy(model, chunk_elements=chunk_elements).logprobs(batch, 0.7).sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     for whole, chunked in zip(*gradients, strict=True):
@@ -207,7 +207,7 @@ def test_what_a_model_does_after_its_head_is_honoured(config):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     rows = rollouts()
-    batch = make_batch(rows, torch.zeros(4))
+    batch = make_batch(rows)
     logprobs = Policy(model).logprobs(batch, 0.7)
     for row, rollout in enumerate(rows):
         torch.testing.assert_close(
@@ -224,7 +224,7 @@ def test_an_unknown_operation_after_the_head_is_refused():
 
 def test_fp32_head_differs_from_the_model_dtype_head_as_rounding_does():
     model = qwen2(tied=False, dtype=torch.bfloat16)
-    batch = make_batch(rollouts(), torch.zeros(4))
+    batch = make_batch(rollouts())
     fine = Policy(model, fp32_head=True).logprobs(batch, 0.7)
     coarse = Policy(model, fp32_head=False).logprobs(batch, 0.7)
     assert 1e-4 < (fine - coarse).abs().max() < 0.3
@@ -288,7 +288,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(objective, rejecti
 def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_unsorted_ones():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, 40, (64,), generator=generator).tolist()
-    batch = make_batch(rollouts([(3, n) for n in lengths]), torch.zeros(64))
+    batch = make_batch(rollouts([(3, n) for n in lengths]))
     steps = batch.cut(num_minibatches=2, micro_batch_tokens=128)
     assert [sorted(torch.cat(micros).tolist()) for micros in steps] == [list(range(32)), list(range(32, 64))]
     padded = 0
@@ -340,7 +340,7 @@ def test_an_advantage_per_token_needs_no_change_of_the_update(tokens):
     try:
         options = GrpoConfig(objective="per_token", micro_batch_tokens=tokens)
         per_row, metrics, _ = stepped(options, advantages=(1.0, 0.0, 0.0, -1.0))
-        width = make_batch(rollouts(), torch.zeros(4)).mask.shape[1]
+        width = make_batch(rollouts()).mask.shape[1]
         columns = torch.tensor([1.0, 0.0, 0.0, -1.0])[:, None].expand(4, width)
         per_token, same, _ = stepped(options, advantages=columns.tolist())
         first, _, _ = stepped(options, advantages=(columns * (torch.arange(columns.shape[1]) < 3)).tolist())
@@ -363,7 +363,7 @@ def test_in_16_bits_the_ratio_starts_at_exactly_1_whatever_the_micro_batches(dty
 def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
     sizes = {}
     for dtype in (torch.float32, torch.bfloat16):
-        policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts(), torch.zeros(4))
+        policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts())
         before = frozen_logprobs(policy, batch, GrpoConfig())
         noise = self_noise(policy, replace(batch, old_logprobs=before), GrpoConfig())
         assert (noise[batch.mask == 0] == 0).all()
@@ -375,7 +375,7 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
 
 def test_self_noise_of_a_step_without_a_token_is_not_measured():
     """--mask-truncated may mask every response."""
-    policy, batch = Policy(qwen2(tied=True)), make_batch(rollouts(), torch.zeros(4))
+    policy, batch = Policy(qwen2(tied=True)), make_batch(rollouts())
     config = Config.of(self_noise_every=1)
     masked = batch.only([False] * 4)
     assert observe_self_noise(policy, config, Step({"step": 1}, batch, []))["self_noise_abs_mean"] > 0
@@ -384,7 +384,7 @@ def test_self_noise_of_a_step_without_a_token_is_not_measured():
 
 def test_self_noise_of_exactly_0_in_16_bits_is_an_error():
     policy = Policy(qwen2(tied=True, dtype=torch.bfloat16))
-    batch = make_batch(rollouts([(3, 8)] * 4), torch.zeros(4))
+    batch = make_batch(rollouts([(3, 8)] * 4))
     with rounded_otherwise(policy):
         before = frozen_logprobs(policy, batch, GrpoConfig())
     with rounded_otherwise(policy), pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
@@ -403,7 +403,7 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_gradient():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs = policy.logprobs(make_batch(rollouts(), torch.zeros(4)), 0.7)
+            logprobs = policy.logprobs(make_batch(rollouts()), 0.7)
         calls = []
         hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         logprobs.sum().backward()
@@ -738,7 +738,7 @@ def test_a_restored_optimizer_goes_on_exactly_masters_included():
 
 
 def test_rows_are_cut_to_the_longest_of_them():
-    batch = make_batch(rollouts(), torch.zeros(4))
+    batch = make_batch(rollouts())
     assert batch.inputs.shape[1] == 7
     assert batch.rows(torch.tensor([3])).inputs.shape == (1, 4)
     assert batch.rows(torch.tensor([0, 3])).inputs.shape == (2, 6)

@@ -11,14 +11,12 @@ import pytest
 import torch
 from helpers import qwen2
 
-from config import Config
+from config import Config, ParityFlags
+from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
 from extras.reference import engine_for
-from fixes import ParityFlags
-from prepare import build, prepare
 from rl import Policy
-from sampling import Rollout
-from train import score_rollouts
+from train import build, prepare, score_rollouts
 
 ROOT = Path(__file__).parents[1]
 

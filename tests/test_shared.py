@@ -47,19 +47,15 @@ from helpers import (
     train_here,
 )
 
-from config import Config, GrpoConfig
-from engine_adapter import Engine, WeightLoadError
+from config import Config, GrpoConfig, ParityFlags
+from engine_adapter import Engine, Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
-from extras.exact import ExactError
 from extras.masks import KeptTokens
 from extras.offload import OffloadedOptimizer
-from extras.shared_engine import SharedEngine
-from fixes import ParityFlags
-from objectives import REJECTIONS, Batch
-from prepare import Run, TrainingState, build, prepare, start_engine
-from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
-from sampling import Rollout, Sampling
-from train import train_step
+from extras.shared_engine import ExactError, SharedEngine
+from objectives import REJECTIONS
+from rl import Batch, Optimizer, Policy, frozen_logprobs, make_batch, update
+from train import Run, TrainingState, build, prepare, start_engine, train_step
 
 pytestmark = pytest.mark.engine
 DTYPES = [torch.float32, torch.bfloat16]
@@ -71,7 +67,7 @@ EXPERTS = [name for name in SERVED if name.split(",")[0] in MIXTURES]
 # ------------------------------------------------------------------------------------------------ the matrix
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float = 0.7, **changes) -> tuple[torch.Tensor, Batch]:
     """The trainer's log-probabilities of the batch (B, T), and the batch."""
-    batch = make_batch(rollouts, torch.zeros(len(rollouts)))
+    batch = make_batch(rollouts)
     options = GrpoConfig(temperature=temperature, num_minibatches=1, **changes)
     return frozen_logprobs(policy, batch, options), batch
 

@@ -25,10 +25,10 @@ from helpers import (
 )
 
 from config import Config
+from engine_adapter import reseed
 from examples.toys import toy_tokenizer
 from probe.traces import load_traces
 from rl import Policy
-from sampling import reseed
 
 SMALL_STEP, SMALL_EVAL = 32, 12  # rewards
 

@@ -10,10 +10,8 @@ import pytest
 from helpers import ROOT
 
 from config import Config
-from extras.curves import draw_at_evaluation, plot_curves
-from prepare import build, prepare
-from records import answer_line, log_line
-from train import train
+from records import answer_line, draw_at_evaluation, log_line, plot_curves
+from train import build, prepare, train
 
 TINY = dict(num_prompts=4, group_size=2, eval_problems=4, engine="transformers", reward_errors="count")
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
@@ -66,7 +64,7 @@ def test_the_command_draws_the_runs_of_several_seeds(tmp_path):
         rows = [{"step": step, "reward": 0.1 * step + seed} for step in range(3)]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["--path", str(tmp_path / "both.png"), "--folders", *map(str, folders)]
-    subprocess.run([sys.executable, "-m", "extras.curves", *words], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "records", *words], cwd=ROOT, check=True)
     plot_curves(tmp_path / "here.png", folders)
     assert (tmp_path / "both.png").read_bytes() == (tmp_path / "here.png").read_bytes()
     plot_curves(tmp_path / "one.png", folders[:1])

@@ -27,10 +27,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import MATRIX, dtypes_of, move, small_model, started
 
+from engine_adapter import Sampling
 from probe.diagnose import diagnose, sample_trace
 from probe.traces import Trace
 from rl import Policy
-from sampling import Sampling
 
 BATCHES = 1, 3, 8, 24, 64  # responses of 40 tokens each
 TEMPERATURES = 0.5, 0.7, 1.0, 1.5

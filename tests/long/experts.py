@@ -20,11 +20,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import MIXTURES, move, small_model, started
 
-from fixes import ParityFlags
+from config import ParityFlags
+from engine_adapter import Sampling
 from lab import table
 from probe.diagnose import Verdict, diagnose, sample_trace
 from rl import Policy
-from sampling import Sampling
 
 SAMPLING = Sampling(0.7, 40)
 FAULTS = {  # by name, how the verdict begins

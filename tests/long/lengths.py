@@ -20,11 +20,10 @@ def measure(dtype: str) -> list[str]:
     import torch
     from helpers import close_live_engine, small_model
 
-    from config import GrpoConfig
+    from config import GrpoConfig, ParityFlags
+    from engine_adapter import Sampling
     from extras.shared_engine import SharedEngine
-    from fixes import ParityFlags
     from rl import Policy, frozen_logprobs, make_batch
-    from sampling import Sampling
 
     found, generator = [], torch.Generator().manual_seed(0)
     shape = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192)
@@ -42,7 +41,7 @@ def measure(dtype: str) -> list[str]:
             sizes = [longest - NEW - row * longest // 7 for row in range(4)]
             prompts = [torch.randint(96, (size,), generator=generator).tolist() for size in sizes]
             rollouts = engine.generate(prompts, 2, Sampling(temperature=0.7, max_new_tokens=NEW), seeds=[0, 10, 20, 30])
-            batch = make_batch(rollouts, torch.zeros(len(rollouts)))
+            batch = make_batch(rollouts)
             logprobs = frozen_logprobs(policy, batch, GrpoConfig(temperature=0.7))
             differing = (logprobs != batch.behavior_logprobs).sum().item() / batch.mask.sum().item()
             found.append(f"{differing:.1%} differ" if differing else "exact")

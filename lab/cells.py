@@ -50,6 +50,10 @@ def tokens_a_second(rows: Rows) -> float:
     return sum(row["tokens"] for row in rows) / sum(row["step_s"] for row in rows)
 
 
+def freed_by_sleep(rows: Rows) -> float:
+    return median(row["generate_gib"] - row["sleep_gib"] for row in rows)
+
+
 LAST5, LAST, WARM = slice(-5, None), slice(-1, None), slice(2, None)
 # Later, a failing run has collapsed to a nearly uniform policy, whose ratios are rarely clipped.
 EARLY = slice(10)
@@ -87,7 +91,7 @@ METRICS = {
     "tokens_s": Metric("tokens/s", ".0f", tokens_a_second),
     "probe_first": Metric("the probe, first", "", over("probe", steps=slice(1), reduce="".join)),
     "probe": Metric("the probe, last", "", over("probe", steps=LAST, reduce="".join)),
-    "freed": Metric("memory freed by sleep, GiB", ".2f", over("freed_gib", median, WARM)),
+    "freed": Metric("memory freed by sleep, GiB", ".2f", freed_by_sleep),
 } | {
     f"{name}_s": Metric(f"{name}, s", ".3f", over(f"{name}_s", median, WARM)) for name in SECONDS
 } | {
@@ -164,8 +168,8 @@ TIS = f"{THREE} --tis token --tis-over-a-broken-backend"  # the last one is idle
 TOP_P = "--top-p 0.9"
 EXACT = "--engine shared --exact"
 REFERENCE = "--engine transformers"
-RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}", "+runtime": f"{PAUSE} {HEAD}",
-         "+inflight": HEAD, "parity": ""}
+RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}",
+         "+runtime": f"{PAUSE} {HEAD}", "+inflight": HEAD, "parity": ""}
 ALONE = {"processed": RAW, "runtime": RUNTIME, "inflight": PAUSE, "fp32-head": HEAD}
 PAIRS = {f"parity-minus-{one}-{other}": f"{ALONE[one]} {ALONE[other]}"
          for one, other in combinations(ALONE, 2)}
@@ -291,7 +295,8 @@ GPU_CELLS = {
 }  # fmt: skip
 
 STUDIES = {
-    "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND, ("reference", "v1-defaults", "parity")),
+    "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND,
+                    ("reference", "v1-defaults", "parity")),
     "migration": Study(LADDER, MIGRATION_CELLS, LEARNING + BACKEND, (
         "reference", "v0", "v1-0.18-defaults", "v1-0.18-repaired", "v1-defaults", "parity")),
     "corrections": Study(

@@ -13,12 +13,10 @@ is refused if one of them has other options than this call would give it. No run
 is deleted.
 """
 
-import ctypes
 import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,23 +25,23 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import stdev
-from typing import Annotated, Any, Literal
+from threading import Thread
+from typing import Any, Literal
 
 import torch
 import tyro
 
-from config import COUNT, NOT_OF_THE_EXPERIMENT, SEED, Config
-from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric, Rows, Study
+from config import COUNT, SEED, Config
+from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric, Rows
 from records import locked, one_sentence, stage
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MARK = "finished.json"  # in the folder of a run: its options, written after its end
-END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one is also taken for
 # more: it is larger than theirs.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
@@ -69,6 +67,7 @@ class Options:
     # Print the table of a record and run nothing; without a name, of docs/records/STUDY.json.
     print: tuple[str, ...] | None = None
     metrics: tuple[Literal[tuple(METRICS)], ...] = ()  # Of the table; if not given, the study's.
+    reference: str | None = None  # Compare with this cell; if not given, each with its own.
 
     def __post_init__(self):
         COUNT.check(self, "steps", "jobs")
@@ -95,12 +94,8 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What makes it this run and no other: the options of train.py, and the program."""
-        return of_experiment(self.config.flat()) | {"program": self.program}
-
-
-def of_experiment(flat: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flat.items() if name not in NOT_OF_THE_EXPERIMENT}
+        """What makes it this run and no other, as JSON has it."""
+        return json.loads(json.dumps(self.config.experiment | {"program": self.program}))
 
 
 class Plan:
@@ -156,17 +151,14 @@ class Plan:
             name, _, seed = folder.name.rpartition("-seed")
             finished = read_json(folder / MARK)
             stored = finished or read_json(folder / "config.json").get("config")
-            if not stored:
+            if not stored:  # stopped before it began
                 continue
             if name not in self.study.cells:
                 raise ValueError(f"out must hold runs of this study, {folder} is no cell of"
                                  f" {self.options.study}; choose another --out")
-            wanted = json.loads(json.dumps(self.run(name, int(seed)).options))
-            if not finished:
-                wanted.pop("program")
-            stored = of_experiment(stored)
-            changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
-                       for key in sorted(stored | wanted) if stored.get(key) != wanted.get(key)]
+            wanted = self.run(name, int(seed)).options
+            changed = [f"{key} {stored.get(key)} instead of {wanted[key]}" for key in wanted
+                       if stored.get(key) != wanted[key] and (finished or key != "program")]
             if changed:
                 raise ValueError(f"runs in out must have the options of this call, {folder} has"
                                  f" {'; '.join(changed)}; choose another --out")
@@ -193,8 +185,9 @@ def execute(run: Run) -> None:
     unfinished = run.folder / f"{MARK}.new"
     unfinished.write_text(json.dumps(run.options))
     os.replace(unfinished, run.folder / MARK)
-    sys.stdout.flush()
-    os._exit(0)  # vLLM's allocator may abort the process where Python frees its memory
+    if torch.cuda.is_available():  # vLLM's allocator may abort the process where Python ends
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def write_model(write: Callable[[Path, int], None], folder: Path, seed: int) -> None:
@@ -207,11 +200,16 @@ def write_model(write: Callable[[Path, int], None], folder: Path, seed: int) -> 
 
 def _begin(log: Path) -> None:
     """End with the study, if that is killed; all output goes to the log."""
-    ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+    Thread(target=_end_with_the_study, daemon=True).start()
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+
+
+def _end_with_the_study() -> None:
+    parent_process().join()
+    os._exit(1)
 
 
 def in_processes(
@@ -274,8 +272,9 @@ def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, 
         if not seeds:
             continue
         folders = [plan.run(name, seed).folder for seed in seeds]
-        runs = [steps_of(folder) for folder in folders]
-        found = [read_json(folder / "config.json") for folder in folders]
+        with stage(f"reading the runs of {name}"):
+            runs = [steps_of(folder) for folder in folders]
+            found = [json.loads((folder / "config.json").read_text()) for folder in folders]
         configs += found
         cells[name] = {
             "options": cell.options, "reference": cell.reference, "engine": found[0]["audit"],
@@ -308,18 +307,19 @@ def distinct(values: Iterator[Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------- the table
-def paired(ours: dict[int, float], theirs: dict[int, float]) -> tuple[float, float | None] | None:
-    """Mean of the differences at equal seeds, and half of its 95 % interval (Student's t).
+def paired(
+    ours: dict[int, float], theirs: dict[int, float]
+) -> tuple[float | None, float | None]:
+    """Mean of the differences at equal seeds, and half of its 95 % interval: t s / sqrt(n).
 
-    None without a common seed. One common seed has a difference and no interval.
+    Without a common seed there is no difference, with one there is no interval.
     """
     differences = [value - theirs[seed] for seed, value in ours.items() if seed in theirs]
-    if not differences:
-        return None
-    if len(differences) == 1:
-        return differences[0], None
-    quantile = STUDENT[min(len(differences) - 1, len(STUDENT)) - 1]
-    return mean(differences), quantile * stdev(differences) / len(differences) ** 0.5
+    count = len(differences)
+    if count < 2:
+        return (differences or [None])[0], None
+    quantile = STUDENT[min(count - 1, len(STUDENT)) - 1]
+    return mean(differences), quantile * stdev(differences) / count**0.5
 
 
 def by_seed(cell: dict[str, Any], name: str) -> dict[int, Any]:
@@ -328,8 +328,8 @@ def by_seed(cell: dict[str, Any], name: str) -> dict[int, Any]:
     return {seed: value for seed, value in values if value is not None}
 
 
-def text_of(metric: Metric, ours: dict[int, Any], theirs: dict[int, Any] | None) -> str:
-    """`mean (smallest to largest) difference ± half of its interval`, empty if not measured."""
+def text_of(metric: Metric, ours: dict[int, Any], theirs: dict[int, Any]) -> str:
+    """`mean (smallest to largest); difference ± half of its interval`, empty if not measured."""
     if not ours:
         return ""
     values, form = list(ours.values()), metric.form
@@ -338,10 +338,11 @@ def text_of(metric: Metric, ours: dict[int, Any], theirs: dict[int, Any] | None)
     text = f"{mean(values):{form}}"
     if len(values) > 1:
         text += f" ({min(values):{form}} to {max(values):{form}})"
-    difference = paired(ours, theirs) if theirs else None
-    if difference:
-        half = "" if difference[1] is None else f" ± {difference[1]:{form}}"
-        text += f" {difference[0]:+{form}}{half}"
+    difference, half = paired(ours, theirs)
+    if difference is not None:
+        text += f"; {difference:+{form}}"
+    if half is not None:
+        text += f" ± {half:{form}}"
     return text
 
 
@@ -353,24 +354,24 @@ def table(titles: list[str], rows: list[list[str]]) -> str:
 def report(record: dict[str, Any], options: Options) -> str:
     """Where the figures come from, and the table of the chosen cells."""
     cells = record["cells"]
-    measured = [name for name in options.metrics or STUDIES[record["study"]].metrics
-                if any(by_seed(cell, name) for cell in cells.values())]
+    chosen = {name: cell for name, cell in cells.items()
+              if any(fnmatchcase(name, pattern) for pattern in options.cells)}
+    measured = [name for name in options.metrics or STUDIES[options.study].metrics
+                if any(by_seed(cell, name) for cell in chosen.values())]
     rows = []
-    for name, cell in cells.items():
-        if any(fnmatchcase(name, pattern) for pattern in options.cells):
-            reference = cells.get(cell["reference"]) if cell["reference"] != name else None
-            row = [name, str(len(cell["seeds"])), cell["reference"] if reference else ""]
-            for each in measured:
-                theirs = by_seed(reference, each) if reference else None
-                row.append(text_of(METRICS[each], by_seed(cell, each), theirs))
-            rows.append(row)
+    for name, cell in chosen.items():
+        base = options.reference or cell["reference"]
+        reference = cells[base] if base in cells and base != name else {"seeds": [], "metrics": {}}
+        texts = [text_of(METRICS[each], by_seed(cell, each), by_seed(reference, each))
+                 for each in measured]
+        rows.append([name, str(len(cell["seeds"])), base if reference["seeds"] else "", *texts])
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
     parts = [
         f"`{record['command']}` on {record['device']}; {versions}; commit {record['commit']}"
         f"{changed}.",
-        "Mean (smallest to largest) over the seeds; then the mean difference at equal seeds to the"
-        " reference ± half of its 95 % interval.",
+        "Mean (smallest to largest) over the seeds; the mean difference to the reference at equal"
+        " seeds ± half of its 95 % interval.",
         table(["cell", "seeds", "reference", *(METRICS[each].title for each in measured)], rows),
     ]
     crashed = [f"- {run}: {error}" for run, error in record["crashed"].items()]

@@ -1,0 +1,116 @@
+"""One run whose steps are each followed by their bare work: the program of `lab.study bench`.
+
+It takes the options of train.py. The bare work is the cheapest known way to do the same, directly
+on the step's own engine and model: vLLM samples for the same prompts, without seeds and
+log-probabilities; plain transformers computes a forward (old log-probabilities) and a forward and
+backward (update), each prompt once for its group. There is no evaluation and no checkpoint.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+from transformers import DynamicCache
+
+from config import Config, GrpoConfig
+from engine_adapter import Engine, Sampling
+from lab.memory import GIB, phases
+from records import append_rows, locked, one_sentence
+from rl import Batch
+from train import build, load_policy, prepare, start_engine, train_step
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Seconds of one call; on a GPU until its kernels have finished."""
+    started = time.perf_counter()
+    function(*arguments)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def bare_generate(
+    engine: Engine, prompts: list[list[int]], group_size: int, sampling: Sampling
+) -> None:
+    """Sample as `vllm.LLM.generate` does: no seeds, whole responses at the end."""
+    params = engine.sampling_params(sampling, None)
+    params.n, params.logprobs = group_size, None
+    params.output_kind = type(params.output_kind).FINAL_ONLY
+    for request, prompt in enumerate(prompts):
+        engine.llm.add_request(str(request), {"prompt_token_ids": prompt}, params)
+    while engine.llm.has_unfinished_requests():
+        engine.llm.step()
+
+
+def bare_training(model: torch.nn.Module, batch: Batch, grpo: GrpoConfig, backward: bool) -> None:
+    """The cheapest forward, or forward and backward, of a batch: the most rows of equal prompts.
+
+    The body computes each prompt once for its group, and the head responses alone. Flat groups need
+    no backward. No chunks, no entropy, no mask.
+    """
+    group_size = grpo.group_size
+    for rows in whole_groups(batch, grpo):
+        micro, cache = batch.rows(rows), DynamicCache(config=model.config)
+        prompt = int(micro.prompt_lengths[0])
+        learns = backward and bool(micro.advantages.any())
+        with torch.set_grad_enabled(learns):
+            first = model.base_model(input_ids=micro.inputs[::group_size, :prompt],
+                                     past_key_values=cache)
+            cache.batch_repeat_interleave(group_size)
+            rest = model.base_model(input_ids=micro.inputs[:, prompt:], past_key_values=cache)
+            last = first.last_hidden_state[:, -1:].repeat_interleave(group_size, dim=0)
+            hidden = torch.cat([last, rest.last_hidden_state], dim=1)
+            hidden = hidden[micro.mask[:, prompt - 1 :] > 0]  # (N, H)
+            loss = F.cross_entropy(model.lm_head(hidden), micro.targets[micro.mask > 0])
+        if learns:
+            loss.backward()
+    model.zero_grad()
+
+
+def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
+    """Rows of whole groups with prompts of one length, with an advantage or all without."""
+    count, width = batch.inputs.shape
+    size = max(1, grpo.micro_batch_tokens // (width * grpo.group_size)) * grpo.group_size
+    signal = batch.advantages.any(dim=1).view(-1, grpo.group_size).any(dim=1).cpu()  # (P,)
+    kinds = 2 * batch.prompt_lengths + signal.repeat_interleave(grpo.group_size)  # (B,)
+    for minibatch in torch.arange(count).split(count // grpo.num_minibatches):
+        for kind in kinds[minibatch].unique():
+            yield from minibatch[kinds[minibatch] == kind].split(size)
+
+
+def measure(config: Config) -> None:
+    run = prepare(config)
+    policy = load_policy(run)
+    engine = start_engine(run, policy)
+    state, _ = build(run, policy, engine, None)
+    grpo, model = config.grpo, policy.model
+    longest = max(map(len, run.task.prompts))
+    formula = phases(config, model.config, longest, policy.chunk_elements)["update"]
+    for step in range(1, config.run.steps + 1):
+        metrics, problems, batch, _ = done = train_step(run, state, step)
+        for observe in state.observers:
+            metrics.update(observe(done))
+        prompts = [problem.prompt_ids for problem in problems]
+        if config.backend.engine != "transformers":
+            metrics["bare_generate_s"] = seconds(
+                bare_generate, engine, prompts, grpo.group_size, run.sampling)
+        metrics["bare_old_logprobs_s"] = seconds(bare_training, model, batch, grpo, False)
+        metrics["bare_update_s"] = seconds(bare_training, model, batch, grpo, True)
+        metrics["bare_step_s"] = sum(metrics[name] for name in metrics if name.startswith("bare_"))
+        metrics["formula_gib"] = sum(formula.values()) / GIB
+        append_rows(run.out / "metrics.jsonl", [metrics])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Exit status: 2 for an error."""
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    with one_sentence(2, config.run.out), locked(config.run.out):
+        measure(config)
+
+
+if __name__ == "__main__":
+    main()

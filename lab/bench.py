@@ -103,6 +103,7 @@ def measure(config: Config) -> None:
         metrics["bare_step_s"] = sum(metrics[name] for name in metrics if name.startswith("bare_"))
         metrics["formula_gib"] = sum(formula.values()) / GIB
         append_rows(run.out / "metrics.jsonl", [metrics])
+    engine.close()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,8 +8,9 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from config import RuntimePart
 from lab.models import random_model, taught_long_digits
 
 ROOT = Path(__file__).parents[1]
@@ -183,6 +184,8 @@ LADDER_CELLS = (
         "parity-recompute": f"{PAUSE} --parity.inflight-otherwise recompute",
         "parity-16-bit-heads": f"{HEAD} --parity.head-otherwise both",
     })
+    | against("parity", {f"parity-minus-{part}": f"{RUNTIME} --parity.runtime-otherwise {part}"
+                         for part in get_args(RuntimePart)})
     | against("parity+three", {"parity+three": THREE, "parity+tis": TIS})
     | against("parity+three", {f"{name}+three": f"{words} {THREE}"
                                for name, words in FAULTS.items()})

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, NamedTuple, get_args
 
 from config import RuntimePart
-from lab.models import random_model, taught_long_digits
 
 ROOT = Path(__file__).parents[1]
 Rows = list[dict[str, Any]]  # of metrics.jsonl, from step 1 on
@@ -124,7 +123,7 @@ class Cell(NamedTuple):
     # A module with a `main` that takes the options. `train`, or lab.bench. A version of vLLM:
     # lab.other_vllm with the environment of that version.
     program: str = "train"
-    model: Callable[[Path, int], None] | None = None  # writes the cell's model for a seed
+    model: str | None = None  # of lab.models.MODELS: written for each seed before the runs
 
 
 class Study(NamedTuple):
@@ -228,7 +227,7 @@ BACKENDS = {
 LONG = (f"--task {ROOT / 'examples' / 'long_digits.py'} --max-new-tokens 84 --num-prompts 8"
         " --group-size 8 --reward-limit-s 60 --eval-samples 8 --steps 20")
 # Prompts and group size with stale groups: nine batches of prompts must be different problems.
-WORKLOADS = {"ladder": ("", (7, 28), None), "long": (LONG, (8, 8), taught_long_digits)}
+WORKLOADS = {"ladder": ("", (7, 28), None), "long": (LONG, (8, 8), "long-digits")}
 
 
 def stale(batches: int, prompts: int, size: int) -> str:
@@ -284,14 +283,14 @@ GPU = (f"{BENCH} --task {ROOT / 'lab' / 'random_rewards.py'} --dtype bfloat16 --
        " --eval-problems 8 --self-noise-every 1")
 SMALL = "--num-prompts 32"
 GPU_CELLS = {
-    name: Cell(words, "parity", "lab.bench", random_model("qwen2.5-0.5b")) for name, words in {
+    name: Cell(words, "parity", "lab.bench", "qwen2.5-0.5b") for name, words in {
         "parity": "", "minus-fp32-head": f"{HEAD} {SMALL}", "float16": f"--dtype float16 {SMALL}",
         "cuda-graphs": "--cuda-graphs", "v1-defaults": V1,
         "24gb": f"{SMALL} --micro-batch-tokens 4096 --kv-cache-gib 4 --self-noise-every 0",
     }.items()
 } | {
     "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0",
-                 "1.5b", "lab.bench", random_model("qwen2.5-1.5b")),
+                 "1.5b", "lab.bench", "qwen2.5-1.5b"),
     # The default job in float32: it learns, as on a CPU.
     "learns": Cell("--model toy --task toy --dtype float32 --max-new-tokens 8 --lr 1e-3 --steps 60"
                    " --kv-cache-gib 0.25 --eval-every 20 --eval-problems 256", "learns"),

@@ -1,12 +1,9 @@
 """Models that cells of a study need: written once for each study and seed."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-SHAPES = {  # of Qwen2.5
-    "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                 num_attention_heads=2, num_key_value_heads=1),
+SHAPES = {
     "qwen2.5-0.5b": dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864,
                          num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
     "qwen2.5-1.5b": dict(vocab_size=151_936, hidden_size=1536, intermediate_size=8960,
@@ -20,11 +17,7 @@ def taught_long_digits(folder: Path, seed: int) -> None:
     write_model(str(folder), seed)
 
 
-def random_model(shape: str) -> Callable[[Path, int], None]:
-    return partial(_write_random, shape)
-
-
-def _write_random(shape: str, folder: Path, seed: int) -> None:
+def random_weights(shape: str, folder: Path, seed: int) -> None:
     """A random model that continues digits in order: its distribution is not uniform."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -46,3 +39,7 @@ def _write_random(shape: str, folder: Path, seed: int) -> None:
         optimizer.zero_grad()
     model.to(torch.bfloat16).save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
+
+
+MODELS = {"long-digits": taught_long_digits} | {
+    shape: partial(random_weights, shape) for shape in SHAPES}

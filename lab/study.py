@@ -38,6 +38,7 @@ import tyro
 
 from config import COUNT, SEED, Config
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric, Rows
+from lab.models import MODELS
 from records import locked, one_sentence, stage
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
@@ -90,7 +91,7 @@ class Run:
     program: tuple[str, ...]  # a module and the first words of its command
     words: tuple[str, ...]  # options of train.py
     config: Config
-    write_model: Callable[[Path, int], None] | None
+    model: str | None  # to be written at config.run.model
 
     @property
     def options(self) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class Plan:
         cell = self.study.cells[name]
         folder = self.out / "runs" / f"{self.owner(name)}-seed{seed}"
         steps = self.options.steps or self.study.steps
-        model = self.out / "models" / f"{getattr(cell.model, '__name__', 'model')}-seed{seed}"
+        model = self.out / "models" / f"{cell.model}-seed{seed}"
         own = ("--model", str(model)) if cell.model else ()
         words = (*shlex.split(self.study.workload), *own, "--steps", str(steps),
                  *shlex.split(self.options.train_args), *shlex.split(cell.options))  # fmt: skip
@@ -190,11 +191,11 @@ def execute(run: Run) -> None:
         os._exit(0)
 
 
-def write_model(write: Callable[[Path, int], None], folder: Path, seed: int) -> None:
+def write_model(model: str, folder: Path, seed: int) -> None:
     _begin(folder.with_name(f"{folder.name}.log"))
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    write(unfinished, seed)
+    MODELS[model](unfinished, seed)
     unfinished.rename(folder)
 
 
@@ -244,9 +245,9 @@ def run_all(plan: Plan) -> dict[str, str]:
             if seed not in finished.get(plan.owner(name), ()):
                 run = plan.run(name, seed)
                 runs[run.folder] = run
-    needed = {Path(run.config.run.model): run for run in runs.values() if run.write_model}
-    models = {folder: (write_model, (run.write_model, folder, run.config.run.seed))
-              for folder, run in needed.items() if not folder.exists()}  # fmt: skip
+    needed = {Path(run.config.run.model): run for run in runs.values() if run.model}
+    models = {folder: (write_model, (run.model, folder, run.config.run.seed))
+              for folder, run in needed.items() if not folder.exists()}
     jobs = plan.options.jobs or plan.study.jobs
     if torch.cuda.is_available():
         jobs = plan.options.jobs or 1

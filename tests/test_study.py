@@ -123,7 +123,7 @@ def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
 def test_corrections_have_three_policies_and_none_is_refused_beside_a_fault():
     config = Plan(Options("corrections")).run("long.v1-defaults.icepop", 2).config
     assert (config.grpo.old_policy, config.grpo.rejection.bounds, config.run.steps) == ("recompute", (0.5, 5.0), 20)
-    assert config.run.model.endswith("models/taught_long_digits-seed2")
+    assert config.run.model.endswith("models/long-digits-seed2")
     stale = Plan(Options("corrections")).run("ladder.stale-8.none", 0).config
     assert stale.backend.inflight_groups == 8 * stale.grpo.num_prompts
 

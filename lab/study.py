@@ -393,6 +393,8 @@ def draw(record: dict[str, Any], path: Path) -> Any:
             _draw_curves(axis, drawn, *field_title)
     elif record["study"] == "corrections":
         _draw_losses(figure, record["cells"])
+    else:  # of a benchmark
+        return None
     figure.savefig(path, dpi=110)
     return figure
 
@@ -459,8 +461,9 @@ def main(arguments: list[str] | None = None) -> int:
         record = make_record(plan, command, crashed)
         path = plan.out / f"{options.study}.json"
         path.write_text(json.dumps(record, indent=1))
-        draw(record, path.with_suffix(".png"))
-    print(f"\n{report(record, options)}\n\nwritten to {plan.out}: {path.name}, {path.stem}.png")
+        picture = draw(record, path.with_suffix(".png"))
+    written = f"{path.name}, {path.stem}.png" if picture else path.name
+    print(f"\n{report(record, options)}\n\nwritten to {plan.out}: {written}")
     return 1 if crashed else 0
 
 

@@ -59,7 +59,7 @@ def test_a_run_of_no_cell_of_the_study_and_one_of_another_engine_are_named(tmp_p
     assert "program ['lab.other_vllm', 'old', '0.8.5'] instead of ['lab.other_vllm', 'new'" in said
 
 
-@pytest.mark.parametrize("content", [b"", b'{"steps"', b"[]", b"null", b"\xff", b"{}"])
+@pytest.mark.parametrize("content", [b"", b'{"steps"', b"[1]", b"null", b"\xff", b"{}"])
 def test_a_damaged_mark_is_no_finished_run(tmp_path, content):
     (write_run(tmp_path, "parity", 0) / MARK).write_bytes(content)
     assert Plan(Options("ladder", out=str(tmp_path))).stored_seeds() == {}

@@ -35,7 +35,7 @@ def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> dict[str, 
     if one.requests["not finite"] or two.requests["not finite"]:
         counts = (each.sizes["not_finite"] for each in (one, two))
         broken = ", values that are not finite {} -> {}".format(*counts)
-    left = [sum(len(each.token_ids) for each in trace.rollouts) - verdict.sizes["tokens"]
+    left = [sum(len(each.token_ids) for each in trace.rollouts) - verdict.sizes["num_tokens"]
             for trace, verdict in zip(whole, (one, two), strict=True)]
     cut = ""
     if any(left):

@@ -52,7 +52,7 @@ class Verdict:
         known = mismatch[mismatch.isfinite()]
         self.sizes = {"mismatch": known.mean().item() if len(known) else math.inf,
                       "engine_error": self.start.mean, "trainer_error": self.start.limit.mean,
-                      "tokens": len(mismatch), "not_finite": len(mismatch) - len(known)}
+                      "num_tokens": len(mismatch), "not_finite": len(mismatch) - len(known)}
         self.figures = ("mean |mismatch| {mismatch:.1e} nats, error of the engine"
                         " {engine_error:.1e}, of the trainer {trainer_error:.1e}"
                         ).format(**self.sizes)
@@ -99,7 +99,7 @@ class Verdict:
             "trace": self.trace.name, "status": self.status, "layers": self.layers,
             "sentence": self.sentence, "causes": [asdict(cause) for cause in self.causes],
             **self.sizes, "requests": self.requests, "hypotheses": hypotheses,
-            "forwards": self.replay.forwards, "tokens_by": self.tokens,
+            "forwards": self.replay.forwards, "tokens": self.tokens,
         }
 
 
@@ -191,7 +191,7 @@ def by_token(probe: Probe, ours: Tensor, trainer_error: Tensor) -> dict[str, Any
 # ---------------------------------------------------------------------------------- output
 def print_verdict(verdict: Verdict) -> None:
     """Print the tables, the sentence, and how far the values of the trace's own trainer are."""
-    print(f"\n{verdict.trace.name}: {verdict.sizes['tokens']} tokens,"
+    print(f"\n{verdict.trace.name}: {verdict.sizes['num_tokens']} tokens,"
           f" {verdict.replay.forwards} forward passes")
     print(f"{'hypothesis':<72} {'error':>8} {'limit':>8}")
     for each in verdict.table:
@@ -284,7 +284,7 @@ class StepProbe:
         rollouts = [_sampled_part(rollout) for rollout, mask
                     in zip(current.rollouts, current.mask, strict=True) if mask.any()]
         if not rollouts:
-            print(f"probe of step {number} ({why}): no rollout of the weights before it alone")
+            print(f"probe after step {number} ({why}): no rollout of the weights before it alone")
             return {"probe": "no rollouts"}
         trace = as_trace(self.engine, rollouts, replace(run.sampling, max_kept=0))
         scored = "processed" if run.sampling.max_kept else "temperature"
@@ -296,7 +296,7 @@ class StepProbe:
         save_trace(f"{path}.npz", trace)
         record = {"step": number, "why": why} | verdict.record()
         path.with_suffix(".json").write_text(json.dumps(record, indent=1))
-        print(f"probe of step {number} ({why}): {verdict.headline}", flush=True)
+        print(f"probe after step {number} ({why}): {verdict.headline}", flush=True)
         return {"probe": verdict.status}
 
 

@@ -209,5 +209,5 @@ def test_diagnose_prints_the_tables_and_stores_them(tmp_path, capsys):
     for name in ("position", "prompt length", "probability", "entropy"):
         assert f"\nby {name}, from " in printed
     (record,) = json.loads(out.read_text())
-    assert len(record["tokens_by"]["worst"]) == 10
+    assert len(record["tokens"]["worst"]) == 10
     assert f"{record['tokens']['worst'][0]['trainer']:.4f}" in printed

@@ -155,7 +155,7 @@ def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, whole
     assert probed == timeless(whole)  # the probe changes no random state and no weight
     record = json.loads((out / "probe" / "step_000004.json").read_text())
     assert record["status"] == "parity"
-    assert record["mismatch"]["mean"] < 1.5 * record["floor"]["mean"] + 1e-6
+    assert record["engine_error"] < 1.5 * record["trainer_error"] + 1e-6
     assert (out / "probe" / "step_000004.npz").exists()
 
 

@@ -2,7 +2,8 @@
 
 A hypothesis is a forward pass (which weights, which KV cache) and a readout (which distribution,
 which token, which head). All are computed in twice the trainer's precision. A hypothesis explains a
-trace if the engine's error against it is as small as the trainer's own error (`Limit`).
+trace if the engine's error against it is as small as the error of the trainer's own arithmetic
+under the same hypothesis (`Limit`).
 """
 
 import math
@@ -88,7 +89,7 @@ class Pass:
     causes: tuple[Cause, ...] = ()
     note: str = ""  # for the verdict's sentence
     fitted: int = 0  # to the trace: 1 a yes or no per sequence, 2 a position per sequence
-    rounded: "Pass | None" = None  # the same in the model's own precision, if it has 16 bits
+    rounded: "Pass | None" = None  # the same in the model's own precision
 
 
 @dataclass
@@ -148,7 +149,9 @@ class Probe:
         self.hidden = self.replay.as_trained()  # (N, H)
         self.current = Pass(self.read(self.hidden))
         self.weights = both_precisions(policy)
-        self.precise = self.forward_pass(self.weights)
+        precise = self.replay.precise(self.weights[0])
+        with policy.using(self.weights[0]):
+            self.precise = Pass(self.read(precise), rounded=self.current)
 
     def forward_pass(self, weights: tuple[Weights, Weights], *named: Cause,
                      old: tuple[Weights, Weights] | None = None,
@@ -161,8 +164,7 @@ class Probe:
                 return Pass(self.read(hidden), named)
 
         found = one(0)
-        if "16 bits" in self.heads:
-            found.rounded = one(1)
+        found.rounded = one(1)
         return found
 
     def read(self, hidden: Tensor) -> Values:
@@ -195,13 +197,14 @@ class Probe:
         """The engine's error against a hypothesis: (N,)."""
         return self.reported - self.values(found, readout)
 
-    def trainer_error(self, readout: Readout) -> Tensor:
+    def trainer_error(self, readout: Readout, found: Pass | None = None) -> Tensor:
         """That of the trainer's own arithmetic; 0 where both sides rule the token out: (N,)."""
-        ours, precise = (self.values(each, readout) for each in (self.current, self.precise))
-        return (ours - precise).masked_fill(ours.isinf() & precise.isinf(), 0.0)
+        precise = found or self.precise
+        ours, exact = (self.values(each, readout) for each in (precise.rounded, precise))
+        return (ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0)
 
     def explain(self, found: Pass, readout: Readout, apart: Tensor | None = None) -> Explanation:
-        limit = Limit.of(self.replay, _size(self.trainer_error(readout)))
+        limit = Limit.of(self.replay, _size(self.trainer_error(readout, found)))
         size = _size(self.error(found, readout))
         if apart is not None:
             size = size.masked_fill(apart[self.replay.rows], math.nan)
@@ -422,6 +425,6 @@ def _merged(first: Tensor, ours: Pass, theirs: Pass) -> Pass:
     """A pass with the values of `ours` where `first` (N,) is true, else of `theirs`."""
     merged = Pass({key: torch.where(first, ours.values[key], theirs.values[key])
                    for key in ours.values})
-    if ours.rounded and theirs.rounded:
+    if ours.rounded:
         merged.rounded = _merged(first, ours.rounded, theirs.rounded)
     return merged

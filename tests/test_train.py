@@ -169,7 +169,7 @@ def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     assert "--parity.processed-logprobs" in record["sentence"]
     tables = record["tokens"]["tables"]
     assert list(tables) == ["position", "prompt length", "probability", "entropy"]
-    assert sum(each["tokens"] for each in tables["entropy"]) == record["mismatch"]["tokens"]
+    assert sum(each["tokens"] for each in tables["entropy"]) == record["num_tokens"]
 
 
 # ------------------------------------------------------------------------------------------------ real models and data

@@ -102,9 +102,10 @@ def started(
             shared[SharedEngine(policy, folder, parity, exact=kind == "exact", **options)] = key
     engine = Engine.live
     engine.abort(list(engine._requests.values()))  # left unfinished
+    trainer = policy if kind == "vllm" else engine.policy
     try:
         if load:
-            engine.load(policy.weights(), policy.response_logprobs)
+            engine.load(trainer.weights(), trainer.response_logprobs)
         yield engine
     except BaseException:  # a failed test may leave anything behind
         close_live_engine()

@@ -261,8 +261,9 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(t
     policy = Policy(model)
     with started(str(tmp_path), policy, **options) as engine:
         before = engine.counters["kv_lost"]
-        prompts = [[5, 6, 7 + n] + [n] * (100 if name == "FalconH1" else 0) for n in range(8)]
-        rollouts = [each for n, prompt in enumerate(prompts) for each in engine.submit(prompt, 2, Sampling(1.0, 55), n)]
+        padding, sampling = (100, Sampling(1.0, 55)) if name == "FalconH1" else (0, ENDLESS)
+        prompts = [[5, 6, 7 + n] + [n] * padding for n in range(8)]
+        rollouts = [each for n, prompt in enumerate(prompts) for each in engine.submit(prompt, 2, sampling, n)]
         for _ in range(20):
             engine.step()
         move_and_load(policy, engine)
@@ -271,7 +272,7 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(t
         move_and_load(policy, engine)
         assert all(rollout.finish_reason == "length" for rollout in rollouts)
         assert (engine.counters["kv_lost"] > before) == lost
-        again = engine.generate(prompts, 2, Sampling(1.0, 55), list(range(8)))  # preempted, without an update
+        again = engine.generate(prompts, 2, sampling, list(range(8)))  # preempted, without an update
         assert mismatch_of(policy, again, 1.0)["mismatch_max"] <= 5e-5
 
 

@@ -277,7 +277,8 @@ def earlier_problems(out: str, resume: bool, options: dict[str, Any]) -> str | N
         record = json.loads(path.read_text())
         theirs = dict(record["config"])
         problems = record["problems"]["sha256"]
-    changed = sorted(name for name, ours in options.items() if ours != theirs.get(name))
+    ours = json.loads(json.dumps(options))  # tuples become lists
+    changed = sorted(name for name, value in ours.items() if value != theirs.get(name))
     if changed:
         raise ValueError(f"a resumed run must keep its options, changed are {', '.join(changed)}")
     return problems

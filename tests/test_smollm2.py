@@ -77,11 +77,13 @@ def test_a_file_without_a_tensor_and_a_wheel_without_the_file_are_refused(tmp_pa
     assert not list(tmp_path.glob("model*"))
 
 
-@pytest.mark.parametrize("response, right", [("13", 1), (" 13\n", 1), ("The answer is 13.", 1), ("14, no, **13**", 1),
-                                             ("14", 0), ("-13", 0), ("131", 0), ("13 or 14", 0), ("", 0),
-                                             ("1e999999999", 0)])  # fmt: skip
-def test_the_arithmetic_task_has_the_sums_of_small_numbers_and_the_verifiers_rewards(response, right):
+RIGHT = "13", " 13\n", "The answer is 13.", "14, no, **13**"
+WRONG = "14", "-13", "131", "13 or 14", "", "1e999999999"
+
+
+def test_the_arithmetic_task_has_the_sums_of_small_numbers_and_the_verifiers_rewards():
     pytest.importorskip("reasoning_gym")
     task = load_task(str(ROOT / "examples" / "arithmetic.py"), 0, limit_s=60)
-    assert task.reward(Problem("Calculate 9 + 4. Give only the result.", "13", "test"), response) == right
     assert len(task.train) + len(task.held_out) == 21 * 21
+    problem = Problem("Calculate 9 + 4. Give only the result.", "13", "test")
+    assert [task.reward(problem, response) for response in RIGHT + WRONG] == [1] * len(RIGHT) + [0] * len(WRONG)

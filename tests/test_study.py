@@ -153,7 +153,10 @@ def test_metrics_skip_steps_without_a_value():
     assert (METRICS["update_s"].measure(times), METRICS["update_bare"].measure(times)) == (4.0, 2.0)
 
 
-@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+STORED = sorted(set(RECORDS.glob("*.json")) - {RECORDS / "vllm-rl.json"})  # that one is no study
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_a_stored_record_is_printed_whole(path, capsys):
     record = json.loads(path.read_text())
     study = record["study"] if record["study"] in STUDIES else "ladder"

@@ -41,6 +41,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import dataclass, fields
+from decimal import Decimal, InvalidOperation
 from hashlib import sha256
 
 import torch
@@ -56,6 +57,13 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 os.environ["TRITON_F32_DEFAULT"] = "ieee"  # attention in fp32 on a GPU would round to TF32
 os.environ["TORCHDYNAMO_DISABLE"] = "0" if ON_GPU else "1"  # a CPU would compile for 17 s
 from vllm import LLM, RequestOutput, SamplingParams  # noqa: E402, it reads the variables above
+
+# A minus sign counts unless it follows a number or a word: "10-12" ends in 12, "x = -3" in -3.
+# U+2212 is a minus sign too, and a currency may follow it: "-$5" is -5. tasks.py has the same rule.
+NUMBER = re.compile(
+    r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?"  # \$5 is LaTeX
+    r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
+)
 
 
 # ------------------------------------------------------------ options; the defaults are the toy job
@@ -167,14 +175,21 @@ def token_logprobs(model, batch: tuple, rows: Tensor, temperature: float) -> Ten
     return torch.zeros_like(mask).masked_scatter(response, logprobs)
 
 
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text, without thousands separators: 42 in GSM8K's "... #### 42"."""
+    try:
+        return Decimal(re.sub(r"[\\$€£,]", "", NUMBER.findall(text)[-1]).replace("\u2212", "-"))
+    except (IndexError, InvalidOperation):  # no number, or an exponent of twenty digits
+        return None
+
+
 def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tensor:
     """1.0 for a response whose last number is the answer, else 0.0: (B,)."""
     rewards = []
     for problem, output in zip(problems, outputs, strict=True):
         text = tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-        correct = bool(numbers) and float(numbers[-1]) == float(problem["answer"])
-        rewards.append(float(correct))
+        given = last_number(text)
+        rewards.append(float(given is not None and given == last_number(str(problem["answer"]))))
     return torch.tensor(rewards, device=DEVICE)
 
 

@@ -21,8 +21,12 @@ from typing import Any, NamedTuple
 
 from records import one_line, stage
 
-# A minus sign counts if it does not join two numbers: "10-12" ends in 12, "x = -3" in -3.
-NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+# A minus sign counts unless it follows a number or a word: "10-12" ends in 12, "x = -3" in -3.
+# U+2212 is a minus sign too, and a currency may follow it: "-$5" is -5. grpo.py has the same rule.
+NUMBER = re.compile(
+    r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?"  # \$5 is LaTeX
+    r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
+)
 
 
 class Problem(NamedTuple):
@@ -76,7 +80,7 @@ def numeric_match(problem: Problem, response: str) -> float:
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, without thousands separators: 42 in GSM8K's "... #### 42"."""
     try:
-        return Decimal(NUMBER.findall(text)[-1].replace(",", ""))
+        return Decimal(re.sub(r"[\\$€£,]", "", NUMBER.findall(text)[-1]).replace("\u2212", "-"))
     except (IndexError, InvalidOperation):  # no number, or an exponent of twenty digits
         return None
 

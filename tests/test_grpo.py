@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -196,10 +197,27 @@ def test_the_written_toy_is_the_toy_of_train_with_the_same_held_out_problems(tmp
     describe_model(str(tmp_path / "model"))  # raises ValueError if a file is missing
 
 
+NUMBERS = {"10-12": 12, "pages 10\u221212": 12, "$10-$12": 12, ".5": 0.5, "-.5": -0.5, "1e3": 1000, "1E-2.": 0.01,
+           "1,234": 1234, "so $1,200.00 left": 1200, "#### 7": 7, "#### -7": -7, "$5": 5, "-$5": -5, "$-5": -5,
+           "\u22125": -5, "\u2212$5": -5, "-\u20ac5": -5, r"\boxed{-\$5}": -5, "x = -3": -3, "7-5=2": 2,
+           "COVID-19": 19, "(2)-3": 3, "5.": 5, "no idea": None, "1e99999999999999999999": None}  # fmt: skip
+
+
+@pytest.mark.engine  # it starts none, but the page imports vllm
+def test_page_and_tasks_read_the_same_number():
+    import grpo
+    import tasks
+
+    assert grpo.NUMBER.pattern == tasks.NUMBER.pattern
+    for text, number in NUMBERS.items():
+        expected = None if number is None else Decimal(str(number))
+        assert grpo.last_number(text) == tasks.last_number(text) == expected, text
+
+
 def test_page_is_one_page_and_stands_alone():
     text = (ROOT / "grpo.py").read_text()
     lines = text.splitlines()
-    assert len(lines) <= 280
+    assert len(lines) <= 300
     assert max(map(len, lines)) <= 100
     modules = {name.split(".")[0] for node in ast.walk(ast.parse(text)) for name in imported(node)}
     assert modules - sys.stdlib_module_names == {"torch", "transformers", "vllm"}

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import file_digest
+from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean as mean
@@ -93,7 +93,7 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
         where = ""
         own_check = isinstance(error, ValueError) and not error.__cause__
         if out and not own_check:
-            path = Path(out) / "error.txt"
+            path = Path(out).absolute() / "error.txt"
             with suppress(OSError):  # the disk may be full
                 path.write_text(traceback.format_exc(), errors="backslashreplace")
                 where = f" (traceback: {path})"
@@ -198,9 +198,14 @@ def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
             print(f"NOTE: resumed with {now}, before it was {before['versions']}", flush=True)
         resumed = [*before.get("resumed", []), {"step": first_step} | record]
         record = before | {"resumed": resumed}
-    unfinished = path.with_name("config.json.new")
-    unfinished.write_text(json.dumps(record, indent=2))
-    unfinished.replace(path)  # a kill leaves the old record or the new one, never a part
+    replace_file(path, json.dumps(record, indent=2).encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file anew: a kill leaves the old content or the new one, never a part."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -257,8 +262,8 @@ def plot_curves(path: Path, folders: list[Path]) -> None:
 
 
 # ---------------------------------------------------------------------------------- checkpoints
-def earlier_problems(out: str, resume: bool, options: dict[str, Any]) -> str | None:
-    """Digest of the problems of the run in `out`, if there is one that is to be resumed.
+def earlier_files(out: str, resume: bool, options: dict[str, Any]) -> dict[str, str] | None:
+    """`Run.files` of the run in `out`, if there is one that is to be resumed.
 
     `options`: those that must be the same. Raises: ValueError if that run is damaged, not to be
     resumed, or had other options.
@@ -276,46 +281,89 @@ def earlier_problems(out: str, resume: bool, options: dict[str, Any]) -> str | N
     with stage(f"reading {path}"):
         record = json.loads(path.read_text())
         theirs = dict(record["config"])
-        problems = record["problems"]["sha256"]
+        files = record["files"]
     changed = sorted(name for name, ours in options.items() if ours != theirs.get(name))
     if changed:
         raise ValueError(f"a resumed run must keep its options, changed are {', '.join(changed)}")
-    return problems
+    return files
+
+
+def keep_files(earlier: dict[str, str] | None, files: dict[str, str]) -> None:
+    """Raises: ValueError that names those of `files` that are not as in the run to be resumed."""
+    known = files if earlier is None else earlier
+    changed = sorted(each for each in known.keys() | files if known.get(each) != files.get(each))
+    if changed:
+        raise ValueError("a resumed run must keep its model and its task, changed are"
+                         f" {', '.join(changed)}; try another --out")
+
+
+def sample_digest(path: Path) -> str:
+    """Digest of a file's size, its first 64 MiB, and 4 KiB of each further MiB: 3 GB in 0.1 s."""
+    size, mebibyte = path.stat().st_size, 2**20
+    digest = sha256(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(64 * mebibyte))
+        for place in range(64 * mebibyte, size, mebibyte):
+            file.seek(place)
+            digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
-    """checkpoints/step_N-DIGEST.pt: the state and the tables. The newest two are kept."""
+    """checkpoints/step_N-DIGEST.pt. The newest two are kept; files of other names are left alone.
+    """
     folder = out / "checkpoints"
     folder.mkdir(exist_ok=True)
     unfinished = folder / "unfinished"  # renamed when it is complete
-    tables = {name: (out / name).read_text() for name in TABLES}
     with stage(f"writing a checkpoint in {folder}"):
-        torch.save(state | {"step": step, "tables": tables}, unfinished)
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(state | {"step": step}, file)
+        except RuntimeError as error:  # torch hides the file's own error, such as a full disk
+            raise error.__context__ or error from None
         path = unfinished.rename(folder / f"step_{step:06d}-{_digest(unfinished)}.pt")
-    before = sorted(each for each in folder.glob("*.pt") if each.name < f"step_{step:06d}")
-    for old in set(folder.glob("*.pt")) - {path, *before[-1:]}:
-        old.unlink()
+    before = [each for number, each in _checkpoints(out) if number < step]
+    for _, old in _checkpoints(out):
+        if old not in (path, *before[-1:]):
+            old.unlink()
+
+
+def _checkpoints(out: Path) -> list[tuple[int, Path]]:
+    """Step and path of each file that has a checkpoint's name, in ascending order."""
+    paths = [(re.fullmatch(r"step_(\d{6,})-[0-9a-f]{16}\.pt", path.name), path)
+             for path in out.glob("checkpoints/step_*")]
+    return sorted((int(name[1]), path) for name, path in paths if name)
 
 
 def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
     """The newest checkpoint whose file is unchanged, None before the first one."""
-    paths = sorted(out.glob("checkpoints/*.pt"), reverse=True)
-    for path in paths:
+    found = _checkpoints(out)
+    for step, path in reversed(found):
         if path.stem.endswith(_digest(path)):
-            state = torch.load(path, weights_only=True, map_location="cpu")
-            if state.get("run") != run or not path.name.startswith(f"step_{state['step']:06d}-"):
-                raise ValueError(f"checkpoints must be those of this run, {path} is of another run"
-                                 " or step (other options or problems); move it away, or try"
-                                 " another --out")
-            return state
+            return _read_checkpoint(path, step, run)
         print(f"checkpoint DAMAGED, trying the one before it: {path}", flush=True)
     table = out / "metrics.jsonl"
     rows = table.read_bytes().count(b"\n") if table.exists() else 0
     # Without a checkpoint there are step 0 and at most checkpoint_every steps.
-    if paths or rows > checkpoint_every + 1:
+    if found or rows > checkpoint_every + 1:
         raise ValueError(f"a resumed run must have a readable checkpoint, {out} has none;"
                          " try another --out")
     return None
+
+
+def _read_checkpoint(path: Path, step: int, run: str) -> dict[str, Any]:
+    not_ours = f"checkpoints must be those of this run, {path} is"
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch would advise to trust a file with Python objects
+        raise ValueError(f"{not_ours} none that this program has written; move it away") from error
+    missing = {"step", "run", "policy", "optimizer", "source"} - {*state}
+    if missing:
+        raise ValueError(f"{not_ours} without {', '.join(sorted(missing))}; move it away")
+    if (state["run"], state["step"]) != (run, step):
+        raise ValueError(f"{not_ours} of another run or step (other options, problems or files);"
+                         " move it away, or try another --out")
+    return state
 
 
 def _digest(path: Path) -> str:
@@ -323,8 +371,22 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:16]
 
 
-def restore(out: Path, state: dict[str, Any] | None) -> None:
-    """The tables as they were at the checkpoint; empty without a checkpoint."""
+def cut_tables(out: Path, step: int) -> None:
+    """Keep the rows up to `step` alone, that of the checkpoint; -1 keeps none.
+
+    Raises: ValueError if one of them cannot be read, or if metrics.jsonl lacks a step.
+    """
     out.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
-        (out / name).write_text(state["tables"][name] if state else "")
+        path, kept, steps = out / name, [], []
+        text = path.read_bytes() if path.exists() and step >= 0 else b""
+        for number, line in enumerate(text.split(b"\n")[:-1], 1):  # what a kill cut off is the last
+            with stage(f"reading {path}, line {number},"):
+                row_step = json.loads(line)["step"]
+            if row_step <= step:
+                kept.append(line + b"\n")
+                steps.append(row_step)
+        if name == "metrics.jsonl" and steps != [*range(step + 1)]:
+            raise ValueError(f"a resumed run must have a row for each step, {path} has not every"
+                             f" one up to the checkpoint's, {step}; try another --out")
+        replace_file(path, b"".join(kept))

@@ -21,7 +21,7 @@ import tyro
 import records
 from config import BUILT_IN, Config, GrpoConfig
 from engine_adapter import Engine, Rollout, Sampling, check_vllm_version, reseed
-from models import describe_model, load_model, save_model
+from models import describe_model, files_of, load_model, save_model
 from objectives import OBJECTIVES, Measured, backend_metrics, centre, mismatch_metrics
 from rl import (
     Batch,
@@ -50,11 +50,12 @@ class Run:
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
+    files: dict[str, str]  # Digests by name: of the problems, and of the files of model and task.
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the options and the problems: equal for a run and its resumption."""
-        record = json.dumps([self.config.experiment, self.task.fingerprint], sort_keys=True)
+        """Digest of the options and the files: equal for a run and its resumption."""
+        record = json.dumps([self.config.experiment, self.files], sort_keys=True)
         return sha256(record.encode()).hexdigest()
 
 
@@ -148,7 +149,8 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         log(run, state, done.metrics | {"left_s": a_step * (run_config.steps - step)})
         if last or step % run_config.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, state.state_dict() | {"run": run.fingerprint})
-    save_model(state.policy.model, run.tokenizer, run.sampling, run.out / "policy")
+    with records.stage(f"writing the policy in {run.out}"):
+        save_model(state.policy.model, run.tokenizer, run.sampling, run.out / "policy")
     state.engine.close()
 
 
@@ -322,9 +324,8 @@ def prepare(config: Config) -> Run:
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
-    earlier = records.earlier_problems(config.run.out, config.run.resume, config.experiment)
+    earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
     name_idle_switches(config)
-    out = Path(config.run.out).absolute()  # a task may change the working directory
 
     task = find_task(config)
     if task.num_repeated:
@@ -343,8 +344,6 @@ def prepare(config: Config) -> Run:
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
-    if earlier not in (None, task.fingerprint):
-        raise ValueError(f"a resumed run must keep its problems, {config.run.task} has others now")
 
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
@@ -355,7 +354,14 @@ def prepare(config: Config) -> Run:
 
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     dropped = num_problems - len(task.prompts)
-    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped)
+    revision = getattr(model_config, "_commit_hash", None)  # of a hub's model
+    files = {f"the problems of {config.run.task}": task.fingerprint,
+             f"the revision of {config.run.model}": str(revision)}
+    for owner, paths in ((config.run.model, files_of(path)), (config.run.task, task.paths)):
+        files |= {f"{each.name} of {owner}": records.sample_digest(each) for each in paths}
+    records.keep_files(earlier, files)
+    out = Path(config.run.out).absolute()
+    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped, files)
 
 
 def find_task(config: Config) -> Task:
@@ -458,10 +464,12 @@ def build(
     state = TrainingState(policy, reference, optimizer, engine, source)
     if config.measure.eval_with_trainer:
         state.trainer_alone = trainer_alone(run, state)
-    records.restore(run.out, checkpoint)
+    step = checkpoint["step"] if checkpoint else -1
     if checkpoint:
-        state.load_state_dict(checkpoint)
-    first_step = checkpoint["step"] + 1 if checkpoint else 1
+        with records.stage(f"restoring the checkpoint of step {step}"):
+            state.load_state_dict(checkpoint)
+    records.cut_tables(run.out, step)
+    first_step = max(step, 0) + 1
     engine.load(policy.weights(), policy.response_logprobs)
     state.observers = observers(run, state)
     state.watchers = watchers(run, first_step)
@@ -481,8 +489,8 @@ def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
         "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
-                     "dropped": run.dropped_prompts, "merged": task.num_repeated,
-                     "sha256": task.fingerprint},
+                     "dropped": run.dropped_prompts, "merged": task.num_repeated},
+        "files": run.files,
         "versions": record["versions"] | {"vllm": engine.version},
     }
 

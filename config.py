@@ -14,6 +14,8 @@ import tyro
 
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
+# The settings of vLLM behind --parity.explicit-runtime, as --parity.runtime-otherwise names them.
+RuntimePart = Literal["prefix-cache", "async-scheduling", "cascade-attention", "generation-config"]
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "tensorboard"}  # may change at --resume
 
@@ -90,7 +92,7 @@ class GrpoConfig:
     # Corrections of a mismatch, refused while a parity fix is off; docs/corrections.md.
     tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
     tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
-    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens that get no gradient.
+    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens without gradient (but a KL's).
     reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's usual.
     reject_high: float | None = None  # Largest ratio, or divergence, that is kept; the same.
     reject_mean: Literal["all", "kept"] | None = None  # Tokens that the loss's mean counts; same.
@@ -185,6 +187,8 @@ class ParityFlags:
     # Semantics, trainer: with a mask (top-k, top-p, min-p) its softmax is over the tokens that the
     # sampler kept, which travel with each token; off: over the vocabulary, as in most trainers.
     sampling_mask: bool = True
+    # Without explicit_runtime: its settings that go back to V1's defaults; all if none is named.
+    runtime_otherwise: tuple[RuntimePart, ...] = ()
     # Without inflight_keep. abort: V1's pause, partial work is thrown away and its requests start
     # again (V1 also clears the prefix cache; here only explicit_runtime controls the cache).
     # recompute: requests stay, their KV cache is computed again under the new weights.
@@ -194,12 +198,19 @@ class ParityFlags:
     head_otherwise: Literal["engine", "both"] = "engine"
 
     def __post_init__(self):
-        for name, usual, fix in (("inflight_otherwise", "abort", "inflight_keep"),
+        for name, usual, fix in (("runtime_otherwise", (), "explicit_runtime"),
+                                 ("inflight_otherwise", "abort", "inflight_keep"),
                                  ("head_otherwise", "engine", "fp32_head")):
             value = getattr(self, name)
             if getattr(self, fix) and value != usual:
                 raise ValueError(f"{name} must not be given with {fix} (it would do nothing), got"
                                  f" {value}; try --parity.no-{fix.replace('_', '-')}")
+
+    def in_force(self, flag: str, part: str | None = None) -> bool:
+        """Whether a fix is on, or with `part` that setting of explicit_runtime."""
+        if part and self.runtime_otherwise:
+            return part not in self.runtime_otherwise
+        return getattr(self, flag)
 
     @property
     def inflight_update(self) -> Literal["keep", "abort", "recompute"]:

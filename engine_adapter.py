@@ -179,7 +179,8 @@ class Setting(NamedTuple):
 
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while
     the flag is on and off; None leaves the value to vLLM. `read` returns the value that is in force
-    in a live `Engine`.
+    in a live `Engine`; it is `echoed` if it comes from vLLM's configuration alone. `part` is the
+    setting's name in --parity.runtime-otherwise.
     """
 
     flag: str
@@ -187,13 +188,15 @@ class Setting(NamedTuple):
     on: Any
     off: Any
     read: Callable[[Any], Any]
+    part: str | None = None
+    echoed: Callable[[Any], bool] = lambda engine: False
 
     @property
     def name(self) -> str:
         return self.argument.rpartition(".")[2]
 
     def wanted(self, parity: ParityFlags, dtype: torch.dtype) -> Any:
-        value = self.on if getattr(parity, self.flag) else self.off
+        value = self.on if parity.in_force(self.flag, self.part) else self.off
         return dtype_name(dtype) if value == "model" else value
 
 
@@ -227,19 +230,23 @@ SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
             lambda engine: engine.runner.sampler.logprobs_mode),
     Setting("explicit_runtime", "enable_prefix_caching", False, True,
-            lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
+            lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching, "prefix-cache"),
     Setting("explicit_runtime", "async_scheduling", False, True,
             lambda engine: "Async" in type(engine.core.scheduler).__name__
-            and engine.core.batch_queue is not None),
+            and engine.core.batch_queue is not None, "async-scheduling"),
+    # The GPU runner of 0.32 has no cascade attention, only a constant of this name.
     Setting("explicit_runtime", "disable_cascade_attn", True, None,
-            lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False)),
+            lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False),
+            "cascade-attention", lambda engine: engine.on_gpu),
     Setting("explicit_runtime", "generation_config", "vllm", "auto",
-            lambda engine: engine.llm.vllm_config.model_config.generation_config),
+            lambda engine: engine.llm.vllm_config.model_config.generation_config,
+            "generation-config", lambda engine: True),
     # "model": the model's dtype.
     Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model", observed_head_dtype),
     # -1: a request may ask for kept sets of any size.
     Setting("sampling_mask", "max_logprobs", -1, None,
-            lambda engine: engine.llm.vllm_config.model_config.max_logprobs),
+            lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
+            echoed=lambda engine: True),
 ]  # fmt: skip
 
 
@@ -402,7 +409,7 @@ class Engine:
                              " try float32")
         # The CPU platform switches async scheduling off in silence; V1's default is what the flag
         # promises.
-        config.scheduler_config.async_scheduling = not self.parity.explicit_runtime
+        config.scheduler_config.async_scheduling = self._wanted["async_scheduling"]
         self.llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self.core = self.llm.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
@@ -701,6 +708,8 @@ class Engine:
     def audit(self) -> dict[str, Any]:
         """What is in force, read from the live engine's objects and arithmetic.
 
+        The names in `echoed` are not observed: they come from the configuration alone.
+
         Raises: AuditError that names each setting that is not as wanted; EngineStateError while
         asleep.
         """
@@ -719,9 +728,11 @@ class Engine:
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
-            "prefix_cache": self.prefix_cache if self.parity.explicit_runtime
+            "prefix_cache": self.prefix_cache
+            if self.parity.in_force("explicit_runtime", "prefix-cache")
             else "V1's default, not cleared by a load",
             "inflight_update": self.parity.inflight_update,  # done by this class
+            "echoed": [each.name for each in SETTINGS if each.echoed(self)] + ["inflight_update"],
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
         wrong = [f"{name} is {found[name]!r}, not {value!r}"

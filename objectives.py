@@ -50,16 +50,14 @@ def group_advantages(
 
     It is exactly 0 for equal scores. `measured` is for other rows of OBJECTIVES.
 
-    Shapes: scores (B,), B = P * group_size, group-major -> (B, 1).
+    Shapes: scores (B,) in float64, B = P * group_size, group-major -> (B, 1) in float32.
     Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025,
     arXiv 2503.20783. TRL adds 1e-4 too, verl 1e-6.
     """
     centred = centre(scores, group_size)  # (P, G)
     if divide_by_std:
-        groups = rearrange(scores, "(p g) -> p g", g=group_size)
-        groups = groups - groups[:, :1]
-        centred = centred / (groups.std(dim=1, keepdim=True) + 1e-4)
-    return rearrange(centred, "p g -> (p g) 1")
+        centred = centred / (centred.std(dim=1, keepdim=True) + 1e-4)
+    return rearrange(centred, "p g -> (p g) 1").float()
 
 
 # ---------------------------------------------------------------------------------- surrogates
@@ -136,9 +134,9 @@ class Objective(NamedTuple):
 
     `surrogate(logprobs, old_logprobs, advantages, mask, clip)` returns a TokenLoss for one
     micro-batch. Its `old_logprobs` are the denominator of the ratio: the trainer's own before the
-    update, or the engine's. `advantages(scores, group_size, measured)` maps (B,) to (B, 1), or to
-    (B, T) for an advantage per token. `clip` has the papers' usual bounds, unless the user gives
-    others.
+    update, or the engine's. Its `mask` leaves rejected tokens out. `advantages(scores, group_size,
+    measured)` maps (B,) to (B, 1), or to (B, T) for an advantage per token. `clip` has the papers'
+    usual bounds, unless the user gives others.
     """
 
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]

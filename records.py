@@ -282,7 +282,8 @@ def earlier_files(out: str, resume: bool, options: dict[str, Any]) -> dict[str, 
         record = json.loads(path.read_text())
         theirs = dict(record["config"])
         files = record["files"]
-    changed = sorted(name for name, ours in options.items() if ours != theirs.get(name))
+    ours = json.loads(json.dumps(options))  # tuples become lists
+    changed = sorted(name for name, value in ours.items() if value != theirs.get(name))
     if changed:
         raise ValueError(f"a resumed run must keep its options, changed are {', '.join(changed)}")
     return files

@@ -696,8 +696,9 @@ def _backward(
         logprobs = policy.logprobs(micro, grpo.temperature)  # (rows, T)
         three_policies = grpo.old_policy == "recompute"
         denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
+        kept = micro.mask * (micro.correction > 0)  # a sequence ratio has no rejected tokens
         loss, terms = weighted_loss(
-            logprobs, denominator, micro.advantages, micro.mask, weights[:, : logprobs.shape[1]],
+            logprobs, denominator, micro.advantages, kept, weights[:, : logprobs.shape[1]],
             correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,
             clip=grpo.clip, kl_coef=grpo.kl_coef)
     if has_gradient:

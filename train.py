@@ -178,7 +178,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("reward"):
         rows = score_rollouts(run, problems, rollouts)
-    scores = torch.tensor([rollout.score for rollout in rollouts])  # (B,)
+    scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
     has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
     cut = batch.cut(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens)
@@ -217,14 +217,13 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
 def rollout_metrics(rollouts: list[Rollout], group_size: int, version: int) -> dict[str, float]:
     """Metrics of the rollouts alone. Staleness counts the updates between sampling and training."""
-    rewards = torch.tensor([rollout.reward for rollout in rollouts])  # (B,)
-    scores = torch.tensor([rollout.score for rollout in rollouts])  # (B,)
+    scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     tokens = sum(rollout.num_trained for rollout in rollouts)
     versions = [token_version for rollout in rollouts for token_version in rollout.versions]
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
     groups = scores.view(-1, group_size)  # (P, G)
     return {
-        "reward": rewards.mean().item(),
+        "reward": mean(rollout.reward for rollout in rollouts),
         "score": scores.mean().item(),
         "flat_frac": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
         "trunc_frac": truncated / len(rollouts),
@@ -325,7 +324,6 @@ def prepare(config: Config) -> Run:
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
     earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
-    name_idle_switches(config)
 
     task = find_task(config)
     if task.num_repeated:
@@ -340,6 +338,8 @@ def prepare(config: Config) -> Run:
     context = getattr(model_config, "max_position_embeddings", None)
     task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens,
                    drop=data.overlong_prompts == "drop")
+    longest_prompt = max(map(len, task.prompts))
+    name_idle_switches(config, longest_prompt)
     groups = grpo.num_prompts + config.backend.inflight_groups
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
@@ -347,7 +347,7 @@ def prepare(config: Config) -> Run:
 
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
-    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
+    max_model_len = grpo.max_new_tokens + longest_prompt
     path = config.run.model
     if path == "toy":
         from examples.toys import toy_model
@@ -385,9 +385,14 @@ def _describe(config: Config) -> tuple[Any, Any, tuple[int, ...]]:
     return describe_model(config.run.model)
 
 
-def name_idle_switches(config: Config) -> None:
+def name_idle_switches(config: Config, longest_prompt: int) -> None:
     """Print which fixes are off and cannot change a figure of this run."""
     without = "is off WITHOUT EFFECT:"
+    block = config.backend.block_size or (16 if torch.cuda.is_available() else 128)  # vLLM's
+    cached = not config.parity.in_force("explicit_runtime", "prefix-cache")
+    if cached and longest_prompt <= block:  # the last token of a prompt is always computed
+        print(f"explicit_runtime: the prefix cache {without.removeprefix('is off ')} no prompt is"
+              f" longer than a block of {block} tokens; try --block-size", flush=True)
     if not config.parity.inflight_keep and not config.backend.inflight_groups:
         print(f"inflight_keep {without} no load meets an unfinished rollout; try --inflight-groups",
               flush=True)

@@ -357,8 +357,9 @@ def prepare(config: Config) -> Run:
     revision = getattr(model_config, "_commit_hash", None)  # of a hub's model
     files = {f"the problems of {config.run.task}": task.fingerprint,
              f"the revision of {config.run.model}": str(revision)}
-    for owner, paths in ((config.run.model, files_of(path)), (config.run.task, task.paths)):
-        files |= {f"{each.name} of {owner}": records.sample_digest(each) for each in paths}
+    folder = Path(config.run.task).parent
+    for owner, paths in ((config.run.model, files_of(path)), (folder, task.paths)):
+        files |= {f"{owner}/{each.name}": records.sample_digest(each) for each in paths}
     records.keep_files(earlier, files)
     out = Path(config.run.out).absolute()
     return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped, files)

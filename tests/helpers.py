@@ -71,12 +71,12 @@ def close_live_engine() -> None:
     freeze()  # vLLM collects garbage five times while it starts, each time in all imported modules (0.4 s)
 
 
-def train_here(arguments: list[str], start: Callable | None = None) -> None:
-    """train.py in this process; `start` starts the engine in place of prepare.start_engine."""
+def train_here(arguments: list[str]) -> None:
+    """train.py in this process."""
     from train import main
 
     close_live_engine()
-    main(arguments, start)
+    main(arguments)
 
 
 @contextmanager
@@ -304,14 +304,14 @@ def sample(rng):
     number = rng.randint(1, 60)
     return f"{number}+1=", str(number + 1)
 def reward(problem, response):
-    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # a child process stops or kills itself
-        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # the run is stopped or killed
+        os.kill(os.getppid(), int(os.environ["SIGNAL"]))
     return float(len(response) % 3)
 '''
 
 
 def train_process(arguments: list[str], signal: int | None = None, call: int = 0, **how) -> subprocess.Popen:
-    """train.py in a child process, which sends the signal to itself in that call of the reward in task.py."""
+    """train.py in a child process, to which task.py sends the signal in that call of its reward."""
     if signal is not None:
         how["env"] = os.environ | {"SIGNAL": str(int(signal)), "SIGNAL_IN_CALL": str(call)}
     program = [sys.executable, str(ROOT / "train.py"), *arguments]

@@ -31,7 +31,7 @@ class Rule(NamedTuple):
         for name in names:
             value = getattr(options, name)
             if value is not None and not self.holds(value):
-                raise ValueError(f"{name} must be {self.words}, got {value}")
+                raise ValueError(f"{name} must be {self.words}, got {value!a}")
 
 
 COUNT = Rule("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)

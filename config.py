@@ -36,15 +36,14 @@ class Rule(NamedTuple):
 
 COUNT = Rule("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)
 WHOLE = Rule("non-negative and below 2^31", lambda value: 0 <= value < 2**31)
-NAME = Rule("a name in UTF-8", lambda value: value.encode(errors="ignore").decode() == value != "")
+NAME = Rule("a printable name", lambda value: value and value.isprintable())
 POSITIVE = Rule("positive and finite", lambda value: 0 < value < math.inf)
 NON_NEGATIVE = Rule("non-negative and finite", lambda value: 0 <= value < math.inf)
 SEED = Rule("in [0, 2^32), numpy's range", lambda value: 0 <= value < 2**32)
 SAMPLES = Rule("in [1, 65536]", lambda value: 1 <= value <= 2**16)
 GROUP = Rule("in [2, 65536] (its mean is the baseline)", lambda value: 2 <= value <= 2**16)
 TEMPERATURE = Rule("in [0.01, 2], vLLM's range", lambda value: 0.01 <= value <= 2)
-TIME_LIMIT = Rule("in (0, 1e6]", lambda value: 0 < value <= 1e6)
-MEMORY = Rule("in (0, 1e6]", lambda value: 0 < value <= 1e6)
+MODERATE = Rule("in (0, 1e6]", lambda value: 0 < value <= 1e6)
 NUCLEUS = Rule("in [1e-6, 1] (in float32 less keeps no token)", lambda value: 1e-6 <= value <= 1)
 
 
@@ -247,7 +246,7 @@ class BackendConfig:
     def __post_init__(self):
         COUNT.check(self, "max_num_seqs", "max_kept")
         WHOLE.check(self, "inflight_groups", "max_staleness")
-        MEMORY.check(self, "kv_cache_gib")
+        MODERATE.check(self, "kv_cache_gib")
         if self.engine == "transformers" and (self.prefix_cache != "off" or self.cuda_graphs):
             raise ValueError("prefix_cache and cuda_graphs must be off with engine transformers")
         if self.exact and self.engine != "shared":
@@ -268,7 +267,7 @@ class DataConfig:
     def __post_init__(self):
         NAME.check(self, "eval_task")
         COUNT.check(self, "max_prompt_tokens")
-        TIME_LIMIT.check(self, "reward_limit_s")
+        MODERATE.check(self, "reward_limit_s")
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,12 @@
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
 
-from records import one_line, stage
+from records import stage
 
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -25,11 +21,10 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
-    with no_code_of(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention_for(config), output_loading_info=True,
-            ignore_mismatched_sizes=True, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention_for(config), output_loading_info=True,
+        ignore_mismatched_sizes=True, trust_remote_code=False)
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(report["missing_keys"])
         mismatched = sorted(map(str, report["mismatched_keys"]))
@@ -39,8 +34,7 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     _check_unexpected(model, path, sorted(report["unexpected_keys"]))
     # transformers unties a head that differs from the embedding; vLLM does not.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = getattr(config, "tie_word_embeddings", False)
-    if tied and head.weight is not embedding.weight:
+    if config.tie_word_embeddings and head.weight is not embedding.weight:
         raise ValueError(f"config.json in {path} must not tie head and embedding (the weights have"
                          " a head of their own); set tie_word_embeddings to false there")
     bad = [name for name, each in model.named_parameters() if not each.isfinite().all()]
@@ -82,10 +76,16 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     from transformers import AutoConfig
 
     reach_hub(path)
-    with no_code_of(path), stage(f"reading the model (toy, a folder or a hub name) {path}"):
+    with stage(f"reading the model (toy, a folder or a hub name) {path}"):
         dtypes = _dtypes(path)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer = load_tokenizer(path)
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            tokenizer = load_tokenizer(path)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError("its class must be one that transformers has, because code from a"
+                             " model's folder is never run") from None
         stop = _stop_tokens(path, tokenizer)
     if not dtypes <= {"F64", "F32", "F16", "BF16"}:
         raise ValueError("model must have floating-point weights,"
@@ -100,48 +100,17 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     return config.get_text_config(), tokenizer, tuple(sorted(stop))
 
 
-@contextmanager
-def no_code_of(path: str) -> Iterator[None]:
-    """Raises: ValueError if transformers cannot read the model without running its own code."""
-    try:
-        yield
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(f"model must be of a class that transformers has (code from a model's"
-                         f" folder is never run), {path} brings its own; convert it, or upgrade"
-                         " transformers if it has the class now") from None
-
-
-def reach_hub(name: str, limit_s: float = 5) -> None:
-    """Raises: ValueError if `name` is not a folder, and the hub does not answer in time."""
+def reach_hub(name: str) -> None:
+    """Raises: ValueError if `name` is not a folder and the hub does not answer: transformers and
+    datasets would try for half a minute.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
-    if os.path.exists(name) or constants.HF_HUB_OFFLINE:
-        return
-    answers = SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(get_session().head(constants.ENDPOINT, timeout=limit_s))
-        except Exception as error:
-            answers.put(error)
-
-    Thread(target=ask, daemon=True).start()  # the resolver of names has no limit of its own
-    try:
-        answer = answers.get(timeout=limit_s)
-    except Empty:
-        answer = TimeoutError(f"no answer within {limit_s:g} s")
-    if isinstance(answer, Exception):
-        raise ValueError(f"{name} is no folder, and {constants.ENDPOINT} cannot be reached:"
-                         f" {one_line(answer)}; HF_HUB_OFFLINE=1 reads what was downloaded before")
-
-
-def files_of(path: str) -> list[Path]:
-    """The files in a model's folder that decide what is read; none of a hub name."""
-    kinds = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt")
-    return sorted(file for file in Path(path).glob("*") if file.suffix in kinds)
+    if not os.path.exists(name) and not constants.HF_HUB_OFFLINE:
+        with stage(f"{name} is no folder, and reaching {constants.ENDPOINT} (HF_HUB_OFFLINE=1 reads"
+                   " what was downloaded before)"):
+            get_session().head(constants.ENDPOINT, timeout=5)
 
 
 def _dtypes(path: str) -> set[str]:

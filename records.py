@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from statistics import fmean as mean
 from typing import Any
 
@@ -121,6 +122,7 @@ def locked(out: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------- log and files
+CHECKPOINTS = "checkpoints/step_[0-9]*-" + 16 * "[0-9a-f]" + ".pt"  # other files are a user's
 TABLES = ("metrics.jsonl", "samples.jsonl")  # a line per step, and per answer of an evaluation
 
 COLUMNS = (
@@ -198,13 +200,13 @@ def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
             print(f"NOTE: resumed with {now}, before it was {before['versions']}", flush=True)
         resumed = [*before.get("resumed", []), {"step": first_step} | record]
         record = before | {"resumed": resumed}
-    replace_file(path, json.dumps(record, indent=2).encode())
+    replace_file(path, json.dumps(record, indent=2))
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file anew: a kill leaves the old content or the new one, never a part."""
+def replace_file(path: Path, text: str) -> None:
+    """Write a file anew: a kill leaves the old text or the new one, never a part."""
     unfinished = path.with_name(f"{path.name}.new")
-    unfinished.write_bytes(content)
+    unfinished.write_text(text)
     unfinished.replace(path)
 
 
@@ -289,24 +291,22 @@ def earlier_files(out: str, resume: bool, options: dict[str, Any]) -> dict[str, 
     return files
 
 
-def keep_files(earlier: dict[str, str] | None, files: dict[str, str]) -> None:
+def keep_files(earlier: dict[str, str], files: dict[str, str]) -> None:
     """Raises: ValueError that names those of `files` that are not as in the run to be resumed."""
-    known = files if earlier is None else earlier
-    changed = sorted(each for each in known.keys() | files if known.get(each) != files.get(each))
+    changed = sorted(dict(earlier.items() ^ files.items()))
     if changed:
         raise ValueError("a resumed run must keep its model and its task, changed are"
                          f" {', '.join(changed)}; try another --out")
 
 
 def sample_digest(path: Path) -> str:
-    """Digest of a file's size, its first 64 MiB, and 4 KiB of each further MiB: 3 GB in 0.1 s."""
-    size, mebibyte = path.stat().st_size, 2**20
+    """Digest of a file's size and of 64 MiB of its content, in even steps: fast for 3 GB too."""
+    size = path.stat().st_size
     digest = sha256(str(size).encode())
     with path.open("rb") as file:
-        digest.update(file.read(64 * mebibyte))
-        for place in range(64 * mebibyte, size, mebibyte):
+        for place in range(0, size, max(2**12, size >> 14)):
             file.seek(place)
-            digest.update(file.read(4096))
+            digest.update(file.read(2**12))
     return digest.hexdigest()
 
 
@@ -323,48 +323,34 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
         path = unfinished.rename(folder / f"step_{step:06d}-{_digest(unfinished)}.pt")
-    before = [each for number, each in _checkpoints(out) if number < step]
-    for _, old in _checkpoints(out):
-        if old not in (path, *before[-1:]):
-            old.unlink()
-
-
-def _checkpoints(out: Path) -> list[tuple[int, Path]]:
-    """Step and path of each file that has a checkpoint's name, in ascending order."""
-    paths = [(re.fullmatch(r"step_(\d{6,})-[0-9a-f]{16}\.pt", path.name), path)
-             for path in out.glob("checkpoints/step_*")]
-    return sorted((int(name[1]), path) for name, path in paths if name)
+    before = sorted(each for each in out.glob(CHECKPOINTS) if each.name < f"step_{step:06d}")
+    for old in set(out.glob(CHECKPOINTS)) - {path, *before[-1:]}:
+        old.unlink()
 
 
 def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
     """The newest checkpoint whose file is unchanged, None before the first one."""
-    found = _checkpoints(out)
-    for step, path in reversed(found):
+    paths = sorted(out.glob(CHECKPOINTS), reverse=True)
+    for path in paths:
         if path.stem.endswith(_digest(path)):
-            return _read_checkpoint(path, step, run)
+            try:
+                state = torch.load(path, weights_only=True, map_location="cpu")
+            except (UnpicklingError, RuntimeError, EOFError):  # torch advises to trust the file
+                state = {}
+            whole = state.keys() >= {"policy", "optimizer", "source", "run", "step"}
+            if not whole or state["run"] != run or not path.match(f"step_{state['step']:06d}-*"):
+                raise ValueError(f"checkpoints must be whole and of this run, {path} is not, or is"
+                                 " of another step, other options or files; move it away, or try"
+                                 " another --out")
+            return state
         print(f"checkpoint DAMAGED, trying the one before it: {path}", flush=True)
     table = out / "metrics.jsonl"
     rows = table.read_bytes().count(b"\n") if table.exists() else 0
     # Without a checkpoint there are step 0 and at most checkpoint_every steps.
-    if found or rows > checkpoint_every + 1:
+    if paths or rows > checkpoint_every + 1:
         raise ValueError(f"a resumed run must have a readable checkpoint, {out} has none;"
                          " try another --out")
     return None
-
-
-def _read_checkpoint(path: Path, step: int, run: str) -> dict[str, Any]:
-    not_ours = f"checkpoints must be those of this run, {path} is"
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch would advise to trust a file with Python objects
-        raise ValueError(f"{not_ours} none that this program has written; move it away") from error
-    missing = {"step", "run", "policy", "optimizer", "source"} - {*state}
-    if missing:
-        raise ValueError(f"{not_ours} without {', '.join(sorted(missing))}; move it away")
-    if (state["run"], state["step"]) != (run, step):
-        raise ValueError(f"{not_ours} of another run or step (other options, problems or files);"
-                         " move it away, or try another --out")
-    return state
 
 
 def _digest(path: Path) -> str:
@@ -373,21 +359,11 @@ def _digest(path: Path) -> str:
 
 
 def cut_tables(out: Path, step: int) -> None:
-    """Keep the rows up to `step` alone, that of the checkpoint; -1 keeps none.
-
-    Raises: ValueError if one of them cannot be read, or if metrics.jsonl lacks a step.
-    """
+    """Keep the rows up to `step`, the checkpoint's; -1 keeps none."""
     out.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
-        path, kept, steps = out / name, [], []
-        text = path.read_bytes() if path.exists() and step >= 0 else b""
-        for number, line in enumerate(text.split(b"\n")[:-1], 1):  # what a kill cut off is the last
-            with stage(f"reading {path}, line {number},"):
-                row_step = json.loads(line)["step"]
-            if row_step <= step:
-                kept.append(line + b"\n")
-                steps.append(row_step)
-        if name == "metrics.jsonl" and steps != [*range(step + 1)]:
-            raise ValueError(f"a resumed run must have a row for each step, {path} has not every"
-                             f" one up to the checkpoint's, {step}; try another --out")
-        replace_file(path, b"".join(kept))
+        path = out / name
+        with stage(f"reading {path}"):
+            lines = path.read_text().split("\n")[:-1] if step >= 0 else []  # the last may be cut
+            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= step]
+        replace_file(path, "".join(kept))

@@ -53,7 +53,7 @@ class Task:
     reward: Reward
     num_repeated: int = 0  # problems that were left out, because their question was there already
     takes_rollout: bool = False  # the reward has a third argument, the Rollout
-    paths: Sequence[Path] = ()  # of its program, if it is a task file
+    text: str = ""  # of a task file
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -62,9 +62,10 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all problems in their order, without the reward."""
+        """Digest of all problems in their order, and of a task file's text."""
         texts = [problem[:2] for problem in (*self.train, *self.held_out)]
-        return hashlib.sha256(json.dumps([len(self.train), texts]).encode()).hexdigest()
+        record = [len(self.train), texts, self.text]
+        return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
     def sample(self, rng: random.Random, num_prompts: int) -> list[Problem]:
         """P different training problems; a checkpoint has the state of `rng`."""
@@ -98,7 +99,8 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
 
         file = TaskFile(name, seed, limit_s)
         task = split(name, file.reward, seed, draw_problems(file))
-        return replace(task, takes_rollout=file.takes_rollout, paths=file.paths)
+        text = Path(name).read_text(errors="replace")
+        return replace(task, takes_rollout=file.takes_rollout, text=text)
     held_out = []
     if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
         train = read_jsonl(name)

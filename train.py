@@ -21,7 +21,7 @@ import tyro
 import records
 from config import BUILT_IN, Config, GrpoConfig
 from engine_adapter import Engine, Rollout, Sampling, check_vllm_version, reseed
-from models import describe_model, files_of, load_model, save_model
+from models import describe_model, load_model, save_model
 from objectives import OBJECTIVES, Measured, backend_metrics, centre, mismatch_metrics
 from rl import (
     Batch,
@@ -50,7 +50,7 @@ class Run:
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
-    files: dict[str, str]  # Digests by name: of the problems, and of the files of model and task.
+    files: dict[str, str]  # digests of the model's files and of the task, by name
 
     @property
     def fingerprint(self) -> str:
@@ -149,8 +149,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         log(run, state, done.metrics | {"left_s": a_step * (run_config.steps - step)})
         if last or step % run_config.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, state.state_dict() | {"run": run.fingerprint})
-    with records.stage(f"writing the policy in {run.out}"):
-        save_model(state.policy.model, run.tokenizer, run.sampling, run.out / "policy")
+    save_model(state.policy.model, run.tokenizer, run.sampling, run.out / "policy")
     state.engine.close()
 
 
@@ -354,13 +353,10 @@ def prepare(config: Config) -> Run:
 
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     dropped = num_problems - len(task.prompts)
-    revision = getattr(model_config, "_commit_hash", None)  # of a hub's model
-    files = {f"the problems of {config.run.task}": task.fingerprint,
-             f"the revision of {config.run.model}": str(revision)}
-    folder = Path(config.run.task).parent
-    for owner, paths in ((config.run.model, files_of(path)), (folder, task.paths)):
-        files |= {f"{owner}/{each.name}": records.sample_digest(each) for each in paths}
-    records.keep_files(earlier, files)
+    model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
+    files = {f"{config.run.model}/{each.name}": records.sample_digest(each) for each in model_files}
+    files[config.run.task] = task.fingerprint
+    records.keep_files(earlier or files, files)
     out = Path(config.run.out).absolute()
     return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped, files)
 
@@ -470,12 +466,10 @@ def build(
     state = TrainingState(policy, reference, optimizer, engine, source)
     if config.measure.eval_with_trainer:
         state.trainer_alone = trainer_alone(run, state)
-    step = checkpoint["step"] if checkpoint else -1
     if checkpoint:
-        with records.stage(f"restoring the checkpoint of step {step}"):
-            state.load_state_dict(checkpoint)
-    records.cut_tables(run.out, step)
-    first_step = max(step, 0) + 1
+        state.load_state_dict(checkpoint)
+    first_step = checkpoint["step"] + 1 if checkpoint else 1
+    records.cut_tables(run.out, first_step - 1 if checkpoint else -1)
     engine.load(policy.weights(), policy.response_logprobs)
     state.observers = observers(run, state)
     state.watchers = watchers(run, first_step)

@@ -30,7 +30,7 @@ def reward(problem, response):  # runs the response
 """
 FAILURES = {
     "raise KeyError('no such thing')": "KeyError: 'no such thing'", "raise Mute": "Mute", "return 1": None,
-    "raise ValueError('\\ud800')": r"ValueError: \ud800", "raise asyncio.CancelledError": "CancelledError",
+    "raise ValueError('\\ud800')": "ValueError: \ud800", "raise asyncio.CancelledError": "CancelledError",
     "raise GeneratorExit": "GeneratorExit", "raise KeyboardInterrupt": "KeyboardInterrupt",
     "sys.exit(0)": "SystemExit: 0", "os._exit(3)": "ended with status 3", "ctypes.string_at(0)": "ended with status -11",
     "os.killpg(0, 9)": "ended with status -9", "os.closerange(3, 99)": "ended with status",

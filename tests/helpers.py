@@ -318,6 +318,13 @@ def train_process(arguments: list[str], signal: int | None = None, call: int = 0
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
 
+def outcome(out: Path) -> tuple:
+    """All of a run that must not depend on its being interrupted."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timeless = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows]
+    return timeless, (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
+
+
 def command(root: Path, options: str, *more: str) -> list[str]:
     """The options in place of a good run's own of the same name."""
     usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,

@@ -19,22 +19,22 @@ from rl import Policy
 # ------------------------------------------------------------------------------------------------ options
 OPTIONS = {
     "--steps 0": "steps must be at least 1", "--steps x": "invalid literal for int()",
-    f"--steps {'9' * 400}": "steps must be at least 1 and below 2^31", f"--steps {'9' * 6000}": "Exceeds the limit",
+    f"--steps {'9' * 400}": "steps must be at least 1 and below 2^31",
     "--seed -1": "seed must be in [0, 2^32)", "--group-size 1": "group_size must be in [2, 65536]",
-    "--num-prompts 37": "must be at most 36 (all there are)", "--inflight-groups 33": "must be at most 36 (all there are)",
+    "--num-prompts 37": "must be at most 36 (all there are)", "--inflight-groups 33": "must be at most 36",
     "--max-new-tokens 256": "below the model's context of 256", "--num-minibatches 3": "num_minibatches must divide",
     "--max-prompt-tokens 1": "prompts are longer than 1 tokens (--max-prompt-tokens)",
     "--eval-samples 65537": "must be in [1, 65536]", "--temperature nan": "temperature must be in [0.01, 2]",
-    "--lr 0": "lr must be positive and finite", "--kl-coef inf": "kl_coef must be non-negative and finite",
+    "--lr 0": "lr must be positive and finite",
     "--kv-cache-gib 1e300": "kv_cache_gib must be in (0, 1e6]", "--reward-limit-s 1e7": "reward_limit_s must be in (0,",
     "--clip-low 1.5": "clip_low must be in [0, 1)", "--objective cispo --clip-low 0.1": "clip_low must not",
-    "--objective ppo": "invalid choice 'ppo'", "--no-such-option": "Unrecognized options: --no-such-option",
+    "--no-such-option": "Unrecognized options: --no-such-option",
     "--top-p 1e-300": "top_p must be in [1e-6, 1]", "--min-p 1": "min_p must be",
     "--max-kept 8": "max_kept must be given with top_k,", "--parity.no-sampling-mask": "top_p and min_p (no mask)",
     "--top-k 9 --max-kept 9 --parity.no-sampling-mask": "max_kept must be given with top_k, top_p or min_p and",
     "--top-p 0.9 --parity.no-processed-logprobs": "try --parity.no-sampling-mask",
     "--offload-optimizer": "without a GPU", "--reject token --reject-high 0.9": "must keep a token without a mismatch",
-    "--reject token --reject-low 1": "reject_low must be in (0, 1)", "--reject-high 3": "reject must be given with",
+    "--reject-high 3": "reject must be given with",
     "--tis-cap 5": "tis_cap must be given with tis (it does nothing without), got 5.0; try --tis token",
     "--task toy --eval-task {root}/task.jsonl": "eval_task must not be given",
     "--parity.inflight-otherwise recompute": "would do nothing", "--parity.head-otherwise both": "would do nothing",
@@ -74,23 +74,20 @@ LINE, (SAMPLE, REWARD) = json.dumps(TASK[0]), PYTHON.split("def reward")
 TASKS = {  # by the file's name and the case
     "a.jsonl empty": ("\n\n", "has none"), "a.jsonl one problem": (LINE, "has 1 without repeats and 1 held out"),
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
-    "a.jsonl a list": ("[1, 2]", "line 1 must be an object"), "a.jsonl no answer": ('{"question": "1"}', "a number"),
+    "a.jsonl no answer": ('{"question": "1"}', "a number"),
     "a.jsonl blank question": ('{"question": " ", "answer": 1}', 'line 1 must be an object with a non-empty string'),
     "a.jsonl words": ('{"question": "1", "answer": "two"}', "a number"),
-    "a.jsonl a truth": ('{"question": "1", "answer": true}', "a number"),
     "a.jsonl nested": ('{"question": ' + "[" * 100_000, "line 1 as JSON failed: RecursionError"),
     "a.jsonl latin-1": (b"\xe4", "as UTF-8 failed: UnicodeDecodeError"),
-    "a.jsonl unknown character": ('{"question": "x", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel error"),
+    "a.jsonl unknown character": ('{"question": "x", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
     "a.jsonl two answers": (LINE + '\n{"question": "0+1= ", "answer": 5}',
                             "line 1 has '1' and {path}, line 2 has '5' to the same"),
     "a.py raises": ("1 / 0", "the import of {path} fails (ZeroDivisionError"), "a.py syntax": ("def", "SyntaxError"),
-    "a.py no module": ("import nothing_of_that_name", "ModuleNotFoundError"),
     "a.py endless": ("while True: pass", "no answer within 0.3 s"), "a.py no reward": (SAMPLE, "it has no reward"),
     "a.py no function": ("sample = 3\ndef reward" + REWARD, "it has no sample"),
     "a.py one question": (PYTHON.replace("(1, 60)", "(1, 1)"), "has 1 without repeats and 1 held out"),
     "a.py sample raises": (PYTHON.replace("number =", "1 / 0\n    number ="), "sample of {path} fails (ZeroDivisionEr"),
     "a.py no strings": (PYTHON.replace("str(number + 1)", "number + 1"), "two strings, it returned ('"),
-    "a.py no question": (PYTHON.replace('f"{number}+1="', '""'), "two strings, it returned ('"),
     "a.py two answers": (PYTHON.replace("str(number + 1)", "str(rng.random())"), "a question must have one answer"),
 }  # fmt: skip
 
@@ -126,17 +123,12 @@ def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
     return rewrite
 
 
-def write(name: str, content: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(content)
-
-
 NORM, HEAD = "model.norm.weight", torch.ones(96, 64)
 CONFIG, WEIGHTS, SETTINGS = "config.json", "model.safetensors", "generation_config.json"
 CUSTOM = {"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "nonsense"}
 MODELS = {
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "it has no weights"),
-    "cut off": (lambda f: write(WEIGHTS, (f / WEIGHTS).read_bytes()[:-99])(f), "file not fully covered"),
-    "garbage": (write(WEIGHTS, b"garbage" * 999), "header too large"),
+    "cut off": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-99]), "file not fully covered"),
     "a tensor missing": (tensors(lambda t: t.pop(NORM)), f"missing ['{NORM}']"),
     "another shape": (tensors(lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
     "nan": (tensors(lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
@@ -149,16 +141,14 @@ MODELS = {
     ),
     "quantised": (rewrite(CONFIG, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
     "small vocabulary": (rewrite(CONFIG, vocab_size=8), "outside the vocabulary of 8"),
-    "unknown type": (rewrite(CONFIG, model_type="nonsense"), "nonsense"),
     "code of its own": (rewrite(CONFIG, **CUSTOM), "reading the model (toy, a folder or a hub name) {folder} failed:"
                         " ValueError: its class must be one that transformers has, because code from a model's folder"),
     "odd heads": (rewrite(CONFIG, num_attention_heads=0), "ZeroDivisionError"),
-    "no configuration": (lambda f: (f / CONFIG).unlink(), "Should have a `model_type` key"),
-    "no language": (write(CONFIG, b'{"model_type": "vit"}'), "no attribute 'vocab_size'"),
-    "a word for a stop token": (rewrite(SETTINGS, eos_token_id="x"), "name an end-of-sequence token"),
+    "no language": (lambda f: (f / CONFIG).write_text('{"model_type": "vit"}'), "no attribute 'vocab_size'"),
+    "no stop token": (rewrite(SETTINGS, eos_token_id="x"), "name an end-of-sequence token"),
     "a stop token too large": (rewrite(SETTINGS, eos_token_id=96), "its token 96 is outside the vocabulary of 96"),
     "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "folder with a tokenizer"),
-    "broken tokenizer": (write("tokenizer.json", b"{"), "Expecting property name"),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "Expecting property name"),
     "pickle": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "Weights only load failed"),
 }  # fmt: skip
 
@@ -184,7 +174,7 @@ def test_tensors_that_the_architecture_does_not_have_are_named(good, tmp_path, c
 # ------------------------------------------------------------------------------------------------ the engine
 @pytest.mark.engine
 @pytest.mark.parametrize("options, complaint", [
-    ("--block-size 7", "No common block size for 7"), ("--kv-cache-gib 1e-6", "No available memory for the cache blocks"),
+    ("--block-size 7", "No common block size for 7"), ("--kv-cache-gib 1e-6", "No available memory for the cache"),
     ("--kv-cache-gib 1e6", "requested memory for kv"), ("--model {head16}", "head_dim=16"),
 ])  # fmt: skip
 def test_what_the_engine_refuses(good, tmp_path, options, complaint, capsys):

@@ -38,25 +38,26 @@ def test_every_problem_has_a_solution_and_the_solution_is_rewarded():
             assert reward(Problem(question, answer, "test"), f"<answer>{text}</answer>") == right
 
 
-@pytest.mark.parametrize("answer, response, earned", [
-    ("3 4 25 = 100", "<answer>(25 - 3) * 4 + 12</answer>", 0),  # 100, with other numbers
-    ("3 4 25 = 100", "<answer>25 * 4</answer>", 0),  # one number is not used
-    ("3 4 25 = 100", "<answer>25*4*3/3</answer>", 0),  # a number is used twice
-    ("3 4 25 = 100", "<answer>25*(3+4)</answer>", 0),  # all numbers, another value
-    ("3 4 25 = 100", "100", 0), ("3 4 25 = 100", "", 0), ("3 4 25 = 100", "<answer>100 = 4*25</answer>", 0),
-    ("3 4 25 = 100", "<answer>25*4**3</answer>", 0), ("3 4 25 = 100", "<answer>25//3*4</answer>", 0),
-    ("3 4 25 = 100", "<answer>0x19*4+3</answer>", 0), ("3 4 25 = 100", "<answer>25*4+(3</answer>", 0),
-    ("3 4 25 = 100", "<answer>__import__('os').getcwd()</answer>", 0), ("3 4 25 = 100", "<answer>3/0+25*4</answer>", 0),
-    ("3 4 25 = 100", "<answer>25²*4+3</answer>", 0), ("3 4 25 = 100", "<answer>2 5*4*3</answer>", 0),
-    ("2 4 5 = 10", "<answer>4/2*5</answer>", 1), ("2 4 5 = 10", "4*5/2", 1), ("2 4 5 = 10", "<answer>5*4/\n2</answer>", 1),
-    ("2 4 5 = 10", "I think <answer>1</answer> no, <answer> 5*(4/2) </answer>", 1),
-    ("2 4 5 = 10", "<answer>5×4÷2</answer>", 1), ("2 4 5 = -18", "<answer>-(4*5-2)</answer>", 1),  # noqa: RUF001
-    ("1 3 3 = 1", "<answer>1/3*3</answer>", 1), ("2 3 8 = 3", "<answer>8-3-2</answer>", 1),
-    ("2 3 12 = 2", "<answer>12/3/2</answer>", 1), ("2 3 4 = 14", "<answer>2+3*4</answer>", 1),
-    ("7 = 7", "(" * 99 + "7" + ")" * 99, 1), ("7 = -7", "-" * 199 + "7", 1), ("7 = 7", "-" * 200 + "7", 0),
-])  # fmt: skip
-def test_a_reward_is_for_the_value_with_each_number_once(answer, response, earned):
-    assert reward(Problem("", answer, "test"), response) == earned
+RESPONSES = {
+    ("3 4 25 = 100", 0): [
+        "<answer>(25 - 3) * 4 + 12</answer>", "<answer>25 * 4</answer>",  # another number, one that is not used
+        "<answer>25*4*3/3</answer>", "<answer>25*(3+4)</answer>",  # one that is used twice, another value
+        "<answer>25*4**3</answer>", "<answer>25//3*4</answer>", "<answer>0x19*4+3</answer>", "<answer>25*4+(3</answer>",
+        "<answer>__import__('os').getcwd()</answer>", "<answer>3/0+25*4</answer>", "<answer>25²*4+3</answer>",
+        "<answer>2 5*4*3</answer>", "<answer>(3)(4)+25</answer>", "<answer>100 = 4*25</answer>", "100", "",
+    ],
+    ("2 4 5 = 10", 1): ["<answer>4/2*5</answer>", "4*5/2", "<answer>5*4/\n2</answer>", "<answer>5×4÷2</answer>",  # noqa: RUF001
+                        "I think <answer>1</answer> no, <answer> 5*(4/2) </answer>"],
+    ("2 4 5 = -18", 1): ["<answer>-(4*5-2)</answer>"], ("1 3 3 = 1", 1): ["1/3*3"], ("2 3 8 = 3", 1): ["8-3-2"],
+    ("2 3 12 = 2", 1): ["12/3/2"], ("2 3 4 = 14", 1): ["2+3*4"], ("7 = -7", 1): ["-" * 199 + "7"],
+    ("7 = 7", 1): ["(" * 99 + "7" + ")" * 99], ("7 = 7", 0): ["-" * 200 + "7"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer, earned", RESPONSES)
+def test_a_reward_is_for_the_value_with_each_number_once(answer, earned):
+    for response in RESPONSES[answer, earned]:
+        assert reward(Problem("", answer, "test"), response) == earned, response
 
 
 @pytest.mark.parametrize("text", [

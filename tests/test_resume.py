@@ -3,7 +3,6 @@
 tests/long/kills.py kills whole jobs with a real engine at random moments.
 """
 
-import json
 import os
 import pickle
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import command, refusal, train_here, train_process
+from helpers import command, outcome, refusal, train_here, train_process
 from safetensors.torch import load_file, save_file
 
 # The reference engine: what is tested here is the same for both, and it starts at once.
@@ -26,13 +25,6 @@ SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-ever
 
 def options(root: Path, out: Path, *more: str) -> list[str]:
     return command(root, f"{SMALL} --out {out}", *more)
-
-
-def outcome(out: Path) -> tuple:
-    """All of a run that must not depend on its being interrupted."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    timeless = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows]
-    return timeless, (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +115,7 @@ REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
     "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed: json.decoder.JSON"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have a readable checkpoint"),
-    "all damaged": (lambda f: [change(path, half) for path in f.glob("checkpoints/*")], "must have a readable checkpoint"),
+    "all damaged": (lambda f: [change(path, half) for path in f.glob("checkpoints/*")], "must have a readable"),
     "another step": (rename, NOT_OURS), "no optimizer": (without_optimizer, NOT_OURS),
     "a pickle": (lambda f: as_checkpoint(f, pickle.dumps(Path("x"), 2)), NOT_OURS),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),

@@ -97,31 +97,11 @@ def test_a_question_is_in_one_split_only_whatever_the_file_repeats(tmp_path):
     assert (len(task.train), [p.question for p in task.held_out]) == (35, [f"{i}+1= " for i in range(5)])
 
 
-SQUARES = """
-from dataclasses import dataclass
-
-@dataclass
-class Row:
-    n: "int"
-
-def sample(rng):
-    row = Row(rng.randint(1, 30))
-    return f"{row.n}^2=", str(row.n**2)
-
-def reward(problem, response):
-    return float(response.strip() == problem.answer)
-"""
-
-
-def test_a_users_file_gives_different_problems_decided_by_the_seed_and_its_own_reward(tmp_path):
-    path = tmp_path / "squares.py"
-    path.write_text(SQUARES)
-    task = load_task(str(path), 0, limit_s=60)
-    assert (len(task.train), len(task.held_out)) == (27, 3)  # all there are, each once
-    assert len({problem.question for problem in task.train + task.held_out}) == 30
-    assert task.reward(Problem("3^2=", "9", ""), " 9") == 1.0
-    assert task.train == load_task(str(path), 0, limit_s=60).train != load_task(str(path), 1, limit_s=60).train
-    assert task.train[0].source.startswith(f"{path}, problem ")
+def test_a_users_file_gives_different_problems_decided_by_the_seed(good):
+    task, again, other = (load_task(str(good / "task.py"), seed, limit_s=60) for seed in (0, 0, 1))
+    assert (len(task.train), len(task.held_out)) == (54, 6)  # all there are, each once
+    assert len({problem.question for problem in task.train + task.held_out}) == 60
+    assert task.train == again.train != other.train
 
 
 # ------------------------------------------------------------------------------------------------ a hub's dataset
@@ -133,13 +113,14 @@ def dataset(folder, split: str, rows: list[dict]) -> str:
     """As GSM8K lies on the hub: a parquet file for each split."""
     import pandas
 
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_parquet(folder / f"{split}-00000-of-00001.parquet")
     return str(folder)
 
 
 def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
-    folder = dataset(tmp_path / "gsm8k", "train", [GSM8K | {"question": f"{i}: {GSM8K['question']}"} for i in range(20)])
+    rows = [GSM8K | {"question": f"{i}: {GSM8K['question']}"} for i in range(20)]
+    folder = dataset(tmp_path / "gsm8k", "train", rows)
     assert (len(load_task(folder, 0).train), len(load_task(folder, 0).held_out)) == (18, 2)
     dataset(tmp_path / "gsm8k", "test", [GSM8K])
     task = load_task(folder, 0)
@@ -149,7 +130,6 @@ def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
 
 
 def test_a_dataset_without_a_split_train_or_with_other_columns_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r'other, train 1 must be an object with a non-empty string "question"'):
-        load_task(dataset(tmp_path / "other", "train", [{"prompt": "1+1", "answer": "2"}] * 3), 0)
-    with pytest.raises(ValueError, match="must have a split train"):
-        load_task(dataset(tmp_path / "testonly", "test", [GSM8K] * 3), 0)
+    for split, complaint in (("train", "other, train 1 must be an object"), ("test", "must have a split train")):
+        with pytest.raises(ValueError, match=complaint):
+            load_task(dataset(tmp_path / split / "other", split, [{"prompt": "1+1", "answer": "2"}] * 3), 0)

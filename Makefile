@@ -11,12 +11,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -n $(WORKERS) --dist
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
 	top-p top-p-minus-mask
 
-# A trained model with its words, see docs/real.md. The tasks' import takes long on a busy machine.
-REAL = --model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py --reward-limit-s 60 \
-	--steps 60 --num-prompts 16 --max-new-tokens 32 --lr 1e-5 --eval-every 10 \
-	--prefix-cache versioned --block-size 32
-
-.PHONY: setup train test check ablate bench real
+.PHONY: setup train test check ablate bench real gpu
 setup: .venv/.ready
 
 .venv/.ready: setup.sh requirements.txt requirements-cpu.txt
@@ -35,16 +30,22 @@ check: setup
 
 # Each fix switched off alone, on a job where every switch shows: five minutes on two cores.
 ablate: setup
-	.venv/bin/python -m lab.ablate --out $(OUT) --steps 6 --arms $(SWITCHES) \
-		--train-args="--eval-problems 64 --no-eval-with-trainer" $(ARGS)
+	.venv/bin/python -m lab.study ladder --out $(OUT) --steps 6 --cells $(SWITCHES) \
+		--train-args="--eval-problems 64 --no-eval-with-trainer --probe-every 5" $(ARGS)
 
+# The phases of a step beside the bare work, for a machine that does nothing else.
 bench: setup
-	.venv/bin/python -m lab.bench $(ARGS)
+	.venv/bin/python -m lab.study bench --out $(OUT) $(ARGS)
 
 # SmolLM2-135M-Instruct (weights rounded to 4 bits) learns to add. pip needs a C compiler for one of the packages.
 real: .venv/.ready-real
 	.venv/bin/python -m examples.smollm2
-	.venv/bin/python train.py --out $(OUT) $(REAL) $(ARGS)
+	.venv/bin/python -m lab.study real --cells learns --seeds 0 --out $(OUT) $(ARGS)
+
+# The first hour on a GPU: the tests that need one, then mismatch, seconds and memory of real shapes.
+gpu: setup
+	.venv/bin/python -m pytest -m gpu tests
+	.venv/bin/python -m lab.study gpu --out $(OUT) $(ARGS)
 
 .venv/.ready-real: .venv/.ready examples/requirements-real.txt
 	.venv/bin/python -m pip --quiet --disable-pip-version-check install -r examples/requirements-real.txt

@@ -1,54 +1,42 @@
 """GRPO on one page: a transformers trainer and a vLLM engine (0.32) take turns in one process.
 
-The engine samples, the trainer has the gradients, and each has its own copy of the policy.
-One step: sample, sleep, score, old log-probabilities, update, wake, load, canary.
-
-Three policies give a log-probability to each sampled token, always by these names:
+Three policies give a log-probability to each sampled token:
 
     behavior_logprobs   the engine, while it samples
     old_logprobs        the trainer before the update, without gradient
     logprobs            the trainer during the update, with gradient
 
-old_logprobs - behavior_logprobs is the mismatch. It is the fault of the backend, and should be as
-small as rounding. logprobs - old_logprobs is what the update has moved; the clip of GRPO limits it.
-
-Backend first, then correction. An importance weight (--tis-cap) corrects a mismatch, and so it also
-hides a broken backend. It is refused while a fix is off. Three of the five fixes are here, with a
-switch each, such as --no-fp32-head. Two would have no effect here: inflight_keep is for requests
-that a weight load interrupts (engine_adapter.py), sampling_mask for top-k (extras/masks.py).
-
-Left out, with the file that has it:
-
-    resume, records, clear errors, checked options       prepare.py, records.py, config.py
-    other objectives, other importance weights, KL       objectives.py
-    chat templates, other rewards, data sets             tasks.py
-    fp32 masters for 16 bits, soft-capping               rl.py
-    CUDA graphs, experts; the audit of all settings      engine_adapter.py, fixes.py
-    groups in flight; top-k and top-p                    extras/inflight.py, extras/masks.py
-    shared prompts; the trainer as the engine            extras/prompts.py, extras/reference.py
-
-train.py has all of it, and tests/test_grpo.py holds the two programs equal. The first command here
-teaches a model to add, with a wrong habit. The second unlearns it, on a CPU; no GPU has run it yet:
+old_logprobs - behavior_logprobs is the mismatch, the fault of the backend: with all fixes it is as
+small as rounding. An importance weight (--tis-cap) also hides a broken backend, so it is refused
+while a fix is off. The first command teaches a model to write the larger digit at each place of two
+numbers, with the habit to write the smaller one. The second unlearns it, and the third does not:
 
     python -m examples.toys runs/page
-    python grpo.py                     # reward 0.23 at step 1; the last line is: held_out 1
+    python grpo.py --two-policy
+    python grpo.py --two-policy --no-processed-logprobs
+
+Raw log-probabilities are those at temperature 1, so before any update the ratio of a token is
+p_0.7 / p_1: near 1 for likely tokens, far below 1 for unlikely ones. The clip then silences the
+unlikely tokens of wrong answers, and the policy drifts towards random answers (docs/page.png).
+train.py has all that is left out, and tests/test_grpo.py holds the two programs equal.
 """
 
-import argparse
 import json
 import os
 import random
 import re
+import sys
+import time
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from torch.nn.utils import clip_grad_norm_, rnn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerFast, set_seed
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -58,64 +46,110 @@ os.environ["TRITON_F32_DEFAULT"] = "ieee"  # attention in fp32 on a GPU would ro
 os.environ["TORCHDYNAMO_DISABLE"] = "0" if ON_GPU else "1"  # a CPU would compile for 17 s
 from vllm import LLM, RequestOutput, SamplingParams  # noqa: E402, it reads the variables above
 
-# A minus sign counts unless it follows a number or a word: "10-12" ends in 12, "x = -3" in -3.
-# U+2212 is a minus sign too, and a currency may follow it: "-$5" is -5. tasks.py has the same rule.
-NUMBER = re.compile(
-    r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?"  # \$5 is LaTeX
-    r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
-)
 
-
-# ------------------------------------------------------------ options; the defaults are the toy job
 @dataclass(frozen=True)
 class Options:
-    model: str = "runs/page/model"  # folder of a Hugging Face causal language model
-    problems: str = "runs/page/problems.jsonl"  # lines {"question": ..., "answer": a number}
-    seed: int = 0  # decides the held-out problems, the problems of each step and the samples
-    steps: int = 60  # the learning rate decays to zero over them
-    num_prompts: int = 128  # P problems per step
-    group_size: int = 8  # G responses per problem; their mean reward is the baseline
-    max_new_tokens: int = 8  # the toy answers with 5, the stop token included
-    temperature: float = 0.7  # of both sides; at 1, raw and processed log-probabilities are equal
-    lr: float = 1e-3  # for the toy; a pretrained model needs a thousandth of it
-    warmup_steps: int = 5  # Adam's second moments are noise at first
-    num_minibatches: int = 2  # optimizer steps per batch; from the second on the clip can act
-    micro_batch_rows: int = 256  # rows per forward and backward; only memory depends on it
-    clip: float = 0.2  # the ratio is clipped to [1 - clip, 1 + clip]
-    grad_clip: float = 1.0  # largest norm of a gradient
-    tis_cap: float = 0.0  # largest importance weight; 0 is off
-    dtype: str = "float32"  # bfloat16 makes fp32_head visible, but rounds small updates away
-    kv_cache_gib: float = 0.25  # fixed, because the trainer needs the other memory later
-
-
-@dataclass(frozen=True)
-class Fixes:
-    """Off is vLLM's default."""
-
+    """The defaults are the toy job. The first three are fixes: off is vLLM's default."""
     processed_logprobs: bool = True  # semantics: log-probabilities after the temperature
     explicit_runtime: bool = True  # inference path: no stale cache, late token or hidden default
     fp32_head: bool = True  # numerics: the engine's last projection in fp32, as the trainer's is
+    two_policy: bool = False  # the ratio is pi / behavior, in place of pi / old
+    model: str = "runs/page/model"  # folder of a Hugging Face causal language model
+    problems: str = "runs/page/problems.jsonl"  # lines {"question": ..., "answer": a number}
+    out: str = "runs/page/policy"  # folder for the trained model
+    seed: int = 0  # decides the held-out problems, the problems of each step and the samples
+    steps: int = 40  # the learning rate decays to zero over them
+    eval_every: int = 10  # steps between evaluations with the held-out tenth of the problems
+    num_prompts: int = 48  # P problems per step
+    group_size: int = 8  # G responses per problem; their mean reward is the baseline
+    max_new_tokens: int = 10  # the toy answers with up to 9, the stop token included
+    temperature: float = 0.7  # of both sides; at 1, raw and processed log-probabilities are equal
+    lr: float = 2e-3  # for the toy; a pretrained model needs a thousandth of it
+    num_minibatches: int = 2  # optimizer steps per batch; from the second on the clip can act
+    micro_batch_tokens: int = 8192  # of a forward; the head needs 12 bytes * tokens * words
+    clip: float = 0.2  # the ratio is clipped to [1 - clip, 1 + clip]
+    tis_cap: float = 0.0  # largest importance weight; 0 is off
+    dtype: str = "float32"  # bfloat16 makes fp32_head visible, but rounds small updates away
+    block_size: int = 32  # tokens of a KV block, the smallest on a CPU; only full ones are cached
+    kv_cache_gib: float = 0.25  # fixed, because the trainer needs the other memory later
+
+    def check(self, longest_prompt: int, num_training: int) -> None:
+        """Refuse what cannot work, and name the switches that cannot show with these options."""
+        raw, cached = not self.processed_logprobs, not self.explicit_runtime
+        rows, all_fixes = self.num_prompts * self.group_size, self.fp32_head and not raw | cached
+        assert all_fixes or not self.tis_cap, "tis_cap needs all fixes to be on"
+        assert not (self.two_policy and self.tis_cap), "two_policy and tis_cap do the same twice"
+        assert self.tis_cap >= 0, "tis_cap must be 0 (off) or positive"
+        assert self.temperature > 0, "temperature must be positive"
+        counts = self.num_minibatches, self.steps, self.eval_every, self.group_size - 1
+        assert min(counts) > 0, "group_size must be 2 or more, and other counts 1 or more"
+        assert rows % self.num_minibatches == 0, f"num_minibatches must divide the {rows} rows"
+        assert 0 < self.num_prompts <= num_training, f"num_prompts must be 1 to {num_training}"
+        notes = {
+            "at temperature 1 raw values are processed": raw and self.temperature == 1,
+            "raw values reach the loss with --two-policy only": raw and not self.two_policy,
+            "no prompt fills a block of the cache": cached and longest_prompt <= self.block_size,
+            "on a GPU, sleep clears the cache": cached and ON_GPU,
+            "in float32 each head is fp32": not self.fp32_head and self.dtype == "float32",
+        }
+        for sentence in filter(notes.get, notes):
+            print("note:", sentence, flush=True)
 
 
-# -------------------------------------------------------------------------------------- the engine
-def start_engine(options: Options, fixes: Fixes, max_model_len: int) -> LLM:
+# A minus sign counts unless it follows a number or a word: "10-12" ends in 12, "x = -3" in -3.
+# U+2212 is a minus sign too, and a currency may follow it: "-$5" is -5. tasks.py has the same rule.
+NUMBER = r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text, without thousands separators: 42 in GSM8K's "... #### 42"."""
+    try:
+        return Decimal(re.sub(r"[\\$€£,]", "", re.findall(NUMBER, text)[-1]).replace("\u2212", "-"))
+    except (IndexError, InvalidOperation):  # no number, or an exponent of twenty digits
+        return None
+
+
+def read_problems(path: str, tokenizer) -> list[dict]:
+    """question, answer and prompt_ids of each line, in the chat template if there is one."""
+    problems, number = [], 0
+    try:
+        lines = Path(path).read_text("utf-8-sig").rstrip().split("\n")
+        for number, line in enumerate(lines, 1):  # noqa: B007
+            row = json.loads(line)
+            question, answer = row["question"], str(row["answer"])
+            assert question.strip() and last_number(answer) is not None, "a part is empty"
+            ids = tokenizer(question)["input_ids"]
+            if tokenizer.chat_template:
+                chat = [{"role": "user", "content": question}]
+                ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+            problems.append({"question": question, "answer": answer, "prompt_ids": ids})
+    except (AssertionError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise AssertionError(f"{path}, line {number}, is no problem: {error!r}") from error
+    return problems
+
+
+def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tensor:
+    """1.0 for a response whose last number is the answer, else 0.0: (B,)."""
+    ids = [output.outputs[0].token_ids for output in outputs]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    answers = [last_number(problem["answer"]) for problem in problems]
+    right = [last_number(text) == answer for text, answer in zip(texts, answers, strict=True)]
+    return torch.tensor(right, device=DEVICE).float()
+
+
+def start_engine(options: Options, max_model_len: int) -> LLM:
     return LLM(
-        logprobs_mode="processed_logprobs" if fixes.processed_logprobs else "raw_logprobs",
-        enable_prefix_caching=not fixes.explicit_runtime,  # it outlives a load, not a GPU's sleep
-        async_scheduling=not fixes.explicit_runtime,  # returns each token one step late
-        generation_config="vllm" if fixes.explicit_runtime else "auto",  # auto: as the model says
-        hf_overrides={"head_dtype": "float32" if fixes.fp32_head else "model"},
-        model=options.model,
-        dtype=options.dtype,
-        load_format="dummy",  # random weights: the canary finds a tensor that is never loaded
+        logprobs_mode="processed_logprobs" if options.processed_logprobs else "raw_logprobs",
+        enable_prefix_caching=not options.explicit_runtime,  # outlives a load, not a GPU's sleep
+        async_scheduling=not options.explicit_runtime,  # returns each token one step late
+        generation_config="vllm" if options.explicit_runtime else "auto",  # auto: the model's
+        hf_overrides={"head_dtype": "float32" if options.fp32_head else "model"},
+        model=options.model, dtype=options.dtype, block_size=options.block_size,
         skip_tokenizer_init=True,  # token ids in, token ids out
-        max_model_len=max_model_len,
-        max_num_seqs=512,  # decoded at once; the others wait
-        kv_cache_memory_bytes=int(options.kv_cache_gib * 2**30),
-        gpu_memory_utilization=0.1,  # the share that must be free at the start
-        enforce_eager=True,  # no compilation and no CUDA graphs
-        enable_sleep_mode=ON_GPU,  # vLLM has none on a CPU
-    )
+        load_format="dummy",  # random weights: the canary finds a tensor that is never loaded
+        max_model_len=max_model_len, max_num_seqs=512, enforce_eager=True, enable_sleep_mode=ON_GPU,
+        kv_cache_memory_bytes=int(options.kv_cache_gib * 2**30), gpu_memory_utilization=0.1,
+    )  # fmt: skip
 
 
 def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop: list[int]):
@@ -137,7 +171,6 @@ def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
     weights = iter(model.state_dict().items())  # names a tied head too, as vLLM's CPU build needs
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.wake_up(tags=["kv_cache"])
-
     batch = make_batch(sample(llm, canary, temperature=1.0, length=3, stop=[]))
     _, _, mask, behavior_logprobs = batch
     with torch.no_grad():
@@ -147,20 +180,15 @@ def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
     assert nats < rounding, f"after a load, engine and trainer differ by {nats:.1e} nats"
 
 
-# ------------------------------------------------------------------------------------- the trainer
 def make_batch(outputs: list[RequestOutput]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """inputs, targets, mask, behavior_logprobs: (B, T) each. Position t predicts token t + 1."""
-    id_rows, mask_rows, logprob_rows = [], [], []
-    for output in outputs:
-        response = output.outputs[0]
-        zeros = [0.0] * len(output.prompt_token_ids)
-        id_rows.append(torch.tensor([*output.prompt_token_ids, *response.token_ids]))
-        mask_rows.append(torch.tensor(zeros + [1.0] * len(response.token_ids)))
-        logprob_rows.append(torch.tensor(zeros + response.logprobs.logprobs))
-    # Padding is on the right, where no token attends to it.
-    ids = rnn.pad_sequence(id_rows, batch_first=True).to(DEVICE)  # (B, T + 1)
-    mask = rnn.pad_sequence(mask_rows, batch_first=True).to(DEVICE)  # (B, T + 1)
-    logprobs = rnn.pad_sequence(logprob_rows, batch_first=True).to(DEVICE)  # (B, T + 1)
+    def padded(rows: list[list]) -> Tensor:  # on the right, where no token attends to it
+        return rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(DEVICE)
+
+    pairs = [(output.outputs[0], [0.0] * len(output.prompt_token_ids)) for output in outputs]
+    ids = padded([[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs])
+    mask = padded([zeros + [1.0] * len(response.token_ids) for response, zeros in pairs])
+    logprobs = padded([zeros + response.logprobs.logprobs for response, zeros in pairs])
     return ids[:, :-1], ids[:, 1:], mask[:, 1:], logprobs[:, 1:]
 
 
@@ -170,125 +198,103 @@ def token_logprobs(model, batch: tuple, rows: Tensor, temperature: float) -> Ten
     response = mask > 0  # (b, T), N of them true
     hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state  # (b, T, H)
     weight = model.get_output_embeddings().weight  # (V, H)
-    logits = linear(hidden[response].float(), weight.float()) / temperature  # (N, V)
+    logits = hidden[response].float() @ weight.float().T / temperature  # (N, V)
     logprobs = logits.log_softmax(dim=-1).gather(-1, targets[response][:, None])  # (N, 1)
     return torch.zeros_like(mask).masked_scatter(response, logprobs)
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in a text, without thousands separators: 42 in GSM8K's "... #### 42"."""
-    try:
-        return Decimal(re.sub(r"[\\$€£,]", "", NUMBER.findall(text)[-1]).replace("\u2212", "-"))
-    except (IndexError, InvalidOperation):  # no number, or an exponent of twenty digits
-        return None
+def update(model, optimizer, batch, advantages, denominator, weights, options) -> dict[str, float]:
+    """One pass with loss -mean min(r A, clip(r) A), A (B, 1), log r = logprobs - denominator."""
+    mask, sums = batch[2], Counter()  # sums over the minibatches
+    num_rows, width = mask.shape
+    for minibatch in torch.arange(num_rows).split(num_rows // options.num_minibatches):
+        if not advantages[minibatch].any():
+            continue  # AdamW would move the weights by momentum alone
+        num_tokens = mask[minibatch].sum()  # so the losses of its micro-batches add up
+        for rows in minibatch.split(max(1, options.micro_batch_tokens // width)):
+            logprobs = token_logprobs(model, batch, rows, options.temperature)
+            ratio = torch.exp(logprobs - denominator[rows])  # (b, T)
+            unclipped = ratio * advantages[rows]
+            clipped = ratio.clamp(1 - options.clip, 1 + options.clip) * advantages[rows]
+            loss = -(torch.minimum(unclipped, clipped) * weights[rows]).sum() / num_tokens
+            loss.backward()
+            sums["loss"] += loss.item()
+            sums["clip_rate"] += ((clipped < unclipped) * mask[rows] / num_tokens).sum().item()
+        sums["grad_norm"] += clip_grad_norm_(model.parameters(), max_norm=1.0).item()
+        sums["updates"] += 1
+        optimizer.step()
+        optimizer.zero_grad()
+    means = {name: total / sums["updates"] for name, total in sums.items()}
+    return means | {"updates": sums["updates"]}
 
 
-def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tensor:
-    """1.0 for a response whose last number is the answer, else 0.0: (B,)."""
-    rewards = []
-    for problem, output in zip(problems, outputs, strict=True):
-        text = tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
-        given = last_number(text)
-        rewards.append(float(given is not None and given == last_number(str(problem["answer"]))))
-    return torch.tensor(rewards, device=DEVICE)
-
-
-# ---------------------------------------------------------------------------------------- the loop
-def train(options: Options, fixes: Fixes):
-    """Yields metrics and outputs of each step, and at the end those of the held-out problems."""
-    assert all(vars(fixes).values()) or not options.tis_cap, "tis_cap needs all fixes to be on"
+def train(options: Options):
+    """Yields metrics and outputs of each step; saves the policy after the last one."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    problems = read_problems(options.problems, tokenizer)
+    shuffled = random.Random(options.seed).sample(problems, len(problems))
+    held_out = shuffled[: max(1, round(0.1 * len(problems)))]
+    training = shuffled[len(held_out) :]
+    longest_prompt = max(len(problem["prompt_ids"]) for problem in problems)
+    options.check(longest_prompt, len(training))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
-    stop = [tokenizer.eos_token_id]
-    with open(options.problems) as lines:
-        problems = [json.loads(line) for line in lines]
-    for problem in problems:
-        problem["prompt_ids"] = tokenizer(problem["question"])["input_ids"]
-    shuffled = random.Random(options.seed).sample(problems, len(problems))
-    held_out = shuffled[: round(0.1 * len(problems))]
-    training = shuffled[len(held_out) :]
-    draw = random.Random(options.seed)
-    longest = max(len(problem["prompt_ids"]) for problem in problems)
-    llm = start_engine(options, fixes, longest + options.max_new_tokens)
+    eos = model.generation_config.eos_token_id  # a chat model has several
+    stop = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
+    assert stop, f"{options.model} must name a stop token, or no response ends"
+    llm = start_engine(options, longest_prompt + options.max_new_tokens)
     canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # under one block
     wake_and_load(llm, model, canary)
 
+    draw = random.Random(options.seed)
     for step in range(1, options.steps + 1):
         # Sample G responses to each of P problems: B = P * G rows. Seed and step decide them.
+        started = time.perf_counter()
         drawn = draw.sample(training, options.num_prompts)
         asked = [problem for problem in drawn for _ in range(options.group_size)]
-        stream = repr((options.seed, "train", step)).encode()
-        seed = int.from_bytes(sha256(stream).digest()[:6], "big")
+        seed = int(sha256(repr((options.seed, "train", step)).encode()).hexdigest()[:12], 16)
         set_seed(seed % 2**32)  # numpy's generator, which vLLM uses on a GPU
         torch.manual_seed(seed)  # torch's generator, which vLLM uses on a CPU
         outputs = sample(llm, asked, options.temperature, options.max_new_tokens, stop)
         if ON_GPU:
             llm.sleep(level=2)  # frees the engine's weights and its cache
-
-        # Score: A = (R - mean_group) / (std_group + 1e-4).
+        # Score: A = (R - mean_group) / (std_group + 1e-4), exactly 0 for equal rewards.
         rewards = score(asked, outputs, tokenizer)  # (B,)
         groups = rewards.view(-1, options.group_size)  # (P, G)
+        groups = groups - groups[:, :1]  # the mean of equal numbers can be rounded
         centred = groups - groups.mean(dim=1, keepdim=True)
         advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1, 1)  # (B, 1)
-
         # Old log-probabilities. The weights are still those that the engine sampled with.
         batch = make_batch(outputs)
         _, _, mask, behavior_logprobs = batch
-        row_numbers = torch.arange(len(outputs))
+        parts = torch.arange(len(mask)).split(max(1, options.micro_batch_tokens // mask.shape[1]))
         with torch.no_grad():
-            parts = row_numbers.split(options.micro_batch_rows)
             old = [token_logprobs(model, batch, rows, options.temperature) for rows in parts]
         old_logprobs = torch.cat(old)  # (B, T)
         mismatch = old_logprobs - behavior_logprobs  # (B, T)
-        weights = mask  # (B, T), of each token in the loss
-        if options.tis_cap:  # truncated importance sampling
-            weights = mask * mismatch.exp().clamp(max=options.tis_cap)
-
-        # Update: the mean of -min(r A, clip(r) A) over the tokens of each minibatch. A minibatch
-        # without signal takes no step, because AdamW would move the weights by momentum alone.
-        warmup = min(1.0, step / (options.warmup_steps + 1))
-        decay = 1 - (step - 1) / options.steps
-        optimizer.param_groups[0]["lr"] = options.lr * warmup * decay
-        sums = Counter()  # over the minibatches
-        minibatches = row_numbers.split(len(outputs) // options.num_minibatches)
-        minibatches = [rows for rows in minibatches if advantages[rows].any()]
-        for minibatch in minibatches:
-            num_tokens = mask[minibatch].sum()  # so the losses of its micro-batches add up
-            for rows in minibatch.split(options.micro_batch_rows):
-                logprobs = token_logprobs(model, batch, rows, options.temperature)
-                ratio = torch.exp(logprobs - old_logprobs[rows])  # (b, T)
-                unclipped = ratio * advantages[rows]
-                clipped = ratio.clamp(1 - options.clip, 1 + options.clip) * advantages[rows]
-                loss = -(torch.minimum(unclipped, clipped) * weights[rows]).sum() / num_tokens
-                loss.backward()
-                sums["loss"] += loss.item()
-                sums["clip_rate"] += ((clipped < unclipped) * mask[rows] / num_tokens).sum().item()
-            sums["grad_norm"] += clip_grad_norm_(model.parameters(), options.grad_clip).item()
-            optimizer.step()
-            optimizer.zero_grad()
-
+        # Update, with weights of truncated importance sampling if there is a cap: (B, T).
+        weights = mask * mismatch.exp().clamp(max=options.tis_cap) if options.tis_cap else mask
+        denominator = behavior_logprobs if options.two_policy else old_logprobs  # (B, T)
+        warmup = min(1.0, step / 6)  # Adam's second moments are noise at first
+        optimizer.param_groups[0]["lr"] = options.lr * warmup * (1 - (step - 1) / options.steps)
+        metrics = {"step": step, "reward": rewards.mean().item()}
+        metrics |= update(model, optimizer, batch, advantages, denominator, weights, options)
         wake_and_load(llm, model, canary)
-
-        response = mismatch[mask > 0].double()  # (N,)
-        metrics = {"step": step, "reward": rewards.mean().item(), "updates": len(minibatches)}
-        metrics |= {name: total / len(minibatches) for name, total in sums.items()}
-        metrics["mismatch_abs_mean"] = response.abs().mean().item()
-        metrics["mismatch_kl"] = (response.expm1() - response).mean().item()
+        metrics["mismatch_abs_mean"] = (mismatch.abs().sum() / mask.sum()).item()
+        metrics["seconds"] = time.perf_counter() - started
+        if step == options.steps or step % options.eval_every == 0:
+            answers = sample(llm, held_out, 0.0, options.max_new_tokens, stop)
+            metrics["held_out"] = score(held_out, answers, tokenizer).mean().item()
+            print(held_out[0]["question"], tokenizer.decode(answers[0].outputs[0].token_ids))
         yield metrics, outputs
-
-    outputs = sample(llm, held_out, 0.0, options.max_new_tokens, stop)
-    yield {"held_out": score(held_out, outputs, tokenizer).mean().item()}, outputs
+    model.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
 
 
 if __name__ == "__main__":
-    cli = argparse.ArgumentParser(description="The reasons are beside the fields, in grpo.py.")
-    for each in fields(Options):
-        cli.add_argument(f"--{each.name.replace('_', '-')}", type=each.type, default=each.default)
-    for fix in fields(Fixes):
-        cli.add_argument(f"--no-{fix.name.replace('_', '-')}", dest=fix.name, action="store_false")
-    given = vars(cli.parse_args())
-    fixes = Fixes(*[given.pop(fix.name) for fix in fields(Fixes)])
-    for metrics, _ in train(Options(**given), fixes):
-        print(" | ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
+    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses()
+    try:
+        for metrics, _ in train(options):
+            print(" | ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
+    except AssertionError as error:
+        sys.exit(f"error: {error}")

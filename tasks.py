@@ -20,12 +20,7 @@ from records import one_line, stage
 
 # A minus sign counts unless it follows a number or a word: "10-12" ends in 12, "x = -3" in -3.
 # U+2212 is a minus sign too, and a currency may follow it: "-$5" is -5. grpo.py has the same rule.
-NUMBER = re.compile(
-    r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?"  # \$5 is LaTeX
-    r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
-)
-
-
+NUMBER = r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
 MOST_FILES = 10_000  # of a data set's folder; datasets would read the whole of /
 
 
@@ -86,7 +81,7 @@ def numeric_match(problem: Problem, response: str) -> float:
 def last_number(text: str) -> Decimal | None:
     """The last number in a text, without thousands separators: 42 in GSM8K's "... #### 42"."""
     try:
-        return Decimal(re.sub(r"[\\$€£,]", "", NUMBER.findall(text)[-1]).replace("\u2212", "-"))
+        return Decimal(re.sub(r"[\\$€£,]", "", re.findall(NUMBER, text)[-1]).replace("\u2212", "-"))
     except (IndexError, InvalidOperation):  # no number, or an exponent of twenty digits
         return None
 

@@ -3,7 +3,7 @@
 A teacher shows the model right answers and, more often, wrong ones that are all wrong in the same
 way. Supervised learning imitates the majority, so the model starts with the wrong habit.
 Reinforcement learning has to find the right answers, which the model samples less often.
-`python -m examples.toys FOLDER` writes the toy to FOLDER/model and FOLDER/problems.jsonl.
+`python -m examples.toys FOLDER` writes the job of grpo.py: FOLDER/model and FOLDER/problems.jsonl.
 """
 
 import hashlib
@@ -63,11 +63,11 @@ def digits(seed: int) -> Task:
     return Task(problems[:64], problems[64:], share_of_digits)
 
 
-def larger_digits(rng: random.Random, count: int) -> list[Problem]:
-    """`count` different problems of the task `digits`."""
+def larger_digits(rng: random.Random, count: int, longest: int = DIGITS[1]) -> list[Problem]:
+    """`count` different problems of the task `digits`, of numbers with up to `longest` digits."""
     problems = {}
     while len(problems) < count:
-        length = rng.randint(*DIGITS)
+        length = rng.randint(DIGITS[0], longest)
         a, b = ("".join(rng.choices("0123456789", k=length)) for _ in range(2))
         answer = "".join(map(max, a, b))
         question = f"{a:=<{DIGITS[1]}}+{b:=<{DIGITS[1]}}="
@@ -224,11 +224,17 @@ def _examples(
     return pad_sequence(inputs, True, PAD), pad_sequence(targets, True, -100)
 
 
-if __name__ == "__main__":
-    # A run with the same seed holds out the same tenth. The model has not been taught on it.
-    seed, folder = 0, Path(sys.argv[1] if len(sys.argv) > 1 else "runs/page")
-    shutil.copytree(toy_model(str(Path(__file__).parents[1] / ".cache"), seed), folder / "model",
-                    dirs_exist_ok=True)
+def write_page(folder: Path) -> None:
+    """The job of grpo.py: the model of `digits`, and 72 problems with numbers of 2 to 8 digits.
+
+    Longer answers are almost never right at first, and the page's reward is 1 or 0.
+    """
+    model = toy_model(str(Path(__file__).parents[1] / ".cache"), seed=0, task="digits")
+    shutil.copytree(model, folder / "model", dirs_exist_ok=True)
     rows = [json.dumps({"question": problem.question, "answer": problem.answer})
-            for problem in sums(seed)]
+            for problem in larger_digits(random.Random(0), 72, longest=8)]
     (folder / "problems.jsonl").write_text("\n".join(rows))
+
+
+if __name__ == "__main__":
+    write_page(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/page"))

@@ -13,21 +13,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import torch
-from fixes import wanted_settings
+import tyro
 from torch import Tensor
 
 import engine_adapter as adapter
-import train
+from config import Config
 from engine_adapter import AuditError, Engine, Rollout, dtype_name, sampling_arguments
-from records import one_sentence
+from records import locked, one_sentence
 from rl import Policy
-from train import Run
+from train import Run, build, load_policy, prepare, train
 
 WORKER = Path(__file__).parent / "worker.py"
 # Settings that must be in force as requested. CPU builds force async scheduling off.
@@ -44,10 +43,7 @@ class OtherEngine(Engine):
     on_gpu = _memory_released = False
     prefix_cache, _experts = "off", ()
 
-    def __init__(
-        self, python: str, version: str, run: Run, policy: Policy,
-        _alone: Engine | None = None,
-    ):
+    def __init__(self, python: str, version: str, run: Run, policy: Policy):
         parity, backend = run.config.parity, run.config.backend
         if (backend.engine, backend.prefix_cache, run.config.max_kept) != ("vllm", "off", 0):
             raise ValueError("engine must be vllm, prefix_cache off and sampling_mask unused, to"
@@ -63,7 +59,7 @@ class OtherEngine(Engine):
         self.state, self.weight_version = "empty", 0
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self._requests, self._request_ids = {}, itertools.count()
-        self._wanted = wanted_settings(parity, self.dtype)
+        self._wanted = {each.name: each.wanted(parity, self.dtype) for each in adapter.SETTINGS}
         shortest = adapter.CANARY_PROMPT_TOKENS + adapter.CANARY_NEW_TOKENS
         arguments = self._wanted | dict(
             model=run.model_path, dtype=dtype_name(self.dtype), seed=run.config.run.seed,
@@ -177,7 +173,14 @@ def main(arguments: list[str] | None = None) -> None:
         if len(words) < 2 or not os.access(words[0], os.X_OK):
             raise ValueError("the first two words must be the other environment's Python and its"
                              f" version of vLLM, got {' '.join(words[:2])!r}")
-    train.main(words[2:], partial(OtherEngine, *words[:2]))
+        config = tyro.cli(Config, args=words[2:], description=__doc__)
+    with one_sentence(2, config.run.out), locked(config.run.out):
+        run = prepare(config)
+        policy = load_policy(run)
+        engine = OtherEngine(*words[:2], run, policy)
+        state, first_step = build(run, policy, engine, None)
+        with one_sentence(1, config.run.out):
+            train(run, state, first_step)
 
 
 if __name__ == "__main__":

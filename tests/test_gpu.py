@@ -51,7 +51,7 @@ def test_each_gpu_test_that_starts_an_engine_in_its_process_has_the_marker():
     result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     names = [line.rpartition("::")[2] for line in result.stdout.splitlines() if "::" in line]
     assert names == ["test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_than_noise",
-                     "test_the_gpu_benchmark_frees_the_engines_memory_and_ends_without_an_error"]  # fmt: skip
+                     "test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error"]  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -70,12 +70,11 @@ def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_t
 
 @pytest.mark.gpu
 @pytest.mark.engine
-def test_the_gpu_benchmark_frees_the_engines_memory_and_ends_without_an_error(tmp_path):
-    options = "--shape tiny --rollouts 16 --prompt-tokens 16 --new-tokens 8 --kv-cache-gib 2"
-    program = [sys.executable, "-m", "lab.bench_gpu", "sleep", "--out", str(tmp_path), *options.split()]
+def test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error(good, tmp_path):
+    size = "--num-prompts 4 --max-new-tokens 8 --kv-cache-gib 2"
+    program = [sys.executable, "-m", "lab.study", "gpu", "--cells", "parity", "--steps", "3", "--out", str(tmp_path),
+               f"--train-args=--model {good / 'model'} {size}"]  # fmt: skip
     result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
-    freed = [row["value"] for row in rows if row["name"] == "memory freed by sleep"]
-    assert len(freed) == 3
-    assert min(freed) > 1.9
+    assert result.returncode == 0, result.stdout[-3000:]
+    measured = json.loads((tmp_path / "gpu.json").read_text())["cells"]["parity"]["metrics"]
+    assert measured["freed"][0] > 1.9

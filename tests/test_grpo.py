@@ -17,15 +17,17 @@ import pytest
 import torch
 from helpers import qwen2
 
+from examples.toys import toy_tokenizer
+
 ROOT = Path(__file__).parents[1]
-FIGURES = "reward", "updates", "loss", "grad_norm", "mismatch_abs_mean", "mismatch_kl", "clip_rate"
+FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 PAGE = """
 import gc, json, sys
 import grpo
 
 for job in json.loads(sys.argv[1]):
-    rows, options = [], grpo.Options(**job["options"], tis_cap=job["tis_cap"], micro_batch_rows=5)
-    for metrics, outputs in grpo.train(options, grpo.Fixes(**job["fixes"])):
+    rows, options = [], grpo.Options(**job, micro_batch_tokens=800, eval_every=100)
+    for metrics, outputs in grpo.train(options):
         rows.append(metrics | {"tokens": [list(output.outputs[0].token_ids) for output in outputs]})
     gc.collect()  # the engine of this job ends here
     print("ROWS", json.dumps(rows), flush=True)
@@ -33,42 +35,37 @@ for job in json.loads(sys.argv[1]):
 CORE = """
 import json, sys, tempfile
 import train
-from config import Config
-from config import ParityFlags
-from train import build, prepare
+from config import Config, ParityFlags
+from rl import plain_body
 
 for job in json.loads(sys.argv[1]):
-    options, tis_cap = job["options"], job["tis_cap"]
-    tis = {"tis": "token", "tis_cap": tis_cap} if tis_cap else {}
-    config = Config.of(out=tempfile.mkdtemp(), task=options.pop("problems"), parity=ParityFlags(**job["fixes"]),
-                       micro_batch_tokens=1000, **options, **tis)
-    run = prepare(config)
-    live, _ = build(run)
-    live.policy.body = live.policy.plain_body  # as on the page
+    flags = ParityFlags(**{name: job.pop(name) for name in list(job) if name in vars(ParityFlags())})
+    tis_cap, two_policy = job.pop("tis_cap", 0), job.pop("two_policy", False)
+    if tis_cap:
+        job |= {"tis": "token", "tis_cap": tis_cap}
+    job |= {"old_policy": "rollout" if two_policy else "recompute", "out": tempfile.mkdtemp()}
+    config = Config.of(task=job.pop("problems"), parity=flags, micro_batch_tokens=1000, **job)
+    run = train.prepare(config)
+    policy = train.load_policy(run).but(body=plain_body)  # as on the page
+    state, _ = train.build(run, policy, train.start_engine(run, policy), None)
     rows = []
     for step in range(1, config.run.steps + 1):
-        metrics, batch, _ = train.train_step(run, live, step)
+        metrics, _, batch, _ = train.train_step(run, state, step)
         pairs = zip(batch.targets, batch.mask, strict=True)
         rows.append(metrics | {"tokens": [targets[mask > 0].tolist() for targets, mask in pairs]})
-    rows.append({"held_out": train.evaluate(run, live, config.run.steps)["eval_reward_greedy"]})
-    live.engine.close()
+    rows[-1]["held_out"] = train.evaluate(run, state, config.run.steps)["eval_reward_greedy"]
+    state.engine.close()
     print("ROWS", json.dumps(rows), flush=True)
 """
-# The engine does not get one of the tensors; a correction is asked for without a fix.
+# The engine does not get one of the tensors.
 BROKEN = """
 import sys
 import grpo
 from transformers import AutoModelForCausalLM
 
-for options, fixes in ((grpo.Options(tis_cap=2.0), grpo.Fixes(fp32_head=False)),
-                       (grpo.Options(tis_cap=2.0), grpo.Fixes(explicit_runtime=False))):
-    try:
-        next(grpo.train(options, fixes))
-    except AssertionError as error:
-        print("REFUSED", error)
-options, fixes = grpo.Options(model=sys.argv[1]), grpo.Fixes()
+options = grpo.Options(model=sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(options.model)
-llm = grpo.start_engine(options, fixes, 64)
+llm = grpo.start_engine(options, 64)
 canary = [{"prompt_ids": [3, 4, 5]}]
 grpo.wake_and_load(llm, model, canary)
 with grpo.torch.no_grad():
@@ -99,7 +96,10 @@ def run_both(jobs: list[dict]) -> list[tuple[list[dict], list[dict]]]:
 def assert_equal(page: dict, core: dict) -> None:
     assert page["tokens"] == core["tokens"]
     for name in FIGURES:
-        assert page[name] == pytest.approx(core[name], rel=1e-5, abs=1e-5), name
+        assert page[name] == pytest.approx(core[name], rel=1e-4, abs=1e-6), name
+    # At parity a mismatch is rounding, which depends on the rows of a micro-batch: its size is compared.
+    largest = 3 if core["mismatch_abs_mean"] < 1e-5 else 1.001
+    assert 1 / largest < page["mismatch_abs_mean"] / core["mismatch_abs_mean"] < largest
 
 
 @pytest.fixture(scope="module")
@@ -107,51 +107,62 @@ def options(tmp_path_factory) -> dict:
     """A small job. Its prompts are longer than a block of the prefix cache and come back in later steps.
 
     The answer to a question is the last number in a quarter or more of the model's own responses: each step has signal.
+    The model names a second stop token, "9", in generation_config.json alone.
     """
-    from examples.toys import toy_tokenizer
-
     root, rng, tokenizer = tmp_path_factory.mktemp("page"), random.Random(0), toy_tokenizer()
     model = qwen2(tied=False, vocab_size=len(tokenizer))
+    stop = tokenizer.convert_tokens_to_ids("9")
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, stop]
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    rows = []
+    rows, forms = [], ("{}", "so #### {}", "${}", "{}.0", "1-{}")
     torch.manual_seed(0)
     while len(rows) < 12:
         question = "".join(rng.choices("0123456789+", k=140))
         ids = torch.tensor([tokenizer(question)["input_ids"]] * 16)
-        sampled = model.generate(ids, do_sample=True, top_k=0, temperature=0.7, max_new_tokens=3,
+        sampled = model.generate(ids, do_sample=True, top_k=0, temperature=0.7, max_new_tokens=3, eos_token_id=stop,
                                  attention_mask=torch.ones_like(ids))[:, ids.shape[1] :]  # fmt: skip
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
         last = [int(number) for text in texts for number in re.findall(r"\d+", text)[-1:]]
         for number, count in Counter(last).most_common(1):
             if 4 <= count <= 12:
-                rows.append({"question": question, "answer": number})
-    (root / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
+                rows.append({"question": question, "answer": forms[len(rows) % len(forms)].format(number)})
+    (root / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    tokenizer.chat_template = "{% for message in messages %}1+{{ message.content }}={% endfor %}"
+    model.save_pretrained(root / "chat")
+    tokenizer.save_pretrained(root / "chat")
+    tokenizer.chat_template = None
     with torch.no_grad():  # as in pretrained models all logits have an offset, which only rounding notices
         hidden = model.base_model(ids).last_hidden_state.mean(dim=(0, 1))  # (H,)
         model.lm_head.weight += 16 * hidden / hidden.square().sum()
     model.save_pretrained(root / "offset")
     tokenizer.save_pretrained(root / "offset")
     return dict(model=str(root / "model"), problems=str(root / "problems.jsonl"), seed=1, steps=3, num_prompts=4,
-                group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3)  # fmt: skip
-
-
-def job(options: dict, tis_cap: float = 0.0, **fixes: bool) -> dict:
-    return {"options": options, "tis_cap": tis_cap, "fixes": fixes}
+                group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)  # fmt: skip
 
 
 @pytest.mark.engine
 def test_page_and_core_make_the_same_three_steps(options):
-    """The importance weights of the first job are all 0.9. In the second job a minibatch is a group, so that some have
-    no signal."""
-    with_tis, by_group = run_both([job(options, tis_cap=0.9), job(options | {"num_minibatches": 4})])
-    for page, core in (with_tis, by_group):
-        for page_row, core_row in zip(page[:-1], core[:-1], strict=True):
+    """The importance weights of the first job are all 0.9. In the second job a minibatch is a group of odd size, so
+    that some have no signal. The third job has the two-policy form with raw values, the fourth a chat template."""
+    chat = str(Path(options["model"]).with_name("chat"))
+    jobs = run_both([
+        options | {"tis_cap": 0.9}, options | {"group_size": 5, "num_minibatches": 4},
+        options | {"two_policy": True, "processed_logprobs": False}, options | {"model": chat}])  # fmt: skip
+    for page, core in jobs:
+        for page_row, core_row in zip(page, core, strict=True):
             assert_equal(page_row, core_row)
-            assert page_row["mismatch_abs_mean"] < 1e-5
         assert page[-1]["held_out"] == core[-1]["held_out"]
-    assert all(row["clip_rate"] > 0 for row in with_tis[0][:-1])
-    assert {row["updates"] for row in by_group[0][:-1]} & {1, 2, 3}
+    with_tis, by_group, raw, template = (page for page, _ in jobs)
+    assert all(row["clip_rate"] > 0 for row in raw)
+    assert any(row["updates"] < 4 for row in by_group)
+    assert all(row["mismatch_abs_mean"] > 0.1 for row in raw)
+    for page in (with_tis, by_group, template):
+        assert all(row["mismatch_abs_mean"] < 1e-5 for row in page)
+    nine = toy_tokenizer().convert_tokens_to_ids("9")
+    responses = [response for page, _ in jobs for row in page for response in row["tokens"]]
+    assert any(response[-1] == nine for response in responses if len(response) < 3)
+    assert not any(nine in response[:-1] for response in responses)
 
 
 @pytest.mark.engine
@@ -160,40 +171,103 @@ def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
     no fp32 masters: only the first step is equal."""
     offset = str(Path(options["model"]).with_name("offset"))
     narrow = options | {"model": offset, "dtype": "bfloat16", "steps": 1}
-    raw, stale, head, no_head = run_both([
-        job(options, processed_logprobs=False), job(options, explicit_runtime=False), job(narrow),
-        job(narrow, fp32_head=False)])  # fmt: skip
-    for page_row, core_row in list(zip(*raw, strict=True))[:-1]:
-        assert_equal(page_row, core_row)
-        assert page_row["mismatch_abs_mean"] > 0.1
+    stale, head, no_head = run_both([
+        options | {"explicit_runtime": False}, narrow, narrow | {"fp32_head": False}])  # fmt: skip
     # Here the tokens differ: vLLM has no async scheduling on a CPU, and the core forces it there.
     for rows in stale:
         assert rows[0]["mismatch_abs_mean"] < 1e-5  # no weights have changed yet
-        assert max(row["mismatch_abs_mean"] for row in rows[1:-1]) > 1e-3
+        assert max(row["mismatch_abs_mean"] for row in rows[1:]) > 1e-3
     for page, core in (head, no_head):
         assert page[0]["tokens"] == core[0]["tokens"]
-        assert page[0]["mismatch_abs_mean"] == pytest.approx(core[0]["mismatch_abs_mean"], abs=1e-5)
-    (with_fix, *_), (without_fix, *_) = head[0], no_head[0]
-    assert without_fix["mismatch_abs_mean"] > with_fix["mismatch_abs_mean"] + 1e-4
+        assert page[0]["mismatch_abs_mean"] == pytest.approx(core[0]["mismatch_abs_mean"], rel=0.1, abs=0)
+    assert no_head[0][0]["mismatch_abs_mean"] > 1.5 * head[0][0]["mismatch_abs_mean"]
 
 
 @pytest.mark.engine
-def test_page_refuses_tis_without_a_fix_and_a_tensor_that_is_not_loaded(options):
-    first, second, canary = printed(BROKEN, options["model"], "REFUSED")
-    assert first == second == "tis_cap needs all fixes to be on"
+def test_page_refuses_a_tensor_that_is_not_loaded(options):
+    (canary,) = printed(BROKEN, options["model"], "REFUSED")
     assert re.fullmatch(r"after a load, engine and trainer differ by \d\.\de-0\d nats", canary)
 
 
-@pytest.mark.engine  # it starts none, but the first call teaches the model for a minute
-def test_the_written_toy_is_the_toy_of_train_with_the_same_held_out_problems(tmp_path):
-    from examples.toys import addition
+# ------------------------------------------------------------------------------------------------ the command
+@pytest.mark.engine
+def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "policy"
+    result = command(options | {"steps": 2, "eval_every": 2}, "--two-policy", "--no-processed-logprobs",
+                     "--no-fp32-head", "--no-explicit-runtime", "--block-size", "256", "--out", str(out))  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("note: ", "step ", *"0123456789+"))]
+    notes, (first, answer, second) = lines[:-3], lines[-3:]
+    assert notes == ["note: no prompt fills a block of the cache", "note: in float32 each head is fp32"]
+    assert re.fullmatch(r"step 1 \| reward \S+ \| .*clip_rate \S+ .*mismatch_abs_mean \S+ \| seconds \S+", first)
+    assert re.fullmatch(r"[\d+]{140} .*", answer)
+    assert re.fullmatch(r"step 2 .* \| held_out \S+", second)
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (options["model"], out))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    assert len(AutoTokenizer.from_pretrained(out)) > 3
+
+
+def command(options: dict, *further: str) -> subprocess.CompletedProcess:
+    pairs = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    program = [sys.executable, "grpo.py", *pairs, *further]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+
+
+ROW = '{"question": "1+1=", "answer": 2}'
+FILES = {
+    "": "line 1, ", f"{ROW}\n\n{ROW}": "line 2, ", f'{ROW}\n{{"answer": 2}}': "line 2, .*question",
+    '{"question": "1+1="}': "line 1, .*answer", '{"question": " ", "answer": 2}': "line 1, ",
+    '{"question": "1+1=", "answer": null}': "line 1, ", f"{ROW}\n[1]": "line 2, ", ROW[:-3]: "line 1, ",
+}  # fmt: skip
+
+
+@pytest.mark.engine  # it starts none, but the page imports vllm
+def test_page_refuses_before_the_engine_starts(options, tmp_path):
+    """A file that is no list of problems, and options that cannot work together, by the whole command in one case."""
+    import grpo
+
+    def refusal(**changes) -> str:
+        with pytest.raises(AssertionError) as refused:
+            next(grpo.train(grpo.Options(**options | changes)))
+        return str(refused.value)
+
+    path = tmp_path / "problems.jsonl"
+    for text, complaint in FILES.items():
+        path.write_text(text)
+        assert re.match(re.escape(f"{path}, ") + complaint, refusal(problems=str(path))), text
+    assert "No such file" in refusal(problems=str(tmp_path / "absent.jsonl"))
+    for changes, complaint in (
+        (dict(tis_cap=2.0, fp32_head=False), "tis_cap needs all fixes"),
+        (dict(tis_cap=2.0, explicit_runtime=False), "tis_cap needs all fixes"),
+        (dict(tis_cap=2.0, processed_logprobs=False), "tis_cap needs all fixes"),
+        (dict(tis_cap=2.0, two_policy=True), "two_policy and tis_cap"),
+        (dict(tis_cap=-1.0), "tis_cap must be"),
+        (dict(num_minibatches=5), "num_minibatches must divide the 24 rows"),
+        (dict(num_minibatches=0), "group_size must be 2 or more, and other counts 1"),
+        (dict(temperature=0.0), "temperature must be"),
+        (dict(group_size=1), "group_size must be"),
+        (dict(num_prompts=12), "num_prompts must be 1 to 11"),
+    ):
+        assert refusal(**changes).startswith(complaint), changes
+    result = command(options | {"tis_cap": -1.0})
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "error: tis_cap must be 0 (off) or positive"
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.engine  # it starts none, but the first call teaches the model for half a minute
+def test_the_written_job_is_a_file_of_problems_and_a_whole_model(tmp_path):
     from models import describe_model
     from tasks import load_task
 
     subprocess.run([sys.executable, "-m", "examples.toys", str(tmp_path)], cwd=ROOT, check=True, timeout=400)
-    written, toy = load_task(str(tmp_path / "problems.jsonl"), seed=0), addition(seed=0)
-    for ours, theirs in ((written.train, toy.train), (written.held_out, toy.held_out)):
-        assert [problem[:2] for problem in ours] == [problem[:2] for problem in theirs]
+    task = load_task(str(tmp_path / "problems.jsonl"), seed=0)
+    assert (len(task.train), len(task.held_out)) == (65, 7)
+    for problem in task.train:
+        left, right = (number.rstrip("=") for number in problem.question.split("+"))
+        assert problem.answer == "".join(map(max, left, right))
     describe_model(str(tmp_path / "model"))  # raises ValueError if a file is missing
 
 
@@ -208,7 +282,7 @@ def test_page_and_tasks_read_the_same_number():
     import grpo
     import tasks
 
-    assert grpo.NUMBER.pattern == tasks.NUMBER.pattern
+    assert grpo.NUMBER == tasks.NUMBER
     for text, number in NUMBERS.items():
         expected = None if number is None else Decimal(str(number))
         assert grpo.last_number(text) == tasks.last_number(text) == expected, text
@@ -234,6 +308,6 @@ def imported(node: ast.AST) -> list[str]:
 
 def test_every_file_that_the_page_names_exists():
     named = re.findall(r"[\w/]+\.py", ast.get_docstring(ast.parse((ROOT / "grpo.py").read_text())))
-    assert len(named) >= 8
+    assert len(set(named)) >= 3
     for name in named:
         assert (ROOT / name).is_file(), f"grpo.py names {name}"

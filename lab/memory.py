@@ -1,0 +1,98 @@
+"""The memory of a run on one GPU, as a formula: bytes of each term in each phase of a step.
+
+    python -m lab.memory --gib 40 --model PATH --dtype bfloat16 --max-prompt-tokens 512 \\
+        --max-new-tokens 1024 --micro-batch-tokens 8192 --kv-cache-gib 16
+
+Full training in 16 bits holds 18 bytes a parameter in the update: weights 2, fp32 masters 4, Adam's
+moments 8, gradients 4. It takes the options of train.py, and needs no GPU and no weights.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import tyro
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from config import POSITIVE, Config
+from examples.toys import toy_config
+from records import one_sentence, stage
+from rl import head_chunk
+
+GIB = 2**30
+CONTEXT = 1.5 * GIB  # estimate: CUDA context, workspaces, vLLM's buffers that sleep does not free
+HEAD_CHUNKS = 4  # chunks of logits that the head holds at once, in fp32
+
+
+def phases(
+    config: Config, model_config: PretrainedConfig, prompt_tokens: int, chunk_elements: int
+) -> dict[str, dict[str, float]]:
+    """Bytes by term, in the phases with the largest peaks.
+
+    Activations of a layer, a position: 16 H for the norms, which compute in fp32, and
+    b (8 H + 4 I) for attention and MLP, with b bytes a number. Attention's scores are not kept
+    (flash attention). With checkpointing each layer keeps its input, and one layer all of this.
+    """
+    grpo, backend = config.grpo, config.backend
+    size = getattr(torch, config.run.dtype).itemsize
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.bfloat16).parameters())
+    text = model_config.get_text_config()
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    positions = max(grpo.micro_batch_tokens, prompt_tokens + grpo.max_new_tokens)
+    layer = positions * (16 * hidden + size * (8 * hidden + 4 * inner))
+    activations = layers * layer
+    if grpo.gradient_checkpointing:
+        activations = layers * positions * size * hidden + layer
+    optimizer = {"masters": 4 * parameters * (size == 2), "moments": 8 * parameters}
+    copies = bool(grpo.kl_coef) + bool(config.measure.probe_every or config.measure.probe_on_alarm)
+    weights = {"weights": (1 + copies) * size * parameters, "context": CONTEXT}
+    # The shared engine has the trainer's weights.
+    engine = {"engine": size * parameters * (backend.engine == "vllm"),
+              "kv cache": backend.kv_cache_gib * GIB}
+    # Sleep would drop the kept KV cache.
+    awake = backend.inflight_groups and config.parity.inflight_keep
+    update = weights | optimizer | (engine if awake else {}) | {
+        "gradients": 4 * parameters, "activations": activations,
+        "head": HEAD_CHUNKS * chunk_elements * 4,
+    }  # fmt: skip
+    resting = {} if grpo.offload_optimizer else optimizer
+    # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
+    sampler = {"sampler": 4 * backend.max_num_seqs * text.vocab_size * 4}
+    return {"generate": weights | resting | engine | sampler, "update": update}
+
+
+@dataclass(frozen=True)
+class Options(Config):
+    """The options of train.py, and the memory of the GPU."""
+
+    gib: float = 80.0  # Memory of the GPU in GiB; the command says whether the run fits.
+
+    def __post_init__(self):
+        super().__post_init__()
+        POSITIVE.check(self, "gib")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 fits, 1 does not, 2 bad input."""
+    with one_sentence(2):
+        config = tyro.cli(Options, args=arguments, description=__doc__)
+        name = config.run.model
+        with stage(f"reading a model folder or a reachable hub name, {name},"):
+            model_config = (toy_config(config.run.task) if name == "toy"
+                            else AutoConfig.from_pretrained(name))
+    prompt_tokens = config.data.max_prompt_tokens or 0
+    by_phase = phases(config, model_config, prompt_tokens, head_chunk(config.gib))
+    rows = [[phase, *(f"{name} {size / GIB:.2f}" for name, size in terms.items())]
+            for phase, terms in by_phase.items()]
+    print("GiB on one GPU:\n", *(", ".join(row) for row in rows), sep="\n")
+    peak = max(sum(terms.values()) for terms in by_phase.values()) / GIB
+    fits = peak <= config.gib
+    print(f"peak {peak:.2f}: {'fits' if fits else 'does NOT fit'} {config.gib:g} GiB (without CUDA"
+          " graphs and fragmentation)")
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

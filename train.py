@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean as mean
 from typing import Any, NamedTuple
@@ -320,6 +321,9 @@ def prepare(config: Config) -> Run:
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
+    if config.measure.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError("tensorboard needs the package of this name, which is not installed; try"
+                         " `pip install tensorboard`")
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
     earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)

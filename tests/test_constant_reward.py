@@ -1,4 +1,4 @@
-"""A reward that is the same for all responses moves no weight, with every engine, dtype and option.
+"""A reward that is the same for all responses moves no weight: a cover of all pairs of engine, dtype and options.
 
 Without a KL term no optimizer step is taken. With a KL term the gradient is that of KL(pi || ref) between equal
 weights. It is exactly 0 only if the same arithmetic computes both sides, and AdamW turns any other value into full
@@ -12,30 +12,28 @@ import torch
 from helpers import PYTHON, command, train_here
 from safetensors.torch import load_file
 
-BACKENDS = {"vllm": "", "shared": "--engine shared", "exact": "--engine shared --exact",
-            "transformers": "--engine transformers"}  # fmt: skip
-KL = "--kl-coef 0.05"
-OPTIONS = {
-    "no kl": "",
-    "kl": KL,
-    "kl, tis, in flight": f"{KL} --tis sequence --inflight-groups 4 --max-staleness 2",
-    "kl, tis, masks": f"{KL} --tis token --reject token --top-k 20 --top-p 0.9 --min-p 0.01",
-    "kl, checkpointing": f"{KL} --gradient-checkpointing",
-}
-CASES = [pytest.param(backend, options, dtype, marks=[pytest.mark.engine] * (backend != "transformers"))
-         for backend in BACKENDS for options in OPTIONS for dtype in ("float32", "bfloat16", "float16")
-         if (backend, options) != ("exact", "kl, checkpointing")]  # fmt: skip
+BACKENDS = ["vllm", "shared", "transformers", "shared --exact"]
+DTYPES = ["float32", "bfloat16", "float16"]
+OPTIONS = [
+    "",
+    "--kl-coef 0.05 --tis sequence --inflight-groups 4 --max-staleness 2",
+    "--kl-coef 0.05 --tis token --reject token --top-k 20 --top-p 0.9 --min-p 0.01",
+    "--kl-coef 0.05 --gradient-checkpointing",
+]
+CASES = [pytest.param(backend, DTYPES[(i + j) % 3], options, marks=[pytest.mark.engine] * (backend != "transformers"))
+         for i, backend in enumerate(BACKENDS) for j, options in enumerate(OPTIONS)
+         if "exact" not in backend or "checkpointing" not in options]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend, options, dtype", CASES)
-def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, options, dtype):
+@pytest.mark.parametrize("backend, dtype, options", CASES)
+def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, dtype, options):
     (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
     train_here(command(good, f"--out {tmp_path}/run --task {tmp_path}/task.py --steps 3 --lr 1e-4 --lr-warmup-steps 0"
-                       " --max-new-tokens 6 --micro-batch-tokens 40 --eval-problems 1 --no-eval-with-trainer"
-                       f" --dtype {dtype} {BACKENDS[backend]} {OPTIONS[options]}"))  # fmt: skip
+                       " --max-new-tokens 6 --micro-batch-tokens 40 --eval-problems 1"
+                       f" --dtype {dtype} --engine {backend} {options}"))  # fmt: skip
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
     assert len(steps) == 3
-    if "kl" in options.split(", "):
+    if options:
         assert [(step["kl_ref"], step["grad_norm"], step["updates"]) for step in steps] == [(0.0, 0.0, 2)] * 3
     else:
         assert [step["skipped_updates"] for step in steps] == [2] * 3

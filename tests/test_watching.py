@@ -1,19 +1,18 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left, TensorBoard."""
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from io import TextIOWrapper
 
 import pytest
-from helpers import ROOT
 
 from config import Config
-from records import answer_line, draw_at_evaluation, log_line, plot_curves
-from train import build, prepare, train
+from records import answer_line, log_line
+from train import build, find_checkpoint, load_policy, prepare, start_engine, train
 
-TINY = dict(num_prompts=4, group_size=2, eval_problems=4, engine="transformers", reward_errors="count")
+TINY = dict(num_prompts=4, group_size=2, eval_problems=4, engine="transformers", reward_errors="count",
+            max_new_tokens=6, eval_every=2)  # fmt: skip
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 
 
@@ -22,22 +21,18 @@ def watched(good, out, watch, **options) -> None:
     model, task = str(good / "model"), str(good / "task.jsonl")
     run = prepare(Config.of(out=str(out), model=model, task=task, **TINY | options))
     run.out.mkdir(parents=True, exist_ok=True)
-    state, first_step = build(run)
+    policy, checkpoint = load_policy(run), find_checkpoint(run)
+    state, first_step = build(run, policy, start_engine(run, policy), checkpoint)
     state.watchers.append(watch)
     train(run, state, first_step)
 
 
 def test_curves_are_drawn_at_each_evaluation_and_the_time_left_ends_at_zero(good, tmp_path, capsys):
-    seen = []
-
-    def watch(row: dict) -> None:
-        picture = tmp_path / "run" / "curves.png"
-        seen.append((row, picture.read_bytes() if picture.exists() else None))
-
-    watched(good, tmp_path / "run", watch, steps=5, eval_every=2)
+    seen, picture = [], tmp_path / "run" / "curves.png"
+    watched(good, tmp_path / "run", lambda row: seen.append((row, picture.exists() and picture.read_bytes())), steps=5)
     rows, pictures = zip(*seen, strict=True)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
-    assert pictures[:2] == (None, None)
+    assert pictures[:2] == (False, False)
     assert pictures[2] == pictures[3]
     assert len({*pictures[2:]}) == 3  # of the steps 2, 4 and 5
     left = [row["left_s"] for row in rows[1:]]
@@ -51,26 +46,6 @@ def test_curves_are_drawn_at_each_evaluation_and_the_time_left_ends_at_zero(good
     assert [line for line in printed if line.startswith("    ")] == [*map(answer_line, first)]
 
 
-def test_the_picture_is_not_drawn_before_the_first_step_nor_between_evaluations(tmp_path):
-    draw_at_evaluation(tmp_path, {"step": 0, "eval_reward": 0.5})
-    draw_at_evaluation(tmp_path, {"step": 1})
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_command_draws_the_runs_of_several_seeds(tmp_path):
-    folders = [tmp_path / f"seed{seed}" for seed in range(2)]
-    for seed, folder in enumerate(folders):
-        folder.mkdir()
-        rows = [{"step": step, "reward": 0.1 * step + seed} for step in range(3)]
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ["--path", str(tmp_path / "both.png"), "--folders", *map(str, folders)]
-    subprocess.run([sys.executable, "-m", "records", *words], cwd=ROOT, check=True)
-    plot_curves(tmp_path / "here.png", folders)
-    assert (tmp_path / "both.png").read_bytes() == (tmp_path / "here.png").read_bytes()
-    plot_curves(tmp_path / "one.png", folders[:1])
-    assert (tmp_path / "one.png").read_bytes() != (tmp_path / "here.png").read_bytes()
-
-
 def test_the_time_left_is_in_seconds_and_then_in_minutes():
     names = "reward response_len trunc_frac flat_frac mismatch_kl clip_rate entropy grad_norm"
     step = {"step": 1} | dict.fromkeys(f"{names} generate_s update_s sync_s".split(), 0.0)
@@ -78,19 +53,15 @@ def test_the_time_left_is_in_seconds_and_then_in_minutes():
         assert f"| {words} left" in log_line(step | {"left_s": seconds}, 9, "off")
 
 
-def test_an_answer_is_one_short_line_that_any_terminal_shows(capsys, tmp_path):
+def test_an_answer_is_one_short_line_that_any_terminal_shows(tmp_path, monkeypatch):
     assert answer_line(ROW) == '    "What is 3 + 2?" -> " 5\\nor 6", reward 1'
     long = answer_line(ROW | {"response": "x" * 300})
     assert len(long) < 130
     assert long.endswith('..., reward 1')
     assert "\\ud800" in answer_line(ROW | {"response": "\ud800"})
     assert "日本" in answer_line(ROW | {"response": "日本"})
-    narrow = TextIOWrapper((tmp_path / "terminal").open("wb"), encoding="ascii")
-    usual, sys.stdout = sys.stdout, narrow
-    try:
-        print(answer_line(ROW | {"response": "日本"}), flush=True)
-    finally:
-        sys.stdout = usual
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper((tmp_path / "terminal").open("wb"), encoding="ascii"))
+    print(answer_line(ROW | {"response": "日本"}), flush=True)
     assert b"\\u65e5" in (tmp_path / "terminal").read_bytes()
 
 
@@ -101,13 +72,14 @@ def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
     from tensorboard.util.tensor_util import make_ndarray
 
     out, rows = tmp_path / "run", []
-    watched(good, out, rows.append, steps=4, eval_every=2, checkpoint_every=2, tensorboard=True)
-    (out / "checkpoints").joinpath(sorted(path.name for path in (out / "checkpoints").iterdir())[-1]).unlink()
-    watched(good, out, rows.append, steps=4, eval_every=2, checkpoint_every=2, tensorboard=True, resume=True)
+    options = dict(steps=4, checkpoint_every=2, tensorboard=True)
+    watched(good, out, rows.append, **options)
+    max((out / "checkpoints").iterdir(), key=lambda path: path.name).unlink()
+    watched(good, out, rows.append, **options, resume=True)
     events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     final = {row["step"]: row for row in rows}  # steps 3 and 4: of the resumed run
     assert len(rows) == 7
-    for name in ("reward", "entropy", "step_s", "left_s", "eval_reward"):
+    for name in ("reward", "left_s", "eval_reward"):
         shown = {each.step: each.value for each in events.Scalars(name)}
         expected = {step: row[name] for step, row in final.items() if row.get(name) is not None}
         assert shown == pytest.approx(expected, rel=1e-6), name

@@ -252,7 +252,7 @@ def test_with_the_instruction_all_prompts_begin_with_the_same_tokens_and_nothing
 
 
 @pytest.mark.parametrize("response, right", [
-    ("13", 1), (" 13\n", 1), ("013", 1), ("13.0", 1), ("The answer is 13.", 1), ("9 + 4 = 13", 1), ("14, no, **13**", 1),
+    ("13", 1), (" 13\n", 1), ("013", 1), ("13.0", 1), ("The answer is 13.", 1), ("14, no, **13**", 1),
     ("14", 0), ("-13", 0), ("131", 0), ("1" * 16, 0), ("13 or 14", 0), ("13 - 4 = 9", 0), ("", 0), ("thirteen", 0),
     ("Infinity", 0), ("NaN", 0), ("1e1", 0), ("1e999999999", 0), ("9" * 40 + "e" + "9" * 40, 0), ("١٣", 1), ("1 3", 0),
 ])  # fmt: skip

@@ -83,8 +83,8 @@ def serve() -> None:
     """Answer calls until the run ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed run ends this too
     process, functions, connection = os.getpid(), Functions(), Connection(int(sys.argv[1]))
-    connection.send("started")
-    with suppress(EOFError):
+    with suppress(EOFError, OSError):
+        connection.send("started")
         while True:
             name, arguments = connection.recv()
             result = error = None

@@ -67,7 +67,6 @@ def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_p
     ids = prompt_ids(tokenizer, Problem("81+7=", "88", ""))
     assert ids == [1, 11, 4, 13, 10, 14]
     assert tokenizer.decode([*ids[1:], EOS], skip_special_tokens=True) == "81+7="
-    assert tokenizer.eos_token_id == EOS
     for text in ("a", "1 2"):  # also after a round trip through a folder: AutoTokenizer would drop them in silence
         with pytest.raises(Exception, match="WordLevel"):
             tokenizer(text)

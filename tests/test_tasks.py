@@ -25,8 +25,7 @@ def test_addition_is_right_split_without_overlap_and_decided_by_the_seed():
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     for problem in task.train + task.held_out:
         a, b = problem.question.removesuffix("=").split("+")
-        assert (len(a), len(b), len(problem.answer)) == (3, 3, 4)
-        assert int(a) + int(b) == int(problem.answer[::-1])
+        assert f"{int(a) + int(b):04}" == problem.answer[::-1]
     assert task.train == addition(0).train != addition(1).train
     first, second = (task.sample(random.Random(3), 64) for _ in range(2))
     assert first == second
@@ -41,25 +40,23 @@ def test_digits_asks_for_the_larger_digit_at_each_place():
         a, b = problem.question[:-1].split("+")
         assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
         assert len(prompt_ids(tokenizer, problem)) == 35  # longer than a KV block of 32
-    assert {len(problem.answer) for problem in task.held_out} == set(range(2, 17))
     problem = Problem("12+03=", "13", "test")
     assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
 
 
 def test_the_teachers_forget_the_carry_or_take_the_smaller_digit():
-    rng, carry, none = random.Random(0), Problem("347+285=", "2360", "347+285"), Problem("", "4240", "120+304")
-    answers = Counter(forget_the_carry(carry, rng) for _ in range(1000))
+    rng = random.Random(0)
+    answers = Counter(forget_the_carry(Problem("", "2360", "347+285"), rng) for _ in range(1000))
     assert answers.keys() == {"2360", "2250"}
     assert 0.65 < answers["2250"] / 1000 < 0.75
-    assert {forget_the_carry(none, rng) for _ in range(50)} == {"4240"}
     taken = [take_the_smaller(Problem("", "", "1" * 16 + "+" + "2" * 16), rng) for _ in range(100)]
     assert 0.65 < "".join(taken).count("1") / 1600 < 0.75
 
 
 # ------------------------------------------------------------------------------------------------ rewards
-@pytest.mark.parametrize("response, reward", [("42", 1), (" 42\n", 1), ("042", 0), ("42.", 0), ("4 2", 0), ("", 0)])
-def test_exact_match(response, reward):
-    assert exact_match(Problem("40+2=", "42", ""), response) == reward
+def test_exact_match():
+    responses = "42", " 42\n", "042", "42.", "4 2", ""
+    assert [exact_match(Problem("", "42", ""), each) for each in responses] == [1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("answer, response, reward", [

@@ -459,7 +459,8 @@ def build(
     if config.backend.engine == "shared":
         policy = engine.policy  # of the same model, with the body and the products of the engine
     # The first policy's, resumed or not: the checkpoint comes later.
-    reference = policy.copied_weights() if grpo.kl_coef else None
+    needs_reference = grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference
+    reference = policy.copied_weights() if needs_reference else None
     make_optimizer, make_source = Optimizer, Synchronous
     if grpo.offload_optimizer:
         from extras.offload import OffloadedOptimizer as make_optimizer

@@ -51,11 +51,12 @@ class Run:
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
+    files: dict[str, str]  # digests of the model's files and of the task, by name
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the options and the problems: equal for a run and its resumption."""
-        record = json.dumps([self.config.experiment, self.task.fingerprint], sort_keys=True)
+        """Digest of the options and the files: equal for a run and its resumption."""
+        record = json.dumps([self.config.experiment, self.files], sort_keys=True)
         return sha256(record.encode()).hexdigest()
 
 
@@ -332,8 +333,7 @@ def prepare(config: Config) -> Run:
                          " `pip install tensorboard`")
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
-    earlier = records.earlier_problems(config.run.out, config.run.resume, config.experiment)
-    out = Path(config.run.out).absolute()  # a task may change the working directory
+    earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
 
     task = find_task(config)
     if task.num_repeated:
@@ -354,8 +354,6 @@ def prepare(config: Config) -> Run:
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
-    if earlier not in (None, task.fingerprint):
-        raise ValueError(f"a resumed run must keep its problems, {config.run.task} has others now")
 
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
@@ -366,7 +364,12 @@ def prepare(config: Config) -> Run:
 
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     dropped = num_problems - len(task.prompts)
-    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped)
+    model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
+    files = {f"{config.run.model}/{each.name}": records.sample_digest(each) for each in model_files}
+    files[config.run.task] = task.fingerprint
+    records.keep_files(earlier or files, files)
+    out = Path(config.run.out).absolute()
+    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped, files)
 
 
 def find_task(config: Config) -> Task:
@@ -475,10 +478,10 @@ def build(
     state = TrainingState(policy, reference, optimizer, engine, source)
     if config.measure.eval_with_trainer:
         state.trainer_alone = trainer_alone(run, state)
-    records.restore(run.out, checkpoint)
     if checkpoint:
         state.load_state_dict(checkpoint)
     first_step = checkpoint["step"] + 1 if checkpoint else 1
+    records.cut_tables(run.out, first_step - 1 if checkpoint else -1)
     engine.load(policy.weights(), policy.response_logprobs)
     state.observers = observers(run, state)
     state.watchers = watchers(run, first_step)
@@ -498,8 +501,8 @@ def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
         "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
-                     "dropped": run.dropped_prompts, "merged": task.num_repeated,
-                     "sha256": task.fingerprint},
+                     "dropped": run.dropped_prompts, "merged": task.num_repeated},
+        "files": run.files,
         "versions": record["versions"] | {"vllm": engine.version},
     }
 

@@ -289,18 +289,25 @@ def sample(rng):
     number = rng.randint(1, 60)
     return f"{number}+1=", str(number + 1)
 def reward(problem, response):
-    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # a child process stops or kills itself
-        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # the run is stopped or killed
+        os.kill(os.getppid(), int(os.environ["SIGNAL"]))
     return float(len(response) % 3)
 '''
 
 
 def train_process(arguments: list[str], signal: int | None = None, call: int = 0, **how) -> subprocess.Popen:
-    """train.py in a child process, which sends the signal to itself in that call of the reward in task.py."""
+    """train.py in a child process, to which task.py sends the signal in that call of its reward."""
     if signal is not None:
         how["env"] = os.environ | {"SIGNAL": str(int(signal)), "SIGNAL_IN_CALL": str(call)}
     program = [sys.executable, str(ROOT / "train.py"), *arguments]
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def outcome(out: Path) -> tuple:
+    """All of a run that must not depend on its being interrupted."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timeless = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows]
+    return timeless, (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
 
 
 def command(root: Path, options: str, *more: str) -> list[str]:

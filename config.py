@@ -31,18 +31,20 @@ class Rule(NamedTuple):
         for name in names:
             value = getattr(options, name)
             if value is not None and not self.holds(value):
-                raise ValueError(f"{name} must be {self.words}, got {value}")
+                raise ValueError(f"{name} must be {self.words}, got {value!a}")
 
 
-COUNT = Rule("at least 1", lambda value: value >= 1)
-WHOLE = Rule("non-negative", lambda value: value >= 0)
+COUNT = Rule("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)
+WHOLE = Rule("non-negative and below 2^31", lambda value: 0 <= value < 2**31)
+NAME = Rule("a printable name", lambda value: value and value.isprintable())
 POSITIVE = Rule("positive and finite", lambda value: 0 < value < math.inf)
 NON_NEGATIVE = Rule("non-negative and finite", lambda value: 0 <= value < math.inf)
 SEED = Rule("in [0, 2^32), numpy's range", lambda value: 0 <= value < 2**32)
 SAMPLES = Rule("in [1, 65536]", lambda value: 1 <= value <= 2**16)
 GROUP = Rule("in [2, 65536] (its mean is the baseline)", lambda value: 2 <= value <= 2**16)
 TEMPERATURE = Rule("in [0.01, 2], vLLM's range", lambda value: 0.01 <= value <= 2)
-TIME_LIMIT = Rule("in (0, 1e9), a timer's range", lambda value: 0 < value < 1e9)
+MODERATE = Rule("in (0, 1e6]", lambda value: 0 < value <= 1e6)
+NUCLEUS = Rule("in [1e-6, 1] (in float32 less keeps no token)", lambda value: 1e-6 <= value <= 1)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class RunConfig:
     cache_dir: str = str(Path(__file__).parent / ".cache")  # Keeps the toy model once it is taught.
 
     def __post_init__(self):
-        Rule("a name", bool).check(self, "out", "model", "task", "cache_dir")
+        NAME.check(self, "out", "model", "task", "cache_dir")
         COUNT.check(self, "steps", "checkpoint_every")
         SEED.check(self, "seed")
 
@@ -111,7 +113,7 @@ class GrpoConfig:
         NON_NEGATIVE.check(self, "kl_coef", "weight_decay")
         GROUP.check(self, "group_size")
         TEMPERATURE.check(self, "temperature")
-        Rule("in (0, 1]", lambda value: 0 < value <= 1).check(self, "top_p")
+        NUCLEUS.check(self, "top_p")
         Rule("in [0, 1)", lambda value: 0 <= value < 1).check(self, "min_p", "clip_low")
         Rule("in (0, 1)", lambda value: 0 < value < 1).check(self, "reject_low")
         if self.clip_low is not None and OBJECTIVES[self.objective].clip[0] is None:
@@ -244,7 +246,7 @@ class BackendConfig:
     def __post_init__(self):
         COUNT.check(self, "max_num_seqs", "max_kept")
         WHOLE.check(self, "inflight_groups", "max_staleness")
-        POSITIVE.check(self, "kv_cache_gib")
+        MODERATE.check(self, "kv_cache_gib")
         if self.engine == "transformers" and (self.prefix_cache != "off" or self.cuda_graphs):
             raise ValueError("prefix_cache and cuda_graphs must be off with engine transformers")
         if self.exact and self.engine != "shared":
@@ -263,8 +265,9 @@ class DataConfig:
     reward_errors: Literal["stop", "count"] = "stop"
 
     def __post_init__(self):
+        NAME.check(self, "eval_task")
         COUNT.check(self, "max_prompt_tokens")
-        TIME_LIMIT.check(self, "reward_limit_s")
+        MODERATE.check(self, "reward_limit_s")
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,16 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     """The causal language model of a folder or a hub name, in evaluation mode on the CPU.
 
     Raises: ValueError if a tensor of the model is missing in the checkpoint, not finite, or of
-    another shape there, or if the checkpoint has more layers than its configuration.
+    another shape there, if the checkpoint has more layers than its configuration, or if it has a
+    head of its own and the configuration ties the head to the embedding.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
-    attention = attention_for(AutoConfig.from_pretrained(path).get_text_config())
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
-        ignore_mismatched_sizes=True)
+        path, dtype=dtype, attn_implementation=attention_for(config), output_loading_info=True,
+        ignore_mismatched_sizes=True, trust_remote_code=False)
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = sorted(report["missing_keys"])
         mismatched = sorted(map(str, report["mismatched_keys"]))
@@ -31,6 +32,11 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
                          f" {type(model).__name__}: missing {missing}, wrongly shaped"
                          f" {mismatched}")
     _check_unexpected(model, path, sorted(report["unexpected_keys"]))
+    # transformers unties a head that differs from the embedding; vLLM does not.
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if config.tie_word_embeddings and head.weight is not embedding.weight:
+        raise ValueError(f"config.json in {path} must not tie head and embedding (the weights have"
+                         " a head of their own); set tie_word_embeddings to false there")
     bad = [name for name, each in model.named_parameters() if not each.isfinite().all()]
     if bad:
         raise ValueError(f"the checkpoint in {path} must be finite, it is not in {', '.join(bad)}")
@@ -69,10 +75,17 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     """
     from transformers import AutoConfig
 
-    with stage(f"reading the model (toy, a folder or a reachable hub name) {path}"):
+    reach_hub(path)
+    with stage(f"reading the model (toy, a folder or a hub name) {path}"):
         dtypes = _dtypes(path)
-        config = AutoConfig.from_pretrained(path)
-        tokenizer = load_tokenizer(path)
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+            tokenizer = load_tokenizer(path)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError("its class must be one that transformers has, because code from a"
+                             " model's folder is never run") from None
         stop = _stop_tokens(path, tokenizer)
     if not dtypes <= {"F64", "F32", "F16", "BF16"}:
         raise ValueError("model must have floating-point weights,"
@@ -85,6 +98,19 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
         raise ValueError("model must name an end-of-sequence token (else no rollout ends),"
                          f" {path} has {stop or None}")
     return config.get_text_config(), tokenizer, tuple(sorted(stop))
+
+
+def reach_hub(name: str) -> None:
+    """Raises: ValueError if `name` is not a folder and the hub does not answer: transformers and
+    datasets would try for half a minute.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if not os.path.exists(name) and not constants.HF_HUB_OFFLINE:
+        with stage(f"{name} is no folder, and reaching {constants.ENDPOINT} (HF_HUB_OFFLINE=1 reads"
+                   " what was downloaded before)"):
+            get_session().head(constants.ENDPOINT, timeout=5)
 
 
 def _dtypes(path: str) -> set[str]:
@@ -130,7 +156,7 @@ def load_tokenizer(path: str) -> Any:
         named = json.loads(settings.read_text()).get("tokenizer_class")
         if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # transformers 5's new name
             kind = PreTrainedTokenizerFast
-    tokenizer = kind.from_pretrained(path)
+    tokenizer = kind.from_pretrained(path, trust_remote_code=False)
     # Without files AutoTokenizer makes an empty tokenizer for some types.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(f"model must be a folder with a tokenizer, {path} has none")

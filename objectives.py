@@ -143,6 +143,7 @@ class Objective(NamedTuple):
     normalizer: Normalizer = "token"
     advantages: Callable[[Tensor, int, Measured], Tensor] = group_advantages
     clip: Clip = (0.2, 0.2)
+    needs_reference: bool = False  # whether its advantages use `measured.ref_logprobs`
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -11,9 +11,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import file_digest
+from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from statistics import fmean as mean
 from typing import Any
 
@@ -93,7 +94,7 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
         where = ""
         own_check = isinstance(error, ValueError) and not error.__cause__
         if out and not own_check:
-            path = Path(out) / "error.txt"
+            path = Path(out).absolute() / "error.txt"
             with suppress(OSError):  # the disk may be full
                 path.write_text(traceback.format_exc(), errors="backslashreplace")
                 where = f" (traceback: {path})"
@@ -121,6 +122,7 @@ def locked(out: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------- log and files
+CHECKPOINTS = "checkpoints/step_[0-9]*-" + 16 * "[0-9a-f]" + ".pt"  # other files are a user's
 TABLES = ("metrics.jsonl", "samples.jsonl")  # a line per step, and per answer of an evaluation
 
 COLUMNS = (
@@ -198,9 +200,14 @@ def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
             print(f"NOTE: resumed with {now}, before it was {before['versions']}", flush=True)
         resumed = [*before.get("resumed", []), {"step": first_step} | record]
         record = before | {"resumed": resumed}
-    unfinished = path.with_name("config.json.new")
-    unfinished.write_text(json.dumps(record, indent=2))
-    unfinished.replace(path)  # a kill leaves the old record or the new one, never a part
+    replace_file(path, json.dumps(record, indent=2))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file anew: a kill leaves the old text or the new one, never a part."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -257,8 +264,8 @@ def plot_curves(path: Path, folders: list[Path]) -> None:
 
 
 # ---------------------------------------------------------------------------------- checkpoints
-def earlier_problems(out: str, resume: bool, options: dict[str, Any]) -> str | None:
-    """Digest of the problems of the run in `out`, if there is one that is to be resumed.
+def earlier_files(out: str, resume: bool, options: dict[str, Any]) -> dict[str, str] | None:
+    """`Run.files` of the run in `out`, if there is one that is to be resumed.
 
     `options`: those that must be the same. Raises: ValueError if that run is damaged, not to be
     resumed, or had other options.
@@ -276,37 +283,64 @@ def earlier_problems(out: str, resume: bool, options: dict[str, Any]) -> str | N
     with stage(f"reading {path}"):
         record = json.loads(path.read_text())
         theirs = dict(record["config"])
-        problems = record["problems"]["sha256"]
+        files = record["files"]
     ours = json.loads(json.dumps(options))  # tuples become lists
     changed = sorted(name for name, value in ours.items() if value != theirs.get(name))
     if changed:
         raise ValueError(f"a resumed run must keep its options, changed are {', '.join(changed)}")
-    return problems
+    return files
+
+
+def keep_files(earlier: dict[str, str], files: dict[str, str]) -> None:
+    """Raises: ValueError that names those of `files` that are not as in the run to be resumed."""
+    changed = sorted(dict(earlier.items() ^ files.items()))
+    if changed:
+        raise ValueError("a resumed run must keep its model and its task, changed are"
+                         f" {', '.join(changed)}; try another --out")
+
+
+def sample_digest(path: Path) -> str:
+    """Digest of a file's size and of 64 MiB of its content, in even steps: fast for 3 GB too."""
+    size = path.stat().st_size
+    digest = sha256(str(size).encode())
+    with path.open("rb") as file:
+        for place in range(0, size, max(2**12, size >> 14)):
+            file.seek(place)
+            digest.update(file.read(2**12))
+    return digest.hexdigest()
 
 
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
-    """checkpoints/step_N-DIGEST.pt: the state and the tables. The newest two are kept."""
+    """checkpoints/step_N-DIGEST.pt. The newest two are kept; files of other names are left alone.
+    """
     folder = out / "checkpoints"
     folder.mkdir(exist_ok=True)
     unfinished = folder / "unfinished"  # renamed when it is complete
-    tables = {name: (out / name).read_text() for name in TABLES}
     with stage(f"writing a checkpoint in {folder}"):
-        torch.save(state | {"step": step, "tables": tables}, unfinished)
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(state | {"step": step}, file)
+        except RuntimeError as error:  # torch hides the file's own error, such as a full disk
+            raise error.__context__ or error from None
         path = unfinished.rename(folder / f"step_{step:06d}-{_digest(unfinished)}.pt")
-    before = sorted(each for each in folder.glob("*.pt") if each.name < f"step_{step:06d}")
-    for old in set(folder.glob("*.pt")) - {path, *before[-1:]}:
+    before = sorted(each for each in out.glob(CHECKPOINTS) if each.name < f"step_{step:06d}")
+    for old in set(out.glob(CHECKPOINTS)) - {path, *before[-1:]}:
         old.unlink()
 
 
 def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
     """The newest checkpoint whose file is unchanged, None before the first one."""
-    paths = sorted(out.glob("checkpoints/*.pt"), reverse=True)
+    paths = sorted(out.glob(CHECKPOINTS), reverse=True)
     for path in paths:
         if path.stem.endswith(_digest(path)):
-            state = torch.load(path, weights_only=True, map_location="cpu")
-            if state.get("run") != run or not path.name.startswith(f"step_{state['step']:06d}-"):
-                raise ValueError(f"checkpoints must be those of this run, {path} is of another run"
-                                 " or step (other options or problems); move it away, or try"
+            try:
+                state = torch.load(path, weights_only=True, map_location="cpu")
+            except (UnpicklingError, RuntimeError, EOFError):  # torch advises to trust the file
+                state = {}
+            whole = state.keys() >= {"policy", "optimizer", "source", "run", "step"}
+            if not whole or state["run"] != run or not path.match(f"step_{state['step']:06d}-*"):
+                raise ValueError(f"checkpoints must be whole and of this run, {path} is not, or is"
+                                 " of another step, other options or files; move it away, or try"
                                  " another --out")
             return state
         print(f"checkpoint DAMAGED, trying the one before it: {path}", flush=True)
@@ -324,8 +358,12 @@ def _digest(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:16]
 
 
-def restore(out: Path, state: dict[str, Any] | None) -> None:
-    """The tables as they were at the checkpoint; empty without a checkpoint."""
+def cut_tables(out: Path, step: int) -> None:
+    """Keep the rows up to `step`, the checkpoint's; -1 keeps none."""
     out.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
-        (out / name).write_text(state["tables"][name] if state else "")
+        path = out / name
+        with stage(f"reading {path}"):
+            lines = path.read_text().split("\n")[:-1] if step >= 0 else []  # the last may be cut
+            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= step]
+        replace_file(path, "".join(kept))

@@ -4,26 +4,24 @@ What is wrong with a file, a model or a user's function is a ValueError that nam
 """
 
 import hashlib
-import importlib.util
 import json
-import math
 import os
 import random
 import re
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from itertools import islice
 from pathlib import Path
-from traceback import walk_stack
 from typing import Any, NamedTuple
 
+from models import reach_hub
 from records import one_line, stage
 
 # A minus sign counts unless it follows a number or a word: "10-12" ends in 12, "x = -3" in -3.
 # U+2212 is a minus sign too, and a currency may follow it: "-$5" is -5. grpo.py has the same rule.
 NUMBER = r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
+MOST_FILES = 10_000  # of a data set's folder; datasets would read the whole of /
 
 
 class Problem(NamedTuple):
@@ -35,17 +33,22 @@ class Problem(NamedTuple):
     prompt_ids: list[int] = []
 
 
-Reward = Callable[[Problem, str], float]
+Reward = Callable[..., float]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Problems to train on, problems to evaluate on, and `reward(problem, response) -> float`."""
+    """Problems to train on, problems to evaluate on, and `reward(problem, response) -> float`.
+
+    A reward that fails raises a ValueError.
+    """
 
     train: list[Problem]
     held_out: list[Problem]
     reward: Reward
     num_repeated: int = 0  # problems that were left out, because their question was there already
+    takes_rollout: bool = False  # the reward has a third argument, the Rollout
+    text: str = ""  # of a task file
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -54,9 +57,10 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all problems in their order, without the reward."""
+        """Digest of all problems in their order, and of a task file's text."""
         texts = [problem[:2] for problem in (*self.train, *self.held_out)]
-        return hashlib.sha256(json.dumps([len(self.train), texts]).encode()).hexdigest()
+        record = [len(self.train), texts, self.text]
+        return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
     def sample(self, rng: random.Random, num_prompts: int) -> list[Problem]:
         """P different training problems; a checkpoint has the state of `rng`."""
@@ -85,10 +89,15 @@ def last_number(text: str) -> Decimal | None:
 # ---------------------------------------------------------------------------------- loaders
 def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float = 10) -> Task:
     """A Python file, a JSONL file, or a dataset; `eval_path`: a JSONL file of held-out problems."""
-    held_out, reward = [], numeric_match
     if name.endswith(".py"):
-        train, reward = read_python(name, seed, limit_s)
-    elif os.path.isfile(name) or name.endswith((".jsonl", ".json")):
+        from extras.task_file import TaskFile
+
+        file = TaskFile(name, seed, limit_s)
+        task = split(name, file.reward, seed, draw_problems(file))
+        text = Path(name).read_text(errors="replace")
+        return replace(task, takes_rollout=file.takes_rollout, text=text)
+    held_out = []
+    if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
         train = read_jsonl(name)
     elif "/" in name or os.path.isdir(name):
         train, held_out = read_dataset(name)
@@ -97,42 +106,33 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
                          f" dataset (a folder or a reachable hub name), got {name}")
     if eval_path is not None:
         held_out = read_jsonl(eval_path)
-    return split(name, reward, seed, train, held_out)
+    return split(name, numeric_match, seed, train, held_out)
 
 
-def read_python(path: str, seed: int, limit_s: float) -> tuple[list[Problem], Reward]:
-    """10,000 different problems, and the reward, of a file such as examples/countdown.py.
+def draw_problems(file: Any) -> list[Problem]:
+    """10,000 different problems of a TaskFile such as examples/countdown.py.
 
-    It defines `sample(rng) -> (question, answer)` and `reward(problem, response) -> float`. There
-    are fewer problems if 1,000 calls of `sample` in a row bring nothing new.
+    There are fewer problems if 1,000 calls of `sample` in a row bring nothing new.
     """
-    spec = importlib.util.spec_from_file_location(f"task_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses need it there
-    call_within(limit_s, f"the import of {path}", spec.loader.exec_module, module)
-    for name in ("sample", "reward"):
-        if not callable(getattr(module, name, None)):
-            raise ValueError("task must be a file with the functions sample and reward,"
-                             f" {path} has no {name}")
-    rng, problems, misses = random.Random(seed), {}, 0
+    problems, misses = {}, 0
     while len(problems) < 10_000 and misses < 1_000:
-        pair = call_within(limit_s, f"sample of {path}", module.sample, rng)
-        match pair:
-            case tuple([str(question), str(answer)]) if question:
-                misses = misses + 1 if pair in problems else 0
-                source = f"{path}, problem {len(problems) + 1}"
-                problems.setdefault(pair, Problem(question, answer, source))
-            case _:
-                raise ValueError("sample must return a question and an answer, two strings,"
-                                 f" {path}'s returns {pair!r:.80}")
-    return list(problems.values()), module.reward
+        pair = file.sample()
+        misses = misses + 1 if pair in problems else 0
+        source = f"{file.path}, problem {len(problems) + 1}"
+        problems.setdefault(pair, Problem(*pair, source))
+    return list(problems.values())
 
 
 def read_dataset(name: str) -> tuple[list[Problem], list[Problem]]:
     """The splits train, and test or validation, of a folder, or of NAME or NAME:CONFIG on a hub."""
+    path, _, config = name.partition(":")
+    files = (file for _, _, names in os.walk(path, followlinks=True) for file in names)
+    if len([*islice(files, MOST_FILES)]) == MOST_FILES:
+        raise ValueError(f"task must be a folder with a data set, {name} has {MOST_FILES} files or"
+                         " more")
+    reach_hub(path)
     import datasets
 
-    path, _, config = name.partition(":")
     with stage(f"loading the dataset {name}"):
         splits = datasets.load_dataset(path, config or None)
     if "train" not in splits:
@@ -249,25 +249,6 @@ def fitting(
 
 
 # ---------------------------------------------------------------------------------- rewards
-def score(
-    reward: Reward, problem: Problem, response: str, limit_s: float
-) -> tuple[float, str | None]:
-    """The reward of one response and None, or 0.0 and what failed."""
-
-    def number() -> float:
-        value = reward(problem, response)
-        converted = float(value) if hasattr(value, "__float__") else math.nan  # not strings
-        if not abs(converted) <= 1e15:  # its square is still a float32, as in advantages
-            raise TypeError(f"it returned {value!r:.80}, not a finite number of at most 1e15")
-        return converted
-
-    try:
-        return call_within(limit_s, "the reward", number), None
-    except ValueError as error:
-        return 0.0, (f"{error} on {problem.source}, question {problem.question!r:.200},"
-                     f" response {response!r:.200}")
-
-
 def score_rollouts(
     run: Any, problems: list[Problem], rollouts: Sequence[Any]
 ) -> list[dict[str, Any]]:
@@ -276,7 +257,7 @@ def score_rollouts(
     Returns a row for each, as in samples.jsonl: question, response, reward, and what failed.
     `run` is a train.Run, `rollouts` are engine_adapter.Rollout: G of each problem, group-major.
     """
-    data = run.config.data
+    task = run.task
     asked = [problem for problem in problems for _ in range(len(rollouts) // len(problems))]
     ids = [rollout.token_ids for rollout in rollouts]
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -284,11 +265,18 @@ def score_rollouts(
     for problem, rollout, text in zip(asked, rollouts, texts, strict=True):
         error = None
         if rollout.reward is None:
-            rollout.reward, error = score(run.task.reward, problem, text, data.reward_limit_s)
+            more = [rollout] if task.takes_rollout else []
+            try:
+                rollout.reward = task.reward(problem, text, *more)
+            except Exception as failed:
+                error = (f"{one_line(failed).removeprefix('ValueError: ')} on {problem.source},"
+                         f" question {problem.question!r:.200}, response {text!r:.200}")
+                if run.config.data.reward_errors == "stop":
+                    raise ValueError(f"{error}; to go on with reward 0, --reward-errors count"
+                                     ) from None
+                rollout.reward = 0.0
         if rollout.score is None:
             rollout.score = rollout.reward
-        if error and data.reward_errors == "stop":
-            raise ValueError(f"{error}; to go on with reward 0, --reward-errors count")
         rows.append({
             "reward": rollout.reward, "response": text, "question": problem.question,
             "answer": problem.answer, "source": problem.source,
@@ -299,35 +287,3 @@ def score_rollouts(
     if errors:
         print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
     return rows
-
-
-class OutOfTime(BaseException):
-    """A call took too long. Not an Exception, which a reward's own code may catch."""
-
-
-def call_within(limit_s: float, name: str, function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)`, a user's code, interrupted after `limit_s` seconds.
-
-    SIGALRM in the main thread interrupts Python code, waits, regular expressions and Python's long
-    integers. It does not interrupt compiled code that does not return to the interpreter (such code
-    must run in a process of its own), nor a function that catches BaseException again and again.
-    """
-
-    def call():
-        return function(*arguments)
-
-    def expire(_, frame):
-        # Only during the call: an exception before or after it would skip the clean-up.
-        if any(each.f_code is call.__code__ for each, _ in walk_stack(frame)):
-            raise OutOfTime(f"no answer within {limit_s:g} s; --reward-limit-s sets the limit")
-
-    previous = signal.signal(signal.SIGALRM, expire)
-    try:
-        # Repeated, in case the first is caught. A shorter interval would interrupt the handler.
-        signal.setitimer(signal.ITIMER_REAL, limit_s, max(limit_s, 0.01))
-        return call()
-    except (Exception, SystemExit, OutOfTime) as error:
-        raise ValueError(f"{name} fails ({one_line(error):.300})") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)  # None: not set by Python

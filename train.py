@@ -51,11 +51,12 @@ class Run:
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
+    files: dict[str, str]  # digests of the model's files and of the task, by name
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the options and the problems: equal for a run and its resumption."""
-        record = json.dumps([self.config.experiment, self.task.fingerprint], sort_keys=True)
+        """Digest of the options and the files: equal for a run and its resumption."""
+        record = json.dumps([self.config.experiment, self.files], sort_keys=True)
         return sha256(record.encode()).hexdigest()
 
 
@@ -191,9 +192,11 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         scores.to(policy.device), grpo.group_size, known)
     batch = replace(batch, advantages=advantages)  # (B, 1) or (B, T)
 
+    oldest = [rollout.oldest_version for rollout in rollouts]  # weight versions
     # The rows that were sampled with the current weights alone.
-    current = batch.only([each.oldest_version == engine.weight_version for each in rollouts])
-    metrics = rollout_metrics(rollouts, grpo.group_size, engine.weight_version)
+    current = batch.only([version == engine.weight_version for version in oldest])
+    metrics = rollout_metrics(rollouts, grpo.group_size)
+    metrics |= measure_staleness(rollouts, oldest, engine.weight_version)
     metrics |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
     metrics |= measure_mismatch(batch, current, grpo)
     if grpo.mask_truncated:
@@ -214,11 +217,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     return Step(metrics, problems, batch, current)
 
 
-def rollout_metrics(rollouts: list[Rollout], group_size: int, version: int) -> dict[str, float]:
-    """Metrics of the rollouts alone. Staleness counts the updates between sampling and training."""
+def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
+    """Metrics of the rollouts alone."""
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     tokens = sum(rollout.num_trained for rollout in rollouts)
-    versions = [token_version for rollout in rollouts for token_version in rollout.versions]
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
     groups = scores.view(-1, group_size)  # (P, G)
     return {
@@ -228,9 +230,15 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int, version: int) -> d
         "trunc_frac": truncated / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,
-        "staleness_max": version - min(rollout.oldest_version for rollout in rollouts),
-        "staleness_mean": version - mean(versions),
     }
+
+
+def measure_staleness(
+    rollouts: list[Rollout], oldest: list[int], version: int
+) -> dict[str, float]:
+    """The updates between sampling and training: of the oldest token, and the mean of all."""
+    versions = [token_version for rollout in rollouts for token_version in rollout.versions]
+    return {"staleness_max": version - min(oldest), "staleness_mean": version - mean(versions)}
 
 
 def measure_mismatch(batch: Batch, current: Batch, grpo: GrpoConfig) -> dict[str, float | None]:
@@ -325,8 +333,7 @@ def prepare(config: Config) -> Run:
                          " `pip install tensorboard`")
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
-    earlier = records.earlier_problems(config.run.out, config.run.resume, config.experiment)
-    out = Path(config.run.out).absolute()  # a task may change the working directory
+    earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
 
     task = find_task(config)
     if task.num_repeated:
@@ -347,8 +354,6 @@ def prepare(config: Config) -> Run:
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
-    if earlier not in (None, task.fingerprint):
-        raise ValueError(f"a resumed run must keep its problems, {config.run.task} has others now")
 
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
@@ -359,7 +364,12 @@ def prepare(config: Config) -> Run:
 
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     dropped = num_problems - len(task.prompts)
-    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped)
+    model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
+    files = {f"{config.run.model}/{each.name}": records.sample_digest(each) for each in model_files}
+    files[config.run.task] = task.fingerprint
+    records.keep_files(earlier or files, files)
+    out = Path(config.run.out).absolute()
+    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped, files)
 
 
 def find_task(config: Config) -> Task:
@@ -456,7 +466,8 @@ def build(
     if config.backend.engine == "shared":
         policy = engine.policy  # of the same model, with the body and the products of the engine
     # The first policy's, resumed or not: the checkpoint comes later.
-    reference = policy.copied_weights() if grpo.kl_coef else None
+    needs_reference = grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference
+    reference = policy.copied_weights() if needs_reference else None
     make_optimizer, make_source = Optimizer, Synchronous
     if grpo.offload_optimizer:
         from extras.offload import OffloadedOptimizer as make_optimizer
@@ -467,10 +478,10 @@ def build(
     state = TrainingState(policy, reference, optimizer, engine, source)
     if config.measure.eval_with_trainer:
         state.trainer_alone = trainer_alone(run, state)
-    records.restore(run.out, checkpoint)
     if checkpoint:
         state.load_state_dict(checkpoint)
     first_step = checkpoint["step"] + 1 if checkpoint else 1
+    records.cut_tables(run.out, first_step - 1 if checkpoint else -1)
     engine.load(policy.weights(), policy.response_logprobs)
     state.observers = observers(run, state)
     state.watchers = watchers(run, first_step)
@@ -490,8 +501,8 @@ def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
         "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
-                     "dropped": run.dropped_prompts, "merged": task.num_repeated,
-                     "sha256": task.fingerprint},
+                     "dropped": run.dropped_prompts, "merged": task.num_repeated},
+        "files": run.files,
         "versions": record["versions"] | {"vllm": engine.version},
     }
 

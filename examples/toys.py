@@ -8,13 +8,14 @@ Reinforcement learning has to find the right answers, which the model samples le
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -158,23 +159,23 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
     folder = Path(cache_dir) / f"{name}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
     if folder.is_dir():
         return folder
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a dead process with this process's number
     try:
-        unfinished.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryDirectory(dir=cache_dir).cleanup()
     except OSError as error:
         raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try"
                          f" --cache-dir") from error
-    try:
-        started = time.monotonic()
-        teach(TOYS[name], toy_config(name), seed).save_pretrained(unfinished)
-        print(f"{name} model: taught for {TOYS[name].steps} steps in"
-              f" {time.monotonic() - started:.0f} s", flush=True)
-        toy_tokenizer().save_pretrained(unfinished)
-        if not folder.is_dir():  # another process may have been faster
-            unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    started = time.monotonic()
+    model = teach(TOYS[name], toy_config(name), seed)
+    print(f"{name} model: taught for {TOYS[name].steps} steps in"
+          f" {time.monotonic() - started:.0f} s", flush=True)
+    # Written after the teaching: a teaching that is killed leaves nothing.
+    with TemporaryDirectory(dir=cache_dir, prefix=f"{folder.name}.") as unfinished:
+        whole = Path(unfinished) / "model"
+        model.save_pretrained(whole)
+        toy_tokenizer().save_pretrained(whole)
+        with suppress(OSError):  # another process may have been faster
+            whole.rename(folder)
     return folder
 
 

@@ -34,13 +34,13 @@ from transformers import (
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from config import GrpoConfig, ParityFlags
-from engine_adapter import Engine, EngineStateError, Rollout, Sampling
+from config import ParityFlags
+from engine_adapter import Engine, Rollout, Sampling
 from extras.masks import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
 from probe.traces import Trace
-from rl import Policy, frozen_logprobs, make_batch
+from rl import Batch, Policy, frozen_logprobs, make_batch
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -82,25 +82,26 @@ def started(
     """A live engine for the architecture in `folder`. It holds the policy's weights, or with `load=False` none at all.
 
     The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. Of the kind
-    "shared" or "exact" it is a SharedEngine, which stays alive for the same policy object only.
+    "shared" or "exact" it is a SharedEngine, which stays alive for the same model only; its own policy then trains.
     """
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64} | options
-    usual = options if kind != "vllm" else {"dtype": policy.model.dtype} | options
-    key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), usual))
+    options["collect"] = collect_kept_sets
+    if kind == "vllm":
+        options.setdefault("dtype", policy.model.dtype)
+    key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), options))
     if shared.get(Engine.live) != key or not load or Engine.live.state not in ("ready", "empty"):
         close_live_engine()
-        policy.body = policy.own_body  # of an engine that has been closed
         if kind == "vllm":
-            shared[Engine(folder, contract, parity, **usual)] = key
+            shared[Engine(folder, contract, parity, **options)] = key
         else:
-            shared[SharedEngine(policy, folder, parity, exact=kind == "exact", **usual)] = key
+            shared[SharedEngine(policy, folder, parity, exact=kind == "exact", **options)] = key
     engine = Engine.live
-    engine.collect = collect_kept_sets
     engine.abort(list(engine._requests.values()))  # left unfinished
+    trainer = policy if kind == "vllm" else engine.policy
     try:
         if load:
-            engine.load(policy.weights(), policy.response_logprobs)
+            engine.load(trainer.weights(), trainer.response_logprobs)
         yield engine
     except BaseException:  # a failed test may leave anything behind
         close_live_engine()
@@ -113,10 +114,16 @@ SEEDS = [1000, 2000, 3000, 4000]
 WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
-def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
+def scored(policy: Policy, rollouts: list[Rollout], temperature: float, micro_batch_tokens: int = 2**14) -> Batch:
+    """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
-    old = frozen_logprobs(policy, batch, GrpoConfig(temperature=temperature))
-    return mismatch_metrics(old, batch.behavior_logprobs, batch.mask)
+    cut = batch.cut(torch.ones(len(rollouts), dtype=torch.bool), 1, micro_batch_tokens)
+    return replace(batch, old_logprobs=frozen_logprobs(policy, batch, cut, temperature))
+
+
+def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
+    batch = scored(policy, rollouts, temperature)
+    return mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
 
 
 def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:
@@ -155,28 +162,6 @@ def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling:
         kept = nucleus
     total = sum(math.exp(row[t]) for t in kept)
     return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
-
-
-def check_states(policy: Policy, engine: Engine) -> None:
-    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
-        engine.generate(PROMPTS, 1, WARM, SEEDS)
-    with pytest.raises(EngineStateError, match="wake needs an engine that is asleep"):
-        engine.wake()
-    engine.load(policy.weights(), policy.response_logprobs)
-    engine.sleep()
-    with pytest.raises(EngineStateError, match=r"asleep: wake\(\) it first"):
-        engine.generate(PROMPTS, 1, WARM, SEEDS)
-    with pytest.raises(EngineStateError, match=r"wake\(\) it first"):
-        engine.load(policy.weights(), policy.response_logprobs)
-    with pytest.raises(EngineStateError, match="sleep needs an engine that is ready"):
-        engine.sleep()
-    with pytest.raises(EngineStateError, match="audit needs an engine that is empty or ready"):
-        engine.audit()
-    engine.wake()
-    with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
-        engine.generate(PROMPTS, 1, WARM, SEEDS)
-    engine.load(policy.weights(), policy.response_logprobs)
-    assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
 # ------------------------------------------------------------------------------------------------ in flight
@@ -300,18 +285,25 @@ def sample(rng):
     number = rng.randint(1, 60)
     return f"{number}+1=", str(number + 1)
 def reward(problem, response):
-    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # a child process stops or kills itself
-        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    if next(calls) == int(os.environ.get("SIGNAL_IN_CALL", 0)):  # the run is stopped or killed
+        os.kill(os.getppid(), int(os.environ["SIGNAL"]))
     return float(len(response) % 3)
 '''
 
 
 def train_process(arguments: list[str], signal: int | None = None, call: int = 0, **how) -> subprocess.Popen:
-    """train.py in a child process, which sends the signal to itself in that call of the reward in task.py."""
+    """train.py in a child process, to which task.py sends the signal in that call of its reward."""
     if signal is not None:
         how["env"] = os.environ | {"SIGNAL": str(int(signal)), "SIGNAL_IN_CALL": str(call)}
     program = [sys.executable, str(ROOT / "train.py"), *arguments]
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def outcome(out: Path) -> tuple:
+    """All of a run that must not depend on its being interrupted."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timeless = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows]
+    return timeless, (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
 
 
 def command(root: Path, options: str, *more: str) -> list[str]:

@@ -4,283 +4,176 @@ Tests that need equal engines follow one another, so that they share one (helper
 """
 
 import gc
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import helpers
 import pytest
 import torch
-from helpers import PROMPTS, SEEDS, WARM, check_states, close_live_engine, mismatch, mismatch_of, move, qwen2, started
+from helpers import PROMPTS, SEEDS, WARM, close_live_engine, mismatch, mismatch_of, move, qwen2, started
 from transformers import Qwen3ForCausalLM
 
 from config import ParityFlags
-from engine_adapter import AuditError, Engine, EngineStateError, Sampling, WeightLoadError, reseed
+from engine_adapter import (
+    AuditError,
+    Engine,
+    EngineStateError,
+    Sampling,
+    WeightLoadError,
+    check_vllm_version,
+    reseed,
+)
 from examples.toys import toy_config
 from rl import Policy
 
-ROOT = Path(__file__).parents[1]
+IN_FORCE = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
+            "generation_config": "vllm", "disable_cascade_attn": True, "inflight_update": "keep",
+            "head_dtype": "float32", "max_logprobs": -1}  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ audit
-DEFAULTS = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
-            "generation_config": "vllm", "inflight_update": "keep", "head_dtype": "float32",
-            "max_logprobs": -1}  # fmt: skip
-WITHOUT = {
-    "processed_logprobs": {"logprobs_mode": "raw_logprobs"},
-    "explicit_runtime": {"enable_prefix_caching": True, "async_scheduling": True, "generation_config": "auto"},
-    "inflight_keep": {"inflight_update": "abort"},
-    "fp32_head": {"head_dtype": "bfloat16"},
-    "sampling_mask": {"max_logprobs": 20},
-}
+def check_settings(engine: Engine, **without) -> None:
+    """What the engine reads back is the fixes' settings, except for those that are given."""
+    found, expected = engine.audit(), IN_FORCE | without
+    assert {name: found[name] for name in expected} == expected
+    assert found["model_dtype"] == str(engine.dtype).removeprefix("torch.")
 
 
+def long_prompts(length: int) -> list[list[int]]:
+    return torch.randint(3, 96, (4, length), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+# ------------------------------------------------------------------------------------------------ fixes off
 @pytest.mark.engine
-def test_audit_raises_when_the_live_engine_does_something_else(engine_folders):
-    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16))
-    with started(engine_folders[False], policy) as engine:  # closed if this test fails in between
-        sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
-        head = engine.vllm_model.logits_processor
-        sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
-        with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):
-            engine.audit()
-        sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
-        usual, head.head_dtype = head.head_dtype, None  # the head's own switch; the configuration still says float32
-        with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
-            engine.audit()
-        head.head_dtype = usual
-        engine.audit()
-
-
-@pytest.mark.engine
-def test_a_16_bit_head_of_an_fp32_engine_has_one_name(engine_folders):
-    """Some steps' logits fit into both 16-bit types, others into bfloat16 alone: 1e-9 is too small for float16."""
-    def in_16_bits(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
-        calls.append(len(calls))
-        return torch.full_like(logits, 1.5 if len(calls) % 2 else 1e-9).bfloat16().float()
-
-    calls = []
-    with started(engine_folders[False], Policy(qwen2(tied=False))) as engine:
-        hook = engine.vllm_model.logits_processor.register_forward_hook(in_16_bits)
-        try:
-            with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
-                engine.audit()
-        finally:
-            hook.remove()
-        assert len(calls) > 1
-        engine.audit()
-
-
-@pytest.mark.engine
-def test_a_list_of_seeds_that_is_too_short_is_an_error(engine_folders):
+def test_without_explicit_runtime_prompts_are_stale_after_a_load(engine_folders):
+    """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy) as engine:
+    with started(engine_folders[False], policy, ParityFlags(explicit_runtime=False)) as engine:
+        check_settings(engine, enable_prefix_caching=True, async_scheduling=True, generation_config="auto")
+        assert "repetition_penalty" in engine.settings["sampling_defaults"]  # of generation_config.json
+        prompts = long_prompts(140)
+        assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] < 1e-5
+        move(policy)
         engine.load(policy.weights(), policy.response_logprobs)
-        with pytest.raises(ValueError, match="shorter than"):
-            engine.generate([[5, 6], [7, 8]], 1, Sampling(1.0, 4), [0])
-        assert engine.num_unfinished == 0
+        assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] > 0.01
 
 
 @pytest.mark.engine
-def test_fp32_head_on_both_sides_is_closer_than_on_one(engine_folders):
+def test_without_processed_logprobs_only_temperature_1_agrees(engine_folders):
+    policy = Policy(qwen2(tied=False))
+    with started(engine_folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
+        check_settings(engine, logprobs_mode="raw_logprobs")
+        assert mismatch(policy, engine)["mismatch_abs_mean"] > 0.05
+        assert mismatch(policy, engine, Sampling(1.0, 12, (2,)))["mismatch_abs_mean"] < 1e-5
+
+
+@pytest.mark.engine
+def test_without_the_fp32_head_the_audit_finds_the_models_dtype(engine_folders):
+    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16))
+    with started(engine_folders[False], policy, ParityFlags(fp32_head=False)) as engine:
+        check_settings(engine, head_dtype="bfloat16")
+
+
+@pytest.mark.engine
+def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_live_change(engine_folders):
     model = qwen2(tied=False, dtype=torch.bfloat16)
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
         model.model.embed_tokens.weight[:, 0] = 4.0
         model.lm_head.weight[:, 0] = 4.0
     fine, coarse = Policy(model, fp32_head=True), Policy(model, fp32_head=False)
     with started(engine_folders[False], fine) as engine:
+        check_settings(engine)
         both, one = mismatch(fine, engine)["mismatch_abs_mean"], mismatch(coarse, engine)["mismatch_abs_mean"]
-    assert both < 0.7 * one
+        assert both < 0.7 * one
+        engine.vllm_model.logits_processor.head_dtype = None  # the configuration still says float32
+        with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
+            engine.audit()
+        engine.close()
 
 
-# fp32_head shows in 16 bits only.
+# ------------------------------------------------------------------------------------------------ one engine at parity
 @pytest.mark.engine
-@pytest.mark.parametrize("flag, dtype", [
-    (None, torch.bfloat16), ("fp32_head", torch.bfloat16), ("inflight_keep", torch.float32),
-    ("explicit_runtime", torch.float32), ("processed_logprobs", torch.float32),
-    ("sampling_mask", torch.float32),
-])  # fmt: skip
-def test_audit_reads_each_flag_back_from_the_live_engine(engine_folders, flag, dtype):
-    policy = Policy(qwen2(tied=False, dtype=dtype), fp32_head=flag != "fp32_head")
-    with started(engine_folders[False], policy, ParityFlags(**{flag: False} if flag else {})) as engine:
-        found = engine.audit()
-        expected = DEFAULTS | WITHOUT.get(flag, {})
-        assert {name: found[name] for name in expected} == expected
-        assert found["model_dtype"] == str(dtype).removeprefix("torch.")
-        assert found["attention_backend"]
-        assert found["disable_cascade_attn"] is True
-        assert engine.generate(PROMPTS, 2, WARM, SEEDS)
+def test_the_audit_names_every_setting_that_is_not_in_force_and_one_dtype_of_a_16_bit_head(engine_folders):
+    def in_16_bits(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
+        """Some steps' logits fit into both 16-bit types, others into bfloat16 alone: 1e-9 is too small for float16."""
+        calls.append(len(calls))
+        return torch.full_like(logits, 1.5 if len(calls) % 2 else 1e-9).bfloat16().float()
+
+    calls = []
+    with started(engine_folders[False], Policy(qwen2(tied=False))) as engine:
+        check_settings(engine)
+        sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
+        hook = engine.vllm_model.logits_processor.register_forward_hook(in_16_bits)
+        sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
+        wrong = r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True.*head_dtype is 'bfloat16', not 'float32'"
+        with pytest.raises(AuditError, match=wrong):
+            engine.audit()
+        assert len(calls) > 1
+        hook.remove()
+        sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
+        check_settings(engine)
 
 
-def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path):
-    """A later vLLM's metadata is put in front of the installed one, as an upgrade would."""
-    planted = tmp_path / "vllm-0.99.1.dist-info"
-    planted.mkdir()
-    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
-    program = "from engine_adapter import check_vllm_version as check; print(check(allow_untested=True)); check()"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False,
-                            env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})  # fmt: skip
-    assert result.stdout == "0.99.1\n"
-    assert "vLLM must be 0.26 to 0.32" in result.stderr
-    assert "got 0.99.1" in result.stderr
-
-
-def test_a_child_process_cannot_start_an_engine_without_the_marker():
-    child = subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True, text=True, check=False)
-    assert "starts an engine: mark it" in child.stderr
-
-
-# ------------------------------------------------------------------------------------------------ log-probabilities
 @pytest.mark.engine
-def test_processed_logprobs_match_the_trainer_and_raw_ones_do_not_at_temperature_0_7(engine_folders):
-    policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
-        raw = mismatch(policy, engine)
-        raw_at_one = mismatch(policy, engine, Sampling(1.0, 12, (2,)))
+def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_engines_version(engine_folders):
+    """The model's generation_config.json asks for penalties, masks, another temperature and another stop token."""
+    policy, stops = Policy(qwen2(tied=False)), Sampling(0.7, 30, tuple(range(2, 40)))
     with started(engine_folders[False], policy) as engine:
-        processed = mismatch(policy, engine)
-    assert processed["mismatch_abs_mean"] < 1e-5
-    assert processed["mismatch_max"] < 1e-3
-    assert raw["mismatch_abs_mean"] > 0.05
-    assert raw_at_one["mismatch_abs_mean"] < 1e-5
-
-
-@pytest.mark.engine
-def test_every_token_the_stop_token_included_has_a_logprob_and_a_version(engine_folders):
-    policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy) as engine:
-        stops = Sampling(1.0, 30, tuple(range(2, 40)))
         rollouts = engine.generate(PROMPTS, 4, stops, SEEDS)
+        assert mismatch_of(policy, rollouts, 0.7)["mismatch_max"] < 1e-4
         assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(4)]  # group-major
         assert {r.finish_reason for r in rollouts} >= {"stop"}
         for rollout in rollouts:
             assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions) <= 30
-            ended = rollout.token_ids[-1] in stops.stop_token_ids
-            assert ended == (rollout.finish_reason == "stop")
+            assert (rollout.token_ids[-1] in stops.stop_token_ids) == (rollout.finish_reason == "stop")
             assert not set(rollout.token_ids[:-1]) & set(stops.stop_token_ids)
             assert set(rollout.versions) == {engine.weight_version}
 
 
 @pytest.mark.engine
-def test_seeds_decide_the_samples_whatever_the_batch(engine_folders):
-    policy = Policy(qwen2(tied=False))
+def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_process_does(engine_folders):
+    policy, tokens = Policy(qwen2(tied=False)), lambda rollouts: [r.token_ids for r in rollouts]
     with started(engine_folders[False], policy) as engine:
-        first = engine.generate(PROMPTS, 3, WARM, SEEDS)
-        again = engine.generate(PROMPTS[::-1], 3, WARM, SEEDS[::-1])
-        alone = engine.generate(PROMPTS[1:2], 1, WARM, [SEEDS[1] + 2])
-        other = engine.generate(PROMPTS, 3, WARM, [seed + 50 for seed in SEEDS])
-        tokens = lambda rollouts: [r.token_ids for r in rollouts]  # noqa: E731
-        assert tokens(first) == [t for group in range(3, -1, -1) for t in tokens(again)[3 * group : 3 * group + 3]]
-        assert tokens(alone) == tokens(first)[5:6]  # sample 2 of prompt 1
-        assert tokens(other) != tokens(first)
-        assert len({tuple(t) for t in tokens(first)}) == 12  # no two samples of a group are alike
-
-
-@pytest.mark.engine
-def test_without_seeds_of_their_own_the_seed_of_the_process_decides_the_samples(engine_folders):
-    policy, batches = Policy(qwen2(tied=False)), []
-    with started(engine_folders[False], policy) as engine:
+        first = tokens(engine.generate(PROMPTS, 3, WARM, SEEDS))
+        again = tokens(engine.generate(PROMPTS[::-1], 3, WARM, SEEDS[::-1]))
+        assert first == [ids for group in range(3, -1, -1) for ids in again[3 * group : 3 * group + 3]]
+        assert tokens(engine.generate(PROMPTS[1:2], 1, WARM, [SEEDS[1] + 2])) == first[5:6]  # sample 2 of prompt 1
+        assert tokens(engine.generate(PROMPTS, 3, WARM, [seed + 50 for seed in SEEDS])) != first
+        assert len(set(map(tuple, first))) == 12  # no two samples of a group are alike
+        with pytest.raises(ValueError, match="shorter than"):
+            engine.generate(PROMPTS, 1, WARM, SEEDS[:1])
+        assert engine.num_unfinished == 0
+        batches = []
         for seed in (5, 5, 6):
             reseed(seed)
-            batches.append([rollout.token_ids for rollout in engine.generate(PROMPTS, 3, WARM)])
+            batches.append(tokens(engine.generate(PROMPTS, 3, WARM)))
     assert batches[0] == batches[1] != batches[2]
     assert len(set(map(tuple, batches[0]))) == 12
 
 
-@pytest.mark.engine
-def test_generation_config_of_the_model_never_changes_the_distribution(engine_folders):
-    """Their generation_config.json asks for penalties, masks, another temperature and another stop token."""
-    policy = Policy(qwen2(tied=False))
-    for runtime in (True, False):
-        with started(engine_folders[False], policy, ParityFlags(explicit_runtime=runtime)) as engine:
-            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
-            assert ("repetition_penalty" in engine.settings["sampling_defaults"]) == (not runtime)
-            rollouts = engine.generate(PROMPTS, 8, Sampling(1.0, 60, (2,)), SEEDS)
-            assert all(r.finish_reason == "length" or r.token_ids[-1] == 2 for r in rollouts)
-
-
-@pytest.mark.engine
-def test_prefix_caching_left_on_serves_stale_prompts_after_a_load_and_the_fix_does_not(engine_folders):
-    """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
-    generator = torch.Generator().manual_seed(0)
-    long_prompts = torch.randint(3, 96, (4, 140), generator=generator).tolist()
-    for runtime in (False, True):
-        policy = Policy(qwen2(tied=False))
-        with started(engine_folders[False], policy, ParityFlags(explicit_runtime=runtime)) as engine:
-            assert mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"] < 1e-5
-            move(policy)
-            engine.load(policy.weights(), policy.response_logprobs)
-            stale = mismatch(policy, engine, prompts=long_prompts)["mismatch_abs_mean"]
-            assert stale < 1e-5 if runtime else stale > 0.01
-
-
-BLOCK = 32  # the CPU build's smallest
-
-
-@pytest.mark.engine
-def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folders):
-    """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, 96, (4, 3 * BLOCK + 5), generator=generator).tolist()
-    options = dict(block_size=BLOCK, prefix_cache="versioned", max_num_seqs=4)
-    policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, **options) as engine:
-        assert engine.audit()["prefix_cache"] == "versioned"
-        assert engine.audit()["enable_prefix_caching"] is True
-        pool = engine.core.scheduler.kv_cache_manager.block_pool
-        for seed in range(3):
-            assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] < 1e-5
-            rollouts = [engine.submit(prompt, 4, WARM, 50 * seed + number) for number, prompt in enumerate(prompts)]
-            free = pool.get_num_free_blocks()
-            engine.step()  # half of them run, the others wait
-            assert free - pool.get_num_free_blocks() == 2 * 3 + 8  # two prompts, and a last block of each response
-            move(policy, 0.02, seed)
-            engine.load(policy.weights(), policy.response_logprobs)
-            while engine.num_unfinished:
-                engine.step()
-            waited = [each for group in rollouts for each in group if set(each.versions) == {engine.weight_version}]
-            assert len(waited) >= 8
-            assert mismatch_of(policy, waited, WARM.temperature)["mismatch_abs_mean"] < 1e-5
-
-
 # ------------------------------------------------------------------------------------------------ weight load
-def broken_weights(policy: Policy, fault: str) -> dict[str, torch.Tensor]:
-    weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
-    name = "model.layers.1.self_attn.k_proj.weight"
-    if fault == "missing":
-        del weights[name]
-    elif fault == "unexpected":
-        weights["model.layers.7.mlp.up_proj.weight"] = weights[name]
-    elif fault == "transposed":
-        weights[name] = weights[name].T
-    elif fault == "nan":
-        weights[name][3, 4] = float("nan")
-    elif fault == "infinite":
-        weights[name][3, 4] = float("inf")
-    return weights
+WRONG_WEIGHTS = {  # a change of one tensor, and what is said of it
+    "missing": (None, r"must be \(32, 64\), got None"),
+    "transposed": (lambda tensor: tensor.T, r"must be \(32, 64\), got \(64, 32\)"),
+    "nan": (lambda tensor: tensor.where(torch.rand(tensor.shape) < 0.9, torch.nan), "must be finite"),
+    "infinite": (lambda tensor: tensor / 0, "must be finite"),
+}
 
 
 @pytest.mark.engine
 def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(engine_folders):
-    faults = {
-        "missing": r": model.layers.1.self_attn.k_proj.weight must be \(32, 64\), got None",
-        "unexpected": r": model.layers.7.mlp.up_proj.weight must be absent, got \(",
-        "transposed": r": model.layers.1.self_attn.k_proj.weight must be \(32, 64\), got \(64, 32\)",
-        "nan": r": model.layers.1.self_attn.k_proj.weight must be finite",
-        "infinite": "must be finite",
-    }
-    policy = Policy(qwen2(tied=False))
+    policy, name = Policy(qwen2(tied=False)), "model.layers.1.self_attn.k_proj.weight"
     with started(engine_folders[False], policy) as engine:
-        for fault, match in faults.items():
-            version = engine.weight_version
-            with pytest.raises(WeightLoadError, match=match):
-                engine.load(broken_weights(policy, fault), policy.response_logprobs)
-            assert engine.weight_version == version
-            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
-            move(policy)
-            engine.load(policy.weights(), policy.response_logprobs)
-            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+        version = engine.weight_version
+        for change, reason in WRONG_WEIGHTS.values():
+            weights = policy.weights()
+            tensor = weights.pop(name)
+            if change:
+                weights[name] = change(tensor)
+            with pytest.raises(WeightLoadError, match=f": {name} {reason}"):
+                engine.load(weights, policy.response_logprobs)
+        with pytest.raises(WeightLoadError, match=r": model\.layers\.7 must be absent, got"):
+            engine.load(policy.weights() | {"model.layers.7": tensor}, policy.response_logprobs)
+        assert (engine.weight_version, engine.state) == (version, "ready")
+        assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
 @pytest.mark.engine
@@ -293,14 +186,12 @@ def test_the_canary_finds_a_tensor_that_differs_from_the_trainers(engine_folders
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy) as engine:
         for name, change in faults.items():
-            weights = dict(policy.weights())
-            weights[name] = change(weights[name])
+            weights = policy.weights() | {name: change(policy.weights()[name])}
             with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
                 engine.load(weights, policy.response_logprobs)
-            assert engine.state == "broken"
+            with pytest.raises(EngineStateError, match="broken: build a new one"):
+                engine.generate(PROMPTS, 1, WARM, SEEDS)
             engine.state = "empty"  # all tensors had arrived: the test alone may go on with this engine
-            engine.load(policy.weights(), policy.response_logprobs)
-            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
 
 
 def read_back(engine: Engine) -> dict[str, torch.Tensor]:
@@ -313,8 +204,7 @@ def read_back(engine: Engine) -> dict[str, torch.Tensor]:
             found |= {f"{name}.{kind}": tensor for kind, tensor in module.named_parameters(recurse=False)}
             continue
         if "embed" in name:
-            ids = torch.arange(contract[f"{name}.weight"][0])
-            found[f"{name}.weight"] = module(ids)
+            found[f"{name}.weight"] = module(torch.arange(contract[f"{name}.weight"][0]))
             continue
         path, _, last = name.rpartition(".")
         names = [f"{path}.{part}" if path else part for part in parts.get(last, (last,))]
@@ -337,78 +227,78 @@ def differing(engine: Engine, policy: Policy) -> list[str]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True),
-                                         (torch.bfloat16, False)])  # fmt: skip
-def test_consecutive_loads_arrive_bit_by_bit_tied_or_not(engine_folders, tied, dtype):
-    policy = Policy(qwen2(tied=tied, dtype=dtype))
-    floor = 1e-5 if dtype == torch.float32 else 0.1
-    with started(engine_folders[tied], policy) as engine:
+@pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False),
+                                         (torch.float16, True)])  # fmt: skip
+def test_consecutive_loads_arrive_bit_by_bit_tied_or_not(engine_folders, tmp_path, tied, dtype):
+    model, folder = qwen2(tied=tied, dtype=dtype), engine_folders[tied]
+    if dtype == torch.float16:  # the toy's architecture
+        config, folder = toy_config("digits"), str(tmp_path)
+        config.update({"tie_word_embeddings": tied})
+        model = Qwen3ForCausalLM(config).to(dtype)
+        model.save_pretrained(folder)
+    policy = Policy(model)
+    with started(folder, policy, max_model_len=64) as engine:
         first = engine.weight_version
         for load in range(1, 4):
-            before = mismatch(policy, engine)["mismatch_abs_mean"]
             move(policy, 0.05, seed=load)
-            stale = mismatch(policy, engine)["mismatch_abs_mean"]
+            assert differing(engine, policy)
             engine.load(policy.weights(), policy.response_logprobs)
-            after = mismatch(policy, engine)["mismatch_abs_mean"]
             assert engine.weight_version == first + load
-            assert max(before, after) < floor
-            assert stale > 2 * max(floor, after)
             assert not differing(engine, policy)
-        policy.model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 2**-7  # one value of one tensor
-        assert differing(engine, policy) == ["model.layers.1.mlp.up_proj.weight"]
+        name, tensor = list(policy.model.named_parameters())[5]
+        tensor.data.view(-1)[3] += 2**-7  # one value of one tensor
+        assert differing(engine, policy) == [name]
+
+
+BLOCK = 32  # the CPU build's smallest
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("tied", [False, True])
-def test_consecutive_loads_of_the_toys_architecture_arrive_bit_by_bit_in_float16(tmp_path, tied):
-    torch.manual_seed(0)
-    config = toy_config("digits")
-    config.update({"tie_word_embeddings": tied})
-    policy = Policy(Qwen3ForCausalLM(config).to(torch.float16))
-    policy.model.save_pretrained(tmp_path)
-    with started(str(tmp_path), policy, max_model_len=64) as engine:
-        for load in range(3):
-            move(policy, 0.02, seed=load)
+def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folders):
+    """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
+    prompts, options = long_prompts(3 * BLOCK + 5), dict(block_size=BLOCK, prefix_cache="versioned", max_num_seqs=4)
+    policy = Policy(qwen2(tied=False))
+    with started(engine_folders[False], policy, **options) as engine:
+        check_settings(engine, prefix_cache="versioned", enable_prefix_caching=True)
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        for seed in range(2):
+            assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] < 1e-5
+            rollouts = [engine.submit(prompt, 4, WARM, 50 * seed + number) for number, prompt in enumerate(prompts)]
+            free = pool.get_num_free_blocks()
+            engine.step()  # half of them run, the others wait
+            assert free - pool.get_num_free_blocks() == 2 * 3 + 8  # two prompts, and a last block of each response
+            move(policy, 0.02, seed)
             engine.load(policy.weights(), policy.response_logprobs)
-            assert not differing(engine, policy)
+            while engine.num_unfinished:
+                engine.step()
+            waited = [each for group in rollouts for each in group if set(each.versions) == {engine.weight_version}]
+            assert len(waited) >= 8
+            assert mismatch_of(policy, waited, WARM.temperature)["mismatch_abs_mean"] < 1e-5
 
 
-@pytest.mark.engine
-def test_a_tied_head_that_is_not_sent_is_loaded_or_refused(engine_folders):
-    """vLLM 0.32's CPU build keeps a packed copy of a tied head, stale if each tensor is sent once; 0.26 has no copy."""
-    policy = Policy(qwen2(tied=True))
-    weights = lambda: {n: t for n, t in policy.weights().items() if n != "lm_head.weight"}  # noqa: E731
-    close_live_engine()
-    engine = Engine(engine_folders[True], {n: t.shape for n, t in weights().items()}, ParityFlags(), max_model_len=128)
-    with pytest.raises(EngineStateError, match="a process holds one engine"):
-        Engine(engine_folders[True], {}, ParityFlags(), max_model_len=128)
-    try:
-        if engine.version.startswith("0.26") or engine.on_gpu:
-            engine.load(weights(), policy.response_logprobs)
-            move(policy)
-            engine.load(weights(), policy.response_logprobs)
-            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
-        else:
-            with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
-                engine.load(weights(), policy.response_logprobs)
-            with pytest.raises(EngineStateError, match="broken: build a new one"):
-                engine.generate(PROMPTS, 1, WARM, SEEDS)
-    finally:
-        engine.close()
-
-
+# ------------------------------------------------------------------------------------------------ states
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["vllm", "shared"])
-@pytest.mark.parametrize("collector", ["of the tests", "of vLLM"])
-def test_close_frees_every_module_and_parameter_of_vllms_model(engine_folders, kind, collector):
-    """After a load. vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
+def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folders, kind):
+    """vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
     policy, changed = Policy(qwen2(tied=False)), (gc.freeze, gc.unfreeze)
+    load = lambda: engine.load(policy.weights(), policy.response_logprobs)  # noqa: E731
+    sample = lambda: engine.generate(PROMPTS, 1, WARM, SEEDS)  # noqa: E731
     close_live_engine()
-    if collector == "of vLLM":  # as on a GPU, where helpers.py leaves the collector alone
-        gc.freeze, gc.unfreeze = helpers.freeze, helpers.unfreeze
+    gc.freeze, gc.unfreeze = helpers.freeze, helpers.unfreeze  # as on a GPU, where helpers.py leaves them alone
     try:
-        with started(engine_folders[False], policy, kind=kind) as engine:
+        with started(engine_folders[False], policy, load=False, kind=kind) as engine:
+            awake = {r"empty: load\(\) the weights first": sample, "wake needs an engine that is asleep": engine.wake}
+            asleep = {r"generate .* asleep: wake\(\) it first": sample, r"load .* asleep: wake\(\) it first": load,
+                      "sleep needs an engine that is ready": engine.sleep, "audit needs": engine.audit}  # fmt: skip
+            for calls, then in ((awake, load), ({}, engine.sleep), (asleep, engine.wake), (awake, load)):
+                for reason, call in calls.items():
+                    with pytest.raises(EngineStateError, match=reason):
+                        call()
+                then()
             assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+            with pytest.raises(EngineStateError, match="a process holds one engine"):
+                Engine(engine_folders[False], {}, ParityFlags(), max_model_len=128)
         held = {"runner": engine.runner, "sampler": engine.runner.sampler, **dict(engine.vllm_model.named_modules())}
         if kind == "vllm":  # the shared engine's parameters are the trainer's
             held |= {f"parameter {name}": each for name, each in engine.vllm_model.named_parameters()}
@@ -421,72 +311,10 @@ def test_close_frees_every_module_and_parameter_of_vllms_model(engine_folders, k
 
 
 @pytest.mark.engine
-def test_close_drops_the_sampler_before_vllm_gives_its_memory_back(engine_folders):
-    policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy) as engine:
-        runner = engine.runner
-        assert runner.sampler is not None
-        engine.close()
-        assert runner.sampler is None
-
-
-@pytest.mark.engine
-def test_no_kernel_is_picked_by_its_time_at_the_start(engine_folders):
-    with started(engine_folders[False], Policy(qwen2(tied=False))) as engine:
-        assert engine.llm.vllm_config.kernel_config.enable_flashinfer_autotune is False
-
-
-# ------------------------------------------------------------------------------------------------ states
-@pytest.mark.engine
-def test_sleep_wake_load_generate_is_the_only_order(engine_folders):
-    policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, load=False) as engine:
-        check_states(policy, engine)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_load_in_flight_keeps_or_restarts_unfinished_requests_as_the_flag_says(engine_folders, keep):
-    policy = Policy(qwen2(tied=False))
-    sampling = Sampling(0.7, 40, ())
-    with started(engine_folders[False], policy, ParityFlags(inflight_keep=keep)) as engine:
-        groups = [engine.submit(prompt, 2, sampling, seed) for prompt, seed in zip(PROMPTS, SEEDS, strict=True)]
-        rollouts = [rollout for group in groups for rollout in group]
-        for _ in range(16):
-            engine.step()
-        assert mismatch_of(policy, rollouts, 0.7)["mismatch_abs_mean"] < 1e-5
-        move(policy)
-        version, wasted = engine.weight_version, engine.counters["tokens_wasted"]
-        engine.load(policy.weights(), policy.response_logprobs)
-        while engine.num_unfinished:
-            engine.step()
-        assert {rollout.finish_reason for rollout in rollouts} == {"length"}
-        expected = [version] * 16 + [version + 1] * 24 if keep else [version + 1] * 40
-        assert all(rollout.versions == expected for rollout in rollouts)
-        assert engine.counters["tokens_wasted"] - wasted == (0 if keep else 16 * len(rollouts))
-        again = engine.generate(PROMPTS, 1, sampling, SEEDS)  # a clean engine either way
-        assert mismatch_of(policy, again, 0.7)["mismatch_abs_mean"] < 1e-5
-
-
-def test_sampling_refuses_what_cannot_be_scored():
-    for temperature in (-1.0, 0.001, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"temperature must be 0 \(greedy\) or at least 0.01"):
-            Sampling(temperature, 8, ())
-    bad = dict(top_k=-1, top_p=0.0, min_p=1.0, repetition_penalty=0.0, presence_penalty=float("nan"))
-    for name, value in bad.items():
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            Sampling(1.0, 8, (), **{name: value})
-    with pytest.raises(TypeError):
-        Sampling(1.0, 8, (), logit_bias={})
-
-
-# ------------------------------------------------------------------------------------------------ on a GPU
-@pytest.mark.engine
 @pytest.mark.gpu
 @pytest.mark.own_process
 def test_sleep_releases_memory_and_a_load_brings_the_policy_back(engine_folders):
-    model = qwen2(tied=False, dtype=torch.bfloat16).cuda()
-    policy = Policy(model)
+    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16).cuda())
     with started(engine_folders[False], policy, kv_cache_gib=2.0) as engine:
         free_awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
@@ -494,3 +322,24 @@ def test_sleep_releases_memory_and_a_load_brings_the_policy_back(engine_folders)
         engine.wake()
         engine.load(policy.weights(), policy.response_logprobs)
         assert mismatch(policy, engine)["mismatch_abs_mean"] < 0.1
+
+
+# ------------------------------------------------------------------------------------------------ without an engine
+def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypatch):
+    """A later vLLM's metadata is put in front of the installed one, as an upgrade would."""
+    planted = tmp_path / "vllm-0.99.1.dist-info"
+    planted.mkdir()
+    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check_vllm_version(allow_untested=True) == "0.99.1"
+    with pytest.raises(ValueError, match=r"vLLM must be 0\.26 to 0\.32 .*, got 0\.99\.1"):
+        check_vllm_version()
+
+
+@pytest.mark.parametrize("wrong", [
+    dict(temperature=-1.0), dict(temperature=0.001), dict(temperature=float("nan")), dict(top_k=-1), dict(top_p=0.0),
+    dict(min_p=1.0), dict(repetition_penalty=0.0), dict(presence_penalty=float("nan")),
+], ids=str)  # fmt: skip
+def test_sampling_refuses_what_cannot_be_scored(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        Sampling(**dict(temperature=1.0, max_new_tokens=8) | wrong)

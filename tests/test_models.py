@@ -1,13 +1,13 @@
-"""Tokenizers, prompts and the toys."""
+"""Tokenizers, prompts and the model of a toy."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers import prompt_ids
-from safetensors.torch import save_file
+from helpers import ROOT, prompt_ids
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer
 
 from examples.toys import EOS, TOYS, digits, teach, toy_config, toy_tokenizer
 from models import describe_model, load_tokenizer
@@ -37,6 +37,29 @@ def test_the_seed_alone_decides_what_a_toy_is_taught():
     assert not any(map(torch.equal, first[:3], other[:3]))
 
 
+TEACHING = """
+import sys
+from examples import toys
+def pool(seed):
+    print("teaching", flush=True)
+    return toys.addition(seed).train
+toys.TOYS["toy"] = toys.TOYS["toy"]._replace(pool=pool, steps=int(sys.argv[2]))
+toys.toy_model(sys.argv[1], 0)
+"""
+
+
+def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path):
+    for steps, left in ((10**9, 0), (1, 1)):
+        words = [sys.executable, "-c", TEACHING, str(tmp_path), str(steps)]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"teaching\n"
+        if steps > 1:
+            process.kill()
+        process.communicate(timeout=300)
+        assert len(list(tmp_path.glob("*"))) == left
+    assert describe_model(str(next(tmp_path.glob("toy-*"))))[2] == (EOS,)
+
+
 def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_path):
     toy_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
@@ -44,19 +67,9 @@ def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_p
     ids = prompt_ids(tokenizer, Problem("81+7=", "88", ""))
     assert ids == [1, 11, 4, 13, 10, 14]
     assert tokenizer.decode([*ids[1:], EOS], skip_special_tokens=True) == "81+7="
-    assert tokenizer.eos_token_id == EOS
     for text in ("a", "1 2"):  # also after a round trip through a folder: AutoTokenizer would drop them in silence
         with pytest.raises(Exception, match="WordLevel"):
             tokenizer(text)
-
-
-def test_a_folder_without_a_tokenizer_is_refused_where_transformers_makes_an_empty_one(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    save_file({}, tmp_path / "model.safetensors")
-    assert AutoTokenizer.from_pretrained(tmp_path)("1+1=")["input_ids"] == []
-    for describe in (load_tokenizer, describe_model):
-        with pytest.raises(ValueError, match="a folder with a tokenizer"):
-            describe(str(tmp_path))
 
 
 def test_chat_template_is_used_where_there_is_one():

@@ -1,31 +1,30 @@
-"""A run's folder: held by one process, resumed from what is whole, left whole by a full disk and by signals."""
+"""A run's folder: held by one process, resumed from what is whole, left whole by kills and by a full disk.
 
-import json
+tests/long/kills.py kills whole jobs with a real engine at random moments.
+"""
+
 import os
+import pickle
 import re
 import resource
 import shutil
 import signal
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import command, refusal, train_here, train_process
-
-from records import locked
+from helpers import command, outcome, refusal, train_here, train_process
+from safetensors.torch import load_file, save_file
 
 # The reference engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
          " --num-minibatches 1 --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 2")  # fmt: skip
 
 
-def timeless(out: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows]
-
-
-def options(root: Path, out: Path) -> list[str]:
-    return command(root, f"{SMALL} --out {out}")
+def options(root: Path, out: Path, *more: str) -> list[str]:
+    return command(root, f"{SMALL} --out {out}", *more)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def whole(good, tmp_path_factory) -> Path:
     """A finished run; its checkpoints are those of steps 3 and 4."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train_here(options(good, out))
-    assert all(row["updates"] == 1 for row in timeless(out)[1:])
+    assert [row.get("updates", 1) for row in outcome(out)[0]] == [1] * 5
     return out
 
 
@@ -42,168 +41,138 @@ def copy(whole, tmp_path) -> Path:
     return shutil.copytree(whole, tmp_path / "run")
 
 
-def half(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def checkpoint(out: Path, step: int) -> Path:
     return next(out.glob(f"checkpoints/step_{step:06d}-*.pt"))
 
 
+def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(edit(path.read_bytes()))
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+# ------------------------------------------------------------------------------------------------ damaged, still whole
+def torn(out: Path) -> None:
+    """As a kill in step 4 leaves it: rows of a later step, and a part of one."""
+    checkpoint(out, 4).unlink()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        change(out / name, lambda content: content[:-9])
+
+
 DAMAGE = {
-    "cut off": half, "one bit": flip, "empty": lambda path: path.write_text(""),
-    "another state": lambda path: torch.save({}, path),
-    "the one before it": lambda path: shutil.copy(checkpoint(path.parents[1], 3), path),
+    "cut off": lambda f: change(checkpoint(f, 4), half),
+    "one bit": lambda f: change(checkpoint(f, 4), lambda content: content[:-99] + b"?" + content[-98:]),
+    "the one before it": lambda f: shutil.copy(checkpoint(f, 3), checkpoint(f, 4)),
+    "torn tables": torn,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(good, whole, copy, kind, capsys):
-    DAMAGE[kind](checkpoint(copy, 4))
+def test_a_run_goes_on_from_what_is_whole_and_leaves_a_users_files_alone(good, whole, copy, kind, capsys):
+    DAMAGE[kind](copy)
+    users = [copy / "checkpoints" / name for name in ("best.pt", "step_000001.pt", "zzz.pt")]
+    for path in users:
+        path.write_text("mine")
     train_here([*options(good, copy), "--resume"])
     printed = capsys.readouterr().out
-    assert re.search(r"checkpoint DAMAGED, trying the one before it: .*step_000004-\w+\.pt\n", printed)
     assert "resumed at step 4" in printed
-    assert timeless(copy) == timeless(whole)
-    assert (copy / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert sorted(path.name[:11] for path in copy.glob("checkpoints/*")) == ["step_000003", "step_000004"]
-    assert all(path.stat().st_size > 10_000 for path in copy.glob("checkpoints/*"))
+    assert ("checkpoint DAMAGED, trying the one before it" in printed) == (kind != "torn tables")
+    assert outcome(copy) == outcome(whole)
+    assert all(path.read_text() == "mine" for path in users)
+    ours = {path.name[:11] for path in copy.glob("checkpoints/*")} - {path.name[:11] for path in users}
+    assert ours == {"step_000003", "step_000004"}
 
 
-def test_a_folder_with_a_runs_files_and_no_config_is_not_taken_for_a_new_one(good, copy, capsys):
-    (copy / "config.json").unlink()
-    before = sorted(path.name for path in copy.rglob("*"))
-    assert "has a run's files without config.json" in refusal(options(good, copy), capsys)
-    assert sorted(path.name for path in copy.rglob("*")) == before
+# ------------------------------------------------------------------------------------------------ what is refused
+def as_checkpoint(out: Path, content: bytes) -> None:
+    """Put a file under the name that a checkpoint of step 5 with this content would have."""
+    (out / "checkpoints" / f"step_000005-{sha256(content).hexdigest()[:16]}.pt").write_bytes(content)
 
 
-OTHERS = {"another seed": "--seed 5", "another rate": "--lr 5e-3", "another temperature": "--temperature 1.5"}
+def without_optimizer(out: Path) -> None:
+    state = torch.load(checkpoint(out, 4))
+    state.pop("optimizer")
+    torch.save(state, out / "incomplete")
+    as_checkpoint(out, (out / "incomplete").read_bytes())
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_a_checkpoint_of_another_run_is_refused(good, copy, tmp_path, kind, capsys):
-    out = tmp_path / "other"
-    train_here([*options(good, out), *OTHERS[kind].split()])
-    checkpoint(copy, 4).unlink()
-    stranger = checkpoint(out, 4).rename(copy / "checkpoints" / checkpoint(out, 4).name)
-    before = {path: path.read_bytes() for path in copy.glob("*.jsonl")}
-    assert f"{stranger} is of another run or step" in refusal([*options(good, copy), "--resume"], capsys)
-    assert {path: path.read_bytes() for path in copy.glob("*.jsonl")} == before
+def rename(out: Path) -> None:
+    path = checkpoint(out, 4)
+    path.rename(path.with_name(path.name.replace("000004", "000005")))
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(good, copy, capsys):
-    whole = checkpoint(copy, 3)
-    checkpoint(copy, 4).unlink()
-    renamed = whole.rename(whole.with_name(whole.name.replace("step_000003", "step_000004")))
-    assert f"{renamed} is of another run or step" in refusal([*options(good, copy), "--resume"], capsys)
+def weights(root: Path) -> None:
+    table = load_file(root / "model" / "model.safetensors")
+    table["model.norm.weight"][0] += 1e-3
+    save_file(table, root / "model" / "model.safetensors", {"format": "pt"})
 
 
-def test_checkpoints_that_are_all_damaged_are_refused(good, copy, capsys):
-    for path in copy.glob("checkpoints/*"):
-        half(path)
-    assert f"{copy} has none; try another --out" in refusal([*options(good, copy), "--resume"], capsys)
-
-
-def without_line(path: Path, number: int) -> None:
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[: number - 1] + lines[number:]))
-
-
-def twice(path: Path) -> None:
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:3], *lines[2:]]))
-
-
-def broken_line(path: Path, number: int) -> None:
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[: number - 1], lines[number - 1][:9] + "\n", *lines[number:]]))
-
-
-TABLES = {
-    "a step missing": lambda f: without_line(f / "metrics.jsonl", 3), "cut off": lambda f: half(f / "metrics.jsonl"),
-    "a step twice": lambda f: twice(f / "metrics.jsonl"), "no samples": lambda f: (f / "samples.jsonl").unlink(),
-    "a broken line": lambda f: broken_line(f / "samples.jsonl", 2),
-    "bytes": lambda f: (f / "metrics.jsonl").write_bytes(bytes(range(256))),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", TABLES)
-def test_damaged_tables_are_written_again_from_the_checkpoint(good, whole, copy, kind):
-    TABLES[kind](copy)
-    checkpoint(copy, 4).unlink()
-    train_here([*options(good, copy), "--resume"])
-    assert timeless(copy) == timeless(whole)
-    assert (copy / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-
-
-RECORDS = {
+# (what is changed, the complaint); `f` is the run's folder, its parent holds model/ and task.py
+NOT_OURS = "checkpoints must be whole and of this run, {root}/run/checkpoints/step_000005-"
+REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
-    "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have a readable checkpoint"),
     "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed: json.decoder.JSON"),
-    "another config": (lambda f: (f / "config.json").write_text("{}"), "config.json failed: KeyError: 'config'"),
+    "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have a readable checkpoint"),
+    "all damaged": (lambda f: [change(path, half) for path in f.glob("checkpoints/*")], "must have a readable"),
+    "another step": (rename, NOT_OURS), "no optimizer": (without_optimizer, NOT_OURS),
+    "a pickle": (lambda f: as_checkpoint(f, pickle.dumps(Path("x"), 2)), NOT_OURS),
+    "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),
+    "weights": (lambda f: weights(f.parent), "changed are {root}/model/model.safetensors; try"),
+    "reward": (lambda f: change(f.parent / "task.py", lambda c: c.replace(b"% 3", b"% 2")),
+               "changed are {root}/task.py; try"),
+    "options": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": 0.01', b'"lr": 0.02')),
+                "must keep its options, changed are lr"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", RECORDS)
-def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(good, copy, kind, capsys):
-    spoil, complaint = RECORDS[kind]
-    spoil(copy)
-    before = {path: path.read_bytes() for path in copy.glob("*.jsonl")}
-    assert complaint in refusal([*options(good, copy), "--resume"], capsys)
-    assert {path: path.read_bytes() for path in copy.glob("*.jsonl")} == before
+@pytest.fixture(scope="module")
+def moved(good, whole, tmp_path_factory) -> Path:
+    """The finished run beside its own model and task."""
+    root = shutil.copytree(good, tmp_path_factory.mktemp("moved") / "root")
+    train_here(options(root, root / "run"))
+    return root
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(moved, kind, capsys):
+    spoil, complaint = REFUSED[kind]
+    kept = shutil.copytree(moved, moved.with_name("kept"))
+    try:
+        spoil(moved / "run")
+        before = {path: path.read_bytes() for path in moved.glob("run/*.jsonl")}
+        assert complaint.format(root=moved) in refusal([*options(moved, moved / "run"), "--resume"], capsys)
+        assert {path: path.read_bytes() for path in moved.glob("run/*.jsonl")} == before
+    finally:
+        shutil.rmtree(moved)
+        kept.rename(moved)
 
 
 # ------------------------------------------------------------------------------------------------ other processes
-STOPPED = "stopped by a signal; a run goes on from its newest checkpoint with --resume\n"
-IN_STEP_2 = 60  # a call of the reward: step 0 makes 8 of them, each step 32
-
-
-def test_one_process_holds_a_run_and_sigterm_ends_it_with_a_sentence(good, whole, tmp_path, capsys):
-    out = tmp_path / "run"
-    process = train_process(options(good, out), signal.SIGSTOP, IN_STEP_2)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    for again in ([], ["--resume"]):
-        complaint = refusal([*options(good, out), *again], capsys)
-        assert f"{out} is held by process {process.pid} on {os.uname().nodename}" in complaint
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGCONT)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert said.endswith(STOPPED)
-    assert "Traceback" not in said
-    train_here([*options(good, out), "--resume"])
-    assert timeless(out) == timeless(whole)
-
-
-def test_sigint_ends_a_run_with_a_sentence(good, whole, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(good, whole, tmp_path, number, capsys):
     out, handler = tmp_path / "run", signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
-    process = train_process(options(good, out), signal.SIGINT, IN_STEP_2)
+    process = train_process(options(good, out), signal.SIGSTOP, 60)  # in step 2: step 0 has 8 calls, each other one 32
     signal.signal(signal.SIGINT, handler)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert said.endswith(STOPPED)
-    assert "Traceback" not in said
-    train_here([*options(good, out), "--resume"])
-    assert timeless(out) == timeless(whole)
-
-
-def test_the_lock_file_of_a_dead_process_is_ignored(tmp_path):
-    (tmp_path / "lock").write_text("process 1 on a machine long gone\n")
-    with locked(str(tmp_path)):
-        assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    complaint = refusal([*options(good, out), "--resume"], capsys)
+    assert f"{out} is held by process {process.pid} on {os.uname().nodename}" in complaint
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+    _, said = process.communicate(timeout=600)  # until the task's process has ended too
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        assert said.endswith("stopped by a signal; a run goes on from its newest checkpoint with --resume\n")
+        assert "Traceback" not in said
+    train_here([*options(good, out), "--resume"])  # the lock file of a dead process does not hold it
+    assert outcome(out) == outcome(whole)
 
 
 def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path, capsys):
     """Files of at most 400 kB stand for the disk: the weights fit, the optimizer's state does not."""
     out, limit, (usual, hard) = tmp_path / "run", 400_000, resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert (whole / "policy" / "model.safetensors").stat().st_size < limit
-    assert checkpoint(whole, 4).stat().st_size > limit
+    assert (whole / "policy" / "model.safetensors").stat().st_size < limit < checkpoint(whole, 4).stat().st_size
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         with pytest.raises(SystemExit) as stop:
@@ -212,7 +181,8 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
     assert stop.value.code == 1
     said = capsys.readouterr().err
-    assert re.search(r"^error: writing a checkpoint in .* failed: RuntimeError: .*fail", said, re.M)
+    assert re.search(r"^error: writing a checkpoint in .* failed: OSError: \[Errno 27\] File too large", said, re.M)
+    assert f"(traceback: {out}/error.txt)" in said
     assert "Traceback" not in said
     train_here([*options(good, out), "--resume"])
-    assert timeless(out) == timeless(whole)
+    assert outcome(out) == outcome(whole)

@@ -1,24 +1,19 @@
-"""What is found before a run starts, and how its parts are sized."""
+"""What is found before a run starts."""
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import qwen2
+from helpers import ROOT, qwen2
 
 from config import Config, ParityFlags
-from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
 from extras.reference import engine_for
 from rl import Policy
-from train import build, prepare, score_rollouts
-
-ROOT = Path(__file__).parents[1]
+from train import prepare
 
 
 def job(tmp_path, **changes) -> Config:
@@ -33,11 +28,9 @@ def job(tmp_path, **changes) -> Config:
 
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, capsys):
-    whole = prepare(job(tmp_path))
-    lengths = sorted(len(problem.prompt_ids) for problem in whole.task.train + whole.task.held_out)
+    lengths = sorted(map(len, prepare(job(tmp_path)).task.prompts))
     limit = lengths[14]
     longer = sum(length > limit for length in lengths)
-    assert 0 < longer < 6
     complaint = (rf"{longer} of 20 prompts are longer than {limit} tokens \(--max-prompt-tokens\), .*task.jsonl, line"
                  rf" \d+ has {lengths[-1]}; try --overlong-prompts drop")  # fmt: skip
     with pytest.raises(ValueError, match=complaint):
@@ -48,72 +41,30 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
     assert run.dropped_prompts == 2 * longer
     said = f"{2 * longer} of 40 prompts are longer than {limit} tokens (--max-prompt-tokens): DROPPED"
     assert said in capsys.readouterr().out
-    for kept in (run.task.train, run.task.held_out):
-        assert len(kept) == 20 - longer
-        assert max(len(problem.prompt_ids) for problem in kept) == limit
+    assert (len(run.task.train), len(run.task.held_out)) == (20 - longer, 20 - longer)
+    assert max(map(len, run.task.prompts)) == limit
     assert run.max_model_len == limit + 8
-    assert prepare(job(tmp_path, max_prompt_tokens=limit, max_new_tokens=256 - limit, overlong_prompts="drop"))
-    context = job(tmp_path, max_new_tokens=256 - limit + 1, overlong_prompts="refuse")
     with pytest.raises(ValueError, match=rf"longer than {limit - 1} tokens \(the context of 256 less"):
-        prepare(context)
+        prepare(job(tmp_path, max_new_tokens=256 - limit + 1))
     with pytest.raises(ValueError, match="none of the training problems is left"):
         prepare(job(tmp_path, max_prompt_tokens=1, overlong_prompts="drop"))
-
-
-def test_a_failed_reward_stops_the_run_or_is_counted(tmp_path, capsys):
-    run = prepare(job(tmp_path))
-    run = replace(run, task=replace(run.task, reward=lambda problem, _: 1.0 / (problem.answer != "3")))
-    problems = sorted(run.task.train + run.task.held_out, key=lambda problem: int(problem.answer))[2:5]
-    rollouts = [Rollout([1], 0, [5], [-0.1], [1], "stop")] * 3
-    with pytest.raises(ValueError, match=r"ZeroDivisionError.*; to go on with reward 0, --reward-errors count"):
-        score_rollouts(run, problems, rollouts)
-    counting = replace(run, config=run.config.but(reward_errors="count"))
-    rows = score_rollouts(counting, problems, rollouts)
-    assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0]
-    assert [row["error"] is not None for row in rows] == [False, True, False]
-    assert "REWARD FAILED, one of 1: the reward fails (ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_a_switch_that_can_change_nothing_is_named(tmp_path, capsys):
     off = ParityFlags(inflight_keep=False, fp32_head=False)
     for changes, named in (({}, ["inflight_keep", "fp32_head"]), ({"inflight_groups": 1}, ["fp32_head"]),
-                           ({"dtype": "bfloat16"}, ["inflight_keep"])):  # fmt: skip
-        prepare(job(tmp_path, parity=off, **changes))
+                           ({"dtype": "bfloat16"}, ["inflight_keep"]), ({"parity": ParityFlags()}, [])):  # fmt: skip
+        prepare(job(tmp_path, **{"parity": off} | changes))
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
-    prepare(job(tmp_path))
-    assert "WITHOUT EFFECT" not in capsys.readouterr().out
-
-
-def test_a_resumed_run_must_find_its_problems_unchanged(tmp_path):
-    config = job(tmp_path)
-    run = prepare(config)
-    record = {"config": config.flat(), "problems": {"sha256": run.task.fingerprint}}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps(record))
-    prepare(config.but(resume=True))
-    path = tmp_path / "task.jsonl"
-    path.write_text(path.read_text().replace('"answer": 7}', '"answer": 8}'))
-    with pytest.raises(ValueError, match="must keep its problems"):
-        prepare(config.but(resume=True))
 
 
 def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache(tmp_path):
-    run = prepare(job(tmp_path))
-    policy = Policy.load(run.model_path, torch.float32, "cpu")
-    assert engine_for(run, policy).max_num_seqs == 512
     per_token = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, bytes
-    small = replace(run, config=run.config.but(kv_cache_gib=10.5 * per_token * run.max_model_len / 2**30))
-    assert engine_for(small, policy).max_num_seqs == 10
-    none = replace(run, config=run.config.but(kv_cache_gib=1e-9))
-    assert engine_for(none, policy).max_num_seqs == 1
-
-
-def test_a_run_is_built_into_a_folder_that_is_not_there_as_the_benchmarks_do(tmp_path):
-    live, first_step = build(prepare(job(tmp_path, engine="transformers")))
-    assert first_step == 1
-    assert live.engine.state == "ready"
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["trainer"]["model_dtype"] == "float32"
+    length = prepare(job(tmp_path)).max_model_len
+    for gib, sequences in ((0.25, 512), (10.5 * per_token * length / 2**30, 10), (1e-9, 1)):
+        run = prepare(job(tmp_path, kv_cache_gib=gib))
+        assert engine_for(run, Policy.load(run.model_path, torch.float32, "cpu")).max_num_seqs == sequences
 
 
 def test_a_machine_without_git_is_no_error(tmp_path):

@@ -1,4 +1,4 @@
-"""Tasks and rewards: each file a user may bring, whole and broken."""
+"""Tasks: the toys, files and data sets as a user may bring them, and the rewards that compare answers."""
 
 import json
 import random
@@ -18,93 +18,58 @@ from examples.toys import (
 from tasks import Problem, exact_match, last_number, load_task, numeric_match
 
 
+# ------------------------------------------------------------------------------------------------ the toys
 def test_addition_is_right_split_without_overlap_and_decided_by_the_seed():
     task = addition(0)
     assert (len(task.train), len(task.held_out)) == (18_000, 2_000)
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     for problem in task.train + task.held_out:
         a, b = problem.question.removesuffix("=").split("+")
-        assert (len(a), len(b), len(problem.answer)) == (3, 3, 4)
-        assert int(a) + int(b) == int(problem.answer[::-1])
-    assert task.train == addition(0).train
-    assert task.train != addition(1).train
-
-
-def test_digits_asks_for_the_larger_digit_at_each_place():
-    task = digits(0)
-    assert (len(task.train), len(task.held_out)) == (64, 256)
-    assert not {p.question for p in task.train} & {p.question for p in task.held_out}
-    tokenizer = toy_tokenizer()
-    for problem in task.train + task.held_out:
-        a, b = problem.question[:-1].split("+")
-        assert len(a) == len(b) == 16
-        assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
-        assert len(prompt_ids(tokenizer, problem)) == 35  # longer than a KV block of 32
-    assert {len(problem.answer) for problem in task.held_out} == set(range(2, 17))
-    problem = Problem("12+03=", "13", "test")
-    assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
-    assert task.train == digits(0).train != digits(1).train
-
-
-def test_the_teachers_forget_the_carry_or_take_the_smaller_digit():
-    rng, carry, none = random.Random(0), Problem("347+285=", "2360", "347+285"), Problem("12+03=", "", "120+304")
-    answers = Counter(forget_the_carry(carry, rng) for _ in range(1000))
-    assert answers.keys() == {"2360", "2250"}
-    assert 0.65 < answers["2250"] / 1000 < 0.75
-    assert {forget_the_carry(none._replace(answer="4240"), rng) for _ in range(50)} == {"4240"}
-    taken = [take_the_smaller(Problem("", "", "1" * 16 + "+" + "2" * 16), rng) for _ in range(100)]
-    assert 0.65 < "".join(taken).count("1") / 1600 < 0.75
-
-
-def test_sample_repeats_with_the_random_state_and_never_repeats_a_problem():
-    task = addition(0)
+        assert f"{int(a) + int(b):04}" == problem.answer[::-1]
+    assert task.train == addition(0).train != addition(1).train
     first, second = (task.sample(random.Random(3), 64) for _ in range(2))
     assert first == second
     assert len({p.question for p in first}) == 64
 
 
-@pytest.mark.parametrize("response, reward", [("42", 1), (" 42\n", 1), ("042", 0), ("42.", 0), ("4 2", 0), ("", 0)])
-def test_exact_match(response, reward):
-    assert exact_match(Problem("40+2=", "42", ""), response) == reward
+def test_digits_asks_for_the_larger_digit_at_each_place():
+    task, tokenizer = digits(0), toy_tokenizer()
+    assert (len(task.train), len(task.held_out)) == (64, 256)
+    assert not {p.question for p in task.train} & {p.question for p in task.held_out}
+    for problem in task.train + task.held_out:
+        a, b = problem.question[:-1].split("+")
+        assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
+        assert len(prompt_ids(tokenizer, problem)) == 35  # longer than a KV block of 32
+    problem = Problem("12+03=", "13", "test")
+    assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
+
+
+def test_the_teachers_forget_the_carry_or_take_the_smaller_digit():
+    rng = random.Random(0)
+    answers = Counter(forget_the_carry(Problem("", "2360", "347+285"), rng) for _ in range(1000))
+    assert answers.keys() == {"2360", "2250"}
+    assert 0.65 < answers["2250"] / 1000 < 0.75
+    taken = [take_the_smaller(Problem("", "", "1" * 16 + "+" + "2" * 16), rng) for _ in range(100)]
+    assert 0.65 < "".join(taken).count("1") / 1600 < 0.75
+
+
+# ------------------------------------------------------------------------------------------------ rewards
+def test_exact_match():
+    responses = "42", " 42\n", "042", "42.", "4 2", ""
+    assert [exact_match(Problem("", "42", ""), each) for each in responses] == [1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("answer, response, reward", [
-    ("1200", "So she has $1,200.00 left.", 1),
-    ("6 * 7 = 42\n#### 42", "6 times 7 is 42", 1),
-    ("42", "first 42, then 43", 0),
-    ("-3", "the result is -3.", 1),
-    ("0.5", "0.50", 1),
-    ("1e-05", "that is 0.00001", 1),
-    ("0.5", "about .5", 1),
-    ("12", "pages 10-12", 1),
-    ("-2", "x = -2", 1),
-    ("2", "7-5=2", 1),
-    ("42", "no idea", 0),
-    ("42", "", 0),
+    ("1200", "So she has $1,200.00 left.", 1), ("6 * 7 = 42\n#### 42", "6 times 7 is 42", 1),
+    ("42", "first 42, then 43", 0), ("-3", "the result is -3.", 1), ("0.5", "0.50", 1), ("1e-05", "that is 0.00001", 1),
+    ("0.5", "about .5", 1), ("12", "pages 10-12", 1), ("-2", "x = -2", 1), ("2", "7-5=2", 1), ("42", "no idea", 0),
+    ("42", "", 0), ("1", "9e-99999999999999999999", 0),  # too large an exponent for decimal
 ])  # fmt: skip
 def test_numeric_match_compares_last_numbers(answer, response, reward):
     assert numeric_match(Problem("?", answer, ""), response) == reward
 
 
-@pytest.mark.parametrize("text, complaint", [
-    ("", "has none"),
-    ("\n\n", "has none"),
-    ('{"question": "1+1", "answer": 2}\n{"question": "2+2", "ans', "line 2 as JSON failed: .* Unterminated string"),
-    ('\n[1, 2]', "line 2 must be an object"),
-    ('{"answer": "2"}', 'line 1 must be an object with a non-empty string "question"'),
-    ('{"question": " ", "answer": "2"}', "line 1"),
-    ('{"question": "1+1"}', 'line 1 must .* an "answer"'),
-    ('{"question": "1+1", "answer": "two"}', 'line 1 must .* an "answer" with a number'),
-    ('{"question": "1+1", "answer": true}', 'line 1 must .* an "answer" with a number'),
-    ('{"question": "1+1", "answer": "2"}', "has 1 without repeats and 1 held out"),
-])  # fmt: skip
-def test_malformed_jsonl_is_refused_with_its_line(tmp_path, text, complaint):
-    path = tmp_path / "task.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=complaint):
-        load_task(str(path), seed=0)
-
-
+# ------------------------------------------------------------------------------------------------ files
 def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_path):
     path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
     path.write_text("\n".join(json.dumps({"question": f"{i}+1=\u2028", "answer": i + 1}) for i in range(20)))
@@ -113,11 +78,6 @@ def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_pa
     assert (len(split.train), len(split.held_out)) == (18, 2)
     given = load_task(str(path), 0, str(held_out))
     assert (len(given.train), given.held_out[0].answer) == (20, "#### 7")
-    held_out.write_text("")
-    with pytest.raises(ValueError, match=r"eval.jsonl has none"):
-        load_task(str(path), 0, str(held_out))
-    with pytest.raises(ValueError, match=r"as UTF-8 failed: .*No such file"):
-        load_task(str(tmp_path / "absent.jsonl"), 0)
 
 
 def test_a_question_is_in_one_split_only_whatever_the_file_repeats(tmp_path):
@@ -132,63 +92,13 @@ def test_a_question_is_in_one_split_only_whatever_the_file_repeats(tmp_path):
     held_out.write_text("\n".join(map(json.dumps, again[:5] + again[:5])))
     task = load_task(str(path), 0, str(held_out))
     assert (len(task.train), [p.question for p in task.held_out]) == (35, [f"{i}+1= " for i in range(5)])
-    path.write_text("\n".join(map(json.dumps, [*rows, {"question": "7+1=", "answer": 9}])))
-    with pytest.raises(ValueError, match=r"line 8 has '8' and .*task.jsonl, line 41 has '9' to the same question"):
-        load_task(str(path), seed=0)
 
 
-def test_a_number_too_large_for_decimal_is_no_number():
-    assert last_number("1e99999999999999999999") is None
-    assert numeric_match(Problem("?", "1", ""), "9e-99999999999999999999") == 0.0
-
-
-# ------------------------------------------------------------------------------------------------ a user's own task
-SQUARES = """
-from dataclasses import dataclass
-
-@dataclass
-class Row:
-    n: "int"
-
-def sample(rng):
-    row = Row(rng.randint(1, 30))
-    return f"{row.n}^2=", str(row.n**2)
-
-def reward(problem, response):
-    return float(response.strip() == problem.answer)
-"""
-
-
-def test_a_users_file_gives_different_problems_decided_by_the_seed_and_its_own_reward(tmp_path):
-    path = tmp_path / "squares.py"
-    path.write_text(SQUARES)
-    task = load_task(str(path), seed=0)
-    assert (len(task.train), len(task.held_out)) == (27, 3)  # all there are, each once
-    assert len({problem.question for problem in task.train + task.held_out}) == 30
-    assert task.reward(Problem("3^2=", "9", ""), " 9") == 1.0
-    assert task.train == load_task(str(path), 0).train != load_task(str(path), 1).train
-    assert task.train[0].source.startswith(f"{path}, problem ")
-
-
-@pytest.mark.parametrize("text, complaint", [
-    (None, "the import of .* fails .FileNotFoundError"),
-    ("import nothing_of_that_name", "the import of .* fails .ModuleNotFoundError"),
-    ("raise SystemExit(3)", "the import of .* fails .SystemExit"),
-    ("def sample(rng): return 'q', 'a'", "has no reward"),
-    ("sample = 3\ndef reward(problem, response): return 0.0", "has no sample"),
-    (SQUARES.replace('(1, 30)', '(1, 1)'), "has 1 without repeats and 1 held out"),
-    (SQUARES.replace('"{row.n}^2="', '"1^2="'), "one answer, .*problem 1 has '.*' and .*problem 2 has '"),
-    (SQUARES.replace("str(row.n**2)", "row.n**2"), "two strings, .* returns"),
-    (SQUARES.replace('f"{row.n}^2="', '""'), "two strings, .* returns"),
-    (SQUARES.replace("rng.randint(1, 30)", "1 // 0"), "sample of .* fails .ZeroDivisionError"),
-])  # fmt: skip
-def test_a_users_file_that_is_broken_gets_a_sentence_with_its_name(tmp_path, text, complaint):
-    path = tmp_path / "mine.py"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=complaint) as error:
-        load_task(str(path), seed=0)
-    assert str(path) in str(error.value)
+def test_a_users_file_gives_different_problems_decided_by_the_seed(good):
+    task, again, other = (load_task(str(good / "task.py"), seed, limit_s=60) for seed in (0, 0, 1))
+    assert (len(task.train), len(task.held_out)) == (54, 6)  # all there are, each once
+    assert len({problem.question for problem in task.train + task.held_out}) == 60
+    assert task.train == again.train != other.train
 
 
 # ------------------------------------------------------------------------------------------------ a hub's dataset
@@ -196,35 +106,27 @@ GSM8K = {"question": "Natalia sold 48 clips in April, half as many in May. How m
          "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 72"}  # fmt: skip
 
 
-def dataset(folder, split: str, rows: list[dict]) -> None:
+def dataset(folder, split: str, rows: list[dict]) -> str:
     """As GSM8K lies on the hub: a parquet file for each split."""
     import pandas
 
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame(rows).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return str(folder)
 
 
 def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
-    folder = tmp_path / "gsm8k"
-    dataset(folder, "train", [GSM8K | {"question": f"{i}: {GSM8K['question']}"} for i in range(20)])
-    assert (len(load_task(str(folder), 0).train), len(load_task(str(folder), 0).held_out)) == (18, 2)
-    dataset(folder, "test", [GSM8K])
-    task = load_task(str(folder), 0)
+    rows = [GSM8K | {"question": f"{i}: {GSM8K['question']}"} for i in range(20)]
+    folder = dataset(tmp_path / "gsm8k", "train", rows)
+    assert (len(load_task(folder, 0).train), len(load_task(folder, 0).held_out)) == (18, 2)
+    dataset(tmp_path / "gsm8k", "test", [GSM8K])
+    task = load_task(folder, 0)
     assert (len(task.train), len(task.held_out)) == (20, 1)
     assert [task.reward(task.held_out[0], text) for text in ("so 72.", "#### 24", "72 or 24")] == [1, 0, 0]
     assert last_number(GSM8K["answer"]) == 72
-    (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "q", "answer": "1"}))
-    assert [p.question for p in load_task(str(folder), 0, str(tmp_path / "eval.jsonl")).held_out] == ["q"]
 
 
-def test_a_dataset_that_cannot_be_had_or_has_other_columns_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"loading the dataset no_such_owner/no_such_data:main failed: Connection"):
-        load_task("no_such_owner/no_such_data:main", 0)
-    with pytest.raises(ValueError, match=r"task must be toy, digits, countdown, .*, got tyo$"):
-        load_task("tyo", 0)
-    dataset(tmp_path / "other", "train", [{"prompt": "1+1", "answer": "2"}] * 3)
-    with pytest.raises(ValueError, match=r'other, train 1 must be an object with a non-empty string "question"'):
-        load_task(str(tmp_path / "other"), 0)
-    dataset(tmp_path / "testonly", "test", [GSM8K] * 3)
-    with pytest.raises(ValueError, match="must have a split train"):
-        load_task(str(tmp_path / "testonly"), 0)
+def test_a_dataset_without_a_split_train_or_with_other_columns_is_named(tmp_path):
+    for split, complaint in (("train", "other, train 1 must be an object"), ("test", "must have a split train")):
+        with pytest.raises(ValueError, match=complaint):
+            load_task(dataset(tmp_path / split / "other", split, [{"prompt": "1+1", "answer": "2"}] * 3), 0)

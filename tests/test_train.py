@@ -1,36 +1,44 @@
-"""Whole runs: learning, kill and resume, the live probe, users' models and tasks, the exported policy."""
+"""Whole runs: learning, evaluation, the live probe, users' models and tasks, the exported policy."""
 
 import json
 import math
 import re
-import signal
-from collections import Counter
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
 import torch
-import tyro
 from helpers import (
+    PROMPTS,
     SMALL,
     close_live_engine,
     command,
     mismatch_of,
     qwen2,
-    refusal,
     rows,
+    started,
     timeless,
     train_here,
     train_process,
 )
 
-from config import Config
-from engine_adapter import reseed
+from config import Config, GrpoConfig
+from engine_adapter import Rollout, Sampling, reseed
 from examples.toys import toy_tokenizer
 from probe.traces import load_traces
 from rl import Policy
-
-SMALL_STEP, SMALL_EVAL = 32, 12  # rewards
+from train import (
+    Synchronous,
+    build,
+    evaluate,
+    find_checkpoint,
+    greedy_agreement,
+    load_policy,
+    prepare,
+    start_engine,
+    train_step,
+)
 
 
 # ------------------------------------------------------------------------------------------------ the default job
@@ -52,7 +60,7 @@ def test_the_default_job_learns_at_parity(tmp_path):
     assert max(row["mismatch_abs_mean"] for row in steps) <= 1e-5
     assert max(row["mismatch_max"] for row in steps) <= 1e-3
     assert all(row["staleness_max"] == 0 for row in steps)
-    assert abs(table[-1]["eval_gap"]) < 0.08  # engine and trainer answer with different samples of the same policy
+    assert min(row["eval_agree"] for row in table if "eval_agree" in row) >= 0.99  # float32 has a few near ties
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["audit"]["logprobs_mode"] == "processed_logprobs"
     assert record["config"]["temperature"] == 0.7
@@ -61,72 +69,95 @@ def test_the_default_job_learns_at_parity(tmp_path):
     assert len(re.findall(r"^step +\d+/\d+ \| reward .* \| mismatch_kl .* s", text, re.M)) == len(steps)
 
 
-# ------------------------------------------------------------------------------------------------ resume
-WHOLE = (*SMALL, "--steps", "4", "--checkpoint-every", "2", "--eval-every", "2", "--lr", "3e-3", "--temperature", "2",
-         "--num-minibatches", "1")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def whole(good, tmp_path_factory) -> Path:
-    """A run of four steps that nothing disturbs."""
-    out = tmp_path_factory.mktemp("whole")
-    train_here(command(good, "--task {root}/task.py", *WHOLE, "--out", str(out)))
-    assert all(row["updates"] == 1 for row in rows(out)[1:])
-    return out
-
-
-def kill_in(call: int, arguments: list[str]) -> None:
-    process = train_process(arguments, signal.SIGKILL, call)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == -signal.SIGKILL, errors[-3000:]
+# ------------------------------------------------------------------------------------------------ evaluation
+def agreement_by_transformers(policy: Policy, rollouts: list[Rollout]) -> float:
+    """One forward pass of the model for each rollout, without the head, the batch or the chunks of rl.py."""
+    agreed = 0
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
+        with torch.no_grad():
+            logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt_ids) - 1 : -1].float()
+        chosen = logits.gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0]
+        agreed += bool((chosen == logits.amax(dim=1)).all())
+    return agreed / len(rollouts)
 
 
 @pytest.mark.engine
-def test_a_run_killed_and_resumed_has_the_metrics_of_one_that_was_not(good, whole, tmp_path, capsys):
-    arguments = command(good, "--task {root}/task.py", *WHOLE, "--out", str(tmp_path))
-    kill_in(3 * SMALL_STEP + 2 * SMALL_EVAL + 9, arguments)  # in step 4
-    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
-    checkpoint = tmp_path / "checkpoints"
-    (checkpoint / "unfinished").write_text("")  # as if it had been killed while writing the next one
-    with open(tmp_path / "samples.jsonl", "a") as file:
-        file.write('{"step": 3, "mode": "greedy"}\n{"step": 3, "mo')  # as if killed in an evaluation after step 3
-    train_here([*arguments, "--resume"])
-    assert "resumed at step 3" in capsys.readouterr().out
-    assert timeless(tmp_path) == timeless(whole)
-    assert (tmp_path / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
-    assert sorted(path.name[:11] for path in checkpoint.glob("*.pt")) == ["step_000002", "step_000004"]
+def test_greedy_agreement_is_1_at_parity_and_falls_where_the_engines_weights_or_logits_differ(engine_folders):
+    policy, grpo = Policy(qwen2(tied=False)), GrpoConfig(micro_batch_tokens=40)
+    prompts = [[token, *PROMPTS[token % 4]] for token in range(20, 36)]
+    answers = lambda: engine.generate(prompts, 1, Sampling(0.0, 6))  # noqa: E731
+    with started(engine_folders[False], policy) as engine:
+        assert greedy_agreement(policy, answers(), grpo) == agreement_by_transformers(policy, answers()) == 1.0
+        usual = policy.copied_weights()
+        with torch.no_grad():  # the trainer moves on, the engine does not
+            for parameter in policy.model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        stale = answers()
+        share = greedy_agreement(policy, stale, grpo)
+        assert share == agreement_by_transformers(policy, stale)
+        assert 0 < share < 1
+        policy.model.load_state_dict(usual, strict=False)
+        never = torch.tensor(stale[0].token_ids[:1])
+        hook = engine.vllm_model.logits_processor.register_forward_hook(
+            lambda _module, _inputs, logits: logits.index_fill(1, never, -100.0))
+        masked = answers()
+        hook.remove()
+        share = greedy_agreement(policy, masked, grpo)
+        assert share == agreement_by_transformers(policy, masked) < 1
 
 
-@pytest.mark.engine
-def test_groups_in_flight_survive_kill_and_resume_and_their_counts_add_up(good, tmp_path, capsys):
-    """Every group is trained on, dropped or in flight at each step, the killed process's unfinished ones included."""
-    arguments = command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), "--steps", "6",
-                        "--checkpoint-every", "2", "--max-new-tokens", "12", "--inflight-groups", "5",
-                        "--max-num-seqs", "24", "--lr", "1e-2", "--probe-on-alarm")  # fmt: skip
-    kill_in(5 * SMALL_STEP + SMALL_EVAL + 9, arguments)  # in step 6
-    train_here([*arguments, "--resume"])
-    assert "resumed at step 5" in capsys.readouterr().out
-    steps = rows(tmp_path)[1:]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    for row in steps:
-        assert row["groups_trained"] == 8 * row["step"]
-        assert row["groups_in_flight"] == 5 - row["groups_dropped"] == 5
-        assert row["groups_submitted"] == row["groups_trained"] + 5
-    assert max(row["staleness_max"] for row in steps) >= 1
-    assert steps[4]["rollouts_restarted"] > 0 == steps[3]["rollouts_restarted"]
-    assert max(row.get("current_mismatch_abs_mean") or 0 for row in steps) < 1e-5  # as without groups in flight
-    assert max(row["mismatch_kl"] for row in steps) > 1e-3  # staleness, which is no alarm
-    assert not any("probe" in row for row in steps)
+def test_greedy_agreement_counts_a_tie_as_agreement_and_one_wrong_token_as_none():
+    model = qwen2(tied=False)
+    with torch.no_grad():
+        model.lm_head.weight[7] = model.lm_head.weight[8]
+    policy, grpo = Policy(model), GrpoConfig()
+    head = model.lm_head.weight.detach()
+    ids, found = [5, 6], []
+    with torch.no_grad():  # a head that makes 7 and 8 the likeliest tokens after this prompt
+        state = policy.hidden(torch.tensor([ids]))[0, -1]
+        head[7] = head[8] = state * (2 * head @ state).amax() / state.dot(state)
+    for token in (7, 8, 9):
+        rollouts = [Rollout(ids, None, [token], [0.0])]
+        found.append(greedy_agreement(policy, rollouts, grpo))
+        assert found[-1] == agreement_by_transformers(policy, rollouts)
+    assert found == [1.0, 1.0, 0.0]
 
 
+def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):
+    """A source that answers with a fixed token id after what the engine samples: both see it in every rollout."""
+    calls = []
+
+    class Signed(Synchronous):
+        def answer(self, problems: list, num_samples: int, sampling: Sampling) -> list[Rollout]:
+            calls.append((len(problems), num_samples, sampling.temperature))
+            rollouts = super().answer(problems, num_samples, replace(sampling, max_new_tokens=3))
+            for rollout in rollouts:
+                rollout.append([9], [-1.0], self.engine.weight_version)
+                rollout.trained = [True] * (len(rollout.token_ids) - 1) + [False]
+            return rollouts
+
+    run = prepare(Config.of(model=str(good / "model"), task=str(good / "task.py"), out=str(tmp_path), num_prompts=4,
+                            group_size=2, max_new_tokens=8, engine="transformers", eval_problems=5,
+                            eval_samples=3))  # fmt: skip
+    policy = load_policy(run)
+    state, _ = build(run, policy, start_engine(run, policy), find_checkpoint(run))
+    state.source = Signed(run, state.engine)
+    batch = train_step(run, state, 1).batch
+    assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
+    assert batch.mask.sum() == sum(len(rollout.token_ids) - 1 for rollout in batch.rollouts)
+    evaluate(run, state, 1)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 5 + 5 * 3
+    assert max(sample["tokens"] for sample in samples) == 4
+    assert calls == [(4, 2, 0.7), (5, 1, 0.0), (5, 3, 0.7)]
+
+
+# ------------------------------------------------------------------------------------------------ options
 def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path):
-    """In a child process, which cannot import vllm: this test has no marker `engine`."""
-    process = train_process(command(
-        good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), "--steps", "3", "--inflight-groups", "3",
-        "--engine", "transformers", "--probe-every", "3",
-    ))  # fmt: skip
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors[-3000:]
+    """This test has no marker `engine`, so vllm cannot be imported."""
+    train_here(command(good, "--task {root}/task.py --steps 3 --inflight-groups 3 --engine transformers", *SMALL,
+                       "--probe-every", "3", "--out", str(tmp_path)))  # fmt: skip
     steps = rows(tmp_path)[1:]
     assert steps[0]["mismatch_abs_mean"] < 1e-5
     assert max(row.get("current_mismatch_abs_mean") or 0 for row in steps) < 1e-5
@@ -136,27 +167,17 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path):
     assert record["audit"]["engine"] == "transformers"
 
 
-def test_resume_refuses_other_options_and_a_new_run_refuses_an_old_folder(tmp_path, capsys):
-    record = {"config": Config().flat(), "problems": {"sha256": ""}}
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    changed = ["--out", str(tmp_path), "--resume", "--lr", "0.5", "--seed", "3"]
-    assert "changed are lr, seed" in refusal(changed, capsys)
-    assert "holds a run" in refusal(["--out", str(tmp_path)], capsys)
-
-
-# ------------------------------------------------------------------------------------------------ the live probe
 @pytest.mark.engine
-def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, whole, tmp_path, capsys):
-    out, probes = tmp_path / "probed", ("--probe-every", "3", "--probe-on-alarm")
-    train_here(command(good, "--task {root}/task.py", *WHOLE, "--out", str(out), *probes))
-    assert capsys.readouterr().out.count("(as planned): parity.") == 2
-    probed = timeless(out)
-    assert [row.pop("probe", None) for row in probed] == [None, "parity", None, None, "parity"]
-    assert probed == timeless(whole)  # the probe changes no random state and no weight
-    record = json.loads((out / "probe" / "step_000004.json").read_text())
-    assert record["status"] == "parity"
-    assert record["engine_error"] < 1.5 * record["trainer_error"] + 1e-6
-    assert (out / "probe" / "step_000004.npz").exists()
+def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, tmp_path):
+    options = (*SMALL, "--steps", "2", "--eval-every", "2", "--lr", "3e-3", "--temperature", "2")
+    for name, probes in ("plain", ()), ("probed", ("--probe-every", "1", "--probe-on-alarm")):
+        train_here(command(good, "--task {root}/task.py", *options, "--out", str(tmp_path / name), *probes))
+    probed = timeless(tmp_path / "probed")
+    assert [row.pop("probe", None) for row in probed] == [None, "parity", "parity"]
+    assert probed == timeless(tmp_path / "plain")  # the probe changes no random state and no weight
+    assert any(row["updates"] for row in probed[1:])
+    assert json.loads((tmp_path / "probed" / "probe" / "step_000002.json").read_text())["status"] == "parity"
+    assert (tmp_path / "probed" / "probe" / "step_000002.npz").exists()
 
 
 @pytest.mark.engine
@@ -167,100 +188,80 @@ def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     record = json.loads((tmp_path / "probe" / "step_000001.json").read_text())
     assert record["layers"] == ["semantics"]
     assert "--parity.processed-logprobs" in record["sentence"]
-    tables = record["tokens"]["tables"]
-    assert list(tables) == ["position", "prompt length", "probability", "entropy"]
-    assert sum(each["tokens"] for each in tables["entropy"]) == record["num_tokens"]
 
 
 # ------------------------------------------------------------------------------------------------ real models and data
 @pytest.mark.engine
 def test_a_model_folder_and_a_jsonl_file_are_trained_on_with_gspo_kl_and_tis(tmp_path):
     """Two steps of everything the default job leaves off: GSPO, KL, TIS, untied bf16 model, numeric reward."""
-    folder = tmp_path / "model"
-    qwen2(tied=False).save_pretrained(folder)
-    toy_tokenizer().save_pretrained(folder)
+    qwen2(tied=False).save_pretrained(tmp_path / "model")
+    toy_tokenizer().save_pretrained(tmp_path / "model")
     problems = [{"question": f"{i}+1=", "answer": f"{i} + 1 = #### {i + 1}"} for i in range(40)]
     (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, problems)))
-    out = tmp_path / "run"
-    options = ("--out", str(out), "--model", str(folder), "--task", str(tmp_path / "task.jsonl"), "--dtype", "bfloat16")
-    train_here([*options, *SMALL, "--steps", "2", "--objective", "gspo", "--kl-coef", "0.05", "--tis", "sequence",
-          "--lr", "1e-4"])  # fmt: skip
-    steps = rows(out)[1:]
+    train_here(command(tmp_path, "--dtype bfloat16 --steps 2 --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4",
+                       *SMALL))  # fmt: skip
+    steps = rows(tmp_path / "run")[1:]
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)  # bf16 arithmetic, fp32 heads
     assert all(math.isfinite(row["kl_ref"]) for row in steps)
-    record = json.loads((out / "config.json").read_text())
-    assert record["audit"]["head_dtype"] == "float32"
-    assert record["audit"]["model_dtype"] == "bfloat16"
+    audit = json.loads((tmp_path / "run" / "config.json").read_text())["audit"]
+    assert (audit["head_dtype"], audit["model_dtype"]) == ("float32", "bfloat16")
 
 
 MINE = """
-import time
-
 def sample(rng):
     number = rng.randint(1, 60)
     return (f"{number}+1=", str(number + 1)) if number % 10 else ("1+1=" * 9, "2")
 
 def reward(problem, response):
-    if response.startswith("4"):
+    if response.startswith(tuple("456789")):
         return float("nan")
     return float(len(response) % 3)
 """
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_users_task_is_trained_on_in_16_bits_and_failures_are_counted(tmp_path, dtype, capsys):
-    out = tmp_path / "run"
+def test_a_users_task_is_trained_on_in_float16_and_failures_are_counted(good, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(MINE)
-    train_here(["--out", str(out), "--task", str(tmp_path / "mine.py"), "--num-prompts", "8", "--group-size", "4",
-          "--steps", "3", "--max-new-tokens", "5", "--temperature", "2", "--dtype", dtype, "--gradient-checkpointing",
-          "--micro-batch-tokens", "64", "--mask-truncated", "--max-prompt-tokens", "10", "--overlong-prompts", "drop",
-          "--reward-errors", "count", "--eval-problems", "16", "--eval-samples", "2", "--eval-every", "3",
-          "--seed", "1"])  # fmt: skip
-    text = capsys.readouterr().out
-    steps = rows(out)[1:]
-    allowed = {"bfloat16": 0.1, "float16": 0.02}[dtype]
-    assert all(0 < row["mismatch_abs_mean"] < allowed for row in steps)
+    out = tmp_path / "run"
+    train_here(command(good, f"--out {out} --task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3"
+                       " --max-new-tokens 24 --temperature 2 --dtype float16 --gradient-checkpointing"
+                       " --micro-batch-tokens 64 --mask-truncated --max-prompt-tokens 10 --overlong-prompts drop"
+                       " --reward-errors count --eval-problems 16 --eval-samples 2 --eval-every 3"
+                       " --eval-with-trainer"))  # fmt: skip
+    text, steps = capsys.readouterr().out, rows(out)[1:]
+    assert all(0 < row["mismatch_abs_mean"] < 0.02 for row in steps)
     assert all(0 < row["trunc_frac"] < 1 for row in steps)
     assert sum(row["grad_norm"] is not None for row in steps) >= 2  # fp16 may lose a step until its scale fits
     assert sum(row["reward_errors"] for row in steps) > 0
-    assert "rewards FAILED, counted as 0" in text
-    assert re.search(r"REWARD FAILED, one of \d+: the reward fails \(TypeError: it returned nan.*response '4", text)
+    assert re.search(r"REWARD FAILED, one of \d+: the reward fails \(TypeError: it returned nan.*response '[4-9]", text)
     assert "1 of 55 prompts are longer than 10 tokens (--max-prompt-tokens): DROPPED" in text
     record = json.loads((out / "config.json").read_text())
     assert record["trainer"].pop("model_path")
-    assert record["trainer"] == {"attention": "sdpa", "model_dtype": dtype, "head_dtype": "float32",
+    assert record["trainer"] == {"attention": "sdpa", "model_dtype": "float16", "head_dtype": "float32",
                                  "gradient_checkpointing": True, "body": "plain_body"}  # fmt: skip
     assert record["problems"]["dropped"] == 1
-    assert record["problems"]["train"] + record["problems"]["held_out"] == 54
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     held_out = record["problems"]["held_out"]
-    for step in (0, 3):
-        modes = Counter(sample["mode"] for sample in samples if sample["step"] == step)
-        assert modes == {"greedy": held_out, "sampled": 2 * held_out, "trainer": 2 * held_out}
-    sampled = [sample["reward"] for sample in samples if (sample["step"], sample["mode"]) == (3, "sampled")]
-    assert sum(sampled) / len(sampled) == pytest.approx(rows(out)[-1]["eval_reward"])
-    greedy = {(s["question"], s["response"]) for s in samples if (s["step"], s["mode"]) == (3, "greedy")}
-    assert len(greedy) == held_out
-    assert {bool(sample["error"]) for sample in samples} == {s["response"].startswith("4") for s in samples}
+    assert record["problems"]["train"] + held_out == 54
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    rewards: dict[tuple[int, str], list[float]] = {}
+    for sample in samples:
+        rewards.setdefault((sample["step"], sample["mode"]), []).append(sample["reward"])
+    expected: dict[str, Any] = {"greedy": held_out, "sampled": 2 * held_out, "trainer": 2 * held_out}
+    assert {key: len(values) for key, values in rewards.items() if key[0] in (0, 3)} == {
+        (step, mode): count for step in (0, 3) for mode, count in expected.items()}
+    means = {mode: sum(rewards[3, mode]) / len(rewards[3, mode]) for mode in expected}
+    last = rows(out)[-1]
+    assert means["sampled"] == pytest.approx(last["eval_reward"])
+    assert means["sampled"] - means["trainer"] == pytest.approx(last["eval_gap"])
+    assert {bool(sample["error"]) for sample in samples} == {s["response"][:1] > "3" for s in samples}
 
 
-def test_a_reward_that_fails_stops_the_run_and_is_named(good, tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(MINE.replace("return float(len", "time.sleep(9)\n    return float(len"))
-    with pytest.raises(SystemExit) as stop:
-        train_here(command(good, "--engine transformers --reward-limit-s 0.3", *SMALL, "--out", str(tmp_path / "run"),
-                     "--task", str(tmp_path / "mine.py")))  # fmt: skip
-    assert stop.value.code == 1
-    said = capsys.readouterr().err
-    assert re.search(r"error: the reward fails \(.*(0.3 s|nan).*\) on .*mine.py, problem \d+, question '", said)
-
-
-def fresh_vllm(folder: str, dtype: str, requests: list[tuple[list[int], int]]) -> list[tuple[list[int], list[float]]]:
+def fresh_vllm(folder: str, requests: list[tuple[list[int], int]]) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of (prompt, seed) from vLLM's own `LLM`, which reads the folder from the disk."""
     from vllm import LLM, SamplingParams
 
     close_live_engine()
-    llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype=dtype,
+    llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
               logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
     defaults = llm.get_default_sampling_params()
     params = [SamplingParams(temperature=defaults.temperature, max_tokens=defaults.max_tokens, seed=seed, logprobs=0,
@@ -274,29 +275,19 @@ def fresh_vllm(folder: str, dtype: str, requests: list[tuple[list[int], int]]) -
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_exported_policy_has_the_live_engines_logprobs_in_transformers_and_in_a_new_vllm(good, tmp_path, dtype):
-    out, allowed = tmp_path / "run", {"float32": 1e-4, "bfloat16": 0.05}[dtype]
-    train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(out), "--steps", "1", "--probe-every", "1",
-                 "--lr", "1e-2", "--dtype", dtype, "--max-new-tokens", "18"))  # fmt: skip
-    (trace,) = load_traces(str(out / "probe" / "step_000001.npz"))  # by the live engine, with the final weights
-    policy = Policy.load(str(out / "policy"), getattr(torch, dtype), "cpu")
-    assert mismatch_of(policy, trace.rollouts, 0.7)["mismatch_abs_mean"] < allowed
-
-    answers = fresh_vllm(str(out / "policy"), dtype, [(rollout.prompt_ids, rollout.seed) for rollout in trace.rollouts])
-    pairs = zip(answers, trace.rollouts, strict=True)
-    same = [(said, rollout) for said, rollout in pairs if said[0] == rollout.token_ids]
-    assert len(same) > (0.99 if dtype == "float32" else 0.8) * len(answers)  # the seeds are the same; bf16 has ties
-    differences = [abs(a - b) for said, rollout in same for a, b in zip(said[1], rollout.logprobs, strict=True)]
-    assert sum(differences) / len(differences) < allowed
+def test_the_exported_policy_has_the_live_engines_logprobs_in_transformers_and_in_a_new_vllm(good, tmp_path):
+    train_here(command(good, "--task {root}/task.py --steps 1 --probe-every 1 --lr 1e-2", *SMALL, "--out",
+                       str(tmp_path), "--max-new-tokens", "18"))  # fmt: skip
+    (trace,) = load_traces(str(tmp_path / "probe" / "step_000001.npz"))  # by the live engine, with the final weights
+    policy = Policy.load(str(tmp_path / "policy"), torch.float32, "cpu")
+    assert mismatch_of(policy, trace.rollouts, 0.7)["mismatch_abs_mean"] < 1e-4
+    answers = fresh_vllm(str(tmp_path / "policy"), [(rollout.prompt_ids, rollout.seed) for rollout in trace.rollouts])
+    for (token_ids, logprobs), rollout in zip(answers, trace.rollouts, strict=True):
+        assert token_ids == rollout.token_ids  # the seeds are the same
+        assert logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------ options
-def test_a_correction_over_a_broken_backend_needs_the_option_that_says_so():
-    arguments = ["--tis", "token", "--parity.no-processed-logprobs", "--tis-over-a-broken-backend"]
-    assert tyro.cli(Config, args=arguments).grpo.tis == "token"
-
-
+# ------------------------------------------------------------------------------------------------ without a run
 def test_the_process_is_seeded_by_run_stream_and_step():
     def drawn(*stream) -> tuple[float, float]:
         reseed(*stream)

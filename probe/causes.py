@@ -52,7 +52,7 @@ EXCHANGED = inference("requests exchanged (responses to other prompts)",
 NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
 
 HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
-                ' "float32"}} in vLLM (--parity.fp32-head)')
+                ' "float32"} in vLLM (--parity.fp32-head)')
 TRAINER_NOT_FINITE = numerics("log-probabilities of the trace's own trainer that are not finite",
                               "check the loss and the weights of that trainer for NaN and overflow")
 MOVED_ON = Cause("objective", "the trainer has moved on by {} update(s) since (staleness)",

@@ -268,7 +268,7 @@ def check_vllm_version(allow_untested: bool = False) -> str:
     return installed[0]
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     """Variables that vLLM reads at import."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -314,7 +314,7 @@ class Engine:
             raise EngineStateError("a process holds one engine, end the other one first:"
                                    " Engine.live.close()")
         self.version = check_vllm_version(allow_untested_vllm)
-        _prepare_environment()
+        prepare_environment()
         from transformers import AutoConfig
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.platforms import current_platform

@@ -1,9 +1,9 @@
 """What each run of a study imports. The process that runs are forked from imports it once."""
 # ruff: noqa: E402, F401
 
-from engine_adapter import _prepare_environment
+from engine_adapter import prepare_environment
 
-_prepare_environment()
+prepare_environment()
 
 import matplotlib.figure
 import transformers.models.qwen2.modeling_qwen2

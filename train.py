@@ -193,9 +193,11 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         scores.to(policy.device), grpo.group_size, known)
     batch = replace(batch, advantages=advantages)  # (B, 1) or (B, T)
 
+    oldest = [rollout.oldest_version for rollout in rollouts]  # weight versions
     # The rows that were sampled with the current weights alone.
-    current = batch.only([each.oldest_version == engine.weight_version for each in rollouts])
-    metrics = rollout_metrics(rollouts, grpo.group_size, engine.weight_version)
+    current = batch.only([version == engine.weight_version for version in oldest])
+    metrics = rollout_metrics(rollouts, grpo.group_size)
+    metrics |= measure_staleness(rollouts, oldest, engine.weight_version)
     metrics |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
     metrics |= measure_mismatch(batch, current, grpo)
     if grpo.mask_truncated:
@@ -216,11 +218,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     return Step(metrics, problems, batch, current)
 
 
-def rollout_metrics(rollouts: list[Rollout], group_size: int, version: int) -> dict[str, float]:
-    """Metrics of the rollouts alone. Staleness counts the updates between sampling and training."""
+def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
+    """Metrics of the rollouts alone."""
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     tokens = sum(rollout.num_trained for rollout in rollouts)
-    versions = [token_version for rollout in rollouts for token_version in rollout.versions]
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
     groups = scores.view(-1, group_size)  # (P, G)
     return {
@@ -230,9 +231,15 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int, version: int) -> d
         "trunc_frac": truncated / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,
-        "staleness_max": version - min(rollout.oldest_version for rollout in rollouts),
-        "staleness_mean": version - mean(versions),
     }
+
+
+def measure_staleness(
+    rollouts: list[Rollout], oldest: list[int], version: int
+) -> dict[str, float]:
+    """The updates between sampling and training: of the oldest token, and the mean of all."""
+    versions = [token_version for rollout in rollouts for token_version in rollout.versions]
+    return {"staleness_max": version - min(oldest), "staleness_mean": version - mean(versions)}
 
 
 def measure_mismatch(batch: Batch, current: Batch, grpo: GrpoConfig) -> dict[str, float | None]:

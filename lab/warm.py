@@ -11,4 +11,3 @@ import transformers.models.qwen3.modeling_qwen3
 import vllm.v1.engine.llm_engine
 
 import lab.bench
-import lab.other_vllm

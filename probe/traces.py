@@ -237,7 +237,7 @@ class Replay:
         self.forwards += 1
         if weights is None and self.policy.body != self.policy.own_body:
             batches = map(self.batch.rows, self.split_rows(self.rows_per_pass))
-            return torch.cat([self.policy.body(self.policy, batch, batch.mask > 0) for batch in batches])
+            return torch.cat([self.policy.body(self.policy, each, each.mask > 0) for each in batches])
         with self.policy.using(weights):
             return torch.cat([self.hidden(rows) for rows in self.split_rows(self.rows_per_pass)])
 

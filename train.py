@@ -51,7 +51,8 @@ class Run:
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
-    files: dict[str, str]  # digests of the model's files and of the task, by name
+    # Digests of the model's files and of the task, by name.
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:

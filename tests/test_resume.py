@@ -49,10 +49,6 @@ def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
     path.write_bytes(edit(path.read_bytes()))
 
 
-def half(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
 # ------------------------------------------------------------------------------------------------ damaged, still whole
 def torn(out: Path) -> None:
     """As a kill in step 4 leaves it: rows of a later step, and a part of one."""
@@ -62,7 +58,6 @@ def torn(out: Path) -> None:
 
 
 DAMAGE = {
-    "cut off": lambda f: change(checkpoint(f, 4), half),
     "one bit": lambda f: change(checkpoint(f, 4), lambda content: content[:-99] + b"?" + content[-98:]),
     "the one before it": lambda f: shutil.copy(checkpoint(f, 3), checkpoint(f, 4)),
     "torn tables": torn,
@@ -115,7 +110,6 @@ REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
     "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed: json.decoder.JSON"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have a readable checkpoint"),
-    "all damaged": (lambda f: [change(path, half) for path in f.glob("checkpoints/*")], "must have a readable"),
     "another step": (rename, NOT_OURS), "no optimizer": (without_optimizer, NOT_OURS),
     "a pickle": (lambda f: as_checkpoint(f, pickle.dumps(Path("x"), 2)), NOT_OURS),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),

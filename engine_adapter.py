@@ -324,7 +324,7 @@ class Engine:
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self._collect = collect or collect_nothing
         self.canary_tolerance = CANARY_TOLERANCE[dtype]
-        self._config = AutoConfig.from_pretrained(model)
+        self._config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu != torch.cuda.is_available():
             raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a"

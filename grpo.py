@@ -237,7 +237,8 @@ def train(options: Options):
     training = shuffled[len(held_out) :]
     longest_prompt = max(len(problem["prompt_ids"]) for problem in problems)
     options.check(longest_prompt, len(training))
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=options.dtype, trust_remote_code=False).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
     eos = model.generation_config.eos_token_id  # a chat model has several
     stop = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
@@ -245,7 +246,6 @@ def train(options: Options):
     llm = start_engine(options, longest_prompt + options.max_new_tokens)
     canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # under one block
     wake_and_load(llm, model, canary)
-
     draw = random.Random(options.seed)
     for step in range(1, options.steps + 1):
         # Sample G responses to each of P problems: B = P * G rows. Seed and step decide them.

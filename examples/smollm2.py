@@ -101,7 +101,8 @@ def convert(gguf: Path, folder: Path) -> None:
     with stage(f"reading {gguf.name}"):
         read, report = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     if report["missing_keys"]:  # transformers would draw them at random
         raise ValueError(f"{gguf.name} must have every tensor of the model, missing are"
                          f" {', '.join(sorted(report['missing_keys']))}")

@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = config.run.model
         with stage(f"reading a model folder or a reachable hub name, {name},"):
             model_config = (toy_config(config.run.task) if name == "toy"
-                            else AutoConfig.from_pretrained(name))
+                            else AutoConfig.from_pretrained(name, trust_remote_code=False))
     prompt_tokens = config.data.max_prompt_tokens or 0
     by_phase = phases(config, model_config, prompt_tokens, head_chunk(config.gib))
     rows = [[phase, *(f"{name} {size / GIB:.2f}" for name, size in terms.items())]

@@ -3,7 +3,7 @@
 PYTHON ?= python3
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
-# Test processes. A GPU machine runs `pytest -m gpu tests` instead (docs/gpu.md).
+# Test processes. A GPU machine runs `pytest -m gpu tests` instead (docs/run.md).
 WORKERS ?= 2
 # One thread for each process. worksteal: neighbouring tests share an engine, and an idle process takes over late tests.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests -n $(WORKERS) --dist worksteal

@@ -88,7 +88,7 @@ class GrpoConfig:
     clip_low: float | None = None  # Lower clip distance; if not given, usual for the objective.
     clip_high: float | None = None  # Upper clip distance (cispo: the absolute cap); the same.
     kl_coef: float = 0.0  # Weight of the KL to the initial policy, a frozen copy of it in memory.
-    # Corrections of a mismatch, refused while a parity fix is off; docs/corrections.md.
+    # Corrections of a mismatch, refused while a parity fix is off; docs/objectives.md.
     tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
     tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
     reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens without gradient (but a KL's).

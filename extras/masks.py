@@ -1,6 +1,6 @@
 """The sampler's mask (`--top-k`, `--top-p`, `--min-p`): the trainer's softmax over the kept tokens.
 
-The ids that the mask kept travel with each sampled token. docs/masks.md has the reasons.
+The ids that the mask kept travel with each sampled token. docs/fixes.md has the reasons.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 vLLM schedules, keeps the KV cache, computes attention and samples; the module computes the rest,
 from the only copy of the weights. With `exact` the trainer scores with vLLM's attention kernel too:
-equal values bit for bit (docs/exact.md).
+equal values bit for bit (docs/findings.md).
 """
 
 import itertools

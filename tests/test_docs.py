@@ -55,6 +55,13 @@ def test_the_readme_leads_to_each_page():
     assert [page for page in pages if f"({page.relative_to(ROOT)})" not in README.read_text()] == []
 
 
+def test_each_page_that_the_code_names_exists():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.txt"), ROOT / "Makefile", ROOT / "setup.sh"]
+    named = {page for file in files for page in re.findall(r"\b(?:docs|dev)/[\w-]+\.md\b", file.read_text())}
+    assert "docs/audit.md" in named
+    assert {page for page in named if not (ROOT / page).exists()} == set()
+
+
 def commands(page: Path) -> list[str]:
     """Of code blocks and of the text, in one line each, without interpreter and comment."""
     text = page.read_text()

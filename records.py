@@ -138,7 +138,8 @@ NAMED = {
     "tokens_wasted": " | {tokens_wasted} tokens thrown away",
     "groups_dropped": " | {groups_dropped} groups DROPPED: older than --max-staleness",
     "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
-    "skipped_updates": " | NO SIGNAL in {skipped_updates} minibatch(es): all groups flat, no step",
+    "skipped_updates":
+        " | NO SIGNAL in {skipped_updates} minibatch(es): flat, masked or rejected rows, no step",
     "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): scale halved",
     "rejected_frac": " | {rejected_frac:.1%} of tokens rejected by {reject}",
     "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",

@@ -15,7 +15,6 @@ from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
-from statistics import fmean as mean
 from typing import Any
 
 import torch
@@ -139,7 +138,8 @@ NAMED = {
     "tokens_wasted": " | {tokens_wasted} tokens thrown away",
     "groups_dropped": " | {groups_dropped} groups DROPPED: older than --max-staleness",
     "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
-    "skipped_updates": " | NO SIGNAL in {skipped_updates} minibatch(es): all groups flat, no step",
+    "skipped_updates":
+        " | NO SIGNAL in {skipped_updates} minibatch(es): flat, masked or rejected rows, no step",
     "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): scale halved",
     "rejected_frac": " | {rejected_frac:.1%} of tokens rejected by {reject}",
     "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
@@ -216,51 +216,31 @@ def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 # ---------------------------------------------------------------------------------- pictures
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def plot(panels: dict[str, dict[str, tuple[list[Path], str]]], path: Path) -> Any:
-    """Six panels by title, each with lines by label: mean and range over folders of runs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    for axis, (title, lines) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
-        for label, (folders, name) in lines.items():
-            curves = [{row["step"]: row[name] for row in steps_of(folder)
-                       if row.get(name) is not None} for folder in folders]
-            steps = sorted(set.intersection(*map(set, curves)))
-            values = [[curve[step] for curve in curves] for step in steps]
-            if steps:
-                axis.plot(steps, [*map(mean, values)], label=label)
-                axis.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2)
-                axis.legend(fontsize=8)
-        axis.set(title=title, xlabel="step")
-        positive = [value for line in axis.get_lines() for value in line.get_ydata() if value > 0]
-        # Linear below the smallest of these values, so that 0 is on the axis.
-        if title.endswith("(log)") and positive:
-            axis.set_yscale("symlog", linthresh=min(positive))
-    figure.savefig(path, dpi=110)
-    return figure
+PANELS = {  # of curves.png: titles, and figures of metrics.jsonl
+    "reward": ("reward", "eval_reward", "eval_reward_greedy"), "clip rate": ("clip_rate",),
+    "KL(old, new), nats": ("kl_old_new",), "entropy, nats": ("entropy",),
+    "mismatch, nats (log)": ("mismatch_abs_mean", "mismatch_max"),
+    "seconds": ("generate_s", "old_logprobs_s", "update_s", "sync_s"),
+}  # fmt: skip
 
 
 def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
     """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
-    if metrics["step"] and "eval_reward" in metrics:
-        plot_curves(out / "curves.png", [out])
+    from matplotlib.figure import Figure
 
-
-def plot_curves(path: Path, folders: list[Path]) -> None:
-    """The curves of runs of one job: mean and range over the folders."""
-    panels = {
-        "reward": ["reward", "eval_reward", "eval_reward_greedy"], "clip rate": ["clip_rate"],
-        "KL(old, new), nats": ["kl_old_new"], "entropy, nats": ["entropy"],
-        "mismatch, nats (log)": ["mismatch_abs_mean", "mismatch_max"],
-        "seconds": ["generate_s", "old_logprobs_s", "update_s", "sync_s"],
-    }
-    lines = {title: {name: (folders, name) for name in names} for title, names in panels.items()}
-    plot(lines, path)
+    if not metrics["step"] or "eval_reward" not in metrics:
+        return
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axis, (title, names) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+        for name in names:
+            measured = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+            axis.plot(list(measured), list(measured.values()), label=name)
+        axis.set(title=title, xlabel="step")
+        if "(log)" in title:
+            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
+        axis.legend(fontsize=8)
+    figure.savefig(out / "curves.png", dpi=110)
 
 
 # ---------------------------------------------------------------------------------- checkpoints

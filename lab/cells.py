@@ -287,6 +287,11 @@ GPU_CELLS = {
     # The default job in float32: it learns, as on a CPU.
     "learns": Cell("--model toy --task toy --dtype float32 --max-new-tokens 8 --lr 1e-3 --steps 60"
                    " --kv-cache-gib 0.25 --eval-every 20 --eval-problems 256", "learns"),
+} | {
+    # Predicted: sleep clears the cache of V1's defaults; kept requests keep it, and it is stale.
+    f"ladder-{name}": Cell(f"--model toy {LADDER} --steps 40 {words}", "ladder-parity")
+    for name, words in {"parity": "", "v1-defaults": V1, "raw": RAW,
+                        "kept-cache": f"{RUNTIME} --parity.runtime-otherwise prefix-cache"}.items()
 }  # fmt: skip
 
 STUDIES = {
@@ -305,7 +310,8 @@ STUDIES = {
                              "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",
                              "sync_s", "tokens_s", "update_gib"), steps=22, jobs=1),
     "gpu": Study(
-        GPU, GPU_CELLS, ("mismatch", "self_noise", "mismatch_noise", "reward", "step_s",
+        GPU, GPU_CELLS, ("mismatch", "mismatch_current", "self_noise", "mismatch_noise",
+                         "reward", "eval_true", "eval_agree", "step_s",
                          "generate_s", "generate_bare", "old_logprobs_s", "update_s", "sleep_s",
                          "load_s", "canary_s", "tokens_s", "freed", "generate_gib", "update_gib",
                          "update_formula"), steps=5, seeds=1, jobs=1),

@@ -46,7 +46,8 @@ def phases(
     if grpo.gradient_checkpointing:
         activations = layers * positions * size * hidden + layer
     optimizer = {"masters": 4 * parameters * (size == 2), "moments": 8 * parameters}
-    copies = bool(grpo.kl_coef) + bool(config.measure.probe_every or config.measure.probe_on_alarm)
+    probed = bool(config.measure.probe_every or config.measure.probe_on_alarm)
+    copies = bool(grpo.kl_coef) + 2 * probed  # a probe needs the weights before the update, too
     weights = {"weights": (1 + copies) * size * parameters, "context": CONTEXT}
     # The shared engine has the trainer's weights.
     engine = {"engine": size * parameters * (backend.engine == "vllm"),

@@ -26,7 +26,6 @@ from helpers import (
 from config import Config, GrpoConfig
 from engine_adapter import Rollout, Sampling, reseed
 from examples.toys import toy_tokenizer
-from probe.traces import load_traces
 from rl import Policy
 from train import (
     Synchronous,
@@ -275,16 +274,16 @@ def fresh_vllm(folder: str, requests: list[tuple[list[int], int]]) -> list[tuple
 
 
 @pytest.mark.engine
-def test_the_exported_policy_has_the_live_engines_logprobs_in_transformers_and_in_a_new_vllm(good, tmp_path):
-    train_here(command(good, "--task {root}/task.py --steps 1 --probe-every 1 --lr 1e-2", *SMALL, "--out",
-                       str(tmp_path), "--max-new-tokens", "18"))  # fmt: skip
-    (trace,) = load_traces(str(tmp_path / "probe" / "step_000001.npz"))  # by the live engine, with the final weights
+def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new_vllm(good, tmp_path):
+    train_here(command(good, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL, "--out", str(tmp_path)))
     policy = Policy.load(str(tmp_path / "policy"), torch.float32, "cpu")
-    assert mismatch_of(policy, trace.rollouts, 0.7)["mismatch_abs_mean"] < 1e-4
-    answers = fresh_vllm(str(tmp_path / "policy"), [(rollout.prompt_ids, rollout.seed) for rollout in trace.rollouts])
-    for (token_ids, logprobs), rollout in zip(answers, trace.rollouts, strict=True):
-        assert token_ids == rollout.token_ids  # the seeds are the same
-        assert logprobs == pytest.approx(rollout.logprobs, abs=1e-4)
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*.pt")
+    trained = torch.load(checkpoint, weights_only=True)["policy"]
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in policy.model.state_dict().items())
+    asked = [([3 + seed, 4, 5], seed) for seed in range(8)]
+    answers = fresh_vllm(str(tmp_path / "policy"), asked)
+    rollouts = [Rollout(*request, *answer) for request, answer in zip(asked, answers, strict=True)]
+    assert mismatch_of(policy, rollouts, 0.7)["mismatch_abs_mean"] < 1e-4
 
 
 # ------------------------------------------------------------------------------------------------ without a run

@@ -181,7 +181,8 @@ def other(name: str, kind=numpy.roll) -> numpy.ndarray:
 @pytest.mark.parametrize("change, complaint", [
     (dict(meta={"model": {"config": {"hidden_size": 64}}}),
      "model must be that of the trace, whose hidden_size is 64; {model} has 128"),
-    (dict(prompt_ids=other("prompt_ids")), "the traces must be of one workload, the prompts or the sampling of t0.7 differ"),
+    (dict(prompt_ids=other("prompt_ids")),
+     "the traces must be of one workload, the prompts or the sampling of t0.7 differ"),
     (dict(meta={"groups": {"t0.7": {"temperature": 0.8}}}),
      "the traces must be of one workload, the prompts or the sampling of t0.7 differ"),
     (dict(drop="t0.7/logprobs"), "{path}: 'logprobs' is missing (docs/audit.md has the layout)"),
@@ -189,7 +190,8 @@ def other(name: str, kind=numpy.roll) -> numpy.ndarray:
      "meta.versions must name the engine's version (else a comparison says nothing), the second trace has none"),
     (dict(meta={"format": 2}), "{path}: meta.format must be 1 (newer ones need a newer probe), got 2"),
     (dict(meta={"dtype": "float8"}), "meta.dtype of a trace must be one of float32, bfloat16, float16, got float8"),
-    (dict(meta={"model": {"weights": "b"}}), "model must be that of the trace, the weight files in {model} are not those that it names"),
+    (dict(meta={"model": {"weights": "b"}}),
+     "model must be that of the trace, the weight files in {model} are not those that it names"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(tmp_path, capsys, change, complaint):
     before = changed(tmp_path / "before.npz", meta={"model": {"weights": weights_of(MODEL)}})

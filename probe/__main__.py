@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import tyro
 
-from config import COUNT, ParityFlags, Rule
+from config import COUNT, SEED, ParityFlags, Rule
 from engine_adapter import Engine, Sampling
 from examples.record_vllm import weights_of
 from probe.compare import change, cut_alike, same_workload
@@ -50,7 +50,7 @@ class Workload:
 
     def __post_init__(self):
         COUNT.check(self, "num_prompts")
-        Rule("in [0, 2^32)", lambda value: 0 <= value < 2**32).check(self, "seed")
+        SEED.check(self, "seed")
         ordered = Rule("two numbers, 1 <= shortest <= longest", lambda two: 1 <= two[0] <= two[1])
         ordered.check(self, "prompt_tokens")
         Rule("at most 2, vLLM's range", lambda each: each <= 2).check(self.sampling, "temperature")

@@ -9,8 +9,6 @@ from probe.traces import SECTIONS, Trace
 
 ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
 GREW = 1.5  # times the trainer's error, above which it has grown
-FIRST = ("vllm", "engine", "logprobs_mode", "head", "head_dtype", "enable_prefix_caching",
-         "prefix_caching", "async_scheduling", "dtype", "torch", "transformers")
 NOT_COMPARED = ("groups", "format", "args", "engine_args", "workload", "not_read", "seeds", "v0",
                 "model", "stress")
 
@@ -20,8 +18,7 @@ def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> dict[str, 
 
     They are of the tokens that both traces have (`cut_alike`); `whole` are the traces themselves.
     """
-    larger = two.sizes["engine_error"] > one.sizes["engine_error"]
-    only_named = one.status == "unexplained" and larger
+    only_named = one.status == "unexplained" and two.start.mean > one.start.mean
     word = "unchanged"
     if is_worse(one, two):
         word = "worse"
@@ -33,8 +30,8 @@ def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> dict[str, 
                for name in ("mismatch", "engine_error", "trainer_error")}
     broken = ""
     if one.requests["not finite"] or two.requests["not finite"]:
-        counts = (each.sizes["not_finite"] for each in (one, two))
-        broken = ", values that are not finite {} -> {}".format(*counts)
+        broken = (f", values that are not finite {one.sizes['not_finite']} ->"
+                  f" {two.sizes['not_finite']}")
     left = [sum(len(each.token_ids) for each in trace.rollouts) - verdict.sizes["num_tokens"]
             for trace, verdict in zip(whole, (one, two), strict=True)]
     cut = ""
@@ -83,23 +80,19 @@ def cut_alike(one: Trace, two: Trace) -> list[Trace]:
 def same_workload(before: list[Trace], after: list[Trace],
                   group: str | None) -> list[tuple[Trace, Trace]]:
     """The groups of both traces in pairs. Raises: ValueError if the workloads differ."""
-    other = {trace.name: trace for trace in after if group in (None, trace.name)}
-    pairs = [(trace, other[trace.name]) for trace in before if trace.name in other]
+    pairs = [(one, two) for one in before for two in after
+             if one.name == two.name and group in (None, one.name)]
     if not pairs:
-        names = (", ".join(trace.name for trace in traces) for traces in (before, after))
+        first, second = (", ".join(trace.name for trace in traces) for traces in (before, after))
         wanted = f" named {group}" if group else ""
-        raise ValueError(f"the traces must have a group in common{wanted}, the first has"
-                         f" {next(names)}, the second {next(names)}")
-    for one, two in pairs:
-        if [each.prompt_ids for each in one.rollouts] != [each.prompt_ids for each in two.rollouts]:
-            raise ValueError("the traces must be of one workload, the prompts of"
-                             f" {one.name} differ")
-        if replace(one.sampling, max_new_tokens=1) != replace(two.sampling, max_new_tokens=1):
-            raise ValueError("the traces must be of one workload, the sampling of"
-                             f" {one.name} differs")
-    weights = [traces[0].meta.get("model", {}).get("weights") for traces in (before, after)]
-    if None not in weights and weights[0] != weights[1]:
-        raise ValueError("the traces must be of one model, their weight files differ")
+        raise ValueError(f"the traces must have a group in common{wanted}, the first has {first},"
+                         f" the second {second}")
+    for pair in pairs:
+        prompts, others = ([each.prompt_ids for each in trace.rollouts] for trace in pair)
+        sampling, other = (replace(trace.sampling, max_new_tokens=1) for trace in pair)
+        if prompts != others or sampling != other:
+            raise ValueError("the traces must be of one workload, the prompts or the sampling of"
+                             f" {pair[0].name} differ")
     for which, traces in (("first", before), ("second", after)):
         if not {"versions", "vllm", "engine"} & traces[0].meta.keys():
             raise ValueError("meta.versions must name the engine's version (else a comparison says"
@@ -108,7 +101,7 @@ def same_workload(before: list[Trace], after: list[Trace],
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Versions and settings that are not equal in two traces' meta, the decisive ones first."""
+    """Versions and settings that are not equal in two traces' meta."""
 
     def flat(meta: dict[str, Any]) -> dict[str, Any]:
         values = {name: meta[name] for name in meta.keys() - {*SECTIONS, *NOT_COMPARED}}
@@ -117,6 +110,6 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[
         return values
 
     one, two = flat(before), flat(after)
-    names = dict.fromkeys([*FIRST, *sorted(one.keys() | two.keys())])
-    return {name: (one.get(name, "absent"), two.get(name, "absent")) for name in names
+    return {name: (one.get(name, "absent"), two.get(name, "absent"))
+            for name in sorted(one.keys() | two.keys())
             if (one.get(name) or None) != (two.get(name) or None)}

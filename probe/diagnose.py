@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_adapter import Engine, Rollout, Sampling
 from probe import causes
 from probe.causes import Cause
-from probe.replay import Replay, Weights
+from probe.replay import Weights
 from probe.search import Explanation, Probe, Readout, Search
 from probe.traces import Trace, save_trace
 from rl import Policy
@@ -25,18 +25,16 @@ SHOWN = 12  # requests listed in a sentence; the JSON lists all
 class Verdict:
     """What the probe found in one trace."""
 
-    trace: Trace = field(repr=False)
+    probe: Probe = field(repr=False)
     causes: list[Cause]  # none: exact, parity or unexplained
     requests: dict[str, list[int]]  # rows of the trace by finding
-    start: Explanation  # nothing wrong
     found: list[Explanation]  # all hypotheses tried, the best first
-    knows_earlier: bool  # earlier weights were given
-    replay: Replay = field(repr=False)
     logprobs: Tensor = field(repr=False)  # (N,) the trainer's
-    trainer_error: Tensor = field(repr=False)  # (N,)
     tokens: dict[str, Any] = field(repr=False)  # of by_token
 
     def __post_init__(self):
+        self.trace, self.replay = self.probe.trace, self.probe.replay
+        self.start = self.probe.explain(self.probe.now, Readout())  # nothing wrong
         self.best = self.found[0]
         self.status: Literal["exact", "parity", "mismatch", "unexplained"] = "parity"
         if self.causes:
@@ -72,7 +70,7 @@ class Verdict:
         elif self.status == "unexplained":
             tried = ", ".join(dict.fromkeys(each.name for each in self.found
                                             if len(each.causes) == 1))
-            if not self.knows_earlier:
+            if not self.probe.earlier:
                 tried += "; not tested without earlier weights (--earlier): old weights, KV caches"
             parts += [f"Excluded: {tried}",
                       "Next: python -m probe layers says which layer of the model differs"]
@@ -99,7 +97,7 @@ class Verdict:
             "trace": self.trace.name, "status": self.status, "layers": self.layers,
             "sentence": self.sentence, "causes": [asdict(cause) for cause in self.causes],
             **self.sizes, "requests": self.requests, "hypotheses": hypotheses,
-            "forwards": self.replay.forwards, "tokens": self.tokens,
+            "tokens": self.tokens,
         }
 
 
@@ -118,30 +116,27 @@ def diagnose(
     or all reported values are 0.
     """
     probe = Probe(policy, trace, earlier or [], version, trainer)
-    logprobs = probe.values(probe.current, probe.trainer)
+    logprobs = probe.now.rounded[probe.trainer]
     if logprobs.isnan().any():
         raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
                          " the model's weights")
     if not probe.replay.reported.any() and logprobs.abs().median() > 0.01:
         raise ValueError(f"logprobs must be what the engine reported, all of {trace.name}'s are 0")
-    search = Search(probe)
-    found = search.run()
-    start, best = probe.explain(probe.precise, Readout()), found[0]
-    wrong = best.wrong if best.apart is None else best.apart
+    found = Search(probe).run()
+    best = found[0]
+    wrong = best.wrong | best.apart
     requests = {
         "wrong": wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else [],
         "not finite": sorted(set(probe.replay.rows[probe.reported.isnan()].tolist())),
         "not finite in the trainer": [row for row, values in enumerate(trace.trainer_logprobs)
                                       if not all(map(math.isfinite, values))]}
-    named = _causes(probe, best, start) if best.fits else []
+    named = _causes(probe, best) if best.fits else []
     named += [causes.NOT_FINITE] * bool(requests["not finite"])
     named += [causes.TRAINER_NOT_FINITE] * bool(requests["not finite in the trainer"])
-    error = probe.trainer_error(probe.trainer)
-    return Verdict(trace, named, requests, start, found, bool(probe.earlier), probe.replay,
-                   logprobs, error, by_token(probe, logprobs, error))
+    return Verdict(probe, named, requests, found, logprobs, by_token(probe, logprobs))
 
 
-def _causes(probe: Probe, best: Explanation, start: Explanation) -> list[Cause]:
+def _causes(probe: Probe, best: Explanation) -> list[Cause]:
     """The causes of an explanation that fits, and what settings and versions add."""
     in_engine, in_trainer = best.readout.head != "float32", probe.trainer.head != "float32"
     reported, scored = (probe.distributions[each.distribution][1]
@@ -159,7 +154,7 @@ def _causes(probe: Probe, best: Explanation, start: Explanation) -> list[Cause]:
 
 
 # ---------------------------------------------------------------------------------- by token
-def by_token(probe: Probe, ours: Tensor, trainer_error: Tensor) -> dict[str, Any]:
+def by_token(probe: Probe, ours: Tensor) -> dict[str, Any]:
     """|trainer - reported| and the trainer's error of the finite tokens, in nats, as JSON values.
 
     In ten bins of equal numbers of tokens (equal values are in one bin), and the worst tokens.
@@ -171,6 +166,7 @@ def by_token(probe: Probe, ours: Tensor, trainer_error: Tensor) -> dict[str, Any
     columns = {"position": replay.positions, "prompt length": replay.prompt_lengths[replay.rows],
                "probability": ours.exp(), "entropy": torch.cat(entropy)}
     size = (ours - probe.reported).abs()
+    trainer_error = probe.trainer_error(readout, probe.now).abs()
     known = size.isfinite()
     for name, column in columns.items():
         values = column.double()
@@ -179,7 +175,7 @@ def by_token(probe: Probe, ours: Tensor, trainer_error: Tensor) -> dict[str, Any
         parts = [known & (bins == each) for each in bins[known].unique()]
         tables[name] = [{"from": values[part].min().item(), "tokens": int(part.sum()),
                          "mismatch": size[part].mean().item(),
-                         "trainer_error": trainer_error[part].abs().nanmean().item()}
+                         "trainer_error": trainer_error[part].nanmean().item()}
                         for part in parts]
     order = size.masked_fill(~known, -1.0).argsort(descending=True)[:known.sum()]
     worst = [{"request": int(replay.rows[token]), "position": int(replay.positions[token]),
@@ -191,8 +187,7 @@ def by_token(probe: Probe, ours: Tensor, trainer_error: Tensor) -> dict[str, Any
 # ---------------------------------------------------------------------------------- output
 def print_verdict(verdict: Verdict) -> None:
     """Print the tables, the sentence, and how far the values of the trace's own trainer are."""
-    print(f"\n{verdict.trace.name}: {verdict.sizes['num_tokens']} tokens,"
-          f" {verdict.replay.forwards} forward passes")
+    print(f"\n{verdict.trace.name}: {verdict.sizes['num_tokens']} tokens")
     print(f"{'hypothesis':<72} {'error':>8} {'limit':>8}")
     for each in verdict.table:
         mark = "*" if each is verdict.best and each.fits else " "

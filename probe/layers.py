@@ -99,7 +99,7 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
     shared = [place for place in trainers if place in engines]
     trainers, engines = ({place: side[place] for place in shared} for side in (trainers, engines))
     figures, positions, decoded = [], [], []
-    twice = twice_precise(policy)
+    twice = twice_precise(policy, dict(policy.model.named_parameters()))
     for prompt, seed in zip(prompts, seeds, strict=True):
         run = partial(engine.generate, [prompt], 1, sampling, [seed])
         (rollout,), theirs = collect(engines, run)

@@ -66,10 +66,10 @@ def rounded_otherwise(policy: Policy) -> Iterator[None]:
 TWICE = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
-def twice_precise(policy: Policy, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The policy's weights, or others, in twice the precision of its dtype."""
-    named = weights or dict(policy.model.named_parameters())
-    return {name: each.detach().to(TWICE[policy.model.dtype]) for name, each in named.items()}
+def twice_precise(policy: Policy, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights in twice the precision of the policy's dtype."""
+    dtype = TWICE[policy.model.dtype]
+    return {name: each.detach().to(dtype) for name, each in weights.items()}
 
 
 @contextmanager
@@ -91,18 +91,27 @@ def _cut(batch: Batch, grpo: GrpoConfig, micro_batch_tokens: int) -> Cut:
 
 
 def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
-    """`old_logprobs` minus their recomputation along the second path: (B, T)."""
+    """`old_logprobs` minus their recomputation along the second path: (B, T).
+
+    Raises: RuntimeError if a 16-bit model's paths are equal at 16 tokens or more.
+    """
     own = policy.but(body=policy.own_body)  # vLLM's kernel has no second path
     with rounded_otherwise(own):
         smaller = _cut(batch, grpo, -(-grpo.micro_batch_tokens // 3))
         other = frozen_logprobs(own, batch, smaller, grpo.temperature)
     unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to one value
-    check_other_path(policy, batch.old_logprobs[unsure], other[unsure])
+    enough = policy.model.dtype != torch.float32 and unsure.sum() >= 16
+    if enough and torch.equal(batch.old_logprobs[unsure], other[unsure]):
+        raise RuntimeError("the noise floor must be above 0 in 16 bits, but both numerical paths"
+                           " gave the same values")
     return batch.old_logprobs - other
 
 
 def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, float]:
-    """`measure_self_noise` of the updated weights, after every `self_noise_every`-th step."""
+    """Mean and largest |self_noise| of the updated weights, after every `self_noise_every`-th step.
+
+    In nats: the mismatch that rounding alone would cause.
+    """
     if (step.metrics["step"] - 1) % config.measure.self_noise_every:
         return {}
     if not step.batch.mask.any():  # --mask-truncated has left no token
@@ -110,20 +119,7 @@ def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, f
     batch, grpo = step.batch, config.grpo
     cut = _cut(batch, grpo, grpo.micro_batch_tokens)
     logprobs = frozen_logprobs(policy, batch, cut, grpo.temperature)
-    return measure_self_noise(policy, replace(batch, old_logprobs=logprobs), grpo)
-
-
-def check_other_path(policy: Policy, ours: Tensor, other: Tensor) -> None:
-    """Raises: RuntimeError if a 16-bit model's paths are equal at N >= 16 tokens: (N, ...)."""
-    enough = policy.model.dtype != torch.float32 and len(ours) >= 16 and ours.any()
-    if enough and torch.equal(ours, other):
-        raise RuntimeError("the noise floor must be above 0 in 16 bits, but both numerical paths"
-                           " gave the same values")
-
-
-def measure_self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> dict[str, float]:
-    """Mean and largest |self_noise|, nats: the mismatch that rounding alone would cause."""
-    noise = self_noise(policy, batch, grpo)
+    noise = self_noise(policy, replace(batch, old_logprobs=logprobs), grpo)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],
             "self_noise_max": metrics["mismatch_max"]}

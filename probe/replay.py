@@ -13,34 +13,11 @@ from engine_adapter import Sampling
 from extras.masks import masked_logits
 from probe.noise import precisely
 from probe.traces import Trace
-from rl import Policy, make_batch
+from rl import Policy, at_targets, make_batch
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 Weights = dict[str, Tensor]  # a version of the trainer's weights, by parameter name
-
-
-def has_penalties(sampling: Sampling) -> bool:
-    return replace(sampling, **NO_PENALTIES) != sampling
-
-
-def process_logits(logits: Tensor, sampling: Sampling, in_prompt: Tensor, counts: Tensor) -> Tensor:
-    """The logits vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
-
-    Shapes: logits (N, V); in_prompt (N, V) bool; counts (N, V), how often each token has been
-    sampled so far -> (N, V), -inf where cut off. `in_prompt` and `counts` are used only with
-    penalties.
-    Source: vLLM's v1/sample/sampler.py.
-    """
-    if has_penalties(sampling):
-        repetition, counts = sampling.repetition_penalty, counts.to(logits.dtype)
-        sampled = (counts > 0).to(logits.dtype)
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(in_prompt | (counts > 0), repeated, logits)
-        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * sampled
-    if sampling.temperature == 0:  # greedy: no temperature, no mask
-        return logits
-    return masked_logits(logits / sampling.temperature, sampling)
 
 
 class Replay:
@@ -67,18 +44,16 @@ class Replay:
         self.reported = torch.tensor(reported, dtype=torch.float64, device=self.device)  # (N,)
         self.lengths = torch.bincount(self.rows, minlength=len(trace.rollouts))  # (B,)
         self.rows_per_pass = max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
-        self.forwards = 0  # forward passes over the whole trace so far
 
     # ------------------------------------------------------------------------------ hidden states
     def as_trained(self) -> Tensor:
         """Last hidden states at the response tokens, as the policy's own body has them: (N, H)."""
-        self.forwards += 1
         parts = torch.arange(len(self.inputs)).split(self.rows_per_pass)
         batches = [self.batch.rows(rows) for rows in parts]
         return torch.cat([self.policy.body(self.policy, each, each.mask > 0) for each in batches])
 
-    def precise(self, weights: Weights, old: Weights | None = None,
-                num_old: Tensor | None = None) -> Tensor:
+    def hidden(self, weights: Weights, old: Weights | None = None,
+               num_old: Tensor | None = None) -> Tensor:
         """Hidden states in the precision of `weights`: (N, H).
 
         With `old`, the KV cache of row b's first `num_old[b]` inputs, (B,), is that of old weights.
@@ -86,7 +61,6 @@ class Replay:
         """
         from transformers import DynamicCache
 
-        self.forwards += 1 + (old is not None)
         if num_old is None:
             num_old = torch.zeros_like(self.lengths)
         model, longest = self.policy.model, self.inputs.shape[1]
@@ -127,23 +101,33 @@ class Replay:
         return policy.scale * logits
 
     def logprobs(self, logits: Tensor, sampling: Sampling, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """After `process_logits`: (n, V), indices (n,) -> (n, V), and of the sampled ids (n,)."""
-        in_prompt = counts = logits  # not used without penalties
-        if has_penalties(sampling):
-            in_prompt, counts = self._seen(tokens, logits.shape[1])
-        logprobs = process_logits(logits, sampling, in_prompt, counts).log_softmax(dim=-1)
-        return logprobs, logprobs.gather(-1, self.targets[tokens, None])[:, 0]
+        """What vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
 
-    def _seen(self, tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """Ids before each token: in the prompt (n, V) bool, times sampled so far (n, V)."""
+        Shapes: logits (n, V), indices of their tokens (n,) -> (n, V), and of the sampled ids (n,).
+        Source: vLLM's v1/sample/sampler.py.
+        """
+        if replace(sampling, **NO_PENALTIES) != sampling:
+            logits = self._penalized(logits, sampling, tokens)
+        if sampling.temperature > 0:  # greedy: no temperature, no mask
+            logits = masked_logits(logits / sampling.temperature, sampling)
+        logprobs = logits.log_softmax(dim=-1)
+        return logprobs, at_targets(logprobs, self.targets[tokens])
+
+    def _penalized(self, logits: Tensor, sampling: Sampling, tokens: Tensor) -> Tensor:
+        """(n, V) -> (n, V), by the ids before each token: those of the prompt and those sampled."""
         rows = self.rows[tokens]
         ids, first = self.inputs[rows], self.prompt_lengths[rows, None]  # (n, L), (n, 1)
         columns = torch.arange(ids.shape[1], device=self.device)
-        in_prompt = columns < first
-        sampled = ~in_prompt & (columns < first + self.positions[tokens, None])
-        zeros = torch.zeros(len(tokens), vocabulary, device=self.device)
-        seen = zeros.scatter_add(1, ids, in_prompt.float()) > 0
-        return seen, zeros.scatter_add(1, ids, sampled.float())
+        before = columns < first + self.positions[tokens, None]
+        sampled = before & (columns >= first)
+        zeros = torch.zeros_like(logits)
+        seen = zeros.scatter_add(1, ids, before.to(logits.dtype)) > 0
+        counts = zeros.scatter_add(1, ids, sampled.to(logits.dtype))
+        repetition = sampling.repetition_penalty
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        logits = logits - sampling.frequency_penalty * counts
+        return logits - sampling.presence_penalty * (counts > 0).to(logits.dtype)
 
     # ------------------------------------------------------------------------------ per sequence
     def row_sums(self, values: Tensor) -> Tensor:

@@ -36,9 +36,6 @@ SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
 NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
-Values = dict[tuple[str, str, str], Tensor]  # log-probabilities (N,) by head, distribution, token
-
-
 # ---------------------------------------------------------------------------------- the rule
 @dataclass(frozen=True)
 class Limit:
@@ -81,15 +78,18 @@ class Readout:
     head: str = "float32"  # or "16 bits"
 
 
+Values = dict[Readout, Tensor]  # log-probabilities (N,)
+
+
 @dataclass(eq=False)
 class Pass:
     """A forward pass under a hypothesis, as log-probabilities."""
 
-    values: Values
+    precise: Values  # in twice the precision of the model
+    rounded: Values  # in the model's own
     causes: tuple[Cause, ...] = ()
     note: str = ""  # for the verdict's sentence
     fitted: int = 0  # to the trace: 1 a yes or no per sequence, 2 a position per sequence
-    rounded: "Pass | None" = None  # the same in the model's own precision
 
 
 @dataclass
@@ -102,19 +102,19 @@ class Explanation:
     mean: float  # |reported - computed|
     limit: Limit
     wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
-    apart: Tensor | None = None  # (B,) bool: sequences left out as wrong requests
+    apart: Tensor  # (B,) bool: sequences left out as wrong requests
     enough: bool = True  # False: the causes explain too little
 
     @property
     def fits(self) -> bool:
-        left = len(self.wrong) if self.apart is None else int((~self.apart).sum())
-        return self.enough and not self.wrong.any() and self.mean <= self.limit.of_mean(left)
+        allowed = self.limit.of_mean(int((~self.apart).sum()))
+        return self.enough and not self.wrong.any() and self.mean <= allowed
 
     @property
     def order(self) -> tuple:
         """Sort key: fewest causes (a wrong request is one), least fitted, smallest error."""
-        apart = 0 if self.apart is None else int(self.apart.sum())
-        return len(self.causes) + max(0, apart - 1), self.found.fitted, self.mean
+        further = max(0, int(self.apart.sum()) - 1)
+        return len(self.causes) + further, self.found.fitted, self.mean
 
     @property
     def name(self) -> str:
@@ -131,9 +131,10 @@ class Probe:
                  version: int | None = None,
                  trainer: Literal["processed", "temperature"] = "processed"):
         self.policy, self.trace, self.replay = policy, trace, Replay(policy, trace)
-        now = dict(policy.model.named_parameters())
+        self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
         self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
-                        if any(not torch.equal(now[name], old) for name, old in weights.items())}
+                        if any(not torch.equal(self.weights[name], old)
+                               for name, old in weights.items())}
         labels = [each for rollout in trace.rollouts for each in rollout.versions]
         self.version = version if version is not None else max(labels, default=0)
         self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows),
@@ -147,41 +148,34 @@ class Probe:
         self.trainer = Readout(scored, head=head)
         self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
         self.hidden = self.replay.as_trained()  # (N, H)
-        self.current = Pass(self.read(self.hidden))
-        self.weights = both_precisions(policy)
-        precise = self.replay.precise(self.weights[0])
-        with policy.using(self.weights[0]):
-            self.precise = Pass(self.read(precise), rounded=self.current)
+        twice = twice_precise(policy, self.weights)
+        self.now = Pass(self._values(twice), self.read(self.hidden))
 
-    def forward_pass(self, weights: tuple[Weights, Weights], *named: Cause,
-                     old: tuple[Weights, Weights] | None = None,
+    def forward_pass(self, weights: Weights, *named: Cause, old: Weights | None = None,
                      num_old: Tensor | None = None) -> Pass:
-        """In twice the precision, with weights and the first keys and values of old ones."""
-        def one(precision: int) -> Pass:
-            mine = weights[precision]
-            hidden = self.replay.precise(mine, old and old[precision], num_old)
-            with self.policy.using(mine):
-                return Pass(self.read(hidden), named)
+        """With weights, and with the first keys and values of old ones."""
+        twice = twice_precise(self.policy, weights)
+        twice_old = old and twice_precise(self.policy, old)
+        return Pass(self._values(twice, twice_old, num_old), self._values(weights, old, num_old),
+                    named)
 
-        found = one(0)
-        found.rounded = one(1)
-        return found
+    def _values(self, weights: Weights, old: Weights | None = None,
+                num_old: Tensor | None = None) -> Values:
+        hidden = self.replay.hidden(weights, old, num_old)
+        with self.policy.using(weights):
+            return self.read(hidden)
 
     def read(self, hidden: Tensor) -> Values:
-        """Log-probabilities (N,) of the sampled and the likeliest token, under each readout."""
+        """Log-probabilities of the sampled and the likeliest token, under each readout."""
         values, replay = defaultdict(list), self.replay
         for head, dtype in self.heads.items():
             states = hidden if head == "float32" else hidden.to(dtype)
             for chunk, logits in replay.logits(states, dtype):
                 for name, (sampling, _) in self.distributions.items():
                     logprobs, sampled = replay.logprobs(logits, sampling, chunk)
-                    values[head, name, "sampled"].append(sampled)
-                    values[head, name, "likeliest"].append(logprobs.amax(dim=-1))
-        return {key: torch.cat(parts).double() for key, parts in values.items()}
-
-    def readouts(self) -> list[Readout]:
-        return [Readout(*each)
-                for each in product(self.distributions, ("sampled", "likeliest"), self.heads)]
+                    values[Readout(name, "sampled", head)].append(sampled)
+                    values[Readout(name, "likeliest", head)].append(logprobs.amax(dim=-1))
+        return {readout: torch.cat(parts).double() for readout, parts in values.items()}
 
     def causes_of(self, readout: Readout) -> tuple[Cause, ...]:
         """One cause for each value of the readout that is not the default."""
@@ -190,34 +184,25 @@ class Probe:
                  causes.HEAD if readout.head != "float32" else None)
         return tuple(filter(None, named))
 
-    def values(self, found: Pass, readout: Readout) -> Tensor:
-        return found.values[readout.head, readout.distribution, readout.token]
-
-    def error(self, found: Pass, readout: Readout) -> Tensor:
+    def error(self, values: Values, readout: Readout) -> Tensor:
         """The engine's error against a hypothesis: (N,)."""
-        return self.reported - self.values(found, readout)
+        return self.reported - values[readout]
 
-    def trainer_error(self, readout: Readout, found: Pass | None = None) -> Tensor:
+    def trainer_error(self, readout: Readout, found: Pass) -> Tensor:
         """That of the trainer's own arithmetic; 0 where both sides rule the token out: (N,)."""
-        precise = found or self.precise
-        ours, exact = (self.values(each, readout) for each in (precise.rounded, precise))
+        ours, exact = found.rounded[readout], found.precise[readout]
         return (ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0)
 
     def explain(self, found: Pass, readout: Readout, apart: Tensor | None = None) -> Explanation:
         limit = Limit.of(self.replay, _size(self.trainer_error(readout, found)))
-        size = _size(self.error(found, readout))
-        if apart is not None:
-            size = size.masked_fill(apart[self.replay.rows], math.nan)
+        size = _size(self.error(found.precise, readout))
+        if apart is None:
+            apart = torch.zeros_like(self.replay.lengths, dtype=torch.bool)
+        size = size.masked_fill(apart[self.replay.rows], math.nan)
         mean = size.nanmean().nan_to_num(math.inf).item()
         wrong = self.replay.row_means(size) > limit.of_one
         named = (*found.causes, *self.causes_of(readout))
         return Explanation(named, found, readout, mean, limit, wrong, apart)
-
-
-def both_precisions(policy: Policy, weights: Weights | None = None) -> tuple[Weights, Weights]:
-    """The policy's weights, or others, in twice the precision and as they are."""
-    own = {name: each.detach() for name, each in policy.model.named_parameters()}
-    return twice_precise(policy, weights), weights or own
 
 
 def _size(error: Tensor) -> Tensor:
@@ -254,23 +239,24 @@ class Search:
 
     def __init__(self, probe: Probe):
         self.probe, self.replay = probe, probe.replay
-        self.old: dict[int, Pass] = {}  # under the earlier weights, by updates back
+        self.old: list[Pass] = []  # under the earlier weights
         self.found: dict[tuple[Pass, Readout], Explanation] = {}
 
     def run(self) -> list[Explanation]:
         """All explanations tried, the best first; those that fit come before those that do not."""
-        probe, readouts = self.probe, self.probe.readouts()
-        self._explain(probe.precise, [Readout()])
+        probe, readouts = self.probe, list(self.probe.now.precise)
+        self._explain(probe.now, [Readout()])
         if not self._done(0):
-            self._explain(probe.precise, readouts)
+            self._explain(probe.now, readouts)
         if not self._done(1):
-            for updates, earlier in probe.earlier.items():
-                weights = both_precisions(probe.policy, earlier)
-                self.old[updates] = probe.forward_pass(weights, causes.STALE.of(updates))
-                self._explain(self.old[updates], readouts)
+            for updates, weights in probe.earlier.items():
+                old = probe.forward_pass(weights, causes.STALE.of(updates))
+                self.old.append(old)
+                self._explain(old, readouts)
                 if not self._done(1):
                     for readout in self._promising():
-                        self._kv_caches(self.old[updates], weights, readout)
+                        self._kv_caches(old, weights, readout)
+                        self._in_flight(old, weights, readout)
         explanations = list(self.found.values())
         if not self._done(1):
             explanations += self._few_wrong()
@@ -286,19 +272,20 @@ class Search:
             each = self.probe.explain(found, readout)
             if len(each.causes) <= MAX_CAUSES:
                 self.found[found, readout] = each
-                start = self.found[self.probe.precise, Readout()]
+                start = self.found[self.probe.now, Readout()]
                 each.enough = not each.causes or each.mean <= MOST_LEFT * start.mean
                 if readout.head != "float32":
                     each.enough = self._signs_agree(found, readout)
 
     def _signs_agree(self, found: Pass, readout: Readout) -> bool:
         """Has what a 16-bit head changes the signs and the size of the engine's error without?"""
-        probe, fine = self.probe, replace(readout, head="float32")
-        found = found.rounded  # its hidden states are rounded as the engine's are
-        change = probe.values(found, readout) - probe.values(found, fine)
-        error = probe.error(found, fine)
-        signed = (change * error).isfinite() & (change * error != 0)
-        agreeing = (change * error)[signed] > 0
+        fine = replace(readout, head="float32")
+        values = found.rounded  # the hidden states are rounded as the engine's are
+        change = values[readout] - values[fine]
+        error = self.probe.error(values, fine)
+        agreement = change * error
+        signed = agreement.isfinite() & (agreement != 0)
+        agreeing = agreement[signed] > 0
         large = error[signed].abs().mean() > 0.5 * change[signed].abs().mean()
         sigmas = (2 * agreeing.double().mean() - 1) * len(agreeing) ** 0.5
         return bool(large and sigmas > SIGN_SIGMAS)
@@ -306,17 +293,19 @@ class Search:
     def _promising(self) -> list[Readout]:
         """The two fp32 readouts that bring each token closest to a version of the weights."""
         def distance(readout: Readout) -> float:
-            errors = [self.probe.error(each, readout).abs()
-                      for each in (self.probe.precise, *self.old.values())]
+            errors = [self.probe.error(each.precise, readout).abs()
+                      for each in (self.probe.now, *self.old)]
             return torch.stack(errors).amin(dim=0).clamp(max=1.0).nanmean().item()
 
-        plain = [each for each in self.probe.readouts() if each.head == "float32"]
+        plain = [each for each in self.probe.now.precise if each.head == "float32"]
         return sorted(plain, key=distance)[:2]
 
+    def _explain_heads(self, found: Pass, readout: Readout) -> None:
+        self._explain(found, [replace(readout, head=head) for head in self.probe.heads])
+
     # ------------------------------------------------------------------------------ KV caches
-    def _kv_caches(self, old: Pass, weights: tuple[Weights, Weights],
-                   readout: Readout) -> None:
-        """Old weights or stale prefixes of whole blocks in some requests, and updates in flight."""
+    def _kv_caches(self, old: Pass, weights: Weights, readout: Readout) -> None:
+        """Old weights or stale prefixes of whole blocks, in all requests or in some."""
         probe, replay, stale = self.probe, self.replay, [old]
         block_size = probe.trace.meta.get("audit", {}).get("block_size")
         for block in (block_size,) if block_size else BLOCK_SIZES:
@@ -325,19 +314,16 @@ class Search:
             if prefix.any():
                 stale.append(probe.forward_pass(probe.weights, causes.PREFIX, old=weights,
                                                 num_old=prefix))
-        readouts = [replace(readout, head=head) for head in probe.heads]
         for each in stale:
-            self._explain(each, readouts)
-            rows = self._row_errors(each, readout) <= self._row_errors(probe.precise, readout)
+            self._explain_heads(each, readout)
+            rows = self._row_errors(each, readout) <= self._row_errors(probe.now, readout)
             if rows.any():
-                merged = _merged(rows[replay.rows], each, probe.precise)
+                merged = _merged(rows[replay.rows], each, probe.now)
                 merged.causes, merged.fitted = each.causes, 1
                 merged.note = f"in {int(rows.sum())} of {len(rows)} requests"
-                self._explain(merged, readouts)
-        self._in_flight(old, weights, readout)
+                self._explain_heads(merged, readout)
 
-    def _in_flight(self, old: Pass, weights: tuple[Weights, Weights],
-                   readout: Readout) -> None:
+    def _in_flight(self, old: Pass, weights: Weights, readout: Readout) -> None:
         """An update before a token of the response: in each sequence at the place that fits best.
 
         Candidates: where the old weights' values end, where those of most sequences end, and where
@@ -353,9 +339,9 @@ class Search:
         labelled = replay.row_sums((probe.labels < newest[replay.rows]).long())  # (B,)
         usual = torch.full_like(ends, mode(inside.tolist())).minimum(replay.lengths)
         for cause in (causes.RECOMPUTED, causes.KEPT):
-            best, place = probe.precise, torch.zeros_like(ends)
+            best, place = probe.now, torch.zeros_like(ends)
             for candidate in (ends, usual, labelled, (labelled + 1).minimum(replay.lengths)):
-                then = probe.precise
+                then = probe.now
                 if cause == causes.KEPT:
                     prefix = replay.prompt_lengths + candidate - 1
                     then = probe.forward_pass(probe.weights, old=weights, num_old=prefix)
@@ -369,16 +355,17 @@ class Search:
             if len(late) and late.median() == 1:
                 best.causes += (causes.MISLABELLED,)
             best.note = _described(place[changed].tolist(), len(place))
-            self._explain(best, [replace(readout, head=head) for head in probe.heads])
+            self._explain_heads(best, readout)
 
     def _row_errors(self, found: Pass, readout: Readout) -> Tensor:
         """Mean |error| per sequence: (B,), 0 for one without known values."""
-        return self.replay.row_means(self.probe.error(found, readout).abs())
+        return self.replay.row_means(self.probe.error(found.precise, readout).abs())
 
     def _change_point(self, old: Pass, readout: Readout) -> Tensor:
         """How many first tokens of each row are closer to the old weights' values: (B,)."""
         replay = self.replay
-        now, before = (self.probe.error(each, readout).abs() for each in (self.probe.precise, old))
+        now, before = (self.probe.error(each.precise, readout).abs()
+                       for each in (self.probe.now, old))
         gain = (now - before).nan_to_num(0.0).clamp(-1.0, 1.0)  # (N,) positive for the old weights
         table = gain.new_zeros(len(replay.lengths), int(replay.lengths.max()))
         table[replay.rows, replay.positions] = gain
@@ -389,7 +376,7 @@ class Search:
     def _few_wrong(self) -> list[Explanation]:
         """Explanations that hold for at least half of the sequences; the others are listed."""
         found = []
-        for each in list(self.found.values()):
+        for each in self.found.values():
             few = 0 < each.wrong.sum() <= 0.5 * len(each.wrong)
             if few and each.enough and len(each.causes) < MAX_CAUSES:
                 rest = self.probe.explain(each.found, each.readout, apart=each.wrong)
@@ -399,16 +386,16 @@ class Search:
 
     def _exchanged(self, explanation: Explanation) -> bool:
         """Does each wrong response follow from another wrong request's prompt?"""
-        rollouts, readout = self.probe.trace.rollouts, explanation.readout
+        rollouts = self.probe.trace.rollouts
         wrong = explanation.wrong.nonzero()[:, 0].tolist()
         if not 2 <= len(wrong) <= 16:
             return False
         pairs = [replace(rollouts[row], prompt_ids=rollouts[other].prompt_ids)
                  for row, other in product(wrong, wrong)]
-        trace = replace(self.probe.trace, rollouts=pairs)
-        swapped = Probe(self.probe.policy, trace, [])
-        errors = swapped.replay.row_means(_size(swapped.error(swapped.precise, readout)))
-        closest = errors.view(len(wrong), len(wrong)).amin(dim=1)
+        swapped = Probe(self.probe.policy, replace(self.probe.trace, rollouts=pairs), [],
+                        trainer=self.probe.trainer.distribution)
+        size = _size(swapped.error(swapped.now.precise, explanation.readout))
+        closest = swapped.replay.row_means(size).view(len(wrong), len(wrong)).amin(dim=1)
         return bool((closest <= explanation.limit.of_one).all())
 
 
@@ -423,8 +410,7 @@ def _described(places: list[int], requests: int) -> str:
 
 def _merged(first: Tensor, ours: Pass, theirs: Pass) -> Pass:
     """A pass with the values of `ours` where `first` (N,) is true, else of `theirs`."""
-    merged = Pass({key: torch.where(first, ours.values[key], theirs.values[key])
-                   for key in ours.values})
-    if ours.rounded:
-        merged.rounded = _merged(first, ours.rounded, theirs.rounded)
-    return merged
+    def choose(one: Values, other: Values) -> Values:
+        return {readout: torch.where(first, one[readout], other[readout]) for readout in one}
+
+    return Pass(choose(ours.precise, theirs.precise), choose(ours.rounded, theirs.rounded))

@@ -7,9 +7,9 @@ is sampled under the model's own weights, so a healthy engine gives a trace at p
 """
 
 import math
-import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count
 
 import torch
 
@@ -20,8 +20,9 @@ SLOTS = 12  # requests that may run at once
 ROOM = 4  # requests for which the KV cache has room at their full length
 LEAST_BUDGET = 24  # tokens of a step; the canary's four prompts must fit, their requests have seeds
 LOADS, DECOY_STEPS = 2, 6  # loads of other weights in between; engine steps under them
+ABORT_EVERY = 5  # engine steps between aborts, of a quarter of the requests
 # Steps between forced preemptions: a model whose cache does not grow is never preempted otherwise.
-FORCED_EVERY = 60
+PREEMPT_EVERY = 60
 
 
 def start_engine(start: Callable[..., Engine], longest_prompt: int, longest: int) -> Engine:
@@ -48,58 +49,55 @@ def sample_under_pressure(
     in chunks. Raises: ValueError if no request was preempted, aborted or computed in chunks.
     """
     reseed(seed, "stress")
-    chance, met = random.Random(seed), Counter(preemptions=0, aborts=0, chunks=0, loads=0)
-    scheduler, requests = engine.core.scheduler, {}
+    met = Counter(preemptions=0, aborts=0, chunks=0, loads=0)
+    scheduler, rollouts, requests = engine.core.scheduler, {}, {}
 
-    def submit(row: int) -> Rollout:
-        (rollout,) = engine.submit(prompts[row], 1, sampling)
-        *_, requests[row] = scheduler.requests.values()
-        return rollout
-
-    def step() -> None:
-        engine.step()
-        met["chunks"] += sum(0 < each.num_computed_tokens < each.num_prompt_tokens
-                             for each in scheduler.running)
-
-    def restart(rows: list[int]) -> None:
-        engine.abort([rollouts[row] for row in rows])
-        met["aborts"] += sum(requests[row].num_computed_tokens > 0 for row in rows)
-        met["preemptions"] += sum(requests[row].num_preemptions for row in rows)
+    def submit(rows: Iterable[int]) -> None:
         for row in rows:
-            rollouts[row] = submit(row)
+            (rollouts[row],) = engine.submit(prompts[row], 1, sampling)
+            *_, requests[row] = scheduler.requests.values()
 
-    rollouts = [submit(row) for row in range(len(prompts))]
-    for number in range(1, 10**9):
-        unfinished = [row for row, each in enumerate(rollouts) if each.finish_reason is None]
+    submit(range(len(prompts)))
+    for number in count(1):
+        unfinished = [row for row, each in rollouts.items() if each.finish_reason is None]
         if not unfinished:
             break
         finished = len(prompts) - len(unfinished)
         started = [row for row in unfinished if requests[row].num_computed_tokens > 0]
         if met["loads"] < LOADS and finished * (LOADS + 1) >= len(prompts) * (met["loads"] + 1):
             engine.abort([rollouts[row] for row in unfinished])
-            weights = policy.copied_weights()
-            for tensor in weights.values():
-                tensor.mul_(1.1)
-            with policy.using(weights):
-                engine.load(policy.weights(), policy.response_logprobs)
-                decoys = [engine.submit(prompts[row], 1, sampling)[0] for row in unfinished]
-                for _ in range(DECOY_STEPS):
-                    engine.step()
-            engine.abort([each for each in decoys if each.finish_reason is None])
-            engine.load(policy.weights(), policy.response_logprobs)
+            use_other_weights(engine, policy, [prompts[row] for row in unfinished], sampling)
             met["loads"] += 1
-            for row in unfinished:
-                rollouts[row] = submit(row)
-        elif started and met["aborts"] < len(prompts) // 4 and chance.random() < 0.2:
-            restart([chance.choice(started)])
-        if number % FORCED_EVERY == 0:
+            submit(unfinished)
+        elif started and number % ABORT_EVERY == 0 and met["aborts"] < len(prompts) // 4:
+            row = started[number % len(started)]
+            engine.abort([rollouts[row]])
+            met["aborts"] += 1
+            met["preemptions"] += requests[row].num_preemptions
+            submit([row])
+        if number % PREEMPT_EVERY == 0:
             engine.llm.reset_prefix_cache(reset_running_requests=True)
-        step()
+        engine.step()
+        met["chunks"] += sum(0 < each.num_computed_tokens < each.num_prompt_tokens
+                             for each in scheduler.running)
     met["preemptions"] += sum(each.num_preemptions for each in requests.values())
     if missing := [name for name, count in met.items() if not count]:
         raise ValueError(f"pressure must be of every kind, there were no {', '.join(missing)}; try"
                          " more --num-prompts, longer --prompt-tokens or a larger"
                          " --max-new-tokens")
-    for each in rollouts:  # all loads of the policy's weights are one version
+    for each in rollouts.values():  # all loads of the policy's weights are one version
         each.versions = [engine.weight_version] * len(each.token_ids)
-    return rollouts, met
+    return [rollouts[row] for row in range(len(prompts))], met
+
+
+def use_other_weights(engine: Engine, policy: Policy, prompts: list[list[int]],
+                      sampling: Sampling) -> None:
+    """Load other weights, use them for some steps, and load the policy's again."""
+    weights = {name: 1.1 * tensor for name, tensor in policy.copied_weights().items()}
+    with policy.using(weights):
+        engine.load(policy.weights(), policy.response_logprobs)
+        decoys = [engine.submit(prompt, 1, sampling)[0] for prompt in prompts]
+        for _ in range(DECOY_STEPS):
+            engine.step()
+    engine.abort(decoys)
+    engine.load(policy.weights(), policy.response_logprobs)

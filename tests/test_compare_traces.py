@@ -65,7 +65,7 @@ def changed(path: Path, source: str = FIXED, drop: str = "", **changes) -> str:
 # ------------------------------------------------------------------------------------------------ worse and better
 def logprobs(policy: Policy, trace) -> torch.Tensor:
     probe = Probe(policy, trace, [])
-    return probe.values(probe.current, Readout())
+    return probe.now.rounded[Readout()]
 
 
 BF16 = str(DATA / "v1_0.32.0_bf16_fixes_headovr.npz")
@@ -181,15 +181,17 @@ def other(name: str, kind=numpy.roll) -> numpy.ndarray:
 @pytest.mark.parametrize("change, complaint", [
     (dict(meta={"model": {"config": {"hidden_size": 64}}}),
      "model must be that of the trace, whose hidden_size is 64; {model} has 128"),
-    (dict(prompt_ids=other("prompt_ids")), "the traces must be of one workload, the prompts of t0.7 differ"),
+    (dict(prompt_ids=other("prompt_ids")),
+     "the traces must be of one workload, the prompts or the sampling of t0.7 differ"),
     (dict(meta={"groups": {"t0.7": {"temperature": 0.8}}}),
-     "the traces must be of one workload, the sampling of t0.7 differs"),
+     "the traces must be of one workload, the prompts or the sampling of t0.7 differ"),
     (dict(drop="t0.7/logprobs"), "{path}: 'logprobs' is missing (docs/audit.md has the layout)"),
     (dict(drop=("vllm", "engine")),
      "meta.versions must name the engine's version (else a comparison says nothing), the second trace has none"),
     (dict(meta={"format": 2}), "{path}: meta.format must be 1 (newer ones need a newer probe), got 2"),
     (dict(meta={"dtype": "float8"}), "meta.dtype of a trace must be one of float32, bfloat16, float16, got float8"),
-    (dict(meta={"model": {"weights": "b"}}), "the traces must be of one model, their weight files differ"),
+    (dict(meta={"model": {"weights": "b"}}),
+     "model must be that of the trace, the weight files in {model} are not those that it names"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(tmp_path, capsys, change, complaint):
     before = changed(tmp_path / "before.npz", meta={"model": {"weights": weights_of(MODEL)}})

@@ -3,31 +3,39 @@
 from importlib.util import find_spec
 
 import pytest
-from helpers import SMALL, command, timeless, train_here
+from helpers import PYTHON, SMALL, command, timeless, train_here
 
 pytestmark = pytest.mark.engine
 WORKLOAD = ("--steps", "3", "--lr", "1e-3", "--eval-every", "3", "--max-new-tokens", "7")
 # Ten places for groups of four: some rollouts are unfinished at every update.
 IN_FLIGHT = ("--inflight-groups", "6", "--max-num-seqs", "10")
+# Prompts that fill a block of the KV cache and come again in later steps: a request of a measurement leaves blocks that
+# later steps read.
+LONG = PYTHON.replace('f"{number}+1="', 'f"{number:02d}" * 18 + "="')
+STALE = ("--task", "{root}/long.py", "--block-size", "32", "--parity.no-explicit-runtime")
 MEASUREMENTS = ("--probe-every", "1", "--self-noise-every", "1", "--eval-with-trainer",
                 *(["--tensorboard"] if find_spec("tensorboard") else []))
 ARMS = {
     "parity": (),
     "in flight": IN_FLIGHT,
-    "in flight, stale prefix cache": (*IN_FLIGHT, "--parity.no-explicit-runtime"),
-    "V1's defaults": ("--parity.no-explicit-runtime", "--parity.no-processed-logprobs", "--parity.no-fp32-head"),
+    "in flight, stale prefix cache": (*IN_FLIGHT, *STALE),
+    "V1's defaults, stale prefix cache": (*STALE, "--parity.no-processed-logprobs", "--parity.no-fp32-head"),
     "bfloat16, mask": ("--dtype", "bfloat16", "--top-p", "0.9"),
 }
 OWN = {"probe", "self_noise_abs_mean", "self_noise_max", "eval_reward_trainer", "eval_gap"}
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_every_other_figure_is_equal_with_and_without_measurements(good, tmp_path, arm):
+def test_every_other_figure_is_equal_with_and_without_measurements(good, tmp_path, capsys, arm):
+    (tmp_path / "long.py").write_text(LONG)
+    options = [word.format(root=tmp_path) for word in ARMS[arm]]
+    if "--task" not in options:
+        options += ["--task", str(good / "task.py")]
     rows = []
     for name, more in (("plain", ()), ("measured", MEASUREMENTS)):
-        train_here(command(good, "--task {root}/task.py", *SMALL[:-2], *WORKLOAD, "--out", str(tmp_path / name),
-                           *ARMS[arm], *more))  # fmt: skip
+        train_here(command(good, "", *SMALL[:-2], *WORKLOAD, "--out", str(tmp_path / name), *options, *more))
         rows.append(timeless(tmp_path / name))
+    assert "stale" not in arm or "no prompt is longer than a block" not in capsys.readouterr().out
     plain, measured = rows
     assert set().union(*measured) - set().union(*plain) == OWN
     if "in flight" in arm:

@@ -60,7 +60,7 @@ class Sampling:
     """All that shapes the sampled distribution; `sampling_arguments` makes the rest neutral.
 
     Training uses temperature and mask. The probe also uses the penalties:
-    `probe.traces.process_logits` reproduces all.
+    `probe.replay.Replay.logprobs` reproduces all.
     """
 
     temperature: float  # 0 is greedy

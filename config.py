@@ -3,7 +3,6 @@
 Each group checks itself, and `Config` checks what concerns two groups. The command line is flat.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -37,8 +36,8 @@ class Rule(NamedTuple):
 COUNT = Rule("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)
 WHOLE = Rule("non-negative and below 2^31", lambda value: 0 <= value < 2**31)
 NAME = Rule("a printable name", lambda value: value and value.isprintable())
-POSITIVE = Rule("positive and finite", lambda value: 0 < value < math.inf)
-NON_NEGATIVE = Rule("non-negative and finite", lambda value: 0 <= value < math.inf)
+POSITIVE = Rule("positive, in [1e-30, 1e30]", lambda value: 1e-30 <= value <= 1e30)  # float32
+NON_NEGATIVE = Rule("non-negative and at most 1e30", lambda value: 0 <= value <= 1e30)
 SEED = Rule("in [0, 2^32), numpy's range", lambda value: 0 <= value < 2**32)
 SAMPLES = Rule("in [1, 65536]", lambda value: 1 <= value <= 2**16)
 GROUP = Rule("in [2, 65536] (its mean is the baseline)", lambda value: 2 <= value <= 2**16)

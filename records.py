@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -121,7 +120,6 @@ def locked(out: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------- log and files
-CHECKPOINTS = "checkpoints/step_[0-9]*-" + 16 * "[0-9a-f]" + ".pt"  # other files are a user's
 TABLES = ("metrics.jsonl", "samples.jsonl")  # a line per step, and per answer of an evaluation
 
 COLUMNS = (
@@ -280,14 +278,34 @@ def keep_files(earlier: dict[str, str], files: dict[str, str]) -> None:
 
 
 def sample_digest(path: Path) -> str:
-    """Digest of a file's size and of 64 MiB of its content, in even steps: fast for 3 GB too."""
+    """Digest of a file's size and of 64 MiB of its content, in even steps: fast for 3 GB too.
+
+    Of a safetensors file also the header, and both ends of every tensor, however small.
+    """
     size = path.stat().st_size
     digest = sha256(str(size).encode())
+    pieces = [(place, 2**12) for place in range(0, size, max(2**12, size >> 14))]
     with path.open("rb") as file:
-        for place in range(0, size, max(2**12, size >> 14)):
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(length)
+            digest.update(header)
+            for name, tensor in json.loads(header).items():
+                if name == "__metadata__":
+                    continue
+                start, end = (8 + length + offset for offset in tensor["data_offsets"])
+                count = min(2**15, end - start)
+                pieces += [(start, count), (end - count, count)]
+        for place, count in pieces:
             file.seek(place)
-            digest.update(file.read(2**12))
+            digest.update(file.read(count))
     return digest.hexdigest()
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    """The files of this program in checkpoints/, the oldest first."""
+    paths = sorted(out.glob("checkpoints/*.pt"))
+    return [path for path in paths if re.fullmatch(r"step_\d{6,}-[0-9a-f]{16}", path.stem)]
 
 
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
@@ -303,22 +321,24 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
         path = unfinished.rename(folder / f"step_{step:06d}-{_digest(unfinished)}.pt")
-    before = sorted(each for each in out.glob(CHECKPOINTS) if each.name < f"step_{step:06d}")
-    for old in set(out.glob(CHECKPOINTS)) - {path, *before[-1:]}:
+    before = [each for each in _checkpoints(out) if each.name < f"step_{step:06d}"]
+    for old in set(_checkpoints(out)) - {path, *before[-1:]}:
         old.unlink()
 
 
 def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
     """The newest checkpoint whose file is unchanged, None before the first one."""
-    paths = sorted(out.glob(CHECKPOINTS), reverse=True)
-    for path in paths:
+    paths = _checkpoints(out)
+    for path in reversed(paths):
         if path.stem.endswith(_digest(path)):
             try:
                 state = torch.load(path, weights_only=True, map_location="cpu")
-            except (UnpicklingError, RuntimeError, EOFError):  # torch advises to trust the file
-                state = {}
-            whole = state.keys() >= {"policy", "optimizer", "source", "run", "step"}
-            if not whole or state["run"] != run or not path.match(f"step_{state['step']:06d}-*"):
+            except Exception:  # of many kinds, and torch advises to trust the file
+                state = None
+            parts = {"policy", "optimizer", "source", "run", "step"}
+            whole = isinstance(state, dict) and state.keys() >= parts
+            named = whole and str(state["step"]) == path.name[5:].partition("-")[0].lstrip("0")
+            if not named or state["run"] != run:
                 raise ValueError(f"checkpoints must be whole and of this run, {path} is not, or is"
                                  " of another step, other options or files; move it away, or try"
                                  " another --out")

@@ -96,6 +96,7 @@ def serve() -> None:
                 os._exit(0)
             signal.alarm(0)  # one that the user's code set and did not clear
             connection.send((result, error))
+    os.killpg(0, signal.SIGKILL)  # with what the user's code has started and not ended
 
 
 class Functions:
@@ -110,7 +111,8 @@ class Functions:
         for name in ("sample", "reward"):
             if not callable(getattr(self.module, name, None)):
                 raise AttributeError(f"a task file must have sample and reward, it has no {name}")
-        return len(inspect.signature(self.module.reward).parameters) > 2
+        parameters = inspect.signature(self.module.reward).parameters.values()
+        return sum(each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters) > 2
 
     def sample(self) -> tuple[str, str]:
         pair = self.module.sample(self.rng)

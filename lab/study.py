@@ -15,6 +15,7 @@ is deleted.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -132,6 +133,12 @@ class Plan:
         words = ("--out", str(folder), "--seed", str(seed), *words)
         return Run(folder, cell.program, words, config.but(seed=seed), needed)
 
+    def _began(self, folder: Path) -> bool:
+        """Whether a folder holds more than a run writes before its config.json."""
+        if not folder.is_dir():
+            return False
+        return any(each.stat().st_size for each in folder.iterdir() if each.name != "lock")
+
     def stored_seeds(self) -> dict[str, list[int]]:
         """Seeds of the finished runs in OUT, by cell.
 
@@ -142,9 +149,12 @@ class Plan:
             name, _, seed = folder.name.rpartition("-seed")
             finished = read_json(folder / MARK)
             stored = finished or read_json(folder / "config.json").get("config")
-            if not stored:  # stopped before it began
+            if not isinstance(stored, dict) or not stored:
+                if self._began(folder):
+                    raise ValueError(f"out must hold runs of this study, {folder} has files and no"
+                                     " readable config.json; move it away")
                 continue
-            if name not in self.study.cells:
+            if name not in self.study.cells or not re.fullmatch("0|[1-9][0-9]*", seed):
                 raise ValueError(f"out must hold runs of this study, {folder} is no cell of"
                                  f" {self.options.study}; choose another --out")
             wanted = self.run(name, int(seed)).options
@@ -162,7 +172,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty if the file is absent, damaged or holds no object."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

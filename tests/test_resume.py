@@ -18,6 +18,8 @@ import torch
 from helpers import command, outcome, refusal, train_here, train_process
 from safetensors.torch import load_file, save_file
 
+from records import sample_digest
+
 # The reference engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
          " --num-minibatches 1 --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 2")  # fmt: skip
@@ -67,7 +69,7 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_run_goes_on_from_what_is_whole_and_leaves_a_users_files_alone(good, whole, copy, kind, capsys):
     DAMAGE[kind](copy)
-    users = [copy / "checkpoints" / name for name in ("best.pt", "step_000001.pt", "zzz.pt")]
+    users = [copy / "checkpoints" / name for name in ("best.pt", "step_000001.pt", "step_12abc-0123456789abcdef.pt")]
     for path in users:
         path.write_text("mine")
     train_here([*options(good, copy), "--resume"])
@@ -112,6 +114,7 @@ REFUSED = {
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have a readable checkpoint"),
     "another step": (rename, NOT_OURS), "no optimizer": (without_optimizer, NOT_OURS),
     "a pickle": (lambda f: as_checkpoint(f, pickle.dumps(Path("x"), 2)), NOT_OURS),
+    "a text": (lambda f: as_checkpoint(f, b"hello"), NOT_OURS),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),
     "weights": (lambda f: weights(f.parent), "changed are {root}/model/model.safetensors; try"),
     "reward": (lambda f: change(f.parent / "task.py", lambda c: c.replace(b"% 3", b"% 2")),
@@ -180,3 +183,12 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, 
     assert "Traceback" not in said
     train_here([*options(good, out), "--resume"])
     assert outcome(out) == outcome(whole)
+
+
+def test_a_small_tensor_of_a_large_file_is_in_its_digest(tmp_path):
+    path, large = tmp_path / "model.safetensors", torch.zeros(2**25 + 1250)  # 128 MiB: 4 KiB in every 8 KiB
+    digests = []
+    for value in (0.0, 1.0):
+        save_file({"a": large, "norm": torch.full((16,), value), "z": torch.zeros(2**12)}, path)
+        digests.append(sample_digest(path))
+    assert digests[0] != digests[1]

@@ -89,6 +89,21 @@ def reward(problem, response, rollout):
 """
 
 
+def test_a_child_of_a_reward_ends_with_the_run(tmp_path):
+    (tmp_path / "task.py").write_text("import subprocess\n\ndef sample(rng):\n subprocess.Popen(['sleep', '600'])\n"
+                                      " return '1', '2'\n\ndef reward(problem, response): return 0.0")  # fmt: skip
+    program = f"from extras.task_file import TaskFile; TaskFile({str(tmp_path / 'task.py')!r}, 0, 60).sample()"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=True)
+
+
+def test_a_keyword_of_a_reward_is_no_third_argument(tmp_path):
+    (tmp_path / "task.py").write_text("def sample(rng): return '1', '2'\n\n"
+                                      "def reward(problem, response, *, k=3): return k")  # fmt: skip
+    file = TaskFile(str(tmp_path / "task.py"), 0, 10)
+    assert not file.takes_rollout
+    assert file.reward(Problem("1", "2", ""), "x") == 3
+
+
 def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_counted(tmp_path, capsys):
     (tmp_path / "task.py").write_text(GRADED)
     task = load_task(str(tmp_path / "task.py"), 0, limit_s=60)

@@ -56,7 +56,19 @@ def test_a_run_of_no_cell_of_the_study_is_named(tmp_path, capsys):
     assert "is no cell of bench" in said
 
 
-@pytest.mark.parametrize("content", [b"", b'{"steps"', b"[1]", b"null", b"\xff", b"{}"])
+def test_a_copied_run_and_a_folder_of_a_user_are_named_and_not_deleted(tmp_path, capsys):
+    folder = write_run(tmp_path, "parity", 0)
+    folder.rename(folder.with_name("parity-seed00"))
+    words = ["ladder", "--out", str(tmp_path), "--cells", "parity"]
+    assert "parity-seed00 is no cell of ladder" in refusal(words, capsys, main)
+    folder.with_name("parity-seed00").rename(tmp_path / "aside")
+    folder.mkdir()
+    (folder / "precious.txt").write_text("mine")
+    assert f"{folder} has files and no readable config.json" in refusal(words, capsys, main)
+    assert (folder / "precious.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"steps"', b"[1]", b"null", b"\xff", b"{}"])
 def test_a_damaged_mark_is_no_finished_run(tmp_path, content):
     (write_run(tmp_path, "parity", 0) / MARK).write_bytes(content)
     assert Plan(Options("ladder", out=str(tmp_path))).stored_seeds() == {}

@@ -1,5 +1,5 @@
 # make train: the default job. make test: linter and all tests, 8 to 11 minutes on two cores. make check: linter and the
-# tests that start no engine, 4 minutes. make setup: the environment only. All work on a fresh clone.
+# tests that start no engine, 3 minutes. make setup: the environment only. All work on a fresh clone.
 PYTHON ?= python3
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=

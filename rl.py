@@ -68,8 +68,8 @@ class Batch:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
-        is longer. Rows without a signal, (B,) bool, share none with the others: `update` needs no
-        backward for them. Rows of similar length share a micro-batch, so that there is little
+        is longer. Rows without a signal, (B,) bool, share none with the others, because `update`
+        skips the backward of a micro-batch whose advantages are all 0. Rows of similar length share a micro-batch, so that there is little
         padding. The longest rows come first: a batch that does not fit into memory fails at once.
         All passes over a batch use the same cut, so that in 16 bits the ratio starts at exactly 1.
         """

@@ -69,9 +69,10 @@ class Batch:
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
         is longer. Rows without a signal, (B,) bool, share none with the others, because `update`
-        skips the backward of a micro-batch whose advantages are all 0. Rows of similar length share a micro-batch, so that there is little
-        padding. The longest rows come first: a batch that does not fit into memory fails at once.
-        All passes over a batch use the same cut, so that in 16 bits the ratio starts at exactly 1.
+        skips the backward of a micro-batch whose advantages are all 0. Rows of similar length share
+        a micro-batch, so that there is little padding. The longest rows come first: a batch that
+        does not fit into memory fails at once. All passes over a batch use the same cut, so that in
+        16 bits the ratio starts at exactly 1.
         """
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):

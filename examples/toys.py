@@ -30,7 +30,6 @@ from tasks import Problem, Task, exact_match, split
 
 # ---------------------------------------------------------------------------------- tasks
 NUM_SUMS = 20_000  # of a million
-DIGITS = 2, 16  # of each number of the task `digits`, from and to
 WRONG = 0.7  # share of the teacher's answers (`digits`: of its digits) that follow the wrong habit
 
 
@@ -63,14 +62,16 @@ def digits(seed: int) -> Task:
     return Task(problems[:64], problems[64:], share_of_digits)
 
 
-def larger_digits(rng: random.Random, count: int, longest: int = DIGITS[1]) -> list[Problem]:
-    """`count` different problems of the task `digits`, of numbers with up to `longest` digits."""
+def larger_digits(
+    rng: random.Random, count: int, shortest: int = 2, longest: int = 16, field: int = 16
+) -> list[Problem]:
+    """`count` different problems of the task `digits`."""
     problems = {}
     while len(problems) < count:
-        length = rng.randint(DIGITS[0], longest)
+        length = rng.randint(shortest, longest)
         a, b = ("".join(rng.choices("0123456789", k=length)) for _ in range(2))
         answer = "".join(map(max, a, b))
-        question = f"{a:=<{DIGITS[1]}}+{b:=<{DIGITS[1]}}="
+        question = f"{a:=<{field}}+{b:=<{field}}="
         problems[question] = Problem(question, answer, f"{a}+{b}")
     return [*problems.values()]
 
@@ -237,4 +238,4 @@ def write_page(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_page(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/page"))
+    write_page(Path(sys.argv[1]))

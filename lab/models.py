@@ -14,7 +14,7 @@ SHAPES = {
 def taught_long_digits(folder: Path, seed: int) -> None:
     from examples.long_digits import write_model
 
-    write_model(str(folder), seed)
+    write_model(folder, seed)
 
 
 def random_weights(shape: str, folder: Path, seed: int) -> None:

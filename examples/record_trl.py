@@ -8,7 +8,6 @@ traces/step_000002.json`. Tested with TRL 1.16.0 (colocate). Only the first proc
 """
 
 import json
-from importlib import import_module
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -16,8 +15,6 @@ from transformers import TrainerCallback
 COLUMNS = {"prompt_ids": "prompt_mask", "completion_ids": "completion_mask",
            "sampling_per_token_logps": "completion_mask", "old_per_token_logps": "completion_mask"}
 NEUTRAL = {"temperature": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-SETTINGS = ("model_config.dtype", "model_config.logprobs_mode", "model_config.head_dtype",
-            "cache_config.enable_prefix_caching", "scheduler_config.async_scheduling")
 
 
 class TraceRecorder(TrainerCallback):
@@ -46,15 +43,8 @@ class TraceRecorder(TrainerCallback):
         prompts, tokens, reported, ours = map(list, zip(*kept, strict=True))
         given = [(name, getattr(self.trainer, name)) for name in NEUTRAL]
         sampling = {name: value for name, value in given if value not in (None, NEUTRAL[name])}
-        llm, settings = getattr(self.trainer.vllm_generation, "llm", None), {}  # None: a server
-        for place in SETTINGS if llm else ():
-            section, name = place.split(".")
-            values = getattr(llm.llm_engine.vllm_config, section)
-            settings[name] = str(getattr(values, name, "not read"))
         dtype = str(self.trainer.accelerator.unwrap_model(self.trainer.model).dtype)
-        names = ("trl", "vllm", "torch", "transformers")
-        meta = {"versions": {name: import_module(name).__version__ for name in names}, "format": 1,
-                "dtype": dtype.removeprefix("torch."), "step": step, "settings": settings}
+        meta = {"format": 1, "dtype": dtype.removeprefix("torch."), "step": step}
         group = {"sampling": sampling, "tokens": tokens, "logprobs": reported,
                  "trainer_logprobs": ours, "versions": [[step] * len(row) for row in tokens]}
         return {"meta": meta, "prompt_ids": prompts, "groups": {"trl": group}}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import qwen2
 
-from examples import record_trl
+from examples.record_trl import TraceRecorder
 from probe.diagnose import diagnose
 from probe.traces import load_traces
 from rl import Policy
@@ -136,16 +136,12 @@ def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(ro
              "old_per_token_logps": logprobs}  # fmt: skip
     halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(32), slice(32, 64))]
     trainer = SimpleNamespace(
-        _buffered_inputs=halves, save_model=lambda folder: Path(folder).mkdir(parents=True), vllm_generation=None,
+        _buffered_inputs=halves, save_model=lambda folder: Path(folder).mkdir(parents=True),
         accelerator=SimpleNamespace(unwrap_model=lambda model: model), model=SimpleNamespace(dtype=torch.float32),
         temperature=0.7, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)  # fmt: skip
-    callback, versions = record_trl.TraceRecorder(trainer, tmp_path, steps=2), record_trl.import_module
-    record_trl.import_module = lambda name: SimpleNamespace(__version__="1.16.0")  # TRL is not installed here
-    try:
-        for step in (0, 1):  # two optimizer steps on one batch
-            callback.on_pre_optimizer_step(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
-    finally:
-        record_trl.import_module = versions
+    callback = TraceRecorder(trainer, tmp_path, steps=2)
+    for step in (0, 1):  # two optimizer steps on one batch
+        callback.on_pre_optimizer_step(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000", "step_000000.json"]
     is_the_trace(tmp_path / "step_000000.json", rows, "trl")
     assert numpy.allclose(load_traces(str(tmp_path / "step_000000.json"))[0].trainer_logprobs[5], rows["logprobs"][5])

@@ -4,7 +4,6 @@ A cell is a name and options of train.py. They come after the study's workload, 
 """
 
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
@@ -169,10 +168,7 @@ REFERENCE = "--engine transformers"
 RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}",
          "+runtime": f"{PAUSE} {HEAD}", "+inflight": HEAD, "parity": ""}
 ALONE = {"processed": RAW, "runtime": RUNTIME, "inflight": PAUSE, "fp32-head": HEAD}
-PAIRS = {f"parity-minus-{one}-{other}": f"{ALONE[one]} {ALONE[other]}"
-         for one, other in combinations(ALONE, 2)}
-FAULTS = {f"parity-minus-{name}": words for name, words in ALONE.items()} | PAIRS
-FAULTS |= {"v1-defaults": V1}
+FAULTS = {f"parity-minus-{name}": words for name, words in ALONE.items()} | {"v1-defaults": V1}
 LADDER_CELLS = (
     against("reference", {"reference": REFERENCE} | RUNGS)
     | against("reference", {"shared": "--engine shared", "exact": EXACT})
@@ -253,7 +249,7 @@ REAL = ("--model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic_in
         " --reward-limit-s 60 --num-prompts 8 --inflight-groups 4 --max-num-seqs 64"
         " --max-new-tokens 32 --lr 1e-5 --block-size 32 --old-policy rollout"
         " --eval-every 10 --eval-problems 44 --eval-with-trainer --checkpoint-every 1000000")
-REAL_ARMS = {"parity": ""} | {name: words for name, words in FAULTS.items() if name not in PAIRS}
+REAL_ARMS = {"parity": ""} | FAULTS
 REAL_CELLS = (
     against("parity", REAL_ARMS)
     | against("parity+three", {f"{name}+three": f"{words} {THREE}"
@@ -267,7 +263,6 @@ REAL_CELLS = (
 BENCH = "--lr 1e-12 --eval-every 1000000 --checkpoint-every 1000000"
 BENCH_CELLS = against("vllm", {
     "vllm": "", "shared": "--engine shared", "exact": EXACT,
-    "versioned": "--prefix-cache versioned --task digits --block-size 32 --max-new-tokens 18",
 }, "lab.bench")  # fmt: skip
 
 # The first hour on a GPU: random weights of real shapes, 128 tokens of prompt, 512 of response.

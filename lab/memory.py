@@ -85,9 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
                             else AutoConfig.from_pretrained(name, trust_remote_code=False))
     prompt_tokens = config.data.max_prompt_tokens or 0
     by_phase = phases(config, model_config, prompt_tokens, head_chunk(config.gib))
-    rows = [[phase, *(f"{name} {size / GIB:.2f}" for name, size in terms.items())]
-            for phase, terms in by_phase.items()]
-    print("GiB on one GPU:\n", *(", ".join(row) for row in rows), sep="\n")
+    print("GiB on one GPU:")
+    for phase, terms in by_phase.items():
+        print(f"{phase}:", ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms.items()))
     peak = max(sum(terms.values()) for terms in by_phase.values()) / GIB
     fits = peak <= config.gib
     print(f"peak {peak:.2f}: {'fits' if fits else 'does NOT fit'} {config.gib:g} GiB (without CUDA"

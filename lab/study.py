@@ -46,8 +46,7 @@ RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MARK = "finished.json"  # in the folder of a run: its options, written after its end
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one is also taken for
 # more: it is larger than theirs.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
-           2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)  # fmt: skip
+STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 
 
 @dataclass(frozen=True)
@@ -114,15 +113,9 @@ class Plan:
                        if any(fnmatchcase(name, pattern) for pattern in options.cells)]
         self._config = cache(lambda words: tyro.cli(Config, args=list(words)))
 
-    def owner(self, name: str) -> str:
-        """Cells with equal options share the runs of the first of them."""
-        what = lambda cell: (cell.options.split(), cell.program, cell.model)  # noqa: E731
-        cells = self.study.cells
-        return next(each for each in cells if what(cells[each]) == what(cells[name]))
-
     def run(self, name: str, seed: int) -> Run:
         cell = self.study.cells[name]
-        folder = self.out / "runs" / f"{self.owner(name)}-seed{seed}"
+        folder = self.out / "runs" / f"{name}-seed{seed}"
         steps = self.options.steps or self.study.steps
         model = self.out / "models" / f"{cell.model}-seed{seed}"
         own = ("--model", str(model)) if cell.model else ()
@@ -241,7 +234,7 @@ def run_all(plan: Plan) -> dict[str, str]:
     runs = {}
     for seed in plan.seeds:
         for name in plan.chosen:
-            if seed not in finished.get(plan.owner(name), ()):
+            if seed not in finished.get(name, ()):
                 run = plan.run(name, seed)
                 runs[run.folder] = run
     needed = {Path(run.config.run.model): run for run in runs.values() if run.model}
@@ -268,7 +261,7 @@ def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, 
     """All finished runs in OUT: options, seeds, the metrics of each run, and where they ran."""
     finished, cells, configs = plan.stored_seeds(), {}, []
     for name, cell in plan.study.cells.items():
-        seeds = finished.get(plan.owner(name), [])
+        seeds = finished.get(name, [])
         if not seeds:
             continue
         folders = [plan.run(name, seed).folder for seed in seeds]
@@ -421,22 +414,20 @@ def _draw_losses(figure: Any, cells: dict[str, Any]) -> None:
     found = {}
     for name, cell in cells.items():
         workload, backend, correction = name.split(".")
-        reference = cells.get(cell["reference"])
-        if reference:
-            ours, theirs = by_seed(cell, "eval_true"), by_seed(reference, "eval_true")
+        if cell["reference"] in cells:
+            ours, theirs = (by_seed(each, "eval_true") for each in (cell, cells[cell["reference"]]))
             losses = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
             found.setdefault(workload, {})[backend, correction] = losses
-    for axis, (workload, losses) in zip(
-        figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
-    ):
+    axes = figure.subplots(1, len(found), squeeze=False)[0]
+    for axis, (workload, losses) in zip(axes, found.items(), strict=True):
         backends, corrections = (list(dict.fromkeys(each)) for each in zip(*losses, strict=True))
-        values = [[mean(losses.get((row, column)) or [float("nan")]) for column in corrections]
-                  for row in backends]
+        means = torch.full((len(backends), len(corrections)), torch.nan)
         for (backend, correction), seen in losses.items():
-            lower = sum(loss < 0 for loss in seen)
-            place = corrections.index(correction), backends.index(backend)
-            axis.text(*place, f"{mean(seen):+.2f}\n{lower}/{len(seen)}", ha="center", va="center")
-        axis.imshow(values, cmap="RdYlGn", vmin=-0.6, vmax=0.6, aspect="auto")
+            row, column = backends.index(backend), corrections.index(correction)
+            means[row, column] = mean(seen)
+            text = f"{mean(seen):+.2f}\n{sum(loss < 0 for loss in seen)}/{len(seen)}"
+            axis.text(column, row, text, ha="center", va="center")
+        axis.imshow(means.numpy(), cmap="RdYlGn", vmin=-0.6, vmax=0.6, aspect="auto")
         axis.set_xticks(range(len(corrections)), corrections, rotation=45, ha="right")
         axis.set_yticks(range(len(backends)), backends)
         axis.set_title(f"{workload}: held out by the trainer alone, minus the reference")

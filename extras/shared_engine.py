@@ -10,8 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from config import ParityFlags
-from engine_adapter import Engine, Rollout, Sampling, WeightLoadError
+from engine_adapter import Engine, Rollout, WeightLoadError
 from rl import Batch, Policy, Projection, make_batch
 
 FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently
@@ -31,17 +29,14 @@ TOGETHER, COMPARED = 64, 8  # rows of a product; tokens that are also computed a
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
 
 
-@dataclass(frozen=True)
 class PaddedProjection(Projection):
-    """A head whose product has at least `fewest_rows` rows."""
-
-    fewest_rows: int = FEWEST_ROWS
+    """A head whose product has at least FEWEST_ROWS rows."""
 
     def logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | float]:
         count = len(hidden)
-        padded = pad(hidden, (0, 0, 0, max(0, self.fewest_rows - count)))
+        padded = pad(hidden, (0, 0, 0, max(0, FEWEST_ROWS - count)))
         logits, slope = super().logits(padded, weight, bias)
         if isinstance(slope, Tensor):
             slope = slope[:count]
@@ -51,7 +46,7 @@ class PaddedProjection(Projection):
 class SharedEngine(Engine):
     """An `Engine` around the model of a `Policy`, whose weights the optimizer changes in place.
 
-    The trainer then uses `policy`: of the same model, with products of at least `fewest_rows` rows,
+    The trainer then uses `policy`: of the same model, with products of at least FEWEST_ROWS rows,
     and with `exact` with vLLM's attention kernel.
 
     Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the
@@ -59,17 +54,16 @@ class SharedEngine(Engine):
     """
 
     vllm_model = None  # until vLLM has built it
+    fewest_rows = FEWEST_ROWS
+
     def __init__(
-        self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False,
-        fewest_rows: int = FEWEST_ROWS, **options: Any,
+        self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
     ):
         if exact:
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        self.fewest_rows = fewest_rows
         self.policy = policy.but(
-            body=self.kernel_body if exact else policy.body,
-            projection=partial(PaddedProjection, fewest_rows=fewest_rows))
+            body=self.kernel_body if exact else policy.body, projection=PaddedProjection)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
         weights = policy.model.named_parameters()
         self._addresses = {name: weight.data_ptr() for name, weight in weights}
@@ -277,15 +271,12 @@ class ExactError(RuntimeError):
 
 
 def observe_exact(engine: SharedEngine, step: Any) -> dict[str, int]:
-    """`verify` of the rollouts that were sampled with the current weights (a train.Step)."""
-    return verify(engine, step.current)
-
-
-def verify(engine: SharedEngine, batch: Batch) -> dict[str, int]:
     """The number of tokens whose `old_logprobs` equal the sampler's values.
 
-    Raises: ExactError with the first token that differs, and the cause.
+    Of the rollouts of a train.Step that were sampled with the current weights. Raises: ExactError
+    with the first token that differs, and what can be the cause.
     """
+    batch = step.current
     # NaN differs from itself.
     differing = (batch.old_logprobs != batch.behavior_logprobs) & (batch.mask > 0)
     compared = int(batch.mask.sum())
@@ -294,35 +285,12 @@ def verify(engine: SharedEngine, batch: Batch) -> dict[str, int]:
     row, column = differing.nonzero()[0].tolist()
     prompt = int(batch.prompt_lengths[row])
     theirs, ours = batch.behavior_logprobs[row, column], batch.old_logprobs[row, column]
+    cause = why_not(engine) or ("a stale prefix cache, weights that were changed after this token"
+                                " was sampled, or a request that vLLM preempted")
     raise ExactError(
         f"exact: token {column + 1 - prompt} of request {row} (after a prompt of {prompt} tokens)"
         f" has log-probability {theirs:.9g} in the engine and {ours:.9g} in the trainer;"
-        f" {int(differing.sum())} of {compared} tokens differ,"
-        f" inputs {tuple(batch.inputs.shape)}, {engine.policy.model.dtype}."
-        f" Cause: {cause(engine, batch.inputs[row, :prompt].tolist())}")
-
-
-def cause(engine: SharedEngine, prompt_ids: list[int]) -> str:
-    """Why a request with this prompt is not exact: the first test that fails tells."""
-    if reason := why_not(engine):
-        return reason
-    if not _agrees(engine, engine.sample_canary()):
-        return "the engine's kernel, products or sampler compute other values than the trainer's"
-    once = Sampling(temperature=1.0, max_new_tokens=1)
-    if not _agrees(engine, engine._submit([Rollout(prompt_ids, 0, sampling=once)])):
-        return ("a prompt in the prefix cache is stale, or so long that the kernel computes its end"
-                " differently alone")
-    return ("the weights were changed after this token was sampled, or vLLM preempted the request;"
-            " new samples are exact")
-
-
-def _agrees(engine: SharedEngine, rollouts: list[Rollout]) -> bool:
-    """Finish what is sampled now, and score it now: are the values equal?"""
-    while any(rollout.finish_reason is None for rollout in rollouts):
-        engine.step()
-    batch = make_batch(rollouts)
-    with torch.no_grad():
-        return torch.equal(engine.policy.logprobs(batch, 1.0), batch.behavior_logprobs)
+        f" {int(differing.sum())} of {compared} tokens differ. Cause: {cause}")
 
 
 @torch.no_grad()
@@ -334,7 +302,6 @@ def why_not(engine: SharedEngine) -> str | None:
     if engine.on_gpu:
         return "the kernels of a GPU have not been measured"
     policy, longest = engine.policy, engine.llm.vllm_config.model_config.max_model_len
-    kind = f"({policy.model.config.model_type}, {engine.dtype}, {torch.get_num_threads()} threads)"
     ids = [token * 7 % len(policy.head.weight) for token in range(max(longest, TOGETHER + 1))]
     pairs = [ids[row : row + 2] for row in range(TOGETHER)]
     together = _hidden(engine, pairs, [1] * TOGETHER)  # (TOGETHER, H)
@@ -342,8 +309,7 @@ def why_not(engine: SharedEngine) -> str | None:
     logits = torch.cat([policy.logits(each[None]) for each in alone])
     same_logits = torch.equal(logits, policy.logits(together)[:COMPARED])
     if not (torch.equal(alone, together[:COMPARED]) and same_logits):
-        return (f"a product of few rows is rounded differently {kind}; experts in float32 have such"
-                " products")
+        return "a product of few rows is rounded differently, as those of experts in float32"
     # Several threads divide the queries of a long prompt according to what is beside it.
     if torch.get_num_threads() > 1:
         prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
@@ -353,8 +319,7 @@ def why_not(engine: SharedEngine) -> str | None:
                    for row in (1, 2, 3)]
         if not all(torch.equal(each, alone) for each in besides):
             return (f"vLLM's kernel computes a prompt of {lengths[0]} tokens differently alone and"
-                    f" beside others {kind}; try OMP_NUM_THREADS=1, or a smaller"
-                    " --max-prompt-tokens")
+                    " beside others; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
     return None
 
 

@@ -75,7 +75,7 @@ def test_the_trainers_module_is_exact_in_the_engine_before_and_after_a_weight_ch
 
 
 @pytest.mark.parametrize("name, kind, reason", [
-    ("Mixtral", "exact", r"exact must be off here: a product of few rows .*\(mixtral, torch.float32, .*; experts in"),
+    ("Mixtral", "exact", "exact must be off here: a product of few rows is rounded differently, as those of experts"),
     ("FalconH1", "shared", "cannot start falcon_h1 .*: it has recurrent layers, .*; try --engine vllm"),
     ("Llama, dynamic rope", "shared", "cannot start llama .* longest row of a batch; try --engine vllm"),
 ])  # fmt: skip
@@ -279,14 +279,13 @@ def multiply_two_rows(engine: Engine) -> None:
 
 
 FAULTS = [  # how it is planted, before which step, the options of the run, and the cause that is told in step 2
-    (forget_the_cache_salt, 1, dict(dtype="bfloat16") | VERSIONED, "a prompt in the prefix cache is stale"),
-    (change_a_weight_while_asleep, 2, {}, "the weights were changed after this token was sampled"),
+    (forget_the_cache_salt, 1, dict(dtype="bfloat16") | VERSIONED, "a stale prefix cache, "),
+    (change_a_weight_while_asleep, 2, {}, "a stale prefix cache, weights that were changed after this token"),
     # The engine decodes two sequences at once.
-    (multiply_two_rows, 2, dict(max_num_seqs=1, group_size=2),
-     r"a product of few rows is rounded differently \(qwen2, torch.float32, 1 threads\)"),
+    (multiply_two_rows, 2, dict(max_num_seqs=1, group_size=2), "a product of few rows is rounded differently"),
 ]  # fmt: skip
 TOLD = (r"^exact: token \d+ of request \d+ \(after a prompt of \d+ tokens\) has log-probability -\d.* in the engine and"
-        r" -\d.* in the trainer; \d+ of \d+ tokens differ, inputs \(\d+, \d+\), torch.\w+. Cause: ")  # fmt: skip
+        r" -\d.* in the trainer; \d+ of \d+ tokens differ. Cause: ")  # fmt: skip
 
 
 @pytest.mark.parametrize("plant, step, options, cause", FAULTS, ids=lambda value: getattr(value, "__name__", ""))

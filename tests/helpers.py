@@ -248,8 +248,6 @@ ARCHITECTURES = {
 ALWAYS_TIED = ("Gemma2", "Cohere")  # vLLM takes their logits from the embedding
 RECURRENT = ("FalconH1", "Mamba2")
 MIXTURES = ("Qwen3Moe", "Qwen2Moe", "Mixtral")
-MATRIX = [(name, tied) for name in ARCHITECTURES for tied in (True, False)
-          if not (name in ALWAYS_TIED and not tied) and not ("," in name and tied)]  # fmt: skip
 MATRIX_PROMPTS = [list(range(5 + i, 29 + i)) for i in range(4)]  # with the responses 56 tokens: a window of 16 cuts
 MATRIX_SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 
@@ -543,13 +541,6 @@ LAYERS, FIRST_LATE = 4, 64
 SHAPES = {"Llama": dict(attention_bias=True, mlp_bias=True), "Qwen2": {}, "Gemma2": dict(attention_bias=True),
           "GPT2": dict(n_layer=LAYERS), "Mixtral": {}}  # fmt: skip
 LAYER_SAMPLING = Sampling(temperature=0.7, max_new_tokens=40)
-# fault -> shapes that can have it
-LAYER_FAULTS = {
-    "rope base x 1.2": ("Llama", "Qwen2", "Gemma2", "Mixtral"), "window one short": ("Gemma2", "Mixtral"),
-    "norm x 1.01": tuple(SHAPES), "rows of a head swapped": tuple(SHAPES),
-    "bias dropped": ("Llama", "Qwen2", "Gemma2", "GPT2"), "MLP in 8 bits": tuple(SHAPES),
-    "positions + 1 from 64": tuple(SHAPES), "stale layer": tuple(SHAPES),
-}  # fmt: skip
 
 
 def layered_model(name: str, seed: int = 0) -> PreTrainedModel:
@@ -574,13 +565,6 @@ def of_layer(weights: dict[str, torch.Tensor], layer: int, *parts: str) -> list[
     """The names of a layer's tensors that contain one of these parts."""
     own = [name for name in weights if re.search(rf"\.(layers|h)\.{layer}\.", name)]
     return [name for name in own if not parts or any(part in name for part in parts)]
-
-
-def layer_of(fault: str, name: str, seed: int) -> int:
-    """In which layer a trial has its fault."""
-    layer = (3 * seed + len(fault)) % LAYERS
-    no_window = fault.startswith("window") and name == "Gemma2" and layer % 2
-    return layer - 1 if no_window else layer
 
 
 def named_layers(rows: list[dict]) -> dict[int, list[str]]:

@@ -22,7 +22,7 @@ from engine_adapter import Engine, Sampling
 from examples.record_vllm import weights_of
 from probe.compare import change, cut_alike, same_workload
 from probe.diagnose import as_trace, diagnose, print_verdict, sample_trace
-from probe.layers import compare_layers, plot_layers, print_layers
+from probe.layers import compare_layers, print_layers
 from probe.replay import Weights
 from probe.stress import sample_under_pressure, start_engine
 from probe.traces import Trace, load_traces, save_trace
@@ -83,7 +83,7 @@ class Record(Workload):
     """Sample a workload of random prompts with the installed vLLM and write a trace."""
 
     out: str  # Output file for the trace, .npz.
-    # Put the engine under pressure: preemptions, prompts in chunks, aborts, loads in between.
+    # Put the engine under pressure: preemptions, and prompts in chunks.
     stress: bool = False
 
     def run(self) -> int:
@@ -91,8 +91,8 @@ class Record(Workload):
         policy, engine = self.both_sides(self.stress)
         prompts, seeds = self.requests(policy.head.weight.shape[0])
         if self.stress:
-            rollouts, met = sample_under_pressure(engine, policy, prompts, self.sampling, self.seed)
-            trace = as_trace(engine, rollouts, self.sampling, stress=dict(met))
+            rollouts, met = sample_under_pressure(engine, prompts, self.sampling, self.seed)
+            trace = as_trace(engine, rollouts, self.sampling, stress=met)
             print(", ".join(f"{number} {what}" for what, number in met.items()))
         else:
             trace = sample_trace(engine, prompts, self.sampling, seeds)
@@ -108,21 +108,14 @@ class Layers(Workload):
     """Tell which layer of the model differs in the engine, and which half of it."""
 
     num_prompts: int = 8  # One after another.
-    json: str | None = None  # Write the figures of each place to this file.
-    plot: str | None = None  # Write a heat map, places by positions, to this file.
 
     def run(self) -> int:
-        check_writable(self.json, self.plot)
         policy, engine = self.both_sides()
         requests = self.requests(policy.head.weight.shape[0])
         rows, sentence = compare_layers(policy, engine, *requests, self.sampling)
         engine.close()
         print_layers(rows)
         print(f"=> vLLM {engine.version}, {self.dtype}: {sentence}")
-        if self.json:
-            Path(self.json).write_text(json.dumps({"sentence": sentence, "rows": rows}, indent=1))
-        if self.plot:
-            plot_layers(rows, self.plot)
         return int(any(row["beyond"] for row in rows))
 
 
@@ -144,7 +137,6 @@ class Diagnose:
     # Dtype of the trainer's final projection.
     trainer_head: Literal["float32", "model"] = "float32"
     json: str | None = None  # Write all verdicts with their figures to this file.
-    brief: bool = False  # Print one line per group, without the table.
 
     def run(self) -> int:
         if not self.traces:
@@ -161,10 +153,7 @@ class Diagnose:
             check_model(policy, trace, self.model)
             verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
             records.append(verdict.record())
-            if self.brief:
-                print(f"{verdict.trace.name}: {verdict.headline}", flush=True)
-            else:
-                print_verdict(verdict)
+            print_verdict(verdict)
         if self.json:
             Path(self.json).write_text(json.dumps(records, indent=1))
         return int(any(record["status"] not in ("exact", "parity") for record in records))
@@ -190,14 +179,11 @@ class Compare:
     model: str  # Folder or hub name of the weights that both engines had.
     group: str | None = None  # Compare only this group; if not given, every group.
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, that of each trace.
-    json: str | None = None  # Write both verdicts of each group to this file.
 
     def run(self) -> int:
-        check_writable(self.json)
-        before, after = map(load_traces, self.traces)
-        pairs = same_workload(before, after, self.group)
+        pairs = same_workload(*map(load_traces, self.traces), self.group)
         policy = cache(lambda dtype: load_policy(self.model, dtype, True))
-        records = []
+        words = []
         for pair in pairs:
             verdicts = []
             for path, trace in zip(self.traces, cut_alike(*pair), strict=True):
@@ -205,17 +191,10 @@ class Compare:
                 check_model(trainer, trace, self.model)
                 verdicts.append(diagnose(trainer, trace))
                 print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
-            records.append(change(*verdicts, pair))
-            print(f"=> {records[-1]['sentence']}", flush=True)
-        first, second = ({trace.name for trace in traces} for traces in (before, after))
-        for name in sorted(first ^ second if self.group is None else ()):
-            word, where = ("worse", "second") if name in first else ("added", "first")
-            sentence = f"{word}: the {where} trace has no group {name}"
-            records.append({"change": word, "sentence": sentence})
-            print(f"=> {sentence}")
-        if self.json:
-            Path(self.json).write_text(json.dumps(records, indent=1))
-        return int(any(record["change"] == "worse" for record in records))
+            word, details = change(*verdicts, pair)
+            words.append(word)
+            print(f"=> {word}: {details}", flush=True)
+        return int("worse" in words)
 
 
 def check_model(policy: Policy, trace: Trace, path: str) -> None:
@@ -249,8 +228,8 @@ def load_policy(path: str, dtype: str, fp32_head: bool) -> Policy:
         return Policy.load(path, getattr(torch, dtype), device, fp32_head)
 
 
-def check_writable(*paths: str | None) -> None:
-    for path in filter(None, paths):
+def check_writable(path: str | None) -> None:
+    if path:
         with stage(f"opening {path} for writing"):
             Path(path).open("ab").close()
 

@@ -8,13 +8,12 @@ from probe.search import TIMES
 from probe.traces import SECTIONS, Trace
 
 ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
-GREW = 1.5  # times the trainer's error, above which it has grown
 NOT_COMPARED = ("groups", "format", "args", "engine_args", "workload", "not_read", "seeds", "v0",
                 "model", "stress")
 
 
-def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> dict[str, Any]:
-    """The verdicts on one group of two traces as JSON values, with a sentence.
+def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> tuple[str, str]:
+    """Whether the second verdict on a group is worse, better or unchanged, and the details.
 
     They are of the tokens that both traces have (`cut_alike`); `whole` are the traces themselves.
     """
@@ -25,7 +24,6 @@ def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> dict[str, 
     elif is_worse(two, one) and not only_named:
         word = "better"
     became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
-    grew = two.sizes["trainer_error"] > GREW * one.sizes["trainer_error"]
     figures = {name: f"{one.sizes[name]:.1e} -> {two.sizes[name]:.1e}"
                for name in ("mismatch", "engine_error", "trainer_error")}
     broken = ""
@@ -40,12 +38,9 @@ def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> dict[str, 
                f" {left[1]} of the second.")
     settings = differing(one.trace.meta, two.trace.meta)
     differ = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in settings.items())
-    sentence = (f"{word}: {became}, mean |mismatch| {figures['mismatch']} nats, error of the engine"
-                f" {figures['engine_error']}, of the trainer{' (grew)' * grew}"
-                f" {figures['trainer_error']}{broken}; with it changed"
-                f" {differ or 'no setting that the traces name'}.{cut}")
-    return {"change": word, "sentence": sentence, "settings": settings, "left_out": left,
-            "before": one.record(), "after": two.record()}
+    return word, (f"{became}, mean |mismatch| {figures['mismatch']} nats, error of the engine"
+                  f" {figures['engine_error']}, of the trainer {figures['trainer_error']}{broken};"
+                  f" with it changed {differ or 'no setting that the traces name'}.{cut}")
 
 
 def is_worse(one: Verdict, two: Verdict) -> bool:
@@ -80,23 +75,18 @@ def cut_alike(one: Trace, two: Trace) -> list[Trace]:
 def same_workload(before: list[Trace], after: list[Trace],
                   group: str | None) -> list[tuple[Trace, Trace]]:
     """The groups of both traces in pairs. Raises: ValueError if the workloads differ."""
-    pairs = [(one, two) for one in before for two in after
-             if one.name == two.name and group in (None, one.name)]
-    if not pairs:
-        first, second = (", ".join(trace.name for trace in traces) for traces in (before, after))
-        wanted = f" named {group}" if group else ""
-        raise ValueError(f"the traces must have a group in common{wanted}, the first has {first},"
-                         f" the second {second}")
+    first, second = ({each.name: each for each in traces} for traces in (before, after))
+    names = [group] if group else sorted(first.keys() | second.keys())
+    if not first.keys() & second.keys() >= set(names):
+        raise ValueError(f"both traces must have {', '.join(names)}, the first has"
+                         f" {', '.join(first)}, the second {', '.join(second)}; try --group")
+    pairs = [(first[name], second[name]) for name in names]
     for pair in pairs:
         prompts, others = ([each.prompt_ids for each in trace.rollouts] for trace in pair)
         sampling, other = (replace(trace.sampling, max_new_tokens=1) for trace in pair)
         if prompts != others or sampling != other:
             raise ValueError("the traces must be of one workload, the prompts or the sampling of"
                              f" {pair[0].name} differ")
-    for which, traces in (("first", before), ("second", after)):
-        if not {"versions", "vllm", "engine"} & traces[0].meta.keys():
-            raise ValueError("meta.versions must name the engine's version (else a comparison says"
-                             f" nothing), the {which} trace has none")
     return pairs
 
 

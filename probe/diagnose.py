@@ -18,6 +18,7 @@ from probe.traces import Trace, save_trace
 from rl import Policy
 
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
+WORST = 10  # tokens listed
 
 
 # ---------------------------------------------------------------------------------- verdict
@@ -30,7 +31,6 @@ class Verdict:
     requests: dict[str, list[int]]  # rows of the trace by finding
     found: list[Explanation]  # all hypotheses tried, the best first
     logprobs: Tensor = field(repr=False)  # (N,) the trainer's
-    tokens: dict[str, Any] = field(repr=False)  # of by_token
 
     def __post_init__(self):
         self.trace, self.replay = self.probe.trace, self.probe.replay
@@ -46,11 +46,12 @@ class Verdict:
         self.layers = list(dict.fromkeys(cause.layer for cause in self.causes))
         named = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
         self.blamed = named or self.status
-        mismatch = (self.logprobs - self.replay.reported).abs()
-        known = mismatch[mismatch.isfinite()]
+        self.mismatch = (self.logprobs - self.replay.reported).abs()  # (N,)
+        known = self.mismatch[self.mismatch.isfinite()]
+        count = len(self.mismatch)
         self.sizes = {"mismatch": known.mean().item() if len(known) else math.inf,
                       "engine_error": self.start.mean, "trainer_error": self.start.limit.mean,
-                      "num_tokens": len(mismatch), "not_finite": len(mismatch) - len(known)}
+                      "num_tokens": count, "not_finite": count - len(known)}
         self.figures = ("mean |mismatch| {mismatch:.1e} nats, error of the engine"
                         " {engine_error:.1e}, of the trainer {trainer_error:.1e}"
                         ).format(**self.sizes)
@@ -88,6 +89,16 @@ class Verdict:
             rows.setdefault(each.causes, each)
         return list(rows.values())[:16]
 
+    @property
+    def worst(self) -> list[dict[str, Any]]:
+        """The tokens with the largest finite mismatch, the largest first."""
+        finite = self.mismatch.isfinite().nonzero()[:, 0]
+        largest = finite[self.mismatch[finite].argsort(descending=True)][:WORST]
+        return [{"request": int(self.replay.rows[token]),
+                 "position": int(self.replay.positions[token]),
+                 "trainer": self.logprobs[token].item(),
+                 "reported": self.replay.reported[token].item()} for token in largest]
+
     def record(self) -> dict[str, Any]:
         """The verdict as JSON values."""
         hypotheses = [{"causes": [cause.name for cause in each.causes], "fits": each.fits,
@@ -96,8 +107,7 @@ class Verdict:
         return {
             "trace": self.trace.name, "status": self.status, "layers": self.layers,
             "sentence": self.sentence, "causes": [asdict(cause) for cause in self.causes],
-            **self.sizes, "requests": self.requests, "hypotheses": hypotheses,
-            "tokens": self.tokens,
+            **self.sizes, "requests": self.requests, "hypotheses": hypotheses, "worst": self.worst,
         }
 
 
@@ -133,7 +143,7 @@ def diagnose(
     named = _causes(probe, best) if best.fits else []
     named += [causes.NOT_FINITE] * bool(requests["not finite"])
     named += [causes.TRAINER_NOT_FINITE] * bool(requests["not finite in the trainer"])
-    return Verdict(probe, named, requests, found, logprobs, by_token(probe, logprobs))
+    return Verdict(probe, named, requests, found, logprobs)
 
 
 def _causes(probe: Probe, best: Explanation) -> list[Cause]:
@@ -153,52 +163,17 @@ def _causes(probe: Probe, best: Explanation) -> list[Cause]:
     return [moved.get(cause, cause) for cause in named]
 
 
-# ---------------------------------------------------------------------------------- by token
-def by_token(probe: Probe, ours: Tensor) -> dict[str, Any]:
-    """|trainer - reported| and the trainer's error of the finite tokens, in nats, as JSON values.
-
-    In ten bins of equal numbers of tokens (equal values are in one bin), and the worst tokens.
-    """
-    replay, readout, tables = probe.replay, probe.trainer, {}
-    sampling, _ = probe.distributions[readout.distribution]
-    entropy = [torch.special.entr(replay.logprobs(logits, sampling, chunk)[0].exp()).sum(dim=-1)
-               for chunk, logits in replay.logits(probe.hidden, probe.heads[readout.head])]
-    columns = {"position": replay.positions, "prompt length": replay.prompt_lengths[replay.rows],
-               "probability": ours.exp(), "entropy": torch.cat(entropy)}
-    size = (ours - probe.reported).abs()
-    trainer_error = probe.trainer_error(readout, probe.now).abs()
-    known = size.isfinite()
-    for name, column in columns.items():
-        values = column.double()
-        edges = values.quantile(torch.arange(1, 10).to(values) / 10).unique()
-        bins = torch.bucketize(values, edges, right=True)
-        parts = [known & (bins == each) for each in bins[known].unique()]
-        tables[name] = [{"from": values[part].min().item(), "tokens": int(part.sum()),
-                         "mismatch": size[part].mean().item(),
-                         "trainer_error": trainer_error[part].nanmean().item()}
-                        for part in parts]
-    order = size.masked_fill(~known, -1.0).argsort(descending=True)[:known.sum()]
-    worst = [{"request": int(replay.rows[token]), "position": int(replay.positions[token]),
-              "trainer": ours[token].item(), "reported": probe.reported[token].item()}
-             for token in order[:10]]
-    return {"tables": tables, "worst": worst}
-
-
 # ---------------------------------------------------------------------------------- output
 def print_verdict(verdict: Verdict) -> None:
-    """Print the tables, the sentence, and how far the values of the trace's own trainer are."""
+    """Print the table, the sentence, and how far the values of the trace's own trainer are."""
     print(f"\n{verdict.trace.name}: {verdict.sizes['num_tokens']} tokens")
     print(f"{'hypothesis':<72} {'error':>8} {'limit':>8}")
     for each in verdict.table:
         mark = "*" if each is verdict.best and each.fits else " "
         print(f"{mark}{each.name[:70]:<71} {each.mean:8.1e} {each.limit.of_mean():8.1e}")
-    for name, bins in verdict.tokens["tables"].items():
-        print(f"{f'by {name}, from':<24}", *(f"{each['from']:8.3g}" for each in bins))
-        for figure in ("mismatch", "trainer_error"):
-            print(f"{figure.replace('_', ' '):>24}", *(f"{each[figure]:8.1e}" for each in bins))
     print("worst tokens (request, position: trainer, reported):", "; ".join(
         "{request}, {position}: {trainer:.4f}, {reported:.4f}".format(**each)
-        for each in verdict.tokens["worst"]))
+        for each in verdict.worst))
     print(f"=> {verdict.sentence}", flush=True)
     if verdict.trace.trainer_logprobs:
         own = torch.tensor(list(chain(*verdict.trace.trainer_logprobs)), dtype=torch.float64)

@@ -1,11 +1,10 @@
 """Which layer of the engine differs from the trainer's, and which half of it.
 
 Forward hooks keep what enters and leaves attention and MLP, and the residual stream after each
-layer. The trainer computes the same tokens as it is, so that the differences of all layers add up
-("together"), and each part "alone", from the engine's input of that part.
+layer. The trainer computes each part alone, from the engine's input of that part, so that an
+earlier fault cannot hide a later one.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -132,31 +131,30 @@ def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
 
 def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, Module],
                  ids: list[int], theirs: States) -> tuple[list[Place], Tensor]:
-    """P places; |engine - trainer| / |trainer| together, its floor, alone, its floor: (P, 4, T).
+    """P places; |engine - trainer| / |trainer| and its noise floor: (P, 2, T).
 
-    A floor is the trainer's difference to its second path (probe/noise.py). Alone it is at least
-    the rounding of both sides, measured against `twice` the precision.
+    The floor is the trainer's difference to its second path (probe/noise.py), but at least the
+    rounding of both sides, measured against `twice` the precision.
     """
     run = partial(policy.hidden, torch.tensor([ids], device=policy.device))
 
-    def ours(given: States | None = None) -> States:
-        return collect(modules, run, given)[1]
+    def ours() -> States:
+        return collect(modules, run, theirs)[1]
 
-    def relative(some: States, others: States) -> Tensor:  # (P, T)
-        pairs = [(some[place].double(), others[place].double()) for place in own]
+    def relative(states: States) -> Tensor:  # (P, T)
+        pairs = [(states[place].double(), alone[place].double()) for place in alone]
         return torch.stack([(one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-30)
                             for one, other in pairs])
 
-    own, alone = ours(), ours(theirs)
+    alone = ours()
     with rounded_otherwise(policy):
-        second, second_alone = ours(), ours(theirs)
+        second = relative(ours())
     both, one = ROUNDING[policy.model.dtype]
     with precisely(policy, twice):
-        squares = both * relative(ours(theirs), alone).square()
+        squares = both * relative(ours()).square()
     squares = squares + (one * torch.finfo(policy.model.dtype).eps) ** 2
-    floor = squares.sqrt().maximum(relative(second_alone, alone))
-    figures = relative(theirs, own), relative(second, own), relative(theirs, alone), floor
-    return list(own), torch.stack(figures, dim=1).cpu()
+    floor = squares.sqrt().maximum(second)
+    return list(alone), torch.stack([relative(theirs), floor], dim=1).cpu()
 
 
 def _verdict(rows: list[dict[str, Any]]) -> str:
@@ -167,42 +165,24 @@ def _verdict(rows: list[dict[str, Any]]) -> str:
     first, *others = beyond
     titles = "".join(f"; also {row['title']}" for row in others[:6])
     more = " ..." if len(others) > 6 else ""
-    return (f"{first['title']}: {first['alone']:.1e} alone, noise floor {first['floor']:.1e},"
+    return (f"{first['title']}: {first['difference']:.1e}, noise floor {first['floor']:.1e},"
             f" in {' and '.join(first['beyond'])}{titles}{more}")
 
 
-def _row(positions: Tensor, decoded: Tensor, *figures: Tensor) -> dict[str, Any]:
+def _row(positions: Tensor, decoded: Tensor, difference: Tensor, floor: Tensor) -> dict[str, Any]:
     """The figures of one place, from those of N tokens: (N,) each."""
-    together, together_floor, alone, floor = (each.mean().item() for each in figures)
-    floors = figures[2] / figures[3]
+    floors = difference / floor
     order, means = positions.argsort(), {}
     for phase, tokens in (("prefill", order[~decoded[order]]), ("decode", order[decoded[order]])):
         blocks = floors[tokens].clamp(max=MOST).tensor_split(len(tokens) // BLOCK or 1)
         means[phase] = max(block.mean().item() for block in blocks)
-    sums = torch.zeros(int(positions.max()) + 1, dtype=floors.dtype).index_add(0, positions, floors)
-    return {"together": together, "together_floor": together_floor, "alone": alone, "floor": floor,
-            "floors": max(means.values()), "by_position": (sums / positions.bincount()).tolist(),
+    return {"difference": difference.mean().item(), "floor": floor.mean().item(),
+            "floors": max(means.values()),
             "beyond": [phase for phase, mean in means.items() if mean > FLOORS]}
 
 
 def print_layers(rows: list[dict[str, Any]]) -> None:
-    before = {}  # by part, of the layer before
-    print(f"{'place':<28} {'together':>8} growth {'floor':>8} {'alone':>8} {'floor':>8} floors")
+    print(f"{'place':<28} {'differs':>8} {'floor':>8} floors")
     for row in rows:
-        growth = row["together"] / (before.get(row["part"]) or math.nan)
-        before[row["part"]] = row["together"]
-        print(f"{row['title']:<28} {row['together']:8.1e} {growth:6.2g}"
-              f" {row['together_floor']:8.1e} {row['alone']:8.1e} {row['floor']:8.1e}"
+        print(f"{row['title']:<28} {row['difference']:8.1e} {row['floor']:8.1e}"
               f" {row['floors']:6.2f}{' *' * bool(row['beyond'])}")
-
-
-def plot_layers(rows: list[dict[str, Any]], path: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 2 + 0.11 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    heat = torch.tensor([row["by_position"] for row in rows]).clamp(min=0.1).log10()
-    figure.colorbar(axes.imshow(heat.numpy(), aspect="auto", interpolation="nearest"))
-    axes.set(xlabel="position", title="each place alone: log10 of the difference in noise floors")
-    axes.set_yticks(range(len(rows)), [row["title"] for row in rows], fontsize=6)
-    figure.savefig(path)

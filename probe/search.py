@@ -147,9 +147,8 @@ class Probe:
         head = "float32" if policy.fp32_head else list(self.heads)[-1]
         self.trainer = Readout(scored, head=head)
         self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
-        self.hidden = self.replay.as_trained()  # (N, H)
         twice = twice_precise(policy, self.weights)
-        self.now = Pass(self._values(twice), self.read(self.hidden))
+        self.now = Pass(self._values(twice), self.read(self.replay.as_trained()))
 
     def forward_pass(self, weights: Weights, *named: Cause, old: Weights | None = None,
                      num_old: Tensor | None = None) -> Pass:

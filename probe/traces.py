@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from engine_adapter import Rollout, Sampling
+from examples.record_vllm import table
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
 FORMAT = 1  # version of the trace format (docs/audit.md); a file without one is read as 1
@@ -40,17 +39,15 @@ def save_trace(path: str, trace: Trace) -> None:
     seeds = [rollout.seed for rollout in trace.rollouts]
     if None not in seeds:
         arrays[f"{trace.name}/seeds"] = numpy.array(seeds, numpy.int64)
-    for name, rows, padding, dtype in (
-        ("prompt_ids", [each.prompt_ids for each in trace.rollouts], -1, torch.int32),
-        (f"{trace.name}/tokens", [each.token_ids for each in trace.rollouts], -1, torch.int32),
-        (f"{trace.name}/logprobs", [each.logprobs for each in trace.rollouts], 0.0, torch.float32),
-        (f"{trace.name}/versions", [each.versions for each in trace.rollouts], -1, torch.int32),
-        (f"{trace.name}/trainer_logprobs", trace.trainer_logprobs, 0.0, torch.float32),
+    for name, rows, padding, kind in (
+        ("prompt_ids", [each.prompt_ids for each in trace.rollouts], -1, numpy.int32),
+        (f"{trace.name}/tokens", [each.token_ids for each in trace.rollouts], -1, numpy.int32),
+        (f"{trace.name}/logprobs", [each.logprobs for each in trace.rollouts], 0.0, numpy.float32),
+        (f"{trace.name}/versions", [each.versions for each in trace.rollouts], -1, numpy.int32),
+        (f"{trace.name}/trainer_logprobs", trace.trainer_logprobs, 0.0, numpy.float32),
     ):
         if any(rows):  # the last two are optional
-            tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-            padded = pad_sequence(tensors, batch_first=True, padding_value=padding)
-            arrays[name] = padded.numpy()
+            arrays[name] = table(rows, padding, kind)
     numpy.savez_compressed(path, **arrays)
 
 
@@ -99,12 +96,12 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
 
     def per_token(field_name: str, kind: type) -> list[list]:
         """One value per token; values at padding positions are cut off."""
-        table = group[field_name]
-        if list(map(len, table)) != list(map(len, group["tokens"])):
+        rows = group[field_name]
+        if list(map(len, rows)) != list(map(len, group["tokens"])):
             raise ValueError(f"{name}/{field_name} must have the shape of {name}/tokens")
         try:
             return [list(map(kind, row[: len(ids)]))
-                    for row, ids in zip(table, tokens, strict=True)]
+                    for row, ids in zip(rows, tokens, strict=True)]
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{name}/{field_name} must be numbers: {error}") from error
 
@@ -116,14 +113,14 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
                 "stop_token_ids": meta.get("stop_token_ids", ())} | sampling
     settings |= {"stop_token_ids": tuple(settings["stop_token_ids"]),
                  "top_k": max(0, settings.get("top_k", 0))}
-    rows = zip(prompts, seeds, tokens, logprobs, versions, strict=True)
-    return Trace(name, [Rollout(*row) for row in rows], Sampling(**settings), meta, ours)
+    columns = zip(prompts, seeds, tokens, logprobs, versions, strict=True)
+    return Trace(name, [Rollout(*each) for each in columns], Sampling(**settings), meta, ours)
 
 
-def _ids(table: Any, field_name: str) -> list[list[int]]:
+def _ids(given: Any, field_name: str) -> list[list[int]]:
     """Rows of token ids without their padding of -1."""
     try:
-        rows = [list(row) for row in table]
+        rows = [list(row) for row in given]
         whole = all(int(value) == value >= -1 for row in rows for value in row)
     except (TypeError, ValueError, OverflowError):
         whole = False

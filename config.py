@@ -203,6 +203,11 @@ class ParityFlags:
             if getattr(self, fix) and value != usual:
                 raise ValueError(f"{name} must not be given with {fix} (it would do nothing), got"
                                  f" {value}; try --parity.no-{fix.replace('_', '-')}")
+        stale_cache = not self.in_force("explicit_runtime", "prefix-cache")
+        if stale_cache and self.inflight_update == "recompute":
+            raise ValueError("inflight_otherwise must be abort while V1's prefix cache is on"
+                             " (recompute clears the cache too, and so repairs the other fault),"
+                             " got recompute")
 
     def in_force(self, flag: str, part: str | None = None) -> bool:
         """Whether a fix is on, or with `part` that setting of explicit_runtime."""

@@ -553,8 +553,8 @@ class Engine:
         The later log-probabilities of a kept one belong to no single set of weights: the new
         weights compute them from keys and values of the old. Weights that have not `changed` are no
         new version and do not touch unfinished rollouts. The canary's steps advance all of these.
-        There is one pass over `weights` without a second copy of the model. Returns bytes, seconds
-        and GB/s, and the canary's seconds.
+        There is one pass over `weights` without a second copy of the model. Returns bytes and
+        seconds, and the canary's seconds.
 
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected,
         wrongly shaped or not finite (the engine is unchanged then), or if vLLM refuses one or the
@@ -583,8 +583,8 @@ class Engine:
             self.counters["rollouts_restarted"] += 1
             rollout.restart()
             self._submit([rollout])
-        return {"load_bytes": num_bytes, "load_s": load_s, "load_gb_s": num_bytes / load_s / 1e9,
-                "canary_s": time.perf_counter() - awake}
+        canary_s = time.perf_counter() - awake
+        return {"load_bytes": num_bytes, "load_s": load_s, "canary_s": canary_s}
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> int:
         """Copy the tensors into vLLM's model; returns their bytes."""

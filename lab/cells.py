@@ -4,6 +4,7 @@ A cell is a name and options of train.py. They come after the study's workload, 
 """
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
@@ -168,11 +169,14 @@ REFERENCE = "--engine transformers"
 RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}",
          "+runtime": f"{PAUSE} {HEAD}", "+inflight": HEAD, "parity": ""}
 ALONE = {"processed": RAW, "runtime": RUNTIME, "inflight": PAUSE, "fp32-head": HEAD}
+PAIRS = {f"parity-minus-{one}-{other}": f"{ALONE[one]} {ALONE[other]}"
+         for one, other in combinations(ALONE, 2)}
 FAULTS = {f"parity-minus-{name}": words for name, words in ALONE.items()} | {"v1-defaults": V1}
+SETS = PAIRS | FAULTS
 LADDER_CELLS = (
     against("reference", {"reference": REFERENCE} | RUNGS)
     | against("reference", {"shared": "--engine shared", "exact": EXACT})
-    | against("parity", {name: words for name, words in FAULTS.items() if name not in RUNGS})
+    | against("parity", {name: words for name, words in SETS.items() if name not in RUNGS})
     | against("parity", {
         "parity-recompute": f"{PAUSE} --parity.inflight-otherwise recompute",
         "parity-16-bit-heads": f"{HEAD} --parity.head-otherwise both",
@@ -181,8 +185,8 @@ LADDER_CELLS = (
                          for part in get_args(RuntimePart)})
     | against("parity+three", {"parity+three": THREE, "parity+tis": TIS})
     | against("parity+three", {f"{name}+three": f"{words} {THREE}"
-                               for name, words in FAULTS.items()})
-    | against("parity+three", {f"{name}+tis": f"{words} {TIS}" for name, words in FAULTS.items()})
+                               for name, words in SETS.items()})
+    | against("parity+three", {f"{name}+tis": f"{words} {TIS}" for name, words in SETS.items()})
     | against("exact+three", {"exact+three": f"{EXACT} {THREE}", "exact+tis": f"{EXACT} {TIS}"})
     | against("top-p-reference", {
         "top-p-reference": f"{REFERENCE} {TOP_P}", "top-p": TOP_P,

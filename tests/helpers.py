@@ -17,6 +17,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub: what asks for one fails at once
@@ -165,11 +166,6 @@ def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling:
 
 
 # ------------------------------------------------------------------------------------------------ in flight
-KEEP, RECOMPUTE, ABORT = (
-    ParityFlags(), ParityFlags(inflight_keep=False, inflight_otherwise="recompute"), ParityFlags(inflight_keep=False)
-)
-
-
 def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
     """Sleep, an optimizer step, wake, load: as train_step does it."""
     engine.sleep()
@@ -200,24 +196,21 @@ def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch
 
 
 # ------------------------------------------------------------------------------------------------ small models
+SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
+             pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+
+
 def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed)
-    options = dict(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.1,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(Qwen2Config(**options | changes))
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"tie_word_embeddings": tied} | changes))
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
     return model.to(dtype).eval()
 
 
 # ------------------------------------------------------------------------------------------------ the matrix
-SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-             num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
-             pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
 WINDOW = dict(head_dim=32, sliding_window=16)
 MIXED = dict(layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
@@ -299,13 +292,6 @@ def train_process(arguments: list[str], signal: int | None = None, call: int = 0
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
 
-def outcome(out: Path) -> tuple:
-    """All of a run that must not depend on its being interrupted."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    timeless = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows]
-    return timeless, (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
-
-
 def command(root: Path, options: str, *more: str) -> list[str]:
     """The options in place of a good run's own of the same name."""
     usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
@@ -329,7 +315,6 @@ def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
 
 
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
-MEASURED = re.compile(r"_s$|_gib$")  # seconds and memory
 
 
 def rows(out: Path) -> list[dict]:
@@ -337,7 +322,13 @@ def rows(out: Path) -> list[dict]:
 
 
 def timeless(out: Path) -> list[dict]:
-    return [{name: value for name, value in row.items() if not MEASURED.search(name)} for row in rows(out)]
+    """The rows without seconds and memory."""
+    return [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows(out)]
+
+
+def outcome(out: Path) -> tuple:
+    """All of a run that must not depend on its being interrupted."""
+    return timeless(out), (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
@@ -409,39 +400,36 @@ def load_as(engine: Engine, policy: Policy, weights: dict | None) -> None:
         engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, policy.response_logprobs)
 
 
-class Meddler:
-    """Changes requests and outputs between the adapter and vLLM's core, but not those of the canary."""
+EXTRA = {"generation config": ("top_k", 5), "top-1": ("logprobs", 1)}
 
-    EXTRA = {"generation config": ("top_k", 5), "top-1": ("logprobs", 1)}
 
-    def __init__(self, engine: Engine, faults: set[str]):
-        self.engine, self.faults, self.active, self.marked = engine, faults, True, set()
+@contextmanager
+def meddler(engine: Engine, faults: set[str]) -> Iterator[SimpleNamespace]:
+    """Changes requests and outputs between the adapter and vLLM's core, but those of the canary: while not `active`."""
+    core, state, marked = engine.llm.engine_core, SimpleNamespace(active=True), set()
+    usual = core.add_request, core.get_output
 
-    def __enter__(self):
-        self.core = self.engine.llm.engine_core
-        self.add, self.output = self.core.add_request, self.core.get_output
-        self.core.add_request, self.core.get_output = self.faulty_add, self.faulty_output
-        return self
+    def add(request):
+        if state.active:
+            marked.add(request.request_id)
+            for fault in EXTRA.keys() & faults:
+                setattr(request.sampling_params, *EXTRA[fault])
+        usual[0](request)
 
-    def __exit__(self, *_):
-        self.core.add_request, self.core.get_output = self.add, self.output
-
-    def faulty_add(self, request):
-        if self.active:
-            self.marked.add(request.request_id)
-            for fault, (name, value) in self.EXTRA.items():
-                if fault in self.faults:
-                    setattr(request.sampling_params, name, value)
-        self.add(request)
-
-    def faulty_output(self):
-        outputs = self.output()
+    def output():
+        outputs = usual[1]()
         for new in outputs.outputs:
-            if new.request_id in self.marked and "top-1" in self.faults:
+            if new.request_id in marked and "top-1" in faults:
                 values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
                 values[:, 0] = values.max(axis=1)
                 new.new_logprobs = new.new_logprobs._replace(logprobs=values)
         return outputs
+
+    core.add_request, core.get_output = add, output
+    try:
+        yield state
+    finally:
+        core.add_request, core.get_output = usual
 
 
 def spoil_kv(engine: Engine, place: int) -> int:
@@ -490,7 +478,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
     old = policy.copied_weights()
     moving = {"stale", "stale by 2", "prefix", "moved on"} | IN_FLIGHT
     rollouts = []
-    with Meddler(engine, faults) as meddler:
+    with meddler(engine, faults) as meddling:
         if "prefix" in faults:
             engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are sent again
         if faults & IN_FLIGHT:
@@ -504,11 +492,11 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
             nudge(policy, 60 + seed)
         if "recomputed" in faults:
             assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-        meddler.active = False
+        meddling.active = False
         if "moved on" not in faults:
             policy.fp32_head = parity.fp32_head
             load_as(engine, policy, oldest if "stale by 2" in faults else old if "stale" in faults else None)
-        meddler.active = True
+        meddling.active = True
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         first = min(map(int, engine._requests))
         steps = 0

@@ -16,6 +16,7 @@ from helpers import (
     dtypes_of,
     mismatch,
     move,
+    rows,
     small_model,
     started,
     train_here,
@@ -184,10 +185,10 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     out, folder = tmp_path / "run", model_folder(tmp_path / "model", name)
     train_here(command(good, f"--model {folder} --task {{root}}/task.py --out {out} --steps 10 --max-new-tokens 12"
                        " --group-size 4 --lr 1e-3 --num-minibatches 1 --eval-problems 2"))  # fmt: skip
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
-    assert [row["updates"] for row in rows] == [1] * 10
-    assert max(row["mismatch_abs_mean"] for row in rows) <= 1e-5
-    assert max(row["mismatch_max"] for row in rows) <= 1e-4
+    steps = rows(out)[1:]
+    assert [row["updates"] for row in steps] == [1] * 10
+    assert max(row["mismatch_abs_mean"] for row in steps) <= 1e-5
+    assert max(row["mismatch_max"] for row in steps) <= 1e-4
     trained, first = Policy.load(str(out / "policy"), torch.float32, "cpu").weights(), small_model(name, False)
     assert all((trained[each] != tensor).any() for each, tensor in Policy(first).weights().items())  # expert by expert
     assert json.loads((out / "config.json").read_text())["trainer"]["body"] == body

@@ -9,12 +9,12 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from multiprocessing import Process, get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -35,13 +35,16 @@ from transformers import (
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from config import ParityFlags
+import train
+from config import Config, ParityFlags
 from engine_adapter import Engine, Rollout, Sampling
 from extras.masks import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
 from probe.traces import Trace
 from rl import Batch, Policy, frozen_logprobs, make_batch
+from tasks import Task, encode, exact_match
+from train import Run, TrainingState
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -70,10 +73,25 @@ def close_live_engine() -> None:
 
 def train_here(arguments: list[str]) -> None:
     """train.py in this process."""
-    from train import main
-
     close_live_engine()
-    main(arguments)
+    train.main(arguments)
+
+
+def forked(function: Callable, *arguments) -> Process:
+    """A child process that calls the function. It starts at once, with all that this process has imported."""
+    close_live_engine()
+    process = get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
+    """All of train.py up to the first step, whose number comes last, with the model and the problems of a good run."""
+    usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
+                 engine="transformers")  # fmt: skip
+    run = train.prepare(Config.of(**usual | options))
+    policy = train.load_policy(run)
+    return run, *train.build(run, policy, train.start_engine(run, policy), train.find_checkpoint(run))
 
 
 @contextmanager
@@ -115,10 +133,15 @@ SEEDS = [1000, 2000, 3000, 4000]
 WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
+def cut_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: int = 2**14, has_signal=None):
+    has_signal = torch.ones(len(batch.mask)) if has_signal is None else torch.tensor(has_signal)
+    return batch.cut(has_signal != 0, num_minibatches, micro_batch_tokens)
+
+
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float, micro_batch_tokens: int = 2**14) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
-    cut = batch.cut(torch.ones(len(rollouts), dtype=torch.bool), 1, micro_batch_tokens)
+    cut = cut_of(batch, 1, micro_batch_tokens)
     return replace(batch, old_logprobs=frozen_logprobs(policy, batch, cut, temperature))
 
 
@@ -265,8 +288,6 @@ def small_model(name: str, tied: bool, seed: int = 0, **changes) -> PreTrainedMo
 
 # ------------------------------------------------------------------------------------------------ a small run
 def prompt_ids(tokenizer, problem) -> list[int]:
-    from tasks import Task, encode, exact_match
-
     return encode(tokenizer, Task([problem], [], exact_match)).train[0].prompt_ids
 
 
@@ -284,14 +305,6 @@ def reward(problem, response):
 '''
 
 
-def train_process(arguments: list[str], signal: int | None = None, call: int = 0, **how) -> subprocess.Popen:
-    """train.py in a child process, to which task.py sends the signal in that call of its reward."""
-    if signal is not None:
-        how["env"] = os.environ | {"SIGNAL": str(int(signal)), "SIGNAL_IN_CALL": str(call)}
-    program = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
-
-
 def command(root: Path, options: str, *more: str) -> list[str]:
     """The options in place of a good run's own of the same name."""
     usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
@@ -303,8 +316,6 @@ def command(root: Path, options: str, *more: str) -> list[str]:
 
 def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
     """What the command (train.py, if not given) says on stderr as it refuses."""
-    import train
-
     with pytest.raises(SystemExit) as stop:
         (main or train.main)(arguments)
     printed = capsys.readouterr()
@@ -317,8 +328,8 @@ def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
 
 
-def rows(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def rows(out: Path, table: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (out / f"{table}.jsonl").read_text().splitlines()]
 
 
 def timeless(out: Path) -> list[dict]:
@@ -359,30 +370,20 @@ IN_FLIGHT = {"kept", "recomputed", "async", "staggered"}
 
 
 class FaultBench:
-    """One engine at a time, reused while the next trial needs the same one."""
+    """Folders of models, and the request that the newest trial has spoiled."""
 
     def __init__(self):
-        self.folders = TemporaryDirectory()
-        self.key, self.engine, self.spoiled = None, None, None
+        self.folders, self.spoiled = TemporaryDirectory(), None
 
     def get(self, policy: Policy, parity: ParityFlags) -> Engine:
-        config = policy.model.config
-        key = (str(config), policy.model.dtype, parity)
-        if key != self.key or Engine.live is not self.engine:
-            self.close()
-            folder = Path(self.folders.name) / str(abs(hash(key)))
-            policy.model.save_pretrained(folder)
-            contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-            self.engine = Engine(str(folder), contract, parity, max_model_len=192, dtype=policy.model.dtype,
-                                 block_size=BLOCK, max_num_seqs=128)
-            self.key = key
-        self.engine.load(policy.weights(), policy.response_logprobs)
-        return self.engine
+        """The live engine, if it is as the trial needs it, or a new one."""
+        folder = f"{self.folders.name}/{policy.model.config.tie_word_embeddings}{policy.model.dtype}"
+        policy.model.save_pretrained(folder)
+        with started(folder, policy, parity, max_model_len=192, block_size=BLOCK, max_num_seqs=128) as engine:
+            return engine
 
     def close(self):
-        if Engine.live is not None:  # this one, or another test's
-            Engine.live.close()
-        self.engine, self.key = None, None
+        close_live_engine()
 
 
 def nudge(policy: Policy, seed: int, scale: float = 0.01) -> None:

@@ -1,29 +1,23 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left, TensorBoard."""
 
-import json
 import sys
 from importlib.util import find_spec
 from io import TextIOWrapper
 
 import pytest
-from helpers import rows
+from helpers import built, rows
 
 from config import Config
 from records import answer_line, log_line
-from train import build, find_checkpoint, load_policy, prepare, start_engine, train
+from train import prepare, train
 
-TINY = dict(num_prompts=4, group_size=2, eval_problems=4, engine="transformers", reward_errors="count",
-            max_new_tokens=6, eval_every=2)  # fmt: skip
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 
 
 def watched(good, out, watch, **options) -> None:
     """A run of a small model that calls `watch` with each row, after its own watchers."""
-    model, task = str(good / "model"), str(good / "task.jsonl")
-    run = prepare(Config.of(out=str(out), model=model, task=task, **TINY | options))
-    run.out.mkdir(parents=True, exist_ok=True)
-    policy, checkpoint = load_policy(run), find_checkpoint(run)
-    state, first_step = build(run, policy, start_engine(run, policy), checkpoint)
+    run, state, first_step = built(good, out, eval_problems=4, reward_errors="count", max_new_tokens=6, eval_every=2,
+                                   **options)  # fmt: skip
     state.watchers.append(watch)
     train(run, state, first_step)
 
@@ -41,7 +35,7 @@ def test_curves_are_drawn_at_each_evaluation_and_the_time_left_ends_at_zero(good
     assert left[-1] == 0.0
     assert rows(tmp_path / "run") == list(watched_rows)
     printed = capsys.readouterr().out.splitlines()
-    answers = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    answers = rows(tmp_path / "run", "samples")
     first = [row for row in answers if row["mode"] == "greedy"][::4]  # of four evaluations: steps 0, 2, 4, 5
     assert [line for line in printed if line.startswith("    ")] == [*map(answer_line, first)]
 
@@ -86,7 +80,7 @@ def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
         assert len(events.Scalars(name)) == len(shown)  # the first run's steps after the checkpoint are hidden
     texts = events.Tensors("answers/text_summary")
     answers = {each.step: make_ndarray(each.tensor_proto).item().decode() for each in texts}
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    samples = rows(out, "samples")
     assert set(answers) == {0, 2, 4}
     for step, text in answers.items():
         greedy = [row for row in samples if row["step"] == step and row["mode"] == "greedy"]

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,13 +29,14 @@ def verdict_of(path: Path, model: str = MODEL, dtype: torch.dtype = torch.float3
     return diagnose(Policy.load(model, dtype, "cpu"), trace)
 
 
-def test_the_worked_example_of_the_trace_format_is_parity(tmp_path):
+def test_the_worked_example_of_the_trace_format_is_parity(tmp_path, monkeypatch):
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     code = re.search(r"```python\n(# record_transformers.py.*?)```", pages, re.DOTALL)[1]
     for name, text in (("plain", code), ("raw", code.replace("scores", "logits"))):
         script = tmp_path / f"{name}.py"
         script.write_text(text)
-        subprocess.run([sys.executable, script, MODEL, tmp_path / f"{name}.npz"], check=True)
+        monkeypatch.setattr(sys, "argv", [str(script), MODEL, str(tmp_path / f"{name}.npz")])
+        runpy.run_path(str(script))
     assert verdict_of(tmp_path / "plain.npz").status == "parity"
     assert verdict_of(tmp_path / "raw.npz").blamed == "semantics: raw log-probabilities"
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,15 @@ def train_here(arguments: list[str]) -> None:
     """train.py in this process."""
     close_live_engine()
     train.main(arguments)
+
+
+def run_script(name: str, *words: object) -> None:
+    """A file of ours as a command, in this process."""
+    close_live_engine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *map(str, words)])
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    gc.collect()  # an engine of the page ends here
 
 
 def forked(function: Callable, *arguments) -> Process:

@@ -5,7 +5,6 @@ import gc
 import json
 import random
 import re
-import runpy
 import sys
 from collections import Counter
 from decimal import Decimal
@@ -15,12 +14,12 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from helpers import ROOT, close_live_engine, qwen2
+from helpers import ROOT, close_live_engine, qwen2, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from config import Config, ParityFlags
-from examples.toys import toy_tokenizer, write_page
+from examples.toys import toy_tokenizer
 from models import describe_model
 from rl import plain_body
 from tasks import load_task
@@ -174,24 +173,15 @@ def test_page_refuses_a_tensor_that_is_not_loaded(options):
 
 
 # ------------------------------------------------------------------------------------------------ the command
-@pytest.fixture
-def command(options, monkeypatch):
-    """Runs grpo.py as a command, in this process."""
-    def run(*further: str, **changes) -> None:
-        close_live_engine()
-        pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in (options | changes).items()]
-        monkeypatch.setattr(sys, "argv", ["grpo.py", *chain(*pairs), *further])
-        runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
-        gc.collect()
-
-    return run
+def command(options: dict, *further: str) -> None:
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in options.items()]
+    run_script("grpo.py", *chain(*pairs), *further)
 
 
 @pytest.mark.engine
-def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, command, tmp_path, capsys):
-    out = tmp_path / "policy"
-    command("--two-policy", "--no-processed-logprobs", "--no-fp32-head", "--no-explicit-runtime", steps=2, eval_every=2,
-            block_size=256, out=out)  # fmt: skip
+def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, capsys):
+    command(options | {"steps": 2, "eval_every": 2, "block_size": 256}, "--two-policy", "--no-processed-logprobs",
+            "--no-fp32-head", "--no-explicit-runtime")  # fmt: skip
     printed = capsys.readouterr().out.splitlines()
     lines = [line for line in printed if line.startswith(("note: ", "step ", *"0123456789+"))]
     notes, (first, answer, second) = lines[:-3], lines[-3:]
@@ -199,9 +189,9 @@ def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, comma
     assert re.fullmatch(r"step 1 \| reward \S+ \| .*clip_rate \S+ .*mismatch_abs_mean \S+ \| seconds \S+", first)
     assert re.fullmatch(r"[\d+]{140} .*", answer)
     assert re.fullmatch(r"step 2 .* \| held_out \S+", second)
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (options["model"], out))
+    before, after = (AutoModelForCausalLM.from_pretrained(options[name]) for name in ("model", "out"))
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    assert len(AutoTokenizer.from_pretrained(out)) > 3
+    assert len(AutoTokenizer.from_pretrained(options["out"])) > 3
 
 
 ROW = '{"question": "1+1=", "answer": 2}'
@@ -213,7 +203,7 @@ FILES = {
 
 
 @pytest.mark.engine  # it starts none, but the page imports vllm
-def test_page_refuses_before_the_engine_starts(options, command, tmp_path):
+def test_page_refuses_before_the_engine_starts(options, tmp_path):
     """A file that is no list of problems, and options that cannot work together, by the whole command in one case."""
     import grpo
 
@@ -241,11 +231,11 @@ def test_page_refuses_before_the_engine_starts(options, command, tmp_path):
     ):
         assert refusal(**changes).startswith(complaint), changes
     with pytest.raises(SystemExit, match=r"^error: tis_cap must be 0 \(off\) or positive$"):
-        command(tis_cap=-1.0)
+        command(options | {"tis_cap": -1.0})
 
 
 def test_the_written_job_is_a_file_of_problems_and_a_whole_model(tmp_path):
-    write_page(tmp_path)
+    run_script("examples/toys.py", tmp_path)
     task = load_task(str(tmp_path / "problems.jsonl"), seed=0)
     assert (len(task.train), len(task.held_out)) == (65, 7)
     for problem in task.train:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import qwen2
+from helpers import qwen2, run_script
 
 from examples import record_trl
 from probe.diagnose import diagnose
@@ -29,14 +28,13 @@ def verdict_of(path: Path, model: str = MODEL, dtype: torch.dtype = torch.float3
     return diagnose(Policy.load(model, dtype, "cpu"), trace)
 
 
-def test_the_worked_example_of_the_trace_format_is_parity(tmp_path, monkeypatch):
+def test_the_worked_example_of_the_trace_format_is_parity(tmp_path):
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     code = re.search(r"```python\n(# record_transformers.py.*?)```", pages, re.DOTALL)[1]
     for name, text in (("plain", code), ("raw", code.replace("scores", "logits"))):
         script = tmp_path / f"{name}.py"
         script.write_text(text)
-        monkeypatch.setattr(sys, "argv", [str(script), MODEL, str(tmp_path / f"{name}.npz")])
-        runpy.run_path(str(script))
+        run_script(str(script), MODEL, tmp_path / f"{name}.npz")
     assert verdict_of(tmp_path / "plain.npz").status == "parity"
     assert verdict_of(tmp_path / "raw.npz").blamed == "semantics: raw log-probabilities"
 

@@ -18,6 +18,7 @@ from helpers import (
     move,
     qwen2,
     rows,
+    run_script,
     started,
     timeless,
     train_here,
@@ -26,7 +27,6 @@ from helpers import (
 from config import Config, GrpoConfig
 from engine_adapter import Rollout, Sampling, reseed
 from examples.record_vllm import record
-from examples.toys import toy_tokenizer
 from probe.traces import load_traces
 from rl import Policy
 from train import Synchronous, evaluate, greedy_agreement, train_step
@@ -35,9 +35,9 @@ from train import Synchronous, evaluate, greedy_agreement, train_step
 # ------------------------------------------------------------------------------------------------ the default job
 @pytest.mark.engine
 def test_the_default_job_learns_at_parity(tmp_path, capsys):
-    """In half of its steps: thresholds are the project's promise, not this machine's result."""
-    options = "--steps 30 --eval-problems 500 --eval-every 30"  # of 500 problems the standard error is 0.011
-    train_here(["--out", str(tmp_path / "run"), *options.split()])
+    """In two thirds of its steps: thresholds are the project's promise, not this machine's result."""
+    options = "--steps 40 --eval-problems 500 --eval-every 40"  # of 500 problems the standard error is 0.011
+    run_script("train.py", "--out", tmp_path / "run", *options.split())
     text, table = capsys.readouterr().out, rows(tmp_path / "run")
     steps = table[1:]
     assert [row["step"] for row in table] == list(range(len(table)))
@@ -178,23 +178,7 @@ def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     assert "--parity.processed-logprobs" in record["sentence"]
 
 
-# ------------------------------------------------------------------------------------------------ real models and data
-@pytest.mark.engine
-def test_a_model_folder_and_a_jsonl_file_are_trained_on_with_gspo_kl_and_tis(tmp_path):
-    """Two steps of everything the default job leaves off: GSPO, KL, TIS, untied bf16 model, numeric reward."""
-    qwen2(tied=False).save_pretrained(tmp_path / "model")
-    toy_tokenizer().save_pretrained(tmp_path / "model")
-    problems = [{"question": f"{i}+1=", "answer": f"{i} + 1 = #### {i + 1}"} for i in range(40)]
-    (tmp_path / "task.jsonl").write_text("\n".join(map(json.dumps, problems)))
-    train_here(command(tmp_path, "--dtype bfloat16 --steps 2 --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4",
-                       *SMALL))  # fmt: skip
-    steps = rows(tmp_path / "run")[1:]
-    assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)  # bf16 arithmetic, fp32 heads
-    assert all(math.isfinite(row["kl_ref"]) for row in steps)
-    audit = json.loads((tmp_path / "run" / "config.json").read_text())["audit"]
-    assert (audit["head_dtype"], audit["model_dtype"]) == ("float32", "bfloat16")
-
-
+# ------------------------------------------------------------------------------------------------ users' tasks
 MINE = """
 def sample(rng):
     number = rng.randint(1, 60)
@@ -208,17 +192,17 @@ def reward(problem, response):
 
 
 @pytest.mark.engine
-def test_a_users_task_is_trained_on_in_float16_and_failures_are_counted(good, tmp_path, capsys):
+def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures_are_counted(good, tmp_path, capsys):
     (tmp_path / "mine.py").write_text(MINE)
     out = tmp_path / "run"
     train_here(command(good, f"--out {out} --task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3"
                        " --max-new-tokens 24 --temperature 2 --dtype float16 --gradient-checkpointing"
                        " --micro-batch-tokens 64 --mask-truncated --max-prompt-tokens 10 --overlong-prompts drop"
                        " --reward-errors count --eval-problems 16 --eval-samples 2 --eval-every 3"
-                       " --eval-with-trainer"))  # fmt: skip
+                       " --eval-with-trainer --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4"))  # fmt: skip
     text, steps = capsys.readouterr().out, rows(out)[1:]
     assert all(0 < row["mismatch_abs_mean"] < 0.02 for row in steps)
-    assert all(0 < row["trunc_frac"] < 1 for row in steps)
+    assert all(0 < row["trunc_frac"] < 1 and math.isfinite(row["kl_ref"]) for row in steps)
     assert sum(row["grad_norm"] is not None for row in steps) >= 2  # fp16 may lose a step until its scale fits
     assert sum(row["reward_errors"] for row in steps) > 0
     assert re.search(r"REWARD FAILED, one of \d+: the reward fails \(TypeError: it returned nan.*response '[4-9]", text)

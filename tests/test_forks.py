@@ -107,7 +107,12 @@ def test_a_fork_does_what_its_paper_says(name, tmp_path):
         import train
 
         step, steps = train.train_step, []
-        train.train_step = lambda *given: steps.append(step(*given)) or steps[-1]
+
+        def noted_step(*given):
+            steps.append(step(*given))
+            return steps[-1]
+
+        train.train_step = noted_step
         train.main(["--out", str(tmp_path / "run"), *JOB.split(), *OPTIONS[name].split()])
     assert len(steps) == 3
     for done in steps:

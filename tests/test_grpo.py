@@ -43,9 +43,10 @@ def rows_of_core(job: dict) -> list[dict]:
     """One for each step, the last one with the held-out reward."""
     parity = ParityFlags(**{name: job.pop(name) for name in vars(ParityFlags()) if name in job})
     cap, two_policies = job.pop("tis_cap", 0), job.pop("two_policy", False)
-    job |= {"out": mkdtemp()} | ({"tis": "token", "tis_cap": cap} if cap else {})
+    if cap:
+        job |= {"tis": "token", "tis_cap": cap}
     config = Config.of(parity, task=job.pop("problems"), old_policy="rollout" if two_policies else "recompute",
-                       micro_batch_tokens=1000, **job)  # fmt: skip
+                       micro_batch_tokens=1000, **job | {"out": mkdtemp()})  # fmt: skip
     run = train.prepare(config)
     policy = train.load_policy(run).but(body=plain_body)  # as on the page
     state, _ = train.build(run, policy, train.start_engine(run, policy), None)

@@ -51,17 +51,12 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 @pytest.fixture(autouse=True)
-def engine_rule(request):
+def engine_rule(request, monkeypatch):
     """Only a test with the marker `engine` imports vllm, in this process or in a child process."""
     allowed, before = "engine" in request.keywords, sys.modules.get("vllm")
-    path = os.environ.get("PYTHONPATH")
     if not allowed:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [NO_ENGINE, path]))
+        monkeypatch.setenv("PYTHONPATH", NO_ENGINE, prepend=os.pathsep)
     yield
-    if path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = path
     if not allowed and before is None and sys.modules.get("vllm") is not None:
         pytest.fail("this test starts an engine: mark it @pytest.mark.engine")
 

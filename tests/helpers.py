@@ -9,14 +9,16 @@ import json
 import math
 import os
 import re
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from multiprocessing import Process, get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub: what asks for one fails at once
@@ -34,13 +36,16 @@ from transformers import (
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from config import ParityFlags
+import train
+from config import Config, ParityFlags
 from engine_adapter import Engine, Rollout, Sampling
 from extras.masks import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
 from probe.traces import Trace
 from rl import Batch, Policy, frozen_logprobs, make_batch
+from tasks import Task, encode, exact_match
+from train import Run, TrainingState
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -69,10 +74,34 @@ def close_live_engine() -> None:
 
 def train_here(arguments: list[str]) -> None:
     """train.py in this process."""
-    from train import main
-
     close_live_engine()
-    main(arguments)
+    train.main(arguments)
+
+
+def run_script(name: str, *words: object) -> None:
+    """A file of ours as a command, in this process."""
+    close_live_engine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *map(str, words)])
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    gc.collect()  # an engine of the page ends here
+
+
+def forked(function: Callable, *arguments) -> Process:
+    """A child process that calls the function. It starts at once, with all that this process has imported."""
+    close_live_engine()
+    process = get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
+    """All of train.py up to the first step, whose number comes last, with the model and the problems of a good run."""
+    usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
+                 engine="transformers")  # fmt: skip
+    run = train.prepare(Config.of(**usual | options))
+    policy = train.load_policy(run)
+    return run, *train.build(run, policy, train.start_engine(run, policy), train.find_checkpoint(run))
 
 
 @contextmanager
@@ -114,10 +143,15 @@ SEEDS = [1000, 2000, 3000, 4000]
 WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
+def cut_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: int = 2**14, has_signal=None):
+    has_signal = torch.ones(len(batch.mask)) if has_signal is None else torch.tensor(has_signal)
+    return batch.cut(has_signal != 0, num_minibatches, micro_batch_tokens)
+
+
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float, micro_batch_tokens: int = 2**14) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
-    cut = batch.cut(torch.ones(len(rollouts), dtype=torch.bool), 1, micro_batch_tokens)
+    cut = cut_of(batch, 1, micro_batch_tokens)
     return replace(batch, old_logprobs=frozen_logprobs(policy, batch, cut, temperature))
 
 
@@ -165,11 +199,6 @@ def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling:
 
 
 # ------------------------------------------------------------------------------------------------ in flight
-KEEP, RECOMPUTE, ABORT = (
-    ParityFlags(), ParityFlags(inflight_keep=False, inflight_otherwise="recompute"), ParityFlags(inflight_keep=False)
-)
-
-
 def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
     """Sleep, an optimizer step, wake, load: as train_step does it."""
     engine.sleep()
@@ -200,24 +229,21 @@ def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch
 
 
 # ------------------------------------------------------------------------------------------------ small models
+SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
+             pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+
+
 def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed)
-    options = dict(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.1,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(Qwen2Config(**options | changes))
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"tie_word_embeddings": tied} | changes))
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
     return model.to(dtype).eval()
 
 
 # ------------------------------------------------------------------------------------------------ the matrix
-SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-             num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
-             pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
 WINDOW = dict(head_dim=32, sliding_window=16)
 MIXED = dict(layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
@@ -270,8 +296,6 @@ def small_model(name: str, tied: bool, seed: int = 0, **changes) -> PreTrainedMo
 
 # ------------------------------------------------------------------------------------------------ a small run
 def prompt_ids(tokenizer, problem) -> list[int]:
-    from tasks import Task, encode, exact_match
-
     return encode(tokenizer, Task([problem], [], exact_match)).train[0].prompt_ids
 
 
@@ -289,21 +313,6 @@ def reward(problem, response):
 '''
 
 
-def train_process(arguments: list[str], signal: int | None = None, call: int = 0, **how) -> subprocess.Popen:
-    """train.py in a child process, to which task.py sends the signal in that call of its reward."""
-    if signal is not None:
-        how["env"] = os.environ | {"SIGNAL": str(int(signal)), "SIGNAL_IN_CALL": str(call)}
-    program = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
-
-
-def outcome(out: Path) -> tuple:
-    """All of a run that must not depend on its being interrupted."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    timeless = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows]
-    return timeless, (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
-
-
 def command(root: Path, options: str, *more: str) -> list[str]:
     """The options in place of a good run's own of the same name."""
     usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
@@ -315,8 +324,6 @@ def command(root: Path, options: str, *more: str) -> list[str]:
 
 def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
     """What the command (train.py, if not given) says on stderr as it refuses."""
-    import train
-
     with pytest.raises(SystemExit) as stop:
         (main or train.main)(arguments)
     printed = capsys.readouterr()
@@ -327,15 +334,20 @@ def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:
 
 
 SMALL = ("--num-prompts", "8", "--group-size", "4", "--eval-problems", "4", "--max-new-tokens", "4")
-MEASURED = re.compile(r"_s$|_gib$")  # seconds and memory
 
 
-def rows(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def rows(out: Path, table: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (out / f"{table}.jsonl").read_text().splitlines()]
 
 
 def timeless(out: Path) -> list[dict]:
-    return [{name: value for name, value in row.items() if not MEASURED.search(name)} for row in rows(out)]
+    """The rows without seconds and memory."""
+    return [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in rows(out)]
+
+
+def outcome(out: Path) -> tuple:
+    """All of a run that must not depend on its being interrupted."""
+    return timeless(out), (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
@@ -366,30 +378,20 @@ IN_FLIGHT = {"kept", "recomputed", "async", "staggered"}
 
 
 class FaultBench:
-    """One engine at a time, reused while the next trial needs the same one."""
+    """Folders of models, and the request that the newest trial has spoiled."""
 
     def __init__(self):
-        self.folders = TemporaryDirectory()
-        self.key, self.engine, self.spoiled = None, None, None
+        self.folders, self.spoiled = TemporaryDirectory(), None
 
     def get(self, policy: Policy, parity: ParityFlags) -> Engine:
-        config = policy.model.config
-        key = (str(config), policy.model.dtype, parity)
-        if key != self.key or Engine.live is not self.engine:
-            self.close()
-            folder = Path(self.folders.name) / str(abs(hash(key)))
-            policy.model.save_pretrained(folder)
-            contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-            self.engine = Engine(str(folder), contract, parity, max_model_len=192, dtype=policy.model.dtype,
-                                 block_size=BLOCK, max_num_seqs=128)
-            self.key = key
-        self.engine.load(policy.weights(), policy.response_logprobs)
-        return self.engine
+        """The live engine, if it is as the trial needs it, or a new one."""
+        folder = f"{self.folders.name}/{policy.model.config.tie_word_embeddings}{policy.model.dtype}"
+        policy.model.save_pretrained(folder)
+        with started(folder, policy, parity, max_model_len=192, block_size=BLOCK, max_num_seqs=128) as engine:
+            return engine
 
     def close(self):
-        if Engine.live is not None:  # this one, or another test's
-            Engine.live.close()
-        self.engine, self.key = None, None
+        close_live_engine()
 
 
 def nudge(policy: Policy, seed: int, scale: float = 0.01) -> None:
@@ -407,39 +409,36 @@ def load_as(engine: Engine, policy: Policy, weights: dict | None) -> None:
         engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, policy.response_logprobs)
 
 
-class Meddler:
-    """Changes requests and outputs between the adapter and vLLM's core, but not those of the canary."""
+EXTRA = {"generation config": ("top_k", 5), "top-1": ("logprobs", 1)}
 
-    EXTRA = {"generation config": ("top_k", 5), "top-1": ("logprobs", 1)}
 
-    def __init__(self, engine: Engine, faults: set[str]):
-        self.engine, self.faults, self.active, self.marked = engine, faults, True, set()
+@contextmanager
+def meddler(engine: Engine, faults: set[str]) -> Iterator[SimpleNamespace]:
+    """Changes requests and outputs between the adapter and vLLM's core, but those of the canary: while not `active`."""
+    core, state, marked = engine.llm.engine_core, SimpleNamespace(active=True), set()
+    usual = core.add_request, core.get_output
 
-    def __enter__(self):
-        self.core = self.engine.llm.engine_core
-        self.add, self.output = self.core.add_request, self.core.get_output
-        self.core.add_request, self.core.get_output = self.faulty_add, self.faulty_output
-        return self
+    def add(request):
+        if state.active:
+            marked.add(request.request_id)
+            for fault in EXTRA.keys() & faults:
+                setattr(request.sampling_params, *EXTRA[fault])
+        usual[0](request)
 
-    def __exit__(self, *_):
-        self.core.add_request, self.core.get_output = self.add, self.output
-
-    def faulty_add(self, request):
-        if self.active:
-            self.marked.add(request.request_id)
-            for fault, (name, value) in self.EXTRA.items():
-                if fault in self.faults:
-                    setattr(request.sampling_params, name, value)
-        self.add(request)
-
-    def faulty_output(self):
-        outputs = self.output()
+    def output():
+        outputs = usual[1]()
         for new in outputs.outputs:
-            if new.request_id in self.marked and "top-1" in self.faults:
+            if new.request_id in marked and "top-1" in faults:
                 values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
                 values[:, 0] = values.max(axis=1)
                 new.new_logprobs = new.new_logprobs._replace(logprobs=values)
         return outputs
+
+    core.add_request, core.get_output = add, output
+    try:
+        yield state
+    finally:
+        core.add_request, core.get_output = usual
 
 
 def spoil_kv(engine: Engine, place: int) -> int:
@@ -488,7 +487,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
     old = policy.copied_weights()
     moving = {"stale", "stale by 2", "prefix", "moved on"} | IN_FLIGHT
     rollouts = []
-    with Meddler(engine, faults) as meddler:
+    with meddler(engine, faults) as meddling:
         if "prefix" in faults:
             engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are sent again
         if faults & IN_FLIGHT:
@@ -502,11 +501,11 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
             nudge(policy, 60 + seed)
         if "recomputed" in faults:
             assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-        meddler.active = False
+        meddling.active = False
         if "moved on" not in faults:
             policy.fp32_head = parity.fp32_head
             load_as(engine, policy, oldest if "stale by 2" in faults else old if "stale" in faults else None)
-        meddler.active = True
+        meddling.active = True
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         first = min(map(int, engine._requests))
         steps = 0

@@ -3,9 +3,11 @@
 from itertools import product
 
 import pytest
+import torch
 import tyro
 
 from config import Config, GrpoConfig, ParityFlags
+from engine_adapter import SETTINGS
 from objectives import REJECTIONS, WEIGHTS
 
 
@@ -43,6 +45,15 @@ def test_every_correction_is_allowed_with_all_fixes_and_refused_with_two_policie
         for around in (False, True):
             with pytest.raises(ValueError, match="must be off with old_policy rollout"):
                 Config.of(**correction, old_policy="rollout", tis_over_a_broken_backend=around)
+
+
+def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
+    parity = ParityFlags(explicit_runtime=False, runtime_otherwise=("prefix-cache",))
+    wanted = {setting.part: setting.wanted(parity, torch.float32) for setting in SETTINGS if setting.part}
+    assert wanted == {"prefix-cache": True, "async-scheduling": False, "cascade-attention": True,
+                      "generation-config": "vllm"}  # fmt: skip
+    for other, fp32 in (("engine", True), ("both", False)):
+        assert ParityFlags(fp32_head=False, head_otherwise=other).trainer_fp32_head == fp32
 
 
 def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():

@@ -5,11 +5,9 @@ weights. It is exactly 0 only if the same arithmetic computes both sides, and Ad
 steps.
 """
 
-import json
-
 import pytest
 import torch
-from helpers import PYTHON, command, train_here
+from helpers import PYTHON, command, rows, train_here
 from safetensors.torch import load_file
 
 BACKENDS = ["vllm", "shared", "transformers", "shared --exact"]
@@ -31,7 +29,7 @@ def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, dtype, optio
     train_here(command(good, f"--out {tmp_path}/run --task {tmp_path}/task.py --steps 3 --lr 1e-4 --lr-warmup-steps 0"
                        " --max-new-tokens 6 --micro-batch-tokens 40 --eval-problems 1"
                        f" --dtype {dtype} --engine {backend} {options}"))  # fmt: skip
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    steps = rows(tmp_path / "run")[1:]
     assert len(steps) == 3
     if options:
         assert [(step["kl_ref"], step["grad_norm"], step["updates"]) for step in steps] == [(0.0, 0.0, 2)] * 3

@@ -2,20 +2,17 @@
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import tyro
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import ROOT
 
 import probe.__main__ as probe
 from config import Config
 from lab import memory, study
 from tasks import load_task
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.md"), *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented

@@ -5,6 +5,7 @@ Tests that need equal engines follow one another, so that they share one (helper
 
 import gc
 import weakref
+from dataclasses import dataclass
 
 import helpers
 import pytest
@@ -12,12 +13,15 @@ import torch
 from helpers import PROMPTS, SEEDS, WARM, close_live_engine, mismatch, mismatch_of, move, qwen2, started
 from transformers import Qwen3ForCausalLM
 
+import engine_adapter
 from config import ParityFlags
 from engine_adapter import (
+    SETTINGS,
     AuditError,
     Engine,
     EngineStateError,
     Sampling,
+    Setting,
     WeightLoadError,
     check_vllm_version,
     reseed,
@@ -87,6 +91,31 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
         with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
             engine.audit()
         engine.close()
+
+
+# ------------------------------------------------------------------------------------------------ another fix
+@dataclass(frozen=True)
+class Flags(ParityFlags):
+    fcfs: bool = True
+
+
+ROW = Setting("fcfs", "scheduling_policy", "fcfs", "priority",
+              lambda engine: engine.llm.vllm_config.scheduler_config.policy)  # fmt: skip
+
+
+@pytest.mark.engine
+def test_a_new_backend_fix_is_one_row_and_is_read_back(folders, monkeypatch):
+    contract = {name: tensor.shape for name, tensor in Policy(qwen2(tied=False)).weights().items()}
+    close_live_engine()
+    monkeypatch.setattr(engine_adapter, "SETTINGS", [*SETTINGS, ROW])
+    engine = Engine(folders[False], contract, Flags(fcfs=False), max_model_len=64)
+    assert engine.settings["scheduling_policy"] == "priority"
+    engine.close()
+    not_in_force = ROW._replace(on="priority", read=lambda _: "fcfs")  # as if vLLM had ignored the argument
+    monkeypatch.setattr(engine_adapter, "SETTINGS", [*SETTINGS, not_in_force])
+    with pytest.raises(AuditError, match="scheduling_policy is 'fcfs', not 'priority'"):
+        Engine(folders[False], contract, Flags(), max_model_len=64)
+    close_live_engine()
 
 
 # ------------------------------------------------------------------------------------------------ one engine at parity

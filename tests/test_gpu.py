@@ -4,54 +4,24 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
-from helpers import DEVICES, OWN_PROCESS, command, qwen2, train_process
-
-from rl import Policy, TargetLogprobs
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_fp32_head_of_a_bf16_model_agrees_with_float64(device):
-    # In chunks of 16 rows: the weight's gradient adds up over three of them.
-    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16).to(device), chunk_elements=16 * 96)
-    weight, generator = policy.head.weight, torch.Generator().manual_seed(0)
-    hidden = torch.randn(40, 64, generator=generator).bfloat16().to(device).requires_grad_()
-    targets = torch.randint(96, (40,), generator=generator).to(device)
-    found = TargetLogprobs.apply(hidden, weight, None, targets, lambda logits, part: logits, policy.projection(0.7))
-    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
-    expected = torch.log_softmax(wide[0] @ wide[1].T / 0.7, dim=-1).gather(-1, targets[:, None])[:, 0]
-    assert (found - expected).abs().max() < 1e-4  # a product that is rounded to bf16 differs by 1e-2
-    gradients = zip(torch.autograd.grad(found.sum(), (hidden, weight)),
-                    torch.autograd.grad(expected.sum(), wide), strict=True)  # fmt: skip
-    for ours, theirs in gradients:
-        assert (ours - theirs).abs().max() < 2**-7 * theirs.abs().max()  # they are stored in bf16
+from helpers import OWN_PROCESS, ROOT, command, rows
 
 
 # ------------------------------------------------------------------------------------------------ one engine a process
 @pytest.mark.own_process
-def test_a_test_with_the_marker_runs_in_a_process_of_its_own():
-    assert int(os.environ[OWN_PROCESS]) == os.getppid()
-
-
-@pytest.mark.own_process
 @pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="it fails in its own process alone")
 def test_a_failure_in_a_process_of_its_own_is_a_failure():
-    assert OWN_PROCESS not in os.environ
+    assert int(os.environ[OWN_PROCESS]) != os.getppid()
 
 
-def test_each_gpu_test_that_starts_an_engine_in_its_process_has_the_marker():
+def test_each_gpu_test_that_starts_an_engine_in_its_process_has_the_marker(request):
     """The others that start one, below, start it in a child process."""
-    which = "gpu and engine and not own_process"
-    program = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", which, "tests"]
-    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
-    names = [line.rpartition("::")[2] for line in result.stdout.splitlines() if "::" in line]
-    assert names == ["test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_than_noise",
-                     "test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error"]  # fmt: skip
+    found = {item.name for item in request.session.items
+             if {"gpu", "engine"} <= {*item.keywords} and "own_process" not in item.keywords}
+    assert found <= {"test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_than_noise",
+                     "test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error"}  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -59,10 +29,10 @@ def test_each_gpu_test_that_starts_an_engine_in_its_process_has_the_marker():
 def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_than_noise(good):
     options = ("--dtype bfloat16 --steps 2 --max-new-tokens 16 --kv-cache-gib 1 --offload-optimizer"
                " --gradient-checkpointing --self-noise-every 1 --out {root}/gpu")  # fmt: skip
-    process = train_process(command(good, options))
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    steps = [json.loads(line) for line in (good / "gpu" / "metrics.jsonl").read_text().splitlines()][1:]
+    program = [sys.executable, "train.py", *command(good, options)]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    steps = rows(good / "gpu")[1:]
     assert len(steps) == 2
     assert all(0 < step["mismatch_abs_mean"] < 3 * step["self_noise_abs_mean"] for step in steps)
     assert json.loads((good / "gpu" / "config.json").read_text())["audit"]["sleep"] == "level 2"

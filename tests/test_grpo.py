@@ -1,50 +1,52 @@
-"""grpo.py and train.py are two programs for one method: from the same job they make the same tokens and figures.
-
-Each program runs in a child process, because a process holds one engine at a time.
-"""
+"""grpo.py and train.py are two programs for one method: from the same job they make the same tokens and figures."""
 
 import ast
+import gc
 import json
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
-from helpers import qwen2
+from helpers import ROOT, close_live_engine, qwen2, run_script
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.toys import toy_tokenizer
-
-ROOT = Path(__file__).parents[1]
-FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
-PAGE = """
-import gc, json, sys
-import grpo
-
-for job in json.loads(sys.argv[1]):
-    rows, options = [], grpo.Options(**job, micro_batch_tokens=800, eval_every=100)
-    for metrics, outputs in grpo.train(options):
-        rows.append(metrics | {"tokens": [list(output.outputs[0].token_ids) for output in outputs]})
-    gc.collect()  # the engine of this job ends here
-    print("ROWS", json.dumps(rows), flush=True)
-"""
-CORE = """
-import json, sys, tempfile
 import train
 from config import Config, ParityFlags
+from examples.toys import toy_tokenizer
+from models import describe_model
 from rl import plain_body
+from tasks import load_task
 
-for job in json.loads(sys.argv[1]):
-    flags = ParityFlags(**{name: job.pop(name) for name in list(job) if name in vars(ParityFlags())})
-    tis_cap, two_policy = job.pop("tis_cap", 0), job.pop("two_policy", False)
-    if tis_cap:
-        job |= {"tis": "token", "tis_cap": tis_cap}
-    job |= {"old_policy": "rollout" if two_policy else "recompute", "out": tempfile.mkdtemp()}
-    config = Config.of(task=job.pop("problems"), parity=flags, micro_batch_tokens=1000, **job)
+FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
+
+
+def rows_of_page(job: dict) -> list[dict]:
+    """One for each step."""
+    import grpo
+
+    close_live_engine()
+    rows = []
+    for metrics, outputs in grpo.train(grpo.Options(**job, micro_batch_tokens=800, eval_every=100)):
+        rows.append(metrics | {"tokens": [list(output.outputs[0].token_ids) for output in outputs]})
+    gc.collect()  # the engine of this job ends here
+    return rows
+
+
+def rows_of_core(job: dict) -> list[dict]:
+    """One for each step, the last one with the held-out reward."""
+    parity = ParityFlags(**{name: job.pop(name) for name in vars(ParityFlags()) if name in job})
+    cap, two_policies = job.pop("tis_cap", 0), job.pop("two_policy", False)
+    if cap:
+        job |= {"tis": "token", "tis_cap": cap}
+    config = Config.of(parity, task=job.pop("problems"), old_policy="rollout" if two_policies else "recompute",
+                       micro_batch_tokens=1000, **job | {"out": mkdtemp()})  # fmt: skip
     run = train.prepare(config)
     policy = train.load_policy(run).but(body=plain_body)  # as on the page
     state, _ = train.build(run, policy, train.start_engine(run, policy), None)
@@ -55,42 +57,12 @@ for job in json.loads(sys.argv[1]):
         rows.append(metrics | {"tokens": [targets[mask > 0].tolist() for targets, mask in pairs]})
     rows[-1]["held_out"] = train.evaluate(run, state, config.run.steps)["eval_reward_greedy"]
     state.engine.close()
-    print("ROWS", json.dumps(rows), flush=True)
-"""
-# The engine does not get one of the tensors.
-BROKEN = """
-import sys
-import grpo
-from transformers import AutoModelForCausalLM
-
-options = grpo.Options(model=sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(options.model)
-llm = grpo.start_engine(options, 64)
-canary = [{"prompt_ids": [3, 4, 5]}]
-grpo.wake_and_load(llm, model, canary)
-with grpo.torch.no_grad():
-    model.model.norm.weight.mul_(1.01)
-model.register_state_dict_post_hook(lambda module, state, *_: state.__delitem__("model.norm.weight"))
-try:
-    grpo.wake_and_load(llm, model, canary)
-except AssertionError as error:
-    print("REFUSED", error)
-"""
+    return rows
 
 
-def printed(program: str, argument: str, word: str) -> list[str]:
-    """What the program prints after this word."""
-    command = [sys.executable, "-c", program, argument]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = result.stdout.splitlines()
-    return [line.removeprefix(word).strip() for line in lines if line.startswith(word)]
-
-
-def run_both(jobs: list[dict]) -> list[tuple[list[dict], list[dict]]]:
-    """For each job the rows of the page and of the core: one for each step, then the held-out reward."""
-    page, core = (map(json.loads, printed(program, json.dumps(jobs), "ROWS")) for program in (PAGE, CORE))
-    return list(zip(page, core, strict=True))
+def of_both(options: dict, **changes) -> tuple[list[dict], list[dict]]:
+    job = options | changes
+    return rows_of_page(job), rows_of_core(job)
 
 
 def assert_equal(page: dict, core: dict) -> None:
@@ -137,8 +109,9 @@ def options(tmp_path_factory) -> dict:
         model.lm_head.weight += 16 * hidden / hidden.square().sum()
     model.save_pretrained(root / "offset")
     tokenizer.save_pretrained(root / "offset")
-    return dict(model=str(root / "model"), problems=str(root / "problems.jsonl"), seed=1, steps=3, num_prompts=4,
-                group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)  # fmt: skip
+    names = {"model": "model", "problems": "problems.jsonl", "out": "policy"}
+    return {option: str(root / name) for option, name in names.items()} | dict(
+        seed=1, steps=3, num_prompts=4, group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)
 
 
 @pytest.mark.engine
@@ -146,9 +119,9 @@ def test_page_and_core_make_the_same_three_steps(options):
     """The importance weights of the first job are all 0.9. In the second job a minibatch is a group of odd size, so
     that some have no signal. The third job has the two-policy form with raw values, the fourth a chat template."""
     chat = str(Path(options["model"]).with_name("chat"))
-    jobs = run_both([
-        options | {"tis_cap": 0.9}, options | {"group_size": 5, "num_minibatches": 4},
-        options | {"two_policy": True, "processed_logprobs": False}, options | {"model": chat}])  # fmt: skip
+    jobs = [of_both(options, **changes) for changes in (
+        {"tis_cap": 0.9}, {"group_size": 5, "num_minibatches": 4}, {"two_policy": True, "processed_logprobs": False},
+        {"model": chat})]  # fmt: skip
     for page, core in jobs:
         for page_row, core_row in zip(page, core, strict=True):
             assert_equal(page_row, core_row)
@@ -170,9 +143,9 @@ def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
     """In fp32 the head has the model's dtype with and without the fix, so fp32_head needs bfloat16. There the page has
     no fp32 masters: only the first step is equal."""
     offset = str(Path(options["model"]).with_name("offset"))
-    narrow = options | {"model": offset, "dtype": "bfloat16", "steps": 1}
-    stale, head, no_head = run_both([
-        options | {"explicit_runtime": False}, narrow, narrow | {"fp32_head": False}])  # fmt: skip
+    narrow = {"model": offset, "dtype": "bfloat16", "steps": 1}
+    stale, head, no_head = (of_both(options, **changes) for changes in (
+        {"explicit_runtime": False}, narrow, narrow | {"fp32_head": False}))  # fmt: skip
     # Here the tokens differ: vLLM has no async scheduling on a CPU, and the core forces it there.
     for rows in stale:
         assert rows[0]["mismatch_abs_mean"] < 1e-5  # no weights have changed yet
@@ -185,34 +158,41 @@ def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
 
 @pytest.mark.engine
 def test_page_refuses_a_tensor_that_is_not_loaded(options):
-    (canary,) = printed(BROKEN, options["model"], "REFUSED")
-    assert re.fullmatch(r"after a load, engine and trainer differ by \d\.\de-0\d nats", canary)
+    import grpo
+
+    close_live_engine()
+    options, canary = grpo.Options(model=options["model"]), [{"prompt_ids": [3, 4, 5]}]
+    model, llm = AutoModelForCausalLM.from_pretrained(options.model), grpo.start_engine(options, 64)
+    grpo.wake_and_load(llm, model, canary)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.01)
+    model.register_state_dict_post_hook(lambda _module, state, *_: state.__delitem__("model.norm.weight"))
+    with pytest.raises(AssertionError, match=r"^after a load, engine and trainer differ by \d\.\de-0\d nats$"):
+        grpo.wake_and_load(llm, model, canary)
+    del llm
+    gc.collect()
 
 
 # ------------------------------------------------------------------------------------------------ the command
-@pytest.mark.engine
-def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def command(options: dict, *further: str) -> None:
+    pairs = [(f"--{name.replace('_', '-')}", value) for name, value in options.items()]
+    run_script("grpo.py", *chain(*pairs), *further)
 
-    out = tmp_path / "policy"
-    result = command(options | {"steps": 2, "eval_every": 2}, "--two-policy", "--no-processed-logprobs",
-                     "--no-fp32-head", "--no-explicit-runtime", "--block-size", "256", "--out", str(out))  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = [line for line in result.stdout.splitlines() if line.startswith(("note: ", "step ", *"0123456789+"))]
+
+@pytest.mark.engine
+def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, capsys):
+    command(options | {"steps": 2, "eval_every": 2, "block_size": 256}, "--two-policy", "--no-processed-logprobs",
+            "--no-fp32-head", "--no-explicit-runtime")  # fmt: skip
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in printed if line.startswith(("note: ", "step ", *"0123456789+"))]
     notes, (first, answer, second) = lines[:-3], lines[-3:]
     assert notes == ["note: no prompt fills a block of the cache", "note: in float32 each head is fp32"]
     assert re.fullmatch(r"step 1 \| reward \S+ \| .*clip_rate \S+ .*mismatch_abs_mean \S+ \| seconds \S+", first)
     assert re.fullmatch(r"[\d+]{140} .*", answer)
     assert re.fullmatch(r"step 2 .* \| held_out \S+", second)
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (options["model"], out))
+    before, after = (AutoModelForCausalLM.from_pretrained(options[name]) for name in ("model", "out"))
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    assert len(AutoTokenizer.from_pretrained(out)) > 3
-
-
-def command(options: dict, *further: str) -> subprocess.CompletedProcess:
-    pairs = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    program = [sys.executable, "grpo.py", *pairs, *further]
-    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=400)
+    assert len(AutoTokenizer.from_pretrained(options["out"])) > 3
 
 
 ROW = '{"question": "1+1=", "answer": 2}'
@@ -251,18 +231,12 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
         (dict(num_prompts=12), "num_prompts must be 1 to 11"),
     ):
         assert refusal(**changes).startswith(complaint), changes
-    result = command(options | {"tis_cap": -1.0})
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1] == "error: tis_cap must be 0 (off) or positive"
-    assert "Traceback" not in result.stderr
+    with pytest.raises(SystemExit, match=r"^error: tis_cap must be 0 \(off\) or positive$"):
+        command(options | {"tis_cap": -1.0})
 
 
-@pytest.mark.engine  # it starts none, but the first call teaches the model for half a minute
 def test_the_written_job_is_a_file_of_problems_and_a_whole_model(tmp_path):
-    from models import describe_model
-    from tasks import load_task
-
-    subprocess.run([sys.executable, "-m", "examples.toys", str(tmp_path)], cwd=ROOT, check=True, timeout=400)
+    run_script("examples/toys.py", tmp_path)
     task = load_task(str(tmp_path / "problems.jsonl"), seed=0)
     assert (len(task.train), len(task.held_out)) == (65, 7)
     for problem in task.train:
@@ -290,24 +264,9 @@ def test_page_and_tasks_read_the_same_number():
 
 def test_page_is_one_page_and_stands_alone():
     text = (ROOT / "grpo.py").read_text()
-    lines = text.splitlines()
-    assert len(lines) <= 300
-    assert max(map(len, lines)) <= 100
-    modules = {name.split(".")[0] for node in ast.walk(ast.parse(text)) for name in imported(node)}
+    assert len(text.splitlines()) <= 300
+    modules = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.M))
     assert modules - sys.stdlib_module_names == {"torch", "transformers", "vllm"}
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")]:  # not .venv
-        imports_it = re.search(r"^\s*(from|import) grpo\b", path.read_text(), re.MULTILINE)
-        assert not imports_it or path.parent.name == "tests", path
-
-
-def imported(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [node.module] if isinstance(node, ast.ImportFrom) else []
-
-
-def test_every_file_that_the_page_names_exists():
-    named = re.findall(r"[\w/]+\.py", ast.get_docstring(ast.parse((ROOT / "grpo.py").read_text())))
-    assert len(set(named)) >= 3
-    for name in named:
-        assert (ROOT / name).is_file(), f"grpo.py names {name}"
+    named = set(re.findall(r"[\w/]+\.py", ast.get_docstring(ast.parse(text))))
+    assert len(named) >= 3
+    assert all((ROOT / name).is_file() for name in named)

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
-    ABORT,
-    KEEP,
-    RECOMPUTE,
     command,
     mismatch,
     mismatch_of,
@@ -31,6 +28,8 @@ from rl import Policy
 from tasks import Problem, Task, exact_match
 from train import Run
 
+KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
+RECOMPUTE = replace(ABORT, inflight_otherwise="recompute")
 # Lengths differ as in practice: one token in eight of a flat distribution ends the response.
 LONG_TAIL = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=tuple(range(2, 12)))
 ENDLESS = Sampling(temperature=1.0, max_new_tokens=100)

@@ -1,11 +1,10 @@
 """Who may import what: the table of layers, which leaves no room for a circle."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
     "grpo": "", "objectives": "", "records": "", "config": "objectives", "models": "records", "tasks": "models records",

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import DEVICES, PROMPTS, SEEDS, by_the_book, command, move, qwen2, rows, started, train_here
+from helpers import DEVICES, PROMPTS, SEEDS, built, by_the_book, command, cut_of, move, qwen2, rows, started, train_here
 
-from config import Config, GrpoConfig, ParityFlags
+from config import ParityFlags
 from engine_adapter import Engine, Rollout, Sampling
 from extras.masks import KeptTokens, collect_kept_sets, masked_logits
 from extras.reference import ReferenceEngine
 from objectives import mismatch_metrics
-from rl import Optimizer, Policy, frozen_logprobs, frozen_measures, make_batch, update
-from train import answer_held_out, build, find_checkpoint, load_policy, prepare, start_engine
+from rl import Policy, frozen_measures, make_batch
+from train import answer_held_out, prepare
 
 MASKS = [dict(top_p=0.9), dict(top_k=5), dict(top_k=5, top_p=0.9), dict(min_p=0.05),
          dict(min_p=0.02, top_k=20, top_p=0.95)]  # fmt: skip
@@ -26,8 +26,8 @@ def sampled(engine: Engine, max_kept: int = 96, **mask) -> list[Rollout]:
 def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str, float], dict[str, float]]:
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, policy.device)
-    cut = batch.cut(torch.ones(len(rollouts), dtype=torch.bool), 1, 100)
-    values = frozen_measures(policy.but(support=KeptTokens(Sampling(1.3, 12, **mask))), batch, cut, 1.3)
+    policy = policy.but(support=KeptTokens(Sampling(1.3, 12, **mask)))
+    values = frozen_measures(policy, batch, cut_of(batch, 1, 100), 1.3)
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
     return mismatch_metrics(values["logprobs"], batch.behavior_logprobs, batch.mask), means
 
@@ -140,9 +140,6 @@ def test_rows_of_a_batch_take_their_kept_sets_along():
         masked = torch.cat([restrict(torch.zeros(1, 10), slice(i, i + 1)) for i in range(len(sets))])
         assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked] == list(map(set, sets))
         assert torch.equal(masked, restrict(torch.zeros(len(sets), 10), slice(None)))
-    untrained = make_batch([replace(b, trained=[True, False, True])])
-    masked = support.restriction(untrained, untrained.mask > 0)(torch.zeros(2, 10), slice(None))
-    assert masked.isfinite().nonzero().tolist() == [[0, 4], [1, 2], [1, 9]]
     fewer = make_batch([replace(a, kept=a.kept[:1])])
     with pytest.raises(AssertionError, match="kept"):
         support.restriction(fewer, fewer.mask > 0)
@@ -163,26 +160,6 @@ def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds()
     assert means["entropy"] == pytest.approx(-(logprobs.exp() * logprobs).sum().item(), abs=1e-5)
 
 
-def test_the_update_does_not_depend_on_micro_batches_and_lowers_the_loss_over_the_kept_sets():
-    draw, gradients = torch.Generator().manual_seed(0), []
-    rollouts = [with_kept([3 + index, 4], [[int(token), *range(90, 90 + index)]  # of 1 to 4 ids
-                                           for token in torch.randint(3, 90, (length,), generator=draw)])
-                for index, length in enumerate((4, 2, 6, 1))]  # fmt: skip
-    for micro_batch_tokens in (1, 12, 1000):
-        policy = Policy(qwen2(tied=False), chunk_elements=96 * 3, support=KeptTokens(Sampling(1.3, 8)))
-        options = GrpoConfig(temperature=1.3, num_minibatches=1)
-        batch = replace(make_batch(rollouts), advantages=torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]))
-        cut = batch.cut(torch.ones(4, dtype=torch.bool), 1, micro_batch_tokens)
-        batch = replace(batch, old_logprobs=frozen_logprobs(policy, batch, cut, 1.3))
-        optimizer = Optimizer(policy.model, 0.0)
-        metrics, later = (update(policy, optimizer, batch, cut, options, lr=1e-3) for _ in range(2))
-        gradients.append(metrics["grad_norm"])
-        assert metrics["loss"] == pytest.approx(-(4 * 1.0 - 2 * 1.0 + 6 * 0.5 - 1 * 0.5) / 13)  # ratios of 1
-        assert later["loss"] < metrics["loss"] - 0.05
-    assert gradients == pytest.approx(gradients[:1] * 3, rel=1e-4)
-    assert batch.old_logprobs[0].abs().max() == 0  # the only kept token has probability 1
-
-
 # ------------------------------------------------------------------------------------------------ runs
 @pytest.mark.engine
 def test_a_run_with_a_mask_and_groups_in_flight_is_at_parity(good, tmp_path):
@@ -195,16 +172,11 @@ def test_a_run_with_a_mask_and_groups_in_flight_is_at_parity(good, tmp_path):
 
 
 def test_an_evaluation_samples_under_the_mask_and_returns_no_kept_sets(good, tmp_path):
-    config = Config.of(model=str(good / "model"), task=str(good / "task.jsonl"), out=str(tmp_path / "0"),
-                       num_prompts=4, top_k=7, top_p=0.5, engine="transformers")  # fmt: skip
-    run = prepare(config)
-    assert (run.sampling.top_k, run.sampling.top_p, run.sampling.max_kept) == (7, 0.5, 24)
-    assert prepare(config.but(max_kept=9)).sampling == replace(run.sampling, max_kept=9)
     likeliest = []
     for top_p in (0.99, 0.001):
-        run = prepare(config.but(out=str(tmp_path / f"{top_p}"), temperature=1.5, top_p=top_p))
-        policy = load_policy(run)
-        state, _ = build(run, policy, start_engine(run, policy), find_checkpoint(run))
+        run, state, _ = built(good, tmp_path / f"{top_p}", temperature=1.5, top_k=7, top_p=top_p)
+        assert (run.sampling.top_k, run.sampling.top_p, run.sampling.max_kept) == (7, top_p, 24)
+        assert prepare(run.config.but(max_kept=9, out=str(tmp_path))).sampling == replace(run.sampling, max_kept=9)
         greedy, drawn = (answer_held_out(run, state.source, 1, "greedy", 1, temperature)[0]
                          for temperature in (0.0, 1.5))  # fmt: skip
         assert not any(rollout.kept for rollout in greedy + drawn)

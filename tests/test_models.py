@@ -1,21 +1,20 @@
 """Tokenizers, prompts and the model of a toy."""
 
 import json
-import subprocess
-import sys
+from multiprocessing import get_context
 
 import pytest
 import torch
-from helpers import ROOT, prompt_ids
+from helpers import ROOT, forked, prompt_ids
 from torch.nn.utils.rnn import pad_sequence
 
-from examples.toys import EOS, TOYS, digits, teach, toy_config, toy_tokenizer
-from models import describe_model, load_tokenizer
+from examples.toys import EOS, TOYS, addition, digits, teach, toy_config, toy_model, toy_tokenizer
+from models import describe_model, load_model, load_tokenizer
 from tasks import Problem
 
 
 def test_the_model_for_digits_starts_with_the_wrong_habit_unsure_and_with_offset_logits():
-    model = teach(TOYS["digits"]._replace(steps=90), toy_config("digits"), seed=0)  # of 120
+    model = load_model(str(toy_model(str(ROOT / ".cache"), 0, "digits")), torch.float32)
     task, tokenizer = digits(0), toy_tokenizer()
     answers = [tokenizer(p.answer, add_special_tokens=False)["input_ids"] for p in task.held_out]
     rows = [torch.tensor(prompt_ids(tokenizer, p) + ids) for p, ids in zip(task.held_out, answers, strict=True)]
@@ -37,25 +36,21 @@ def test_the_seed_alone_decides_what_a_toy_is_taught():
     assert not any(map(torch.equal, first[:3], other[:3]))
 
 
-TEACHING = """
-import sys
-from examples import toys
-def pool(seed):
-    print("teaching", flush=True)
-    return toys.addition(seed).train
-toys.TOYS["toy"] = toys.TOYS["toy"]._replace(pool=pool, steps=int(sys.argv[2]))
-toys.toy_model(sys.argv[1], 0)
-"""
+def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path, monkeypatch):
+    begun = get_context("fork").Event()
 
+    def pool(seed: int) -> list[Problem]:
+        begun.set()
+        return addition(seed).train
 
-def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path):
     for steps, left in ((10**9, 0), (1, 1)):
-        words = [sys.executable, "-c", TEACHING, str(tmp_path), str(steps)]
-        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE)
-        assert process.stdout.readline() == b"teaching\n"
+        monkeypatch.setitem(TOYS, "toy", TOYS["toy"]._replace(pool=pool, steps=steps))
+        begun.clear()
+        process = forked(toy_model, str(tmp_path), 0)
+        assert begun.wait(60)
         if steps > 1:
             process.kill()
-        process.communicate(timeout=300)
+        process.join()
         assert len(list(tmp_path.glob("*"))) == left
     assert describe_model(str(next(tmp_path.glob("toy-*"))))[2] == (EOS,)
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
-
-PAGE = Path(__file__).parents[1] / "docs" / "one-step.md"
+from helpers import ROOT
 
 
 def tables_of_the_page() -> list[list[tuple]]:
-    lines = PAGE.read_text().splitlines()
+    lines = (ROOT / "docs" / "one-step.md").read_text().splitlines()
     found = [list(group) for is_table, group in groupby(lines, lambda line: line.startswith("|")) if is_table]
     cells = [[[cell.strip() for cell in line.strip("|").split("|")] for line in table] for table in found]
     return [[tuple(map(value, row)) for row in table[2:]] for table in cells]  # without their heads

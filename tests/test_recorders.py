@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import qwen2
+from helpers import qwen2, run_script
 
 from examples.record_trl import TraceRecorder
 from probe.diagnose import diagnose
@@ -34,7 +34,7 @@ def test_the_worked_example_of_the_trace_format_is_parity(tmp_path):
     for name, text in (("plain", code), ("raw", code.replace("scores", "logits"))):
         script = tmp_path / f"{name}.py"
         script.write_text(text)
-        subprocess.run([sys.executable, script, MODEL, tmp_path / f"{name}.npz"], check=True)
+        run_script(str(script), MODEL, tmp_path / f"{name}.npz")
     assert verdict_of(tmp_path / "plain.npz").status == "parity"
     assert verdict_of(tmp_path / "raw.npz").blamed == "semantics: raw log-probabilities"
 

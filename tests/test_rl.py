@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import DEVICES, qwen2
+from helpers import DEVICES, cut_of, qwen2
 
 from config import Config, GrpoConfig
 from engine_adapter import Rollout, Sampling
@@ -37,11 +37,6 @@ def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> 
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randint(3, vocabulary, (n,), generator=generator).tolist()  # noqa: E731
     return [Rollout(draw(p), 0, draw(r), [-0.1 * (i + 1) for i in range(r)], [1] * r, "stop") for p, r in lengths]
-
-
-def cut_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: int = 4096, has_signal=None):
-    has_signal = torch.ones(len(batch.mask)) if has_signal is None else torch.tensor(has_signal)
-    return batch.cut(has_signal != 0, num_minibatches, micro_batch_tokens)
 
 
 def plain_logits(model, rollout: Rollout) -> torch.Tensor:
@@ -129,10 +124,12 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
     assert torch.equal(measured["logprobs"], frozen_logprobs(policy, fewer, cut_of(fewer, 1, 7), 0.7))
 
 
-@pytest.mark.parametrize("softcap, scale, rows, masked", [
-    (None, 1.0, 7, False), (None, 1.4, 64, True), (3.0, 0.6, 1, True), (3.0, 0.6, 7, False),
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("softcap, scale, rows, masked, dtype", [
+    (None, 1.0, 7, False, torch.bfloat16), (None, 1.4, 64, True, torch.float32), (3.0, 0.6, 1, True, torch.float32),
+    (3.0, 0.6, 7, False, torch.float32),
 ])  # fmt: skip
-def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, masked):
+def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, masked, dtype, device):
     """With kept sets of 1 to 64 ids; one of them has a probability of about exp(-60)."""
     torch.manual_seed(0)
     hidden, targets, loss_weights = torch.randn(64, 48), torch.randint(500, (64,)), torch.randn(64)
@@ -144,7 +141,9 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     hidden[3] = -60 / row.square().sum() * row
     kept = [ids.int().numpy() for ids in sets]
     restrict = lambda logits, part: mask_outside(logits, kept[part]) if masked else logits  # noqa: E731
-    ours = [hidden.clone().requires_grad_(), policy.head.weight, policy.head.bias]
+    policy.head.to(device, dtype)
+    targets, loss_weights = targets.to(device), loss_weights.to(device)
+    ours = [hidden.to(device, dtype).requires_grad_(), policy.head.weight, policy.head.bias]
     exact = [each.detach().double().requires_grad_() for each in ours]
     logprobs = TargetLogprobs.apply(*ours, targets, restrict, policy.projection(0.7))
     loss = (logprobs * loss_weights).sum()
@@ -159,7 +158,7 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     relative = lambda value, truth: ((value.double() - truth).norm() / truth.norm()).item()  # noqa: E731
     assert relative(loss.detach(), exact_loss.detach()) < 1e-6
     for value, truth in zip(ours, exact, strict=True):
-        assert relative(value.grad, truth.grad) < 1e-6
+        assert relative(value.grad, truth.grad) < (1e-6 if dtype == torch.float32 else 2**-8)  # they are stored in it
 
 
 def test_a_chunk_of_the_head_takes_at_most_a_64th_of_a_gpus_memory_and_1_gib():
@@ -167,24 +166,6 @@ def test_a_chunk_of_the_head_takes_at_most_a_64th_of_a_gpus_memory_and_1_gib():
         assert head_chunk(gib) == 2**power
         if 25 < power < 28:  # the next larger chunk would take more
             assert 4 * 2**power <= gib * 2**30 / 64 < 8 * 2**power
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_each_distinct_prompt_of_a_micro_batch_is_computed_once(device):
-    """The body sees 2 prompts instead of 4, and the responses without their last tokens. A masked row changes nothing.
-    """
-    plain, rows, seen = qwen2(tied=True), rollouts([(5, length) for length in (4, 2, 6, 1)]), []
-    rows[1].prompt_ids = rows[0].prompt_ids
-    rows[2].prompt_ids = rows[3].prompt_ids = rows[2].prompt_ids[:3]  # shorter than the others: padded
-    policy, batch = Policy(copy.deepcopy(plain).to(device)), make_batch(rows, device)
-    policy.model.model.embed_tokens.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape))
-    for keep in ([True] * 4, [True, True, False, True]):
-        logprobs = policy.logprobs(batch.only(keep), 0.7).cpu().double()
-        for row, rollout in enumerate(rows):
-            own = logprobs[row, len(rollout.prompt_ids) - 1 :][: len(rollout.token_ids)]
-            expected = plain_logprobs(plain, rollout, 0.7) * keep[row]
-            torch.testing.assert_close(own, expected, atol=2e-5 if device == "cpu" else 1e-3, rtol=0)
-    assert seen == [(2, 5), (4, 5)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -4,11 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-SETUP = Path(__file__).parents[1] / "setup.sh"
 SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA {}     |"
 PYTHON = """#!/bin/sh
 case "$2" in
@@ -29,22 +28,22 @@ esac
 def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sentence(
     tmp_path, cuda, compiler, headers, said
 ):
-    def program(name: str, text: str) -> None:
+    def write(name: str, text: str) -> None:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
     for name in ("sh", "uname", "sed"):
         (tmp_path / name).symlink_to(shutil.which(name))
-    program("python", PYTHON.format(python=sys.executable))
+    write("python", PYTHON.format(python=sys.executable))
     if headers:
         (tmp_path / "Python.h").write_text("")
     if compiler:
-        program(compiler, "#!/bin/sh\n")
+        write(compiler, "#!/bin/sh\n")
     if cuda:
-        program("nvidia-smi", f"#!/bin/sh\necho '{SMI.format(cuda)}'\n")
+        write("nvidia-smi", f"#!/bin/sh\necho '{SMI.format(cuda)}'\n")
     environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": str(tmp_path)}
-    result = subprocess.run(["sh", str(SETUP), "python"], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                            check=False)  # fmt: skip
+    program = ["sh", str(ROOT / "setup.sh"), "python"]
+    result = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     (sentence,) = result.stderr.splitlines()
     assert said in sentence
     assert result.returncode == (9 if said == "ENOUGH" else 1)

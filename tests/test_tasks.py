@@ -59,11 +59,11 @@ def test_exact_match():
 
 @pytest.mark.parametrize("answer, response, reward", [
     ("1200", "So she has $1,200.00 left.", 1), ("6 * 7 = 42\n#### 42", "6 times 7 is 42", 1),
-    ("42", "first 42, then 43", 0), ("-3", "the result is -3.", 1), ("0.5", "0.50", 1), ("1e-05", "that is 0.00001", 1),
-    ("0.5", "about .5", 1), ("12", "pages 10-12", 1), ("-2", "x = -2", 1), ("2", "7-5=2", 1), ("42", "no idea", 0),
-    ("42", "", 0), ("1", "9e-99999999999999999999", 0),  # too large an exponent for decimal
+    ("42", "first 42, then 43", 0), ("1e-05", "that is 0.00001", 1), ("42", "", 0),
+    ("1", "9e-99999999999999999999", 0),  # too large an exponent for decimal
 ])  # fmt: skip
 def test_numeric_match_compares_last_numbers(answer, response, reward):
+    """test_grpo.py has more forms of a number."""
     assert numeric_match(Problem("?", answer, ""), response) == reward
 
 

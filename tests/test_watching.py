@@ -1,28 +1,23 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left, TensorBoard."""
 
-import json
 import sys
 from importlib.util import find_spec
 from io import TextIOWrapper
 
 import pytest
+from helpers import built, rows
 
 from config import Config
 from records import answer_line, log_line
-from train import build, find_checkpoint, load_policy, prepare, start_engine, train
+from train import prepare, train
 
-TINY = dict(num_prompts=4, group_size=2, eval_problems=4, engine="transformers", reward_errors="count",
-            max_new_tokens=6, eval_every=2)  # fmt: skip
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 
 
 def watched(good, out, watch, **options) -> None:
     """A run of a small model that calls `watch` with each row, after its own watchers."""
-    model, task = str(good / "model"), str(good / "task.jsonl")
-    run = prepare(Config.of(out=str(out), model=model, task=task, **TINY | options))
-    run.out.mkdir(parents=True, exist_ok=True)
-    policy, checkpoint = load_policy(run), find_checkpoint(run)
-    state, first_step = build(run, policy, start_engine(run, policy), checkpoint)
+    run, state, first_step = built(good, out, eval_problems=4, reward_errors="count", max_new_tokens=6, eval_every=2,
+                                   **options)  # fmt: skip
     state.watchers.append(watch)
     train(run, state, first_step)
 
@@ -30,18 +25,17 @@ def watched(good, out, watch, **options) -> None:
 def test_curves_are_drawn_at_each_evaluation_and_the_time_left_ends_at_zero(good, tmp_path, capsys):
     seen, picture = [], tmp_path / "run" / "curves.png"
     watched(good, tmp_path / "run", lambda row: seen.append((row, picture.exists() and picture.read_bytes())), steps=5)
-    rows, pictures = zip(*seen, strict=True)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    watched_rows, pictures = zip(*seen, strict=True)
+    assert [row["step"] for row in watched_rows] == [0, 1, 2, 3, 4, 5]
     assert pictures[:2] == (False, False)
     assert pictures[2] == pictures[3]
     assert len({*pictures[2:]}) == 3  # of the steps 2, 4 and 5
-    left = [row["left_s"] for row in rows[1:]]
-    assert left[0] > rows[1]["step_s"] * 3  # four steps are left, and none takes no time
+    left = [row["left_s"] for row in watched_rows[1:]]
+    assert left[0] > watched_rows[1]["step_s"] * 3  # four steps are left, and none takes no time
     assert left[-1] == 0.0
-    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert written == list(rows)
+    assert rows(tmp_path / "run") == list(watched_rows)
     printed = capsys.readouterr().out.splitlines()
-    answers = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    answers = rows(tmp_path / "run", "samples")
     first = [row for row in answers if row["mode"] == "greedy"][::4]  # of four evaluations: steps 0, 2, 4, 5
     assert [line for line in printed if line.startswith("    ")] == [*map(answer_line, first)]
 
@@ -71,14 +65,14 @@ def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    out, rows = tmp_path / "run", []
+    out, seen = tmp_path / "run", []
     options = dict(steps=4, checkpoint_every=2, tensorboard=True)
-    watched(good, out, rows.append, **options)
+    watched(good, out, seen.append, **options)
     max((out / "checkpoints").iterdir(), key=lambda path: path.name).unlink()
-    watched(good, out, rows.append, **options, resume=True)
+    watched(good, out, seen.append, **options, resume=True)
     events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    final = {row["step"]: row for row in rows}  # steps 3 and 4: of the resumed run
-    assert len(rows) == 7
+    final = {row["step"]: row for row in seen}  # steps 3 and 4: of the resumed run
+    assert len(seen) == 7
     for name in ("reward", "left_s", "eval_reward"):
         shown = {each.step: each.value for each in events.Scalars(name)}
         expected = {step: row[name] for step, row in final.items() if row.get(name) is not None}
@@ -86,7 +80,7 @@ def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
         assert len(events.Scalars(name)) == len(shown)  # the first run's steps after the checkpoint are hidden
     texts = events.Tensors("answers/text_summary")
     answers = {each.step: make_ndarray(each.tensor_proto).item().decode() for each in texts}
-    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    samples = rows(out, "samples")
     assert set(answers) == {0, 2, 4}
     for step, text in answers.items():
         greedy = [row for row in samples if row["step"] == step and row["mode"] == "greedy"]

@@ -111,8 +111,8 @@ def diagnose(
 
     `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter
     name. `trainer` is the distribution that the trainer scores: all sampling parameters, or the
-    temperature alone (train.py without sampling_mask). `observed` are causes that are already known.
-    The policy's weights do not change.
+    temperature alone (train.py without sampling_mask). `observed` are causes already known. The
+    policy's weights do not change.
 
     Raises: ValueError if a token is outside the vocabulary, the trainer's own values are not finite
     or all reported values are 0.

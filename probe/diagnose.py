@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -105,7 +104,7 @@ class Verdict:
 @torch.no_grad()
 def diagnose(
     policy: Policy, trace: Trace, earlier: list[Weights] | None = None, version: int | None = None,
-    trainer: Literal["processed", "temperature"] = "processed", observed: Sequence[Cause] = (),
+    trainer: Literal["processed", "temperature"] = "processed", observed: list[Cause] | None = None,
 ) -> Verdict:
     """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
 
@@ -132,7 +131,7 @@ def diagnose(
         "not finite": sorted(set(probe.replay.rows[probe.reported.isnan()].tolist())),
         "not finite in the trainer": [row for row, values in enumerate(trace.trainer_logprobs)
                                       if not all(map(math.isfinite, values))]}
-    named = [*observed, *(_causes(probe, best) if best.fits else [])]
+    named = (observed or []) + (_causes(probe, best) if best.fits else [])
     named += [causes.NOT_FINITE] * bool(requests["not finite"])
     named += [causes.TRAINER_NOT_FINITE] * bool(requests["not finite in the trainer"])
     return Verdict(probe, named, requests, found, logprobs, by_token(probe, logprobs))
@@ -235,7 +234,7 @@ def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
     if clip_high >= NARROW_CLIP:
         values["backend_clip_rate"] = metrics["backend_clip_rate"]
     values["backend_ratio_error"] = abs(1 - metrics["backend_ratio_mean"])
-    if not metrics["staleness_max"]:  # old weights have routed otherwise too
+    if not metrics.get("staleness_max"):  # old weights have routed otherwise too
         values["router_noise"] = metrics.get("router_noise", 0.0)
     return [name for name, value in values.items() if not value <= ALARMS[name]]
 

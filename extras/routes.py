@@ -147,13 +147,14 @@ class RoutedPolicy(Policy):
 
     @torch.no_grad()
     def measure(self, batch: Batch, temperature: float) -> dict[str, Tensor]:
-        """As `Policy.measure`, with two figures of the whole batch on each of its tokens.
+        """As `Policy.measure`, with figures of the whole batch on each of its tokens.
 
         `routed_otherwise`: the share of the responses' tokens and layers for which the engine chose
         another set of k of E experts. `router_noise`: the noise of Gaussian router logits that
         gives this share, in their standard deviations: share sqrt(pi) / (E phi(z)), with
         P(x > z) = k / (E + 1). E phi(z) is the density of logits at the threshold, so models can be
-        compared. Both are of the last forward pass. A response's last token is never an input.
+        compared. With replay only: without it a token that was routed otherwise arrives changed at
+        the next layer. Both are of the last forward pass; a response's last token is no input.
         """
         measured, routes = super().measure(batch, temperature), routes_of(batch)
         if routes is None or not self.known or batch.lengths.equal(batch.prompt_lengths):
@@ -167,10 +168,12 @@ class RoutedPolicy(Policy):
             response = columns[: own.shape[1]] < batch.lengths[:, None] - starts
         other = (own[response].sort().values != theirs.sort().values).any(dim=-1)  # (N, layers)
         share = other.float().mean() * (batch.mask > 0)
-        normal, experts = NormalDist(), self.routers[0].experts
-        density = experts * normal.pdf(normal.inv_cdf(own.shape[-1] / (experts + 1)))
-        noise = share * torch.pi**0.5 / density
-        return measured | {"routed_otherwise": share, "router_noise": noise}
+        measured["routed_otherwise"] = share
+        if self.body == self.replayed:
+            normal, experts = NormalDist(), self.routers[0].experts
+            density = experts * normal.pdf(normal.inv_cdf(own.shape[-1] / (experts + 1)))
+            measured["router_noise"] = share * torch.pi**0.5 / density
+        return measured
 
     def agrees(self, batch: Batch) -> Tensor:
         """Of the trainer's own choice: `eval_agree` shows what replay hides."""

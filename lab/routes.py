@@ -60,7 +60,7 @@ def measure(kind: str, experts: int, chosen: int, dtype: str) -> dict[str, Any]:
             for name in row:
                 size = row[name][on].abs()
                 row[name] = [size.mean().item(), size.quantile(0.999).item(), size.max().item()]
-            for name in ("routed_otherwise", "router_noise"):
+            for name in sorted(measured.keys() - {"logprobs", "entropy"}):
                 row[name] = measured[name][on].mean().item()
     engine.close()
     return found

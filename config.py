@@ -94,6 +94,9 @@ class GrpoConfig:
     reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's usual.
     reject_high: float | None = None  # Largest ratio, or divergence, that is kept; the same.
     reject_mean: Literal["all", "kept"] | None = None  # Tokens that the loss's mean counts; same.
+    # Mixtures of experts in 16 bits, a correction too: the trainer sends each token to the experts
+    # that the engine has chosen (R3). It hides a broken router: see routed_otherwise.
+    replay_routes: bool = False
     # Allow them although a fix is off: only to study how a correction hides a broken backend.
     tis_over_a_broken_backend: bool = False
     mask_truncated: bool = False  # No loss for responses cut off; they stay in the baseline (DAPO).
@@ -310,10 +313,17 @@ class Config:
     def __post_init__(self):
         off, grpo, backend = self.parity.off(), self.grpo, self.backend
         # Fix the backend first, then correct the remaining mismatch.
-        if grpo.corrections and off and not grpo.tis_over_a_broken_backend:
-            raise ValueError("tis and reject must be off while a fix is off (a correction hides the"
-                             f" broken backend), got {grpo.corrections} without {', '.join(off)};"
-                             " to study that, --tis-over-a-broken-backend")
+        used = grpo.corrections or grpo.replay_routes * "replay_routes"
+        if used and off and not grpo.tis_over_a_broken_backend:
+            raise ValueError("tis, reject and replay_routes must be off while a fix is off (a"
+                             f" correction hides the broken backend), got {used} without"
+                             f" {', '.join(off)}; to study that, --tis-over-a-broken-backend")
+        cached = backend.prefix_cache != "off" or "explicit_runtime" in off
+        if grpo.replay_routes and (backend.engine != "vllm" or cached):
+            raise ValueError("replay_routes must be off with --engine shared or transformers (one"
+                             " model, one choice), and with V1's async scheduling or a prefix cache"
+                             " (the choice for a cached prompt is not reported); try --engine vllm,"
+                             " --prefix-cache off and --parity.explicit-runtime")
         of_vllm = sorted(set(off) - {"sampling_mask"})
         if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
             of_vllm.remove("fp32_head")

@@ -111,6 +111,8 @@ class Rollout:
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
     sampling: Sampling | None = None  # None in a trace that was read from a file
     kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
+    # By input, those of the prompt too: the experts (layers, k) that the engine has chosen.
+    routes: list[numpy.ndarray] = field(default_factory=list)
     # By token: whether it has a loss. Empty: all have one. An environment's words have none.
     trained: list[bool] = field(default_factory=list)
     reward: float | None = None  # the task's; None until it is scored
@@ -139,7 +141,8 @@ class Rollout:
 
     def restart(self) -> None:
         """Forget what has been sampled."""
-        self.token_ids, self.logprobs, self.versions, self.kept = [], [], [], []
+        self.token_ids, self.logprobs, self.versions = [], [], []
+        self.kept, self.routes = [], []
         self.finish_reason = self.prompt_version = None
 
 
@@ -499,12 +502,16 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
-            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
-            rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
-            self._collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
+            self._take(rollout, output)
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
+
+    def _take(self, rollout: Rollout, output: Any) -> None:
+        """Add the new tokens of a request, and what is computed beside them."""
+        ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
+        rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
+        self._collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
 
     # ------------------------------------------------------------------------------ sleep, wake
     def _require(self, call: str, *states: str) -> None:

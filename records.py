@@ -140,6 +140,7 @@ NAMED = {
         " | NO SIGNAL in {skipped_updates} minibatch(es): flat, masked or rejected rows, no step",
     "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): scale halved",
     "rejected_frac": " | {rejected_frac:.1%} of tokens rejected by {reject}",
+    "routed_otherwise": " | {routed_otherwise:.2%} routed otherwise",
     "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
     "reward_errors": " | {reward_errors} rewards FAILED, counted as 0",
 }

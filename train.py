@@ -329,6 +329,9 @@ def prepare(config: Config) -> Run:
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
+    if config.grpo.replay_routes and torch.cuda.is_available():
+        raise ValueError("replay_routes must be off on a GPU (vLLM's own report of its routes is"
+                         " written for, but no GPU has run it)")
     if config.measure.tensorboard and find_spec("tensorboard") is None:
         raise ValueError("tensorboard needs the package of this name, which is not installed; try"
                          " `pip install tensorboard`")
@@ -407,6 +410,15 @@ def name_idle_switches(config: Config, longest_prompt: int) -> None:
               flush=True)
     if not config.parity.fp32_head and config.run.dtype == "float32":
         print(f"fp32_head {without} the model's dtype is float32; try --dtype bfloat16", flush=True)
+    if config.grpo.replay_routes and config.run.dtype == "float32":
+        print("replay_routes is on WITHOUT EFFECT: in float32 no token is routed otherwise; try"
+              " --dtype bfloat16", flush=True)
+
+
+def is_routed(run: Run, model: Any) -> bool:
+    """Whether the engine's choice of experts is recorded: of any mixture in vLLM on a CPU."""
+    is_mixture = hasattr(model.config, "num_experts_per_tok") and not torch.cuda.is_available()
+    return run.config.grpo.replay_routes or (is_mixture and run.config.backend.engine == "vllm")
 
 
 def load_policy(run: Run) -> Policy:
@@ -423,7 +435,12 @@ def load_policy(run: Run) -> Policy:
             from extras.checkpointing import checkpoint_layers
 
             checkpoint_layers(model)
-        return Policy(model, config.parity.trainer_fp32_head, support=support)
+        make_policy = Policy
+        if is_routed(run, model):
+            from extras.routes import RoutedPolicy
+
+            make_policy = partial(RoutedPolicy, replay=config.grpo.replay_routes)
+        return make_policy(model, config.parity.trainer_fp32_head, support=support)
 
 
 def start_engine(run: Run, policy: Policy) -> Engine:
@@ -447,8 +464,11 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         from extras.shared_engine import SharedEngine
 
         return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
+    make_engine = Engine
+    if is_routed(run, policy.model):
+        from extras.routes import RoutedEngine as make_engine
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    return Engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
+    return make_engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
 
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:

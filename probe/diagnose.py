@@ -114,13 +114,14 @@ class Verdict:
 @torch.no_grad()
 def diagnose(
     policy: Policy, trace: Trace, earlier: list[Weights] | None = None, version: int | None = None,
-    trainer: Literal["processed", "temperature"] = "processed",
+    trainer: Literal["processed", "temperature"] = "processed", observed: list[Cause] | None = None,
 ) -> Verdict:
     """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
 
     `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter
     name. `trainer` is the distribution that the trainer scores: all sampling parameters, or the
-    temperature alone (train.py without sampling_mask). The policy's weights do not change.
+    temperature alone (train.py without sampling_mask). `observed` are causes already known. The
+    policy's weights do not change.
 
     Raises: ValueError if a token is outside the vocabulary, the trainer's own values are not finite
     or all reported values are 0.
@@ -140,7 +141,7 @@ def diagnose(
         "not finite": sorted(set(probe.replay.rows[probe.reported.isnan()].tolist())),
         "not finite in the trainer": [row for row, values in enumerate(trace.trainer_logprobs)
                                       if not all(map(math.isfinite, values))]}
-    named = _causes(probe, best) if best.fits else []
+    named = (observed or []) + (_causes(probe, best) if best.fits else [])
     named += [causes.NOT_FINITE] * bool(requests["not finite"])
     named += [causes.TRAINER_NOT_FINITE] * bool(requests["not finite in the trainer"])
     return Verdict(probe, named, requests, found, logprobs)
@@ -193,6 +194,8 @@ ALARMS = {
     # Of clean runs in bfloat16 the largest are 0.0016 and 0.0004 (docs/probe.md).
     "backend_clip_rate": 0.005,
     "backend_ratio_error": 0.005,
+    # With --replay-routes: clean mixtures have 0.007, with 2 % of noise in the routers 0.02.
+    "router_noise": 0.0125,
 }
 NARROW_CLIP = 0.1  # bounds below it, such as GSPO's 4e-4, are left by the rounding of 16 bits alone
 
@@ -206,6 +209,8 @@ def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
     if clip_high >= NARROW_CLIP:
         values["backend_clip_rate"] = metrics["backend_clip_rate"]
     values["backend_ratio_error"] = abs(1 - metrics["backend_ratio_mean"])
+    if not metrics.get("staleness_max"):  # old weights have routed otherwise too
+        values["router_noise"] = metrics.get("router_noise", 0.0)
     return [name for name, value in values.items() if not value <= ALARMS[name]]
 
 
@@ -260,7 +265,11 @@ class StepProbe:
         scored = "processed" if run.sampling.max_kept else "temperature"
         weights, *earlier = self.weights
         with self.policy.using(weights):
-            verdict = diagnose(self.policy, trace, earlier, rollouts[0].versions[0], scored)
+            observed = []
+            if "router_noise" in alarms(step.metrics, NARROW_CLIP):
+                observed = [causes.ROUTER.of(step.metrics["routed_otherwise"])]
+            version = rollouts[0].versions[0]
+            verdict = diagnose(self.policy, trace, earlier, version, scored, observed)
         path = run.out / "probe" / f"step_{number:06d}"
         path.parent.mkdir(parents=True, exist_ok=True)
         save_trace(f"{path}.npz", trace)
@@ -271,7 +280,10 @@ class StepProbe:
 
 
 def _sampled_part(rollout: Rollout) -> Rollout:
-    """The response up to the first word of an environment, which the engine did not sample."""
+    """The response up to the first word of an environment, which the engine did not sample.
+
+    Without its routes: what replay hides is probed too.
+    """
     end = rollout.trained.index(False) if False in rollout.trained else None
     return replace(rollout, token_ids=rollout.token_ids[:end], logprobs=rollout.logprobs[:end],
-                   versions=rollout.versions[:end], trained=[])
+                   versions=rollout.versions[:end], trained=[], routes=[])

@@ -1,0 +1,180 @@
+"""`--replay-routes`: the trainer sends each token to the experts that the engine has chosen (R3).
+
+The weights of these experts are the trainer's own, with gradient. Without the option the engine's
+choice is recorded as well, and the share of tokens that the trainer sends elsewhere is measured:
+docs/fixes.md has the reasons. Source: Ma et al. 2025, arXiv 2510.11370.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from statistics import NormalDist
+from typing import Any
+
+import numpy
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
+
+from engine_adapter import Engine, Rollout
+from rl import Batch, Policy, plain_body, usual_body
+
+UNKNOWN = -1  # of a token that the engine has not computed, and of padding
+
+
+# ---------------------------------------------------------------------------------- engine
+class RoutedEngine(Engine):
+    """An `Engine` whose rollouts have `routes`.
+
+    On a CPU a hook of vLLM's routers reports their choice. On a GPU runner V2 returns it, with a
+    prefix cache only. That way is written from vLLM's sources, NO GPU HAS RUN IT, and train.py
+    refuses it.
+    """
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        if self.on_gpu:
+            arguments["enable_return_routed_experts"] = True
+        super()._start(arguments)
+        routers = {module.layer_id: module.router for module in self.vllm_model.modules()
+                   if hasattr(getattr(module, "router", None), "set_capture_fn")}
+        self._chosen = dict.fromkeys(routers)  # in this step, by layer: (tokens, k)
+        if routers and not self.on_gpu:
+            for layer, router in routers.items():
+                router.set_capture_fn(partial(self._chosen.__setitem__, layer))
+            self.vllm_model.register_forward_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        """Called after each forward pass. A preempted request computes its first tokens again."""
+        rows = torch.stack([*self._chosen.values()], dim=1).short().numpy()  # (tokens, layers, k)
+        batch, starts = self.runner.input_batch, self.runner.query_start_loc.np
+        for index, name in enumerate(batch.req_ids):
+            if name not in self._requests:  # finished: async scheduling computes it once more
+                continue
+            computed = int(batch.num_computed_tokens_cpu[index])
+            routes = self._requests[name].routes
+            del routes[computed:]
+            cached = computed - len(routes)  # tokens of a prompt in the prefix cache
+            routes += [numpy.full_like(rows[0], UNKNOWN)] * cached
+            routes += [*rows[starts[index] : starts[index + 1]]]
+
+    def _take(self, rollout: Rollout, output: Any) -> None:
+        if self.on_gpu and output.routed_experts is not None:  # (new tokens, all layers, k)
+            rollout.routes += [*output.routed_experts[:, [*self._chosen]].astype(numpy.int16)]
+        super()._take(rollout, output)
+
+
+# ---------------------------------------------------------------------------------- trainer
+class Router(TorchFunctionMode):
+    """A router of a policy: while it runs, `topk` over its experts returns the policy's `routes`.
+
+    The values are the model's own, gathered, so no formula of an architecture is needed. Where the
+    routes are UNKNOWN, and without them, the choice is the router's `own`, (tokens, k).
+    """
+
+    own = None
+
+    def __init__(self, policy: "RoutedPolicy", module: torch.nn.Module):
+        super().__init__()
+        self.policy, self.experts = policy, len(module.weight)
+        # A hook that returns something would replace the module's input.
+        module.register_forward_pre_hook(lambda *_: self.__enter__() and None)
+        module.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self.experts:
+            return found  # such as a choice among groups of experts
+        self.own, given = found.indices, self.policy.routes.get(self)
+        if given is None:
+            return found
+        chosen = self.own.where(given < 0, given)
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+
+def routes_of(batch: Batch) -> Tensor | None:
+    """(B, T, layers, k), UNKNOWN where the engine has computed nothing; None: it has not at all."""
+    if not any(rollout.routes for rollout in batch.rollouts):
+        return None
+    known = [torch.from_numpy(numpy.stack(rollout.routes)).long() for rollout in batch.rollouts]
+    routes = pad_sequence(known, batch_first=True, padding_value=UNKNOWN)
+    return routes[:, : batch.inputs.shape[1]].to(batch.inputs.device)
+
+
+class RoutedPolicy(Policy):
+    """A mixture of experts that is compared with the engine's choice, or with `replay` follows it.
+
+    Replay computes each row whole: copies of a prompt can be routed differently.
+
+    Raises: ValueError with `replay` if a router does not choose with `topk`.
+    """
+
+    def __init__(self, model: torch.nn.Module, *options: Any, replay: bool = False, **parts: Any):
+        self.routes = {}  # by router: (tokens, k), while `following`
+        self.routers = [Router(self, module) for module in model.modules()
+                        if type(module).__name__.lower().endswith("topkrouter")]
+        super().__init__(model, *options, body=self.replayed if replay else None, **parts)
+        # The check of the head has run the model.
+        self.known = {router.own is not None for router in self.routers} == {True}
+        if replay:
+            if not self.known:
+                raise ValueError(f"replay_routes must be off with {type(model).__name__} (it has no"
+                                 " routers that choose experts with topk), got True")
+            self.own_body = self.body  # of the noise floor
+            if model.is_gradient_checkpointing:  # a layer is computed again with its routes
+                again = lambda: (nullcontext(), self.following(self.routes))  # noqa: E731
+                model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+
+    @contextmanager
+    def following(self, routes: dict) -> Iterator[None]:
+        self.routes = routes
+        try:
+            yield
+        finally:  # the recomputation of a layer ends with an exception
+            self.routes = {}
+
+    def replayed(self, policy: Policy, batch: Batch, response: Tensor) -> Tensor:
+        """`rl.plain_body` with the engine's routes: (B, T) bool -> (N, H)."""
+        routes, by_router = routes_of(batch), {}
+        if routes is not None:  # the canary has none
+            known = (routes[..., 0, 0] >= 0).sum(dim=1)
+            assert known.equal(batch.lengths), f"{known=} {batch.lengths=}"
+            by_layer = rearrange(routes, "b t layers k -> layers (b t) k")
+            by_router = dict(zip(self.routers, by_layer, strict=True))
+        with self.following(by_router):
+            return plain_body(policy, batch, response)
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, temperature: float) -> dict[str, Tensor]:
+        """As `Policy.measure`, with figures of the whole batch on each of its tokens.
+
+        `routed_otherwise`: the share of the responses' tokens and layers for which the engine chose
+        another set of k of E experts. `router_noise`: the noise of Gaussian router logits that
+        gives this share, in their standard deviations: share sqrt(pi) / (E phi(z)), with
+        P(x > z) = k / (E + 1). E phi(z) is the density of logits at the threshold, so models can be
+        compared. With replay only: without it a token that was routed otherwise arrives changed at
+        the next layer. Both are of the last forward pass; a response's last token is no input.
+        """
+        measured, routes = super().measure(batch, temperature), routes_of(batch)
+        if routes is None or not self.known or batch.lengths.equal(batch.prompt_lengths):
+            return measured
+        own = rearrange([router.own for router in self.routers],
+                        "layers (b w) k -> b w layers k", b=len(batch.inputs))
+        columns, starts = torch.arange(batch.inputs.shape[1]), batch.prompt_lengths[:, None]
+        response = (columns >= starts) & (columns < batch.lengths[:, None])  # (B, T), N of them
+        theirs = routes[response]  # (N, layers, k)
+        if own.shape[1] < len(columns):  # `prompts_once` has computed responses alone
+            response = columns[: own.shape[1]] < batch.lengths[:, None] - starts
+        other = (own[response].sort().values != theirs.sort().values).any(dim=-1)  # (N, layers)
+        share = other.float().mean() * (batch.mask > 0)
+        measured["routed_otherwise"] = share
+        if self.body == self.replayed:
+            normal, experts = NormalDist(), self.routers[0].experts
+            density = experts * normal.pdf(normal.inv_cdf(own.shape[-1] / (experts + 1)))
+            measured["router_noise"] = share * torch.pi**0.5 / density
+        return measured
+
+    def agrees(self, batch: Batch) -> Tensor:
+        """Of the trainer's own choice: `eval_agree` shows what replay hides."""
+        return self.but(body=usual_body(self.model)).agrees(batch)

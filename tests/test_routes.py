@@ -1,0 +1,197 @@
+"""Routes of a mixture of experts: what the engine has chosen is recorded, compared and replayed."""
+
+import json
+from contextlib import contextmanager
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from helpers import (
+    MIXTURES,
+    close_live_engine,
+    command,
+    move_and_load,
+    qwen2,
+    small_model,
+    timeless,
+    train_here,
+)
+
+import train
+from config import Config, ParityFlags
+from engine_adapter import Engine, Rollout, Sampling
+from examples.toys import toy_tokenizer
+from extras.routes import RoutedEngine, RoutedPolicy
+from lab.routes import measure
+from probe.diagnose import ALARMS
+from rl import Policy, make_batch
+
+EXPERTS = dict(num_experts=16, num_local_experts=16, num_experts_per_tok=4)
+PROMPTS = torch.randint(3, 96, (8, 24), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@contextmanager
+def hooked(model, hook):
+    """`hook(index, module, inputs, output)` on each of transformers' routers."""
+    routers = [each for each in model.modules() if type(each).__name__.endswith("Router")]
+    handles = [each.register_forward_hook(partial(hook, index)) for index, each in enumerate(routers)]
+    yield routers
+    for handle in handles:
+        handle.remove()
+
+
+def own_choice(model, batch) -> torch.Tensor:
+    """(B, T, layers, k)."""
+    found = []
+    with torch.no_grad(), hooked(model, lambda *args: found.append(args[3][2])):
+        model.base_model(input_ids=batch.inputs)
+    return torch.stack(found, dim=1).unflatten(0, batch.inputs.shape)
+
+
+# ------------------------------------------------------------------------------------------------ the trainer
+@pytest.mark.parametrize("name", MIXTURES)
+def test_replay_uses_the_given_choice_with_the_models_own_weights_and_gradients(name):
+    """The oracles: routers by hand with each architecture's formula, and finite differences of a router's weight."""
+    model, generator = small_model(name, False, **EXPERTS), torch.Generator().manual_seed(0)
+    policy, plain = RoutedPolicy(model, replay=True), Policy(model)
+    batch = make_batch([Rollout(prompt[:5], None, prompt[5 : 9 + row], [0.0] * (4 + row))
+                        for row, prompt in enumerate(PROMPTS)])  # fmt: skip
+    own = own_choice(model, batch)
+    foreign = torch.rand(*own.shape[:3], 16, generator=generator).argsort(dim=-1)[..., :4]  # (B, T, layers, k)
+
+    def with_routes(routes):
+        for rollout, row, length in zip(batch.rollouts, routes, batch.lengths, strict=True):
+            rollout.routes = [*row[:length].numpy()]
+        return policy.logprobs(batch, 1.0)
+
+    def by_hand(index, _module, _inputs, output):
+        choice = foreign[:, :, index].flatten(0, 1)
+        weights = output[0].softmax(dim=-1).gather(1, choice)
+        if getattr(model.config, "norm_topk_prob", True):  # Mixtral always does
+            weights = weights / weights.sum(dim=1, keepdim=True)
+        return output[0], weights, choice
+
+    assert torch.equal(with_routes(own), plain.logprobs(batch, 1.0))
+    with hooked(model, by_hand) as routers:
+        expected = plain.logprobs(batch, 1.0)
+    logprobs, weight, sums = with_routes(foreign), routers[0].weight, []
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-6)
+    logprobs.sum().backward()
+    change = 1e-2 * torch.randn(weight.shape, generator=generator)
+    for step in (change, -2 * change):
+        weight.data += step
+        sums.append(policy.logprobs(batch, 1.0).double().sum().item())
+    assert (sums[0] - sums[1]) / 2 == pytest.approx((weight.grad * change).sum().item(), rel=0.02, abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+def differing(rollouts, choice: torch.Tensor) -> float:
+    """The share of T tokens and layers for which the recorded routes are not the choice, (B, T, layers, k)."""
+    recorded = torch.tensor(numpy.stack([each.routes[: choice.shape[1]] for each in rollouts]))
+    return (recorded.sort().values != choice.sort().values).any(dim=-1).float().mean().item()
+
+
+@pytest.mark.engine
+def test_recorded_routes_are_the_engines_after_preemptions_and_over_a_load_in_flight(tmp_path):
+    """In float32 they are the choice of the trainer's weights before the load, token by token."""
+    close_live_engine()
+    model = small_model("Qwen2Moe", False, **EXPERTS)
+    model.save_pretrained(tmp_path)
+    policy = Policy(model)
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    engine = RoutedEngine(str(tmp_path), contract, ParityFlags(), max_model_len=96, block_size=32, kv_blocks=14)
+    engine.load(policy.weights(), policy.response_logprobs)
+    rollouts = [each for prompt in PROMPTS for each in engine.submit(prompt, 2, Sampling(1.0, 60))]
+    requests = list(engine.core.scheduler.requests.values())
+    while engine.num_unfinished:
+        engine.step()
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert {len(each.routes) for each in rollouts} == {24 + 60 - 1}
+    assert differing(rollouts, own_choice(model, make_batch(rollouts))) == 0
+    rollouts = engine.submit(PROMPTS[0], 3, Sampling(1.0, 30))
+    while len(rollouts[-1].token_ids) < 11:
+        engine.step()
+    before = own_choice(model, make_batch(rollouts))
+    move_and_load(policy, engine)
+    while engine.num_unfinished:
+        engine.step()
+    assert {len(each.routes) for each in rollouts} == {24 + 30 - 1}
+    assert differing(rollouts, before) == 0 < differing(rollouts, own_choice(model, make_batch(rollouts)))
+
+
+@pytest.mark.engine
+def test_replay_leaves_the_noise_floor_and_hides_a_noisy_router_that_the_share_shows():
+    close_live_engine()
+    found = measure("Qwen2Moe", 16, 4, "bfloat16")
+    (plain, noisy), (replay, hidden) = ([found[f"{noise} {body}"] for noise in (0.0, 0.02)]
+                                        for body in ("prompts_once", "replayed"))
+    assert replay["mismatch"][1] < plain["mismatch"][1] / 3  # 99.9th percentile
+    assert replay["mismatch"][0] / 1.3 < replay["floor"][0] < plain["floor"][0]
+    assert hidden["mismatch"][0] < 1.5 * replay["mismatch"][0] < plain["mismatch"][0]
+    for clean, planted in ((plain, noisy), (replay, hidden)):
+        assert planted["routed_otherwise"] > 2 * clean["routed_otherwise"]
+    assert replay["router_noise"] < ALARMS["router_noise"] < hidden["router_noise"]
+    assert hidden["router_noise"] == pytest.approx(0.02, rel=0.2)
+
+
+# ------------------------------------------------------------------------------------------------ runs
+@pytest.fixture
+def run(good, tmp_path):
+    small_model("Qwen3Moe", False).save_pretrained(tmp_path / "model")
+    toy_tokenizer().save_pretrained(tmp_path / "model")
+
+    def start(name: str, options: str) -> list[dict]:
+        options += " --dtype bfloat16 --lr 1e-3 --group-size 4 --max-new-tokens 12 --eval-problems 2"
+        where = ("--task", f"{good}/task.py", "--model", f"{tmp_path}/model", "--out", f"{tmp_path}/{name}")
+        train_here(command(good, options, *where))
+        return timeless(tmp_path / name)[1:]
+
+    return start
+
+
+@pytest.mark.engine
+def test_recording_and_measuring_change_no_other_figure_of_a_run(run, monkeypatch):
+    measured = run("measured", "--steps 3")
+    monkeypatch.setattr(train, "is_routed", lambda *_: False)
+    for row, without in zip(measured, run("without", "--steps 3"), strict=True):
+        assert 0 <= row.pop("routed_otherwise") < 0.2
+        assert row == without
+
+
+@pytest.mark.engine
+def test_ten_steps_with_replay_are_the_same_with_gradient_checkpointing(run):
+    rows = run("plain", "--steps 10 --replay-routes")
+    assert run("checkpointed", "--steps 10 --replay-routes --gradient-checkpointing") == rows
+    assert all("routed_otherwise" in row and row["updates"] == 2 for row in rows)
+
+
+@pytest.mark.engine
+def test_a_noisy_router_raises_an_alarm_and_the_probe_names_it(run, monkeypatch, tmp_path):
+    def load(engine, weights):
+        return Engine._transfer(engine, {name: each + 0.1 * each.std() * torch.randn_like(each)
+                                         if name.endswith(".gate.weight") else each for name, each in weights.items()})
+
+    monkeypatch.setattr(RoutedEngine, "_transfer", load)
+    run("noisy", "--steps 1 --replay-routes --probe-on-alarm")
+    verdict = json.loads((tmp_path / "noisy" / "probe" / "step_000001.json").read_text())
+    assert "router_noise" in verdict["why"]
+    assert verdict["causes"][0]["name"].startswith("router: ")
+
+
+@pytest.mark.parametrize("parity, options, sentence", [
+    ({}, dict(engine="shared"), "shared"), ({}, dict(engine="transformers"), "shared or transformers"),
+    ({}, dict(prefix_cache="versioned"), "a prefix cache"), (dict(fp32_head=False), {}, "while a fix is off"),
+    (dict(explicit_runtime=False), dict(tis_over_a_broken_backend=True), "async scheduling"),
+])  # fmt: skip
+def test_replay_is_refused_where_the_choice_is_unknown_and_while_a_fix_is_off(parity, options, sentence):
+    with pytest.raises(ValueError, match=f"replay_routes must be off.* {sentence}"):
+        Config.of(ParityFlags(**parity), replay_routes=True, **options)
+
+
+def test_replay_is_refused_without_routers_and_on_a_gpu(monkeypatch):
+    with pytest.raises(ValueError, match="replay_routes must be off with Qwen2ForCausalLM"):
+        RoutedPolicy(qwen2(True), replay=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="replay_routes must be off on a GPU"):
+        train.prepare(Config.of(replay_routes=True))

@@ -35,6 +35,10 @@ CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 # agree to 1e-5, and one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding
 # alone gives a few 1e-2: there only a tensor shows that was never loaded.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
+# After so many loads the limit is this multiple of the largest of their differences, if that is
+# less, and not below a tenth of the tolerance. The largest ratio of 2,544 clean loads was 1.7, of
+# six runs 2.5 (docs/records/vllm-rl.json).
+CANARY_LOADS, CANARY_FACTOR = 8, 3.0
 LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
@@ -351,6 +355,7 @@ class Engine:
         # Requests that kept their KV cache at the last load, and their preemptions then.
         self._kept: list[tuple[Any, int]] = []
         self.weight_version = 0
+        self._largest_difference = 0.0  # of the canary, at all loads so far
         # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has
         # lost to preemption.
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
@@ -427,7 +432,9 @@ class Engine:
         if self._names and "lm_head.bias" in self.contract.keys() - self._names:  # none if shared
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                              " into a live engine")
+        self._canary_tokens = self._canary_length(config, arguments["enable_chunked_prefill"])
         self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
+        self._constants = {name: tensor.clone() for name, tensor in self._buffers().items()}
 
     # ------------------------------------------------------------------------------ sampling
     def generate(
@@ -583,6 +590,7 @@ class Engine:
         self.weight_version += changed
         self._renew_cache_keys()
         awake = time.perf_counter()
+        self._check_buffers()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
         for rollout in aborted:  # only now: a request needs an engine with weights
@@ -681,9 +689,40 @@ class Engine:
             self._requests.pop(name).finish_reason = "abort"
 
     # ------------------------------------------------------------------------------ canary
+    def _buffers(self) -> dict[str, Tensor]:
+        """Tensors of vLLM's model that no load may change: rotary tables, scales."""
+        weights = {each.untyped_storage().data_ptr() for each in self.vllm_model.parameters()}
+        return {name: tensor for name, tensor in self.vllm_model.named_buffers()
+                if name not in self.contract
+                and tensor.untyped_storage().data_ptr() not in weights}
+
+    def _check_buffers(self) -> None:
+        found = self._buffers()
+        changed = found.keys() ^ self._constants.keys()  # such as a view of a weight, until a copy
+        changed |= {name for name in found.keys() - changed
+                    if not torch.equal(found[name], self._constants[name])}
+        if changed:
+            raise WeightLoadError(f"after load {self.weight_version} buffers of the engine differ"
+                                  f" from those at its start: {', '.join(sorted(changed))}")
+
+    def _canary_length(self, config: Any, chunked: bool) -> int:
+        """Tokens of a canary's prompt: past a block of the KV cache and past a sliding window.
+
+        Only if the run's rows get so long. The prompts are the same at each load, so a versioned
+        prefix cache has them already. V1's own one would return stale blocks: they are the fault
+        that is asked for. On a CPU seeded prompts cannot be computed in chunks.
+        """
+        spans = [CANARY_PROMPT_TOKENS]
+        stale = self._wanted["enable_prefix_caching"] and self.prefix_cache == "off"
+        if not stale and chunked == self.on_gpu:
+            window = config.model_config.get_sliding_window() or 0
+            spans += [config.cache_config.block_size + 1, window + 1]
+        longest = config.model_config.max_model_len - CANARY_NEW_TOKENS
+        return max(span for span in spans if span <= longest)
+
     def sample_canary(self) -> list[Rollout]:
         """A few tokens of decode, at temperature 1, where raw and processed values agree."""
-        shape = (CANARY_PROMPTS, CANARY_PROMPT_TOKENS)
+        shape = (CANARY_PROMPTS, self._canary_tokens)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(self._vocab_size, shape, generator=generator).tolist()
         sampling = Sampling(temperature=1.0, max_new_tokens=CANARY_NEW_TOKENS)
@@ -697,20 +736,25 @@ class Engine:
     def _check_canary(self, trainer_logprobs: TrainerLogprobs) -> None:
         rollouts = self.sample_canary()
         sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
-        theirs = torch.tensor(trainer_logprobs(sequences, CANARY_PROMPT_TOKENS))
+        theirs = torch.tensor(trainer_logprobs(sequences, self._canary_tokens))
         ours = torch.tensor([rollout.logprobs for rollout in rollouts])  # (prompts, new tokens)
         # In 16 bits rounding sends a few tokens to another expert, and one such token can differ by
         # several nats.
         middle = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
         difference = middle((theirs - ours).abs()).item()
-        if not difference <= self.canary_tolerance:
+        limit = self.canary_tolerance
+        if self.weight_version > CANARY_LOADS:  # rounding has the same size at each load
+            usual = CANARY_FACTOR * self._largest_difference / CANARY_TOLERANCE[self.dtype]
+            limit *= min(1.0, max(usual, 0.1))
+        if not difference <= limit:
             other = ""
             if self.weight_version == 1:
                 other = f", or vLLM computes {self._config.model_type} differently"
             raise WeightLoadError(
                 f"after load {self.weight_version} the engine does not hold the trainer's weights"
                 f"{other}: the canary's {middle.__name__} |trainer - engine| is {difference:.2e}"
-                f" nats, more than {self.canary_tolerance:.0e}")
+                f" nats, more than {limit:.1e}")
+        self._largest_difference = max(self._largest_difference, difference)
 
     # ------------------------------------------------------------------------------ audit, close
     def audit(self) -> dict[str, Any]:

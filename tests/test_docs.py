@@ -1,5 +1,6 @@
 """What the pages name exists: links, functions, commands, options. Whether a command works is not shown here."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -57,6 +58,12 @@ def test_each_page_that_the_code_names_exists():
     named = {page for file in files for page in re.findall(r"\b(?:docs|dev)/[\w-]+\.md\b", file.read_text())}
     assert "docs/audit.md" in named
     assert {page for page in named if not (ROOT / page).exists()} == set()
+
+
+def test_each_test_that_the_table_of_faults_names_exists():
+    rows = json.loads((ROOT / "docs" / "records" / "vllm-rl.json").read_text())["rows"]
+    named = {name for row in rows for name in row["noticed"]["tests"]}
+    assert [name for name in named if not defines(name.rpartition("::")[2], ROOT / name.partition("::")[0])] == []
 
 
 def commands(page: Path) -> list[str]:

@@ -200,7 +200,7 @@ def steps(run: Run, live: TrainingState, *numbers: int) -> list[dict[str, Any]]:
 def from_the_start(run: Run, live: TrainingState, state: dict[str, Any], count: int, **options) -> tuple[list, Any]:
     """Metrics of the first steps without times and memory, and the weights after them."""
     live.load_state_dict(deepcopy(state))
-    live.engine.load(live.policy.weights(), live.policy.response_logprobs, changed=False)
+    live.engine.load(live.policy.weights(), live.policy.response_logprobs)
     table = steps(replace(run, config=run.config.but(**options)), live, *range(1, count + 1))
     table = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in table]
     return table, live.policy.copied_weights()
@@ -270,8 +270,8 @@ def change_a_weight_while_asleep(engine: Engine) -> None:
 
 
 def forget_the_cache_salt(engine: Engine) -> None:
-    """Later loads do not change the key of the cached blocks."""
-    engine.prefix_cache = "off"
+    """Later loads do not change the key of the cached blocks, and the canary's prompts fill no block."""
+    engine.prefix_cache, engine._canary_tokens = "off", 5
 
 
 def multiply_two_rows(engine: Engine) -> None:

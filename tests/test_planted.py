@@ -1,0 +1,124 @@
+"""Faults that trackers of vLLM list (docs/records/vllm-rl.json), planted between two loads of a live engine."""
+
+from contextlib import nullcontext
+from copy import deepcopy
+
+import pytest
+import torch
+from helpers import ALWAYS_TIED, MATRIX_PROMPTS, RECOMPUTE, RECURRENT, WARM, mismatch, move, small_model, started
+from torch.nn.functional import linear
+
+from engine_adapter import Engine, EngineStateError, WeightLoadError
+from rl import Policy
+
+BLOCK = 32  # the CPU build's smallest; the canary's prompts then have 33 tokens
+
+
+def policy_of(folder, name: str, dtype=torch.float32, device: str = "cpu", tied: bool = False) -> Policy:
+    small_model(name, tied or name in ALWAYS_TIED).save_pretrained(folder)
+    return Policy.load(str(folder), dtype, device)
+
+
+def buffer(engine: Engine, name: str) -> torch.Tensor:
+    return next(tensor for each, tensor in engine.vllm_model.named_buffers() if each.endswith(name))
+
+
+def break_alias(engine: Engine, *_) -> None:
+    for module in engine.vllm_model.modules():
+        if "conv_weights" in module._buffers:
+            module.conv_weights = module.conv_weights.clone()
+
+
+def fuse_gates(engine: Engine, patch, old: dict[str, torch.Tensor]) -> None:
+    for number, each in enumerate(engine.vllm_model.model.layers):
+        first = old[f"model.layers.{number}.mlp.gate.weight"]
+        patch.setattr(each.mlp.gate, "forward", lambda states, first=first: (linear(states, first), None))
+
+
+def shorten_window(engine: Engine, *_) -> None:
+    for each in engine.vllm_model.model.layers:
+        each.self_attn.attn.impl.sliding_window -= 1
+
+
+def merge_twice(engine: Engine, patch, old: dict[str, torch.Tensor]) -> None:
+    """The load brings the change of each tensor two times, as an adapter would that is merged into merged weights."""
+    transfer = engine._transfer
+    patch.setattr(engine, "_transfer", lambda new: transfer({name: 2 * new[name] - old[name] for name in new}))
+
+
+# Model, options of the engine, what is done to it, and what the next load reports in float32 and in bfloat16.
+BUFFERS, CANARY, NOTHING = "buffers of the engine differ", "the canary's m.* nats", None
+GIVE_UP = "vLLM did not give up the KV cache"
+FAULTS = {
+    "rotary table from 8 on": (
+        "Qwen2", {}, lambda engine, *_: buffer(engine, "cos_sin_cache")[8:].normal_(), BUFFERS, BUFFERS),
+    "rotary table of a mixture": (
+        "Qwen3Moe", {}, lambda engine, *_: buffer(engine, "cos_sin_cache")[40:].zero_(), BUFFERS, BUFFERS),
+    "scale of the embedding": (
+        "Gemma2", {}, lambda engine, *_: buffer(engine, "normalizer").zero_(), BUFFERS, BUFFERS),
+    "scale of the keys": (  # each load sets it to 1
+        "Qwen2", {}, lambda engine, *_: buffer(engine, "_k_scale").fill_(0.5), NOTHING, NOTHING),
+    "alias of a convolution": ("FalconH1", {}, break_alias, BUFFERS, None),
+    "tied head not sent": (
+        "Llama", dict(tied=True), lambda engine, *_: engine._names.discard("lm_head.weight"), CANARY, NOTHING),
+    "experts packed once": (
+        "Qwen3Moe", {}, lambda engine, patch, _: patch.setattr(engine, "_drop_expert_kernels", list), CANARY, CANARY),
+    "gates fused once": ("Qwen3Moe", {}, fuse_gates, CANARY, NOTHING),
+    "blocks of an older version": (
+        "Qwen2", dict(prefix_cache="versioned"),
+        lambda engine, patch, _: patch.setattr(engine, "_renew_cache_keys", lambda: None), CANARY, NOTHING),
+    "adapter merged twice": ("Qwen3", {}, merge_twice, CANARY, NOTHING),
+    "reset that does nothing": (
+        "Qwen2", dict(parity=RECOMPUTE),
+        lambda engine, patch, _: patch.setattr(engine.llm, "reset_prefix_cache", lambda **_: False), GIVE_UP, GIVE_UP),
+    "window one short": ("Mistral", {}, shorten_window, CANARY, CANARY),
+}  # fmt: skip
+CASES = [(fault, dtype) for fault, (name, *_) in FAULTS.items()
+         for dtype in (torch.float32, torch.bfloat16)[: 1 if name in RECURRENT else 2]]  # fmt: skip
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("fault, dtype", CASES)
+def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, monkeypatch, fault, dtype):
+    name, options, plant, *reports = FAULTS[fault]
+    options = dict(block_size=BLOCK) | options
+    policy = policy_of(tmp_path, name, dtype, tied=options.pop("tied", False))
+    with started(str(tmp_path), policy, **options) as engine:
+        plant(engine, monkeypatch, deepcopy(policy).weights())
+        move(policy, 0.0005)
+        report = reports[dtype == torch.bfloat16]
+        refused = pytest.raises((WeightLoadError, EngineStateError), match=report) if report else nullcontext()
+        with refused:
+            engine.load(policy.weights(), policy.response_logprobs)
+        engine.close()
+
+
+@pytest.mark.engine
+def test_after_eight_loads_the_canary_refuses_what_the_first_load_would_have_hidden(tmp_path, monkeypatch):
+    """In bfloat16: 0.1 nats are below 0.15, and above three times the rounding of the earlier loads."""
+    policy = policy_of(tmp_path, "Qwen3", torch.bfloat16)
+    with started(str(tmp_path), policy, block_size=BLOCK) as engine:
+        for seed in range(engine.weight_version, 8):
+            move(policy, 0.001, seed)
+            engine.load(policy.weights(), policy.response_logprobs)
+        merge_twice(engine, monkeypatch, deepcopy(policy).weights())
+        move(policy, 0.001)
+        with pytest.raises(WeightLoadError, match=r"after load 9 .* nats, more than \d.\de-02"):
+            engine.load(policy.weights(), policy.response_logprobs)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.own_process])])
+@pytest.mark.parametrize("name", ["Llama", "FalconH1"])
+@pytest.mark.parametrize("byte", [69, 255])  # float32 3156 and NaN
+def test_undefined_pages_and_recurrent_states_change_no_value(tmp_path, name, byte, device):
+    """Except that the CPU's attention multiplies a NaN behind the last token by 0: the run stops."""
+    policy = policy_of(tmp_path, name, device=device)
+    with started(str(tmp_path), policy) as engine:
+        for cache in engine.runner.kv_caches:
+            for part in [cache] if isinstance(cache, torch.Tensor) else cache:
+                part.view(torch.uint8).fill_(byte)
+        stops = (name, byte, device) == ("Llama", 255, "cpu")
+        with pytest.raises(FloatingPointError, match="the sampler's log-probabilities") if stops else nullcontext():
+            assert mismatch(policy, engine, WARM, MATRIX_PROMPTS)["mismatch_abs_mean"] < 1e-3
+        engine.close()

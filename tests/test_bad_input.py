@@ -45,7 +45,7 @@ OPTIONS = {
     "--lora-alpha 8": "lora_rank must be given with lora_alpha", "--lora-export": "lora_rank must be given with",
     "--lora-forward added": "lora_rank must be given with", "--lora-rank 4 --engine shared": "lora_rank must be 0 with",
     "--lora-rank 4 --probe-on-alarm": "lora_rank must be 0 with engine shared, probe_every or probe_on_alarm",
-    "--lora-rank 4 --lora-forward added --tis token": "a broken backend), got tis token without lora_forward merged",
+    "--lora-rank 4 --lora-forward added --tis token": "the broken backend), got tis token without lora_forward",
     "--lora-rank 4 --lora-forward added --engine transformers": "must be vllm without lora_forward merged",
     "--eval-task {root}/absent.jsonl": "No such file or directory",
     "--eval-task {root}/task.jsonl": "has 40 without repeats and 40 held out",

@@ -170,6 +170,26 @@ class GrpoConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank, trained in place of the model's weights."""
+
+    lora_rank: int = 0  # R: fp32 adapters B A on all linear layers of the body; 0: full training.
+    lora_alpha: float = 32.0  # The product B A counts lora_alpha / R times.
+    # merged: the trainer computes with the rounded weight that the engine gets. added: with the
+    # model's weight and the adapter apart, as in most libraries; counts as a fix that is off.
+    lora_forward: Literal["merged", "added"] = "merged"
+    lora_export: bool = False  # Write the adapters to `out`/adapter too, in the format of peft.
+
+    def __post_init__(self):
+        WHOLE.check(self, "lora_rank")
+        POSITIVE.check(self, "lora_alpha")
+        # A class has the defaults as attributes.
+        if not self.lora_rank and not vars(self).items() <= vars(LoraConfig).items():
+            raise ValueError("lora_rank must be given with lora_alpha, lora_forward and lora_export"
+                             " (which do nothing without it), got 0; try --lora-rank 16")
+
+
+@dataclass(frozen=True)
 class ParityFlags:
     """The five fixes. Off is V1's default; without sampling_mask: that of most trainers."""
 
@@ -305,6 +325,7 @@ class Config:
 
     run: Annotated[RunConfig, Flat] = field(default_factory=RunConfig)
     grpo: Annotated[GrpoConfig, Flat] = field(default_factory=GrpoConfig)
+    lora: Annotated[LoraConfig, Flat] = field(default_factory=LoraConfig)
     parity: ParityFlags = field(default_factory=ParityFlags)
     backend: Annotated[BackendConfig, Flat] = field(default_factory=BackendConfig)
     data: Annotated[DataConfig, Flat] = field(default_factory=DataConfig)
@@ -312,6 +333,8 @@ class Config:
 
     def __post_init__(self):
         off, grpo, backend = self.parity.off(), self.grpo, self.backend
+        if self.lora.lora_forward == "added":  # the engine's weights are rounded, the trainer's not
+            off += ["lora_forward merged"]
         # Fix the backend first, then correct the remaining mismatch.
         used = grpo.corrections or grpo.replay_routes * "replay_routes"
         if used and off and not grpo.tis_over_a_broken_backend:
@@ -343,6 +366,12 @@ class Config:
             raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is"
                              " given (raw log-probabilities do not show which tokens were kept);"
                              " try --parity.no-sampling-mask")
+        if self.lora.lora_rank and (backend.engine == "shared" or self.measure.probe_every
+                                    or self.measure.probe_on_alarm):
+            raise ValueError("lora_rank must be 0 with engine shared, probe_every or probe_on_alarm"
+                             " (they take the model's own tensors, without adapters), got"
+                             f" {self.lora.lora_rank}; try --engine vllm, and python -m probe with"
+                             " the saved policy")
         task = self.run.task
         if self.data.eval_task and (task in BUILT_IN or task.endswith(".py")):
             raise ValueError(f"eval_task must not be given with task {task} (it holds out itself)")

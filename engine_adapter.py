@@ -603,14 +603,15 @@ class Engine:
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> int:
         """Copy the tensors into vLLM's model; returns their bytes."""
-        sent = {name: tensor.detach() for name, tensor in weights.items()}
+        names = dict.fromkeys(weights)
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM
         # has no such name.
         if self._tied and "lm_head.weight" not in self._names:
-            sent.pop("lm_head.weight", None)
+            names.pop("lm_head.weight", None)
         experts = self._drop_expert_kernels()
         try:
-            iterator = iter(sent.items())
+            # One by one: extras/lora.py computes a tensor when it is asked for.
+            iterator = ((name, weights[name]) for name in names)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
             if any(method.moe_kernel is None for method in experts):
                 raise ValueError("its weight load does not reach the experts of"
@@ -618,7 +619,7 @@ class Engine:
         except Exception as error:
             raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}"
                                   ) from error
-        return sum(tensor.nbytes for tensor in sent.values())
+        return sum(math.prod(self.contract[name]) for name in names) * self.dtype.itemsize
 
     def _drop_expert_kernels(self) -> list[Any]:
         """On a CPU vLLM packs experts when it makes their kernel. Returns those without one now."""

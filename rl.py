@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from config import GrpoConfig
 from engine_adapter import Rollout
-from models import load_model
+from models import load_model, save_model
 from objectives import OBJECTIVES, correct, correction_metrics, loss_weights, weighted_loss
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
@@ -231,7 +231,8 @@ class TargetLogprobs(torch.autograd.Function):
         projection, dtype = ctx.projection, ctx.projection.dtype
         cast = projection.cast(weight)
         hidden_grads = []
-        weight_grad = torch.zeros(weight.shape, device=weight.device)
+        trained = ctx.needs_input_grad[1]  # not with adapters
+        weight_grad = torch.zeros(weight.shape, device=weight.device) if trained else None
         bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
         for part in projection.parts(len(hidden)):
             logits, slope = projection.logits(hidden[part], cast, bias)  # (n, V)
@@ -240,10 +241,11 @@ class TargetLogprobs(torch.autograd.Function):
             logits_grad.scatter_add_(1, targets[part, None], gradient[part, None])
             product_grad = logits_grad.mul_(slope).to(dtype)
             hidden_grads.append(product(product_grad, cast, dtype).to(hidden.dtype))
-            add_product(weight_grad, product_grad.T, hidden[part], dtype)
+            if trained:
+                add_product(weight_grad, product_grad.T, hidden[part], dtype)
             if bias_grad is not None:
                 bias_grad += product_grad.sum(dim=0)
-        return torch.cat(hidden_grads), weight_grad.to(weight.dtype), bias_grad, None, None, None
+        return torch.cat(hidden_grads), weight_grad, bias_grad, None, None, None
 
 
 def at_targets(values: Tensor, targets: Tensor) -> Tensor:
@@ -372,7 +374,7 @@ class Policy:
         """A policy of the same model with another body, support or projection."""
         own = dict(body=self.body, support=self.support, projection=self.projection_class,
                    chunk_elements=self.chunk_elements)
-        return Policy(self.model, self.fp32_head, **own | parts, check=False)
+        return type(self)(self.model, self.fp32_head, **own | parts, check=False)
 
     @property
     def device(self) -> torch.device:
@@ -485,8 +487,9 @@ class Policy:
         return revert_weight_conversion(self.model, dict(self.model.state_dict()))
 
     def copied_weights(self) -> dict[str, Tensor]:
-        """A copy of every parameter by its name."""
-        return {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        """A copy of every trained parameter by its name."""
+        return {name: each.detach().clone() for name, each in self.model.named_parameters()
+                if each.requires_grad}
 
     @contextmanager
     def using(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -500,6 +503,14 @@ class Policy:
         finally:
             for name, tensor in own.items():
                 parameters[name].data = tensor
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model."""
+        return self.model.state_dict()
+
+    def save(self, run: Any) -> None:
+        """The model as a Hugging Face folder, `policy` in that of the run (train.Run)."""
+        save_model(self.model, run.tokenizer, run.sampling, run.out / "policy")
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -534,8 +545,8 @@ class Optimizer:
             # torch does this in the first step, in blocks of memory that activations have freed.
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
             self.adamw.state[master] = {"step": master.new_zeros(())} | moments
-        has_float16 = any(parameter.dtype == torch.float16 for parameter in trained)
-        self.scaler = torch.amp.GradScaler(trained[0].device.type, enabled=has_float16)
+        first = next(model.parameters())  # of the model itself: its adapters are in fp32
+        self.scaler = torch.amp.GradScaler(first.device.type, enabled=first.dtype == torch.float16)
         for parameter, master in self.rounded:
             parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
 

@@ -22,7 +22,7 @@ import tyro
 import records
 from config import BUILT_IN, Config, GrpoConfig
 from engine_adapter import Engine, Rollout, Sampling, check_vllm_version, reseed
-from models import describe_model, load_model, save_model
+from models import describe_model, load_model
 from objectives import OBJECTIVES, Measured, backend_metrics, centre, mismatch_metrics
 from rl import (
     Batch,
@@ -124,11 +124,12 @@ class TrainingState:
         return replace(batch, ref_logprobs=ref_logprobs)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"policy": self.policy.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+        return {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "source": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.policy.model.load_state_dict(state["policy"])
+        model = self.policy.model
+        model.load_state_dict(model.state_dict() | state["policy"])  # frozen tensors are not in it
         self.optimizer.load_state_dict(state["optimizer"])
         self.source.load_state_dict(state["source"])
 
@@ -151,7 +152,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         log(run, state, done.metrics | {"left_s": a_step * (run_config.steps - step)})
         if last or step % run_config.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, state.state_dict() | {"run": run.fingerprint})
-    save_model(state.policy.model, run.tokenizer, run.sampling, run.out / "policy")
+    state.policy.save(run)
     state.engine.close()
 
 
@@ -425,17 +426,22 @@ def load_policy(run: Run) -> Policy:
     """The policy of `--model`."""
     config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
     support = None
+    make_policy = Policy
     if config.grpo.has_mask:
         from extras.masks import KeptTokens
 
         support = KeptTokens(run.sampling)
     with records.stage(f"loading the model in {run.model_path}"):
         model = load_model(run.model_path, getattr(torch, config.run.dtype)).to(device)
+        if config.lora.lora_rank:
+            from extras import lora
+
+            lora.add_adapters(model, config.lora, config.run.seed)
+            make_policy = lora.AdaptedPolicy
         if config.grpo.gradient_checkpointing:
             from extras.checkpointing import checkpoint_layers
 
             checkpoint_layers(model)
-        make_policy = Policy
         if is_routed(run, model):
             from extras.routes import RoutedPolicy
 

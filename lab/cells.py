@@ -166,6 +166,7 @@ TIS = f"{THREE} --tis token --tis-over-a-broken-backend"  # the last one is idle
 TOP_P = "--top-p 0.9"
 EXACT = "--engine shared --exact"
 REFERENCE = "--engine transformers"
+LORA = "--lora-rank 16 --lr 1e-2"  # adapters need a larger step
 RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}",
          "+runtime": f"{PAUSE} {HEAD}", "+inflight": HEAD, "parity": ""}
 ALONE = {"processed": RAW, "runtime": RUNTIME, "inflight": PAUSE, "fp32-head": HEAD}
@@ -196,6 +197,7 @@ LADDER_CELLS = (
         "top-p+three": f"{TOP_P} {THREE}",
         "top-p-minus-mask+three": f"{TOP_P} {THREE} --parity.no-sampling-mask",
     })
+    | against("lora", {"lora": LORA, "lora-added": f"{LORA} --lora-forward added"})
 )  # fmt: skip
 
 # Today's engine. The record also has V0 0.8.5 and V1 0.18.1; the commit that docs/findings.md names

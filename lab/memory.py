@@ -4,13 +4,16 @@
         --max-new-tokens 1024 --micro-batch-tokens 8192 --kv-cache-gib 16
 
 Full training in 16 bits holds 18 bytes a parameter in the update: weights 2, fp32 masters 4, Adam's
-moments 8, gradients 4. It takes the options of train.py, and needs no GPU and no weights.
+moments 8, gradients 4. With --lora-rank R it holds 2 a parameter and 16 for each of the adapters,
+which are R times the sum of in + out over the linear layers of the body. It takes the options of
+train.py, and needs no GPU and no weights.
 """
 
 from dataclasses import dataclass
 
 import torch
 import tyro
+from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from config import POSITIVE, Config
@@ -35,8 +38,13 @@ def phases(
     grpo, backend = config.grpo, config.backend
     size = getattr(torch, config.run.dtype).itemsize
     with torch.device("meta"):
-        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.bfloat16).parameters())
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
+    parameters = trained = sum(each.numel() for each in model.parameters())
+    own = size * parameters  # bytes of what is trained
+    adapters = config.lora.lora_rank * sum(
+        sum(each.weight.shape) for each in model.base_model.modules() if type(each) is Linear)
+    if adapters:
+        trained, own = adapters, 4 * adapters
     text = model_config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -45,17 +53,19 @@ def phases(
     activations = layers * layer
     if grpo.gradient_checkpointing:
         activations = layers * positions * size * hidden + layer
-    optimizer = {"masters": 4 * parameters * (size == 2), "moments": 8 * parameters}
+    # Adapters are fp32, their own masters.
+    optimizer = {"masters": 4 * parameters * (size == 2 and not adapters), "moments": 8 * trained}
     probed = bool(config.measure.probe_every or config.measure.probe_on_alarm)
     copies = bool(grpo.kl_coef) + 2 * probed  # a probe needs the weights before the update, too
-    weights = {"weights": (1 + copies) * size * parameters, "context": CONTEXT}
+    weights = {"weights": size * parameters + copies * own, "adapters": 4 * adapters,
+               "context": CONTEXT}
     # The shared engine has the trainer's weights.
     engine = {"engine": size * parameters * (backend.engine == "vllm"),
               "kv cache": backend.kv_cache_gib * GIB}
     # Sleep would drop the kept KV cache.
     awake = backend.inflight_groups and config.parity.inflight_keep
     update = weights | optimizer | (engine if awake else {}) | {
-        "gradients": 4 * parameters, "activations": activations,
+        "gradients": 4 * trained, "activations": activations,
         "head": HEAD_CHUNKS * chunk_elements * 4,
     }  # fmt: skip
     resting = {} if grpo.offload_optimizer else optimizer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import helpers
 import pytest
 import torch
-from helpers import PROMPTS, SEEDS, WARM, close_live_engine, mismatch, mismatch_of, move, qwen2, started
+from helpers import PROMPTS, SEEDS, WARM, close_live_engine, differing, mismatch, mismatch_of, move, qwen2, started
 from transformers import Qwen3ForCausalLM
 
 import engine_adapter
@@ -221,38 +221,6 @@ def test_the_canary_finds_a_tensor_that_differs_from_the_trainers(engine_folders
             with pytest.raises(EngineStateError, match="broken: build a new one"):
                 engine.generate(PROMPTS, 1, WARM, SEEDS)
             engine.state = "empty"  # all tensors had arrived: the test alone may go on with this engine
-
-
-def read_back(engine: Engine) -> dict[str, torch.Tensor]:
-    """The engine's weights by checkpoint name, read through its own layers: vLLM's CPU build keeps linear layers
-    packed, but a layer applied to the identity gives its weight back exactly (one product by 1, the others by 0)."""
-    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    found, contract = {}, engine.contract
-    for name, module in engine.vllm_model.named_modules():
-        if not hasattr(module, "quant_method"):
-            found |= {f"{name}.{kind}": tensor for kind, tensor in module.named_parameters(recurse=False)}
-            continue
-        if "embed" in name:
-            found[f"{name}.weight"] = module(torch.arange(contract[f"{name}.weight"][0]))
-            continue
-        path, _, last = name.rpartition(".")
-        names = [f"{path}.{part}" if path else part for part in parts.get(last, (last,))]
-        identity = torch.eye(contract[f"{names[0]}.weight"][1], dtype=engine.dtype)
-        held = {"weight": module.quant_method.apply(module, identity, None).T}  # (all parts' outputs, inputs)
-        if getattr(module, "bias", None) is not None:
-            held["bias"] = module.bias  # (all parts' outputs,)
-        sizes = [contract[f"{part}.weight"][0] for part in names]
-        for kind, tensor in held.items():  # vLLM pads the vocabulary
-            pieces = tensor[: sum(sizes)].split(sizes)
-            found |= {f"{part}.{kind}": piece for part, piece in zip(names, pieces, strict=True)}
-    return found
-
-
-def differing(engine: Engine, policy: Policy) -> list[str]:
-    """The tensors that are not bit-identical on both sides."""
-    found, sent = read_back(engine), policy.weights()
-    assert found.keys() | {"lm_head.weight"} == sent.keys() | {"lm_head.weight"}  # a tied head is the embedding
-    return [name for name, tensor in found.items() if not torch.equal(tensor, sent[name].detach())]
 
 
 @pytest.mark.engine

@@ -30,9 +30,19 @@ def test_full_training_in_16_bits_has_18_bytes_a_parameter_in_the_update():
     assert "engine" not in update
 
 
+def test_adapters_have_16_bytes_each_and_the_frozen_model_2_a_parameter():
+    update = terms("update", lora_rank=8, kl_coef=0.1)
+    # Of a layer: queries and output, keys and values, the MLP
+    adapters = 8 * 4 * (2 * 512 + 2 * (256 + 128) + 3 * (256 + 1024))
+    names = "weights", "adapters", "masters", "moments", "gradients"
+    expected = 2 * PARAMETERS + 16 * adapters + 4 * adapters  # the KL's reference
+    assert sum(update[name] for name in names) == expected
+    assert terms("update")["adapters"] == 0
+
+
 def test_the_engine_is_there_while_it_samples_and_stays_with_kept_requests():
     generate = terms("generate")
-    assert generate == {"weights": 2 * PARAMETERS, "context": CONTEXT, "masters": 4 * PARAMETERS,
+    assert generate == {"weights": 2 * PARAMETERS, "adapters": 0, "context": CONTEXT, "masters": 4 * PARAMETERS,
                         "moments": 8 * PARAMETERS, "engine": 2 * PARAMETERS, "kv cache": 2 * GIB,
                         "sampler": 4 * 10 * 1000 * 4}  # fmt: skip
     assert "moments" not in terms("generate", offload_optimizer=True)

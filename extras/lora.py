@@ -1,0 +1,164 @@
+"""`--lora-rank`: adapters of low rank are trained in fp32, and the model's own weights are frozen.
+
+A linear layer with the weight W gets A (R, in) and B (out, R), and counts their product s times,
+s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s B A), and with
+`--lora-forward merged` the trainer computes with this very weight. docs/fixes.md has the reasons.
+"""
+
+import json
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import linear
+
+from config import LoraConfig
+from rl import Policy
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """round(W + s B A) in the dtype of W: (out, in), (R, in), (out, R) -> (out, in)."""
+    return torch.addmm(weight.float(), b, a, alpha=scale).to(weight.dtype)
+
+
+class MergedLinear(torch.autograd.Function):
+    """x round(W + s B A)^T + bias; the gradient takes the rounding for the identity.
+
+    So A and B are what fp32 masters are in full training: dB = s dW A^T, dA = s B^T dW. The merged
+    weight is computed again in backward, and dW, (out, in), never exists.
+
+    Shapes: x (..., in), W (out, in), bias (out,) or None, A (R, in), B (out, R) -> (..., out).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor,
+                scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return linear(x, merge(weight, a, b, scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        x_grad = None
+        if ctx.needs_input_grad[0]:  # not in the first layer: the embedding is frozen
+            x_grad = gradient @ merge(weight, a, b, ctx.scale)
+        rows = x.flatten(0, -2).float()  # (N, in)
+        outer = ctx.scale * gradient.flatten(0, -2).float()  # (N, out)
+        return x_grad, None, None, (outer @ b).T @ rows, outer.T @ (rows @ a.T), None
+
+
+class AdaptedLinear(torch.nn.Module):
+    """A linear layer with an adapter. It holds the layer's own parameters under their names."""
+
+    def __init__(self, plain: torch.nn.Linear, lora: LoraConfig, generator: torch.Generator):
+        super().__init__()
+        self.plain = [plain]  # in a list, so that it is no submodule
+        self.weight, self.bias = plain.weight, plain.bias
+        self.scale = lora.lora_alpha / lora.lora_rank
+        self.merges = lora.lora_forward == "merged"
+        width, device = plain.in_features, plain.weight.device
+        a = 2 * torch.rand(lora.lora_rank, width, generator=generator) - 1  # on the CPU: the same
+        self.lora_A = torch.nn.Parameter((a * width**-0.5).to(device))
+        self.lora_B = torch.nn.Parameter(
+            torch.zeros(plain.out_features, lora.lora_rank, device=device))
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The weight that the engine gets: (out, in)."""
+        return merge(self.weight, self.lora_A, self.lora_B, self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.merges:
+            return MergedLinear.apply(
+                x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+        added = self.scale * (x.float() @ self.lora_A.T @ self.lora_B.T)
+        return (linear(x, self.weight, self.bias) + added).to(x.dtype)
+
+
+def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> None:
+    """Freeze the model; give each linear layer of its body an adapter.
+
+    Raises: ValueError if the body has other matrices than those of linear layers and embeddings.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    body = model.base_model
+    kinds = {type(each) for each in body.modules()
+             if any(own.ndim > 1 for own in each.parameters(recurse=False))}
+    others = [kind.__name__ for kind in kinds - {torch.nn.Linear}
+              if not issubclass(kind, torch.nn.Embedding)]
+    if others or model._is_stateful:
+        raise ValueError("lora_rank must be 0 for models with experts, recurrent layers or Conv1D"
+                         f" (only linear layers get adapters), got {type(model).__name__} with"
+                         f" {', '.join(sorted(others))}")
+    model.requires_grad_(False)
+    layers = [(name, each) for name, each in body.named_modules()
+              if type(each) is torch.nn.Linear]
+    for name, layer in layers:
+        body.set_submodule(name, AdaptedLinear(layer, lora, generator))
+
+
+class MergedWeights(UserDict):
+    """Tensors by checkpoint name, and layers, which are merged each time they are asked for.
+
+    So a load needs memory for the merged weights of a layer, not of the model.
+    """
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self.data[name]
+        return held.merged() if isinstance(held, AdaptedLinear) else held
+
+
+class AdaptedPolicy(Policy):
+    """A `Policy` of a model that has adapters: only they are trained, copied and checkpointed."""
+
+    def layers(self) -> dict[str, AdaptedLinear]:
+        return {name: each for name, each in self.model.named_modules()
+                if isinstance(each, AdaptedLinear)}
+
+    def audit(self) -> dict[str, str | bool]:
+        layer = next(iter(self.layers().values()))
+        forward = "merged" if layer.merges else "added"
+        return super().audit() | {"adapters": f"{forward}, rank {len(layer.lora_A)}"}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        adapted = {layer.weight.data_ptr(): layer for layer in self.layers().values()}
+        held = {name: adapted.get(tensor.data_ptr(), tensor)
+                for name, tensor in super().weights().items() if ".lora_" not in name}
+        found = sum(isinstance(each, AdaptedLinear) for each in held.values())
+        assert found == len(adapted), f"{found=} {len(adapted)=}: stored in another form"
+        return MergedWeights(held)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.copied_weights()
+
+    @torch.no_grad()
+    def save(self, run: Any) -> None:
+        """The model merged, an ordinary folder; with --lora-export the adapters beside it.
+
+        The model has no adapters afterwards.
+        """
+        if run.config.lora.lora_export:
+            self._export(run)
+        for name, layer in self.layers().items():
+            layer.weight.copy_(layer.merged())
+            self.model.set_submodule(name, layer.plain[0])
+        super().save(run)
+
+    def _export(self, run: Any) -> None:
+        """`adapter`, as peft reads it. In 16 bits peft computes as `--lora-forward added`."""
+        lora, folder = run.config.lora, run.out / "adapter"
+        folder.mkdir(exist_ok=True)
+        tensors = {}
+        for name, tensor in self.copied_weights().items():
+            tensors[f"base_model.model.{name}.weight"] = tensor
+        save_file(tensors, folder / "adapter_model.safetensors")
+        options = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.lora_rank,
+            "lora_alpha": lora.lora_alpha, "base_model_name_or_path": run.model_path,
+            "target_modules": sorted({name.rpartition(".")[2] for name in self.layers()}),
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(options, indent=1))

@@ -1,0 +1,184 @@
+"""Adapters (--lora-rank): identities, gradients, loads, a run with its checkpoints and exports, and what is refused."""
+
+import shutil
+import weakref
+from collections import Counter
+from copy import deepcopy
+
+import pytest
+import torch
+from helpers import (
+    PROMPTS,
+    SEEDS,
+    WARM,
+    command,
+    differing,
+    mismatch_of,
+    outcome,
+    qwen2,
+    small_model,
+    started,
+    train_here,
+)
+from transformers import AutoModelForCausalLM
+
+from config import LoraConfig
+from engine_adapter import Rollout
+from extras.checkpointing import checkpoint_layers
+from extras.lora import AdaptedLinear, AdaptedPolicy, add_adapters
+from rl import Policy, make_batch
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
+logprobs = lambda policy: policy.logprobs(BATCH, 0.7)  # noqa: E731
+
+
+def adapted(model: torch.nn.Module, ratio: float = 0.0, **options) -> AdaptedPolicy:
+    add_adapters(model, LoraConfig(4, **options), 1)
+    policy = AdaptedPolicy(model)
+    grow(policy, ratio)
+    return policy
+
+
+@torch.no_grad()
+def grow(policy: AdaptedPolicy, ratio: float, seed: int = 0) -> None:
+    """A random B of each layer, such that |s B A| = ratio |W|."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in policy.layers().values():
+        b = torch.randn(layer.lora_B.shape, generator=generator)
+        layer.lora_B.copy_(b * ratio * layer.weight.float().norm() / (layer.scale * b @ layer.lora_A).norm())
+
+
+# ------------------------------------------------------------------------------------------------ identities
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("forward", ["merged", "added"])
+def test_adapters_at_their_start_are_the_base_bit_by_bit_also_as_kl_reference(dtype, forward):
+    expected = logprobs(Policy(qwen2(tied=False, dtype=dtype)))
+    policy = adapted(qwen2(tied=False, dtype=dtype), lora_forward=forward)
+    reference = policy.copied_weights()
+    assert all(".lora_" in name for name in reference)
+    assert torch.equal(logprobs(policy), expected)
+    grow(policy, 0.05)
+    assert (logprobs(policy) - expected).abs().max() > 1e-2
+    with policy.using(reference):
+        assert torch.equal(logprobs(policy), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["Llama, biases", "Phi3", "GPTNeoX", "Gemma2"])
+def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradients_are_those_of_dw(name, dtype):
+    plain = Policy(small_model(name, name == "Gemma2").to(dtype))
+    policy = adapted(deepcopy(plain.model), 0.05)
+    plain.model.load_state_dict(dict(policy.weights()), strict=False)  # a head may have another name in checkpoints
+    assert torch.equal(logprobs(policy), logprobs(plain))
+    logprobs(plain).sum().backward()
+    modules = dict(plain.model.named_modules())
+    for count in (1, 2):  # the gradients of both passes add up
+        if count == 2:
+            checkpoint_layers(policy.model)
+        logprobs(policy).sum().backward()
+        for module, layer in policy.layers().items():
+            full = count * layer.scale * modules[module].weight.grad.float()  # (out, in)
+            for found, expected in ((layer.lora_A.grad, layer.lora_B.T @ full),
+                                    (layer.lora_B.grad, full @ layer.lora_A.T)):  # fmt: skip
+                error = (found - expected).norm() / expected.norm()
+                assert error < (1e-6 if dtype == torch.float32 else 1e-2)  # dW is rounded to 16 bits
+    assert policy.head.weight.grad is None
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+@pytest.mark.engine
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folders, monkeypatch, dtype):
+    policy = adapted(qwen2(tied=False, dtype=dtype))
+    usual, alive, sizes = AdaptedLinear.merged, Counter(), []
+
+    def watched(layer: AdaptedLinear) -> torch.Tensor:
+        tensor = usual(layer)
+        alive["bytes"] += tensor.nbytes
+        weakref.finalize(tensor.untyped_storage(), alive.subtract, {"bytes": tensor.nbytes})
+        sizes.append(alive["bytes"])
+        return tensor
+
+    with started(engine_folders[False], policy, max_model_len=64) as engine:
+        for load in range(3):
+            grow(policy, 0.05, load)
+            assert len(differing(engine, policy)) == 14
+            monkeypatch.setattr(AdaptedLinear, "merged", watched)
+            engine.load(policy.weights(), policy.response_logprobs)
+            monkeypatch.undo()
+            assert not differing(engine, policy)
+    assert len(sizes) == 3 * 3 * 14  # each load asks for shapes, for finite values, and for the tensors
+    assert max(sizes) <= sum(layer.weight.nbytes for layer in policy.layers().values()) / 2  # of two layers
+
+
+@pytest.mark.engine
+def test_in_bfloat16_added_adapters_have_a_mismatch_of_their_own_and_merged_ones_have_none(tmp_path):
+    """Eight random layers, five seeds; both forms score the same rollouts."""
+    for seed in range(5):
+        model = qwen2(tied=False, seed=seed, dtype=torch.bfloat16, num_hidden_layers=8)
+        if not seed:
+            model.save_pretrained(tmp_path)
+        policy, found = adapted(model), []
+        for ratio in (0.0, 0.03):
+            grow(policy, ratio)
+            with started(str(tmp_path), policy) as engine:
+                rollouts = engine.generate(PROMPTS, 64, WARM, SEEDS)
+            found.append(mismatch_of(policy, rollouts, WARM.temperature)["mismatch_abs_mean"])
+        for layer in policy.layers().values():
+            layer.merges = False
+        added = mismatch_of(policy, rollouts, WARM.temperature)["mismatch_abs_mean"]
+        assert found[1] <= 1.1 * found[0]
+        assert added >= 1.12 * found[1]
+
+
+# ------------------------------------------------------------------------------------------------ a run
+@pytest.fixture(scope="module")
+def whole(good, tmp_path_factory):
+    """A finished run in float16; its checkpoints are those of steps 3 and 4."""
+    out = tmp_path_factory.mktemp("lora") / "run"
+    train_here(job(good, out))
+    return out
+
+
+def job(root, out) -> list[str]:
+    return command(root, f"--out {out} --lora-rank 4 --lora-export --engine transformers --dtype float16 --kl-coef 0.1"
+                   " --gradient-checkpointing --max-new-tokens 4 --eval-problems 4 --checkpoint-every 1 --steps 4"
+                   " --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 2")  # fmt: skip
+
+
+def test_a_run_resumes_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_model(good, whole, tmp_path):
+    state = torch.load(next(whole.glob("checkpoints/step_000004-*.pt")))
+    assert state["policy"].keys() == adapted(qwen2(tied=True)).copied_weights().keys()
+    assert state["optimizer"]["scaler"]["scale"] > 1  # float16 is scaled, although the adapters are in float32
+    assert outcome(whole)[0][-1]["updates"] == 2
+    copy = shutil.copytree(whole, tmp_path / "run")
+    next(copy.glob("checkpoints/step_000004-*.pt")).unlink()
+    train_here([*job(good, copy), "--resume"])
+    assert outcome(copy) == outcome(whole)
+    saved, base = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16).state_dict()
+                   for path in (whole / "policy", good / "model"))  # fmt: skip
+    assert saved.keys() == base.keys()
+    for name, tensor in base.items():
+        a, b = (state["policy"].get(name.replace("weight", each)) for each in ("lora_A", "lora_B"))
+        expected = tensor if a is None else (tensor.float() + 32 / 4 * b @ a).half()
+        assert torch.allclose(saved[name], expected, atol=1e-7, rtol=2**-10)  # another order of the product
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_peft_reads_the_exported_adapters_and_computes_as_the_added_forward(good, whole, dtype):
+    peft = pytest.importorskip("peft", reason="peft is not installed (pip install --no-deps peft)")
+    base = AutoModelForCausalLM.from_pretrained(good / "model", dtype=dtype)
+    policy = adapted(deepcopy(base), lora_forward="added")
+    state = torch.load(next(whole.glob("checkpoints/step_000004-*.pt")))
+    policy.model.load_state_dict(state["policy"], strict=False)
+    theirs = peft.PeftModel.from_pretrained(base, whole / "adapter")
+    with torch.no_grad():
+        assert torch.equal(theirs(BATCH.inputs).logits, policy.model(BATCH.inputs).logits)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+@pytest.mark.parametrize("name", ["Mixtral", "FalconH1", "Mamba2", "GPT2"])
+def test_a_model_with_matrices_outside_linear_layers_is_refused(name):
+    with pytest.raises(ValueError, match="lora_rank must be 0 for models with experts, recurrent layers or Conv1D"):
+        add_adapters(small_model(name, False), LoraConfig(4), 0)

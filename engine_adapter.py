@@ -61,7 +61,7 @@ class AuditError(RuntimeError):
 # ------------------------------------------------------------ a request and its response
 @dataclass(frozen=True)
 class Sampling:
-    """All that shapes the sampled distribution; `sampling_arguments` makes the rest neutral.
+    """All that shapes the sampled distribution; `Engine.sampling_params` makes the rest neutral.
 
     Training uses temperature and mask. The probe also uses the penalties:
     `probe.replay.Replay.logprobs` reproduces all.
@@ -158,23 +158,6 @@ def reseed(*stream: int | str) -> None:
     seed = int.from_bytes(sha256(repr(stream).encode()).digest()[:6], "big")
     torch.manual_seed(seed)
     numpy.random.seed(seed % 2**32)
-
-
-def sampling_arguments(sampling: Sampling, seed: int | None, vocab_size: int) -> dict[str, Any]:
-    """The arguments of vLLM's SamplingParams."""
-    return dict(
-        seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
-        # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list out.
-        stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True,
-        top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
-        # Everything else that could change the distribution, at its neutral value.
-        min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None, detokenize=False,
-        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see
-        # if a set is larger.
-        logprobs=min(sampling.max_kept + 1, vocab_size) if sampling.max_kept else 0,
-    )
 
 
 # ------------------------------------------------------------ the fixes as settings of vLLM
@@ -503,7 +486,21 @@ class Engine:
         """vLLM's SamplingParams of one request."""
         from vllm import SamplingParams
 
-        return SamplingParams(**sampling_arguments(sampling, seed, self._vocab_size))
+        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see
+        # if a set is larger.
+        num_logprobs = min(sampling.max_kept + 1, self._vocab_size) if sampling.max_kept else 0
+        return SamplingParams(
+            seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
+            # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list
+            # out.
+            stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, logprobs=num_logprobs,
+            top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            # Everything else that could change the distribution, at its neutral value.
+            min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None, detokenize=False,
+        )
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""

@@ -354,7 +354,6 @@ def prepare(config: Config) -> Run:
     task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens,
                    drop=data.overlong_prompts == "drop")
     longest_prompt = max(map(len, task.prompts))
-    name_idle_switches(config, longest_prompt)
     groups = grpo.num_prompts + config.backend.inflight_groups
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
@@ -398,22 +397,25 @@ def _describe(config: Config) -> tuple[Any, Any, tuple[int, ...]]:
     return describe_model(config.run.model)
 
 
-def name_idle_switches(config: Config, longest_prompt: int) -> None:
-    """Print which fixes are off and cannot change a figure of this run."""
-    without = "is off WITHOUT EFFECT:"
-    block = config.backend.block_size or (16 if torch.cuda.is_available() else 128)  # vLLM's
-    cached = not config.parity.in_force("explicit_runtime", "prefix-cache")
-    if cached and longest_prompt <= block:  # the last token of a prompt is always computed
-        print(f"explicit_runtime: the prefix cache {without.removeprefix('is off ')} no prompt is"
-              f" longer than a block of {block} tokens; try --block-size", flush=True)
-    if not config.parity.inflight_keep and not config.backend.inflight_groups:
-        print(f"inflight_keep {without} no load meets an unfinished rollout; try --inflight-groups",
-              flush=True)
-    if not config.parity.fp32_head and config.run.dtype == "float32":
-        print(f"fp32_head {without} the model's dtype is float32; try --dtype bfloat16", flush=True)
-    if config.grpo.replay_routes and config.run.dtype == "float32":
-        print("replay_routes is on WITHOUT EFFECT: in float32 no token is routed otherwise; try"
-              " --dtype bfloat16", flush=True)
+def name_idle_switches(run: Run, block: int) -> None:
+    """Print which switches cannot change a figure of this run; `block`: tokens of a KV block."""
+    parity, grpo = run.config.parity, run.config.grpo
+    float32 = run.config.run.dtype == "float32"
+    cached = not parity.in_force("explicit_runtime", "prefix-cache")
+    waiting = run.config.backend.inflight_groups
+    for name, is_idle, why in (
+        # The last token of a prompt is always computed.
+        ("explicit_runtime: the prefix cache", cached and max(map(len, run.task.prompts)) <= block,
+         f"no prompt is longer than a block of {block} tokens; try --block-size"),
+        ("inflight_keep", not parity.inflight_keep and not waiting,
+         "no load meets an unfinished rollout; try --inflight-groups"),
+        ("fp32_head", not parity.fp32_head and float32,
+         "the model's dtype is float32; try --dtype bfloat16"),
+        ("replay_routes", grpo.replay_routes and float32,
+         "in float32 no token is routed otherwise; try --dtype bfloat16"),
+    ):
+        if is_idle:
+            print(f"{name} is switched WITHOUT EFFECT: {why}", flush=True)
 
 
 def is_routed(run: Run, model: Any) -> bool:
@@ -516,6 +518,7 @@ def build(
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
+    name_idle_switches(run, engine.settings.get("block_size", 0))  # 0: transformers has no blocks
     if config.run.resume:
         without = "" if checkpoint else ": there was no checkpoint"
         print(f"resumed at step {first_step}{without}", flush=True)

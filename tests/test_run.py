@@ -11,7 +11,7 @@ from examples.toys import toy_tokenizer
 from extras.reference import engine_for
 from records import provenance
 from rl import Policy
-from train import prepare
+from train import name_idle_switches, prepare
 
 
 def job(tmp_path, **changes) -> Config:
@@ -52,7 +52,7 @@ def test_a_switch_that_can_change_nothing_is_named(tmp_path, capsys):
     off = ParityFlags(inflight_keep=False, fp32_head=False)
     for changes, named in (({}, ["inflight_keep", "fp32_head"]), ({"inflight_groups": 1}, ["fp32_head"]),
                            ({"dtype": "bfloat16"}, ["inflight_keep"]), ({"parity": ParityFlags()}, [])):  # fmt: skip
-        prepare(job(tmp_path, **{"parity": off} | changes))
+        name_idle_switches(prepare(job(tmp_path, **{"parity": off} | changes)), block=16)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
 

@@ -36,7 +36,8 @@ logprobs = lambda policy: policy.logprobs(BATCH, 0.7)  # noqa: E731
 def adapted(model: torch.nn.Module, ratio: float = 0.0, **options) -> AdaptedPolicy:
     add_adapters(model, LoraConfig(4, **options), 1)
     policy = AdaptedPolicy(model)
-    grow(policy, ratio)
+    if ratio:
+        grow(policy, ratio)
     return policy
 
 

@@ -195,8 +195,3 @@ def test_replay_is_refused_without_routers_and_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="replay_routes must be off on a GPU"):
         train.prepare(Config.of(replay_routes=True))
-
-
-def test_replay_in_float32_is_said_to_be_without_effect(capsys):
-    train.name_idle_switches(Config.of(replay_routes=True), 9)
-    assert "replay_routes is on WITHOUT EFFECT" in capsys.readouterr().out

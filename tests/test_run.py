@@ -51,7 +51,8 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
 def test_a_switch_that_can_change_nothing_is_named(tmp_path, capsys):
     off = ParityFlags(inflight_keep=False, fp32_head=False)
     for changes, named in (({}, ["inflight_keep", "fp32_head"]), ({"inflight_groups": 1}, ["fp32_head"]),
-                           ({"dtype": "bfloat16"}, ["inflight_keep"]), ({"parity": ParityFlags()}, [])):  # fmt: skip
+                           ({"dtype": "bfloat16"}, ["inflight_keep"]), ({"parity": ParityFlags()}, []),
+                           ({"parity": ParityFlags(), "replay_routes": True}, ["replay_routes"])):  # fmt: skip
         name_idle_switches(prepare(job(tmp_path, **{"parity": off} | changes)), block=16)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named

@@ -5,9 +5,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, MATRIX_PROMPTS, RECOMPUTE, RECURRENT, WARM, mismatch, move, small_model, started
+from helpers import ALWAYS_TIED, MATRIX_PROMPTS, RECURRENT, WARM, mismatch, move, small_model, started
 from torch.nn.functional import linear
 
+from config import ParityFlags
 from engine_adapter import Engine, EngineStateError, WeightLoadError
 from rl import Policy
 
@@ -69,7 +70,7 @@ FAULTS = {
         lambda engine, patch, _: patch.setattr(engine, "_renew_cache_keys", lambda: None), CANARY, NOTHING),
     "adapter merged twice": ("Qwen3", {}, merge_twice, CANARY, NOTHING),
     "reset that does nothing": (
-        "Qwen2", dict(parity=RECOMPUTE),
+        "Qwen2", dict(parity=ParityFlags(inflight_keep=False, inflight_otherwise="recompute")),
         lambda engine, patch, _: patch.setattr(engine.llm, "reset_prefix_cache", lambda **_: False), GIVE_UP, GIVE_UP),
     "window one short": ("Mistral", {}, shorten_window, CANARY, CANARY),
 }  # fmt: skip

@@ -371,10 +371,10 @@ class Policy:
         return cls(load_model(path, dtype).to(device), fp32_head)
 
     def but(self, **parts: Any) -> "Policy":
-        """A policy of the same model with another body, support or projection."""
+        """A plain policy of the same model with another body, support or projection."""
         own = dict(body=self.body, support=self.support, projection=self.projection_class,
                    chunk_elements=self.chunk_elements)
-        return type(self)(self.model, self.fp32_head, **own | parts, check=False)
+        return Policy(self.model, self.fp32_head, **own | parts, check=False)
 
     @property
     def device(self) -> torch.device:

@@ -564,8 +564,7 @@ class Engine:
         The later log-probabilities of a kept one belong to no single set of weights: the new
         weights compute them from keys and values of the old. Weights that have not `changed` are no
         new version and do not touch unfinished rollouts. The canary's steps advance all of these.
-        There is one pass over `weights` without a second copy of the model. Returns bytes and
-        seconds, and the canary's seconds.
+        No second copy of the model is made. Returns the seconds of the load and of the canary.
 
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected,
         wrongly shaped or not finite (the engine is unchanged then), or if vLLM refuses one or the
@@ -576,7 +575,7 @@ class Engine:
         aborted = self._interrupt() if changed else []
         self.state = "broken"  # until the canary has passed
         started = time.perf_counter()
-        num_bytes = self._transfer(weights)
+        self._transfer(weights)
         if self.on_gpu:
             torch.cuda.synchronize()
         load_s = time.perf_counter() - started
@@ -595,11 +594,10 @@ class Engine:
             self.counters["rollouts_restarted"] += 1
             rollout.restart()
             self._submit([rollout])
-        canary_s = time.perf_counter() - awake
-        return {"load_bytes": num_bytes, "load_s": load_s, "canary_s": canary_s}
+        return {"load_s": load_s, "canary_s": time.perf_counter() - awake}
 
-    def _transfer(self, weights: Mapping[str, Tensor]) -> int:
-        """Copy the tensors into vLLM's model; returns their bytes."""
+    def _transfer(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the tensors into vLLM's model."""
         names = dict.fromkeys(weights)
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM
         # has no such name.
@@ -616,7 +614,6 @@ class Engine:
         except Exception as error:
             raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}"
                                   ) from error
-        return sum(math.prod(self.contract[name]) for name in names) * self.dtype.itemsize
 
     def _drop_expert_kernels(self) -> list[Any]:
         """On a CPU vLLM packs experts when it makes their kernel. Returns those without one now."""
@@ -741,9 +738,8 @@ class Engine:
         middle = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
         difference = middle((theirs - ours).abs()).item()
         limit = self.canary_tolerance
-        if self.weight_version > CANARY_LOADS:  # rounding has the same size at each load
-            usual = CANARY_FACTOR * self._largest_difference / CANARY_TOLERANCE[self.dtype]
-            limit *= min(1.0, max(usual, 0.1))
+        if self.weight_version > CANARY_LOADS:  # rounding was of one size at all measured loads
+            limit = min(limit, max(CANARY_FACTOR * self._largest_difference, limit / 10))
         if not difference <= limit:
             other = ""
             if self.weight_version == 1:

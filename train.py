@@ -411,8 +411,8 @@ def name_idle_switches(run: Run, block: int) -> None:
          "no load meets an unfinished rollout; try --inflight-groups"),
         ("fp32_head", not parity.fp32_head and float32,
          "the model's dtype is float32; try --dtype bfloat16"),
-        ("replay_routes", grpo.replay_routes and float32,
-         "in float32 no token is routed otherwise; try --dtype bfloat16"),
+        ("replay_routes", grpo.replay_routes and float32 and grpo.num_minibatches == 1,
+         "in float32 no token is routed otherwise before the update; try --dtype bfloat16"),
     ):
         if is_idle:
             print(f"{name} is switched WITHOUT EFFECT: {why}", flush=True)

@@ -93,7 +93,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> None:
     if others or model._is_stateful:
         raise ValueError("lora_rank must be 0 for models with experts, recurrent layers or Conv1D"
                          f" (only linear layers get adapters), got {type(model).__name__} with"
-                         f" {', '.join(sorted(others))}")
+                         f" {', '.join(sorted(others)) or 'recurrent layers'}")
     model.requires_grad_(False)
     layers = [(name, each) for name, each in body.named_modules()
               if type(each) is torch.nn.Linear]

@@ -151,12 +151,14 @@ class RoutedPolicy(Policy):
 
         `routed_otherwise`: the share of the responses' tokens and layers for which the engine chose
         another set of k of E experts. `router_noise`: the noise of Gaussian router logits that
-        gives this share, in their standard deviations: share sqrt(pi) / (E phi(z)), with
-        P(x > z) = k / (E + 1). E phi(z) is the density of logits at the threshold, so models can be
-        compared. With replay only: without it a token that was routed otherwise arrives changed at
-        the next layer. Both are of the last forward pass; a response's last token is no input.
+        gives the share of the first router, in their standard deviations: share sqrt(pi) / (E
+        phi(z)), with P(x > z) = k / (E + 1). E phi(z) is the density of logits at the threshold, so
+        models can be compared. At later routers rounding has grown, and tokens that were routed
+        otherwise arrive changed. Both are of the last forward pass; a response's last token is no
+        input.
         """
         measured, routes = super().measure(batch, temperature), routes_of(batch)
+        assert routes is not None or self.body != self.replayed, "the engine recorded no routes"
         if routes is None or not self.known or batch.lengths.equal(batch.prompt_lengths):
             return measured
         own = rearrange([router.own for router in self.routers],
@@ -167,13 +169,12 @@ class RoutedPolicy(Policy):
         if own.shape[1] < len(columns):  # `prompts_once` has computed responses alone
             response = columns[: own.shape[1]] < batch.lengths[:, None] - starts
         other = (own[response].sort().values != theirs.sort().values).any(dim=-1)  # (N, layers)
-        share = other.float().mean() * (batch.mask > 0)
-        measured["routed_otherwise"] = share
-        if self.body == self.replayed:
-            normal, experts = NormalDist(), self.routers[0].experts
-            density = experts * normal.pdf(normal.inv_cdf(own.shape[-1] / (experts + 1)))
-            measured["router_noise"] = share * torch.pi**0.5 / density
-        return measured
+        on = batch.mask > 0
+        share, first = (each.float().mean() * on for each in (other, other[:, 0]))
+        normal, experts = NormalDist(), self.routers[0].experts
+        density = experts * normal.pdf(normal.inv_cdf(own.shape[-1] / (experts + 1)))
+        noise = first * torch.pi**0.5 / density
+        return measured | {"routed_otherwise": share, "router_noise": noise}
 
     def agrees(self, batch: Batch) -> Tensor:
         """Of the trainer's own choice: `eval_agree` shows what replay hides."""

@@ -230,8 +230,8 @@ class SharedEngine(Engine):
             raise WeightLoadError("weights must be the trainer's, where they were at first, not"
                                   f" {', '.join(wrong)}")
 
-    def _transfer(self, weights: Mapping[str, Tensor]) -> int:
-        return 0
+    def _transfer(self, weights: Mapping[str, Tensor]) -> None:
+        """Nothing: they are the trainer's."""
 
 
 def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:

@@ -30,7 +30,7 @@ SIZES = 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2
 def main(folder: tyro.conf.Positional[Path], record: tyro.conf.Positional[Path]) -> None:
     options = json.loads((folder / "config.json").read_text())["config"]
     options |= {"parity": ParityFlags(), "out": str(folder / "lost"), "engine": "transformers",
-                "prefix_cache": "off", "dtype": "float32"}
+                "prefix_cache": "off", "dtype": "float32", "lora_forward": "merged"}
     run = prepare(Config.of(**options))
     policy = load_policy(run)
     for each in policy.model.parameters():

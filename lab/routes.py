@@ -20,15 +20,16 @@ from records import provenance
 from rl import frozen_measures, make_batch
 
 CASES = [("Qwen3Moe", 48, 8, "bfloat16"), ("Qwen2Moe", 24, 4, "bfloat16"),
-         ("Mixtral", 12, 2, "bfloat16"), ("Qwen3Moe", 48, 8, "float32")]  # fmt: skip
+         ("Mixtral", 12, 2, "bfloat16"), ("Mixtral", 12, 2, "bfloat16", 48),
+         ("Qwen3Moe", 48, 8, "float32")]  # fmt: skip
 NOISES = 0.0, 0.02, 0.1  # planted in the engine's router weights, in their standard deviations
 
 
-def measure(kind: str, experts: int, chosen: int, dtype: str) -> dict[str, Any]:
+def measure(kind: str, experts: int, chosen: int, dtype: str, layers: int = 3) -> dict[str, Any]:
     """By noise and body: |mismatch| and its floor in nats, and both figures of the routes."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, head_dim=32,
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, head_dim=32,
         num_attention_heads=2, num_key_value_heads=1, initializer_range=0.1, norm_topk_prob=True,
         moe_intermediate_size=64, shared_expert_intermediate_size=64, num_experts=experts,
         num_local_experts=experts, num_experts_per_tok=chosen)).to(getattr(torch, dtype))

@@ -194,8 +194,8 @@ ALARMS = {
     # Of clean runs in bfloat16 the largest are 0.0016 and 0.0004 (docs/probe.md).
     "backend_clip_rate": 0.005,
     "backend_ratio_error": 0.005,
-    # With --replay-routes: clean mixtures have 0.007, with 2 % of noise in the routers 0.02.
-    "router_noise": 0.0125,
+    # Clean mixtures of 3 to 48 layers have 0.005 to 0.006, with 2 % of noise 0.017 to 0.022.
+    "router_noise": 0.01,
 }
 NARROW_CLIP = 0.1  # bounds below it, such as GSPO's 4e-4, are left by the rounding of 16 bits alone
 

@@ -52,7 +52,9 @@ def test_a_switch_that_can_change_nothing_is_named(tmp_path, capsys):
     off = ParityFlags(inflight_keep=False, fp32_head=False)
     for changes, named in (({}, ["inflight_keep", "fp32_head"]), ({"inflight_groups": 1}, ["fp32_head"]),
                            ({"dtype": "bfloat16"}, ["inflight_keep"]), ({"parity": ParityFlags()}, []),
-                           ({"parity": ParityFlags(), "replay_routes": True}, ["replay_routes"])):  # fmt: skip
+                           ({"parity": ParityFlags(), "replay_routes": True}, []),
+                           ({"parity": ParityFlags(), "replay_routes": True, "num_minibatches": 1},
+                            ["replay_routes"])):  # fmt: skip
         name_idle_switches(prepare(job(tmp_path, **{"parity": off} | changes)), block=16)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named

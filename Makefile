@@ -1,5 +1,5 @@
-# make train: the default job. make test: linter and all tests, 8 to 11 minutes on two cores. make check: linter and the
-# tests that start no engine, 3 minutes. make setup: the environment only. All work on a fresh clone.
+# make train: the default job. make test: linter and all tests, six minutes on two cores. make check: linter and the tests
+# that start no engine, two minutes. make setup: the environment only. All work on a fresh clone.
 PYTHON ?= python3
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
@@ -28,7 +28,7 @@ check: setup
 	.venv/bin/ruff check .
 	$(PYTEST) -m "not engine" $(ARGS)
 
-# Each fix switched off alone, on a job where every switch shows: five minutes on two cores.
+# Each fix switched off alone, on a job where every switch shows: three to five minutes on two cores.
 ablate: setup
 	.venv/bin/python -m lab.study ladder --out $(OUT) --steps 6 --cells $(SWITCHES) \
 		--train-args="--eval-problems 64 --no-eval-with-trainer --probe-every 5" $(ARGS)

@@ -156,6 +156,7 @@ def test_recording_and_measuring_change_no_other_figure_of_a_run(run, monkeypatc
     monkeypatch.setattr(train, "is_routed", lambda *_: False)
     for row, without in zip(measured, run("without", "--steps 3"), strict=True):
         assert 0 <= row.pop("routed_otherwise") < 0.2
+        assert 0 <= row.pop("router_noise") < 0.05
         assert row == without
 
 

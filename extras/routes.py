@@ -45,7 +45,7 @@ class RoutedEngine(Engine):
                 router.set_capture_fn(partial(self._chosen.__setitem__, layer))
             self.vllm_model.register_forward_hook(self._note)
 
-    def _note(self, *_: Any) -> None:
+    def _note(self, *_) -> None:
         """Called after each forward pass. A preempted request computes its first tokens again."""
         rows = torch.stack([*self._chosen.values()], dim=1).short().numpy()  # (tokens, layers, k)
         batch, starts = self.runner.input_batch, self.runner.query_start_loc.np
@@ -55,13 +55,13 @@ class RoutedEngine(Engine):
             computed = int(batch.num_computed_tokens_cpu[index])
             routes = self._requests[name].routes
             del routes[computed:]
-            cached = computed - len(routes)  # tokens of a prompt in the prefix cache
-            routes += [numpy.full_like(rows[0], UNKNOWN)] * cached
+            # Tokens of a prompt in the prefix cache.
+            routes += [numpy.full_like(rows[0], UNKNOWN)] * (computed - len(routes))
             routes += [*rows[starts[index] : starts[index + 1]]]
 
     def _take(self, rollout: Rollout, output: Any) -> None:
         if self.on_gpu and output.routed_experts is not None:  # (new tokens, all layers, k)
-            rollout.routes += [*output.routed_experts[:, [*self._chosen]].astype(numpy.int16)]
+            rollout.routes += [*output.routed_experts[:, [*self._chosen]]]
         super()._take(rollout, output)
 
 
@@ -82,7 +82,7 @@ class Router(TorchFunctionMode):
         module.register_forward_pre_hook(lambda *_: self.__enter__() and None)
         module.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
 
-    def __torch_function__(self, function, types, args=(), kwargs=None) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self.experts:
             return found  # such as a choice among groups of experts
@@ -98,8 +98,7 @@ def routes_of(batch: Batch) -> Tensor | None:
     if not any(rollout.routes for rollout in batch.rollouts):
         return None
     known = [torch.from_numpy(numpy.stack(rollout.routes)).long() for rollout in batch.rollouts]
-    routes = pad_sequence(known, batch_first=True, padding_value=UNKNOWN)
-    return routes[:, : batch.inputs.shape[1]].to(batch.inputs.device)
+    return pad_sequence(known, batch_first=True, padding_value=UNKNOWN).to(batch.inputs.device)
 
 
 class RoutedPolicy(Policy):
@@ -116,7 +115,8 @@ class RoutedPolicy(Policy):
                         if type(module).__name__.lower().endswith("topkrouter")]
         super().__init__(model, *options, body=self.replayed if replay else None, **parts)
         # The check of the head has run the model.
-        self.known = {router.own is not None for router in self.routers} == {True}
+        chose = [router.own is not None for router in self.routers]
+        self.known = any(chose) and all(chose)
         if replay:
             if not self.known:
                 raise ValueError(f"replay_routes must be off with {type(model).__name__} (it has no"
@@ -169,12 +169,11 @@ class RoutedPolicy(Policy):
         if own.shape[1] < len(columns):  # `prompts_once` has computed responses alone
             response = columns[: own.shape[1]] < batch.lengths[:, None] - starts
         other = (own[response].sort().values != theirs.sort().values).any(dim=-1)  # (N, layers)
-        on = batch.mask > 0
-        share, first = (each.float().mean() * on for each in (other, other[:, 0]))
+        share, first = (each.float().mean() * (batch.mask > 0) for each in (other, other[:, 0]))
         normal, experts = NormalDist(), self.routers[0].experts
         density = experts * normal.pdf(normal.inv_cdf(own.shape[-1] / (experts + 1)))
-        noise = first * torch.pi**0.5 / density
-        return measured | {"routed_otherwise": share, "router_noise": noise}
+        return measured | {"routed_otherwise": share,
+                           "router_noise": first * torch.pi**0.5 / density}
 
     def agrees(self, batch: Batch) -> Tensor:
         """Of the trainer's own choice: `eval_agree` shows what replay hides."""

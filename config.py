@@ -336,7 +336,7 @@ class Config:
         if self.lora.lora_forward == "added":  # the engine's weights are rounded, the trainer's not
             off += ["lora_forward merged"]
         # Fix the backend first, then correct the remaining mismatch.
-        used = grpo.corrections or grpo.replay_routes * "replay_routes"
+        used = grpo.corrections or ("replay_routes" if grpo.replay_routes else "")
         if used and off and not grpo.tis_over_a_broken_backend:
             raise ValueError("tis, reject and replay_routes must be off while a fix is off (a"
                              f" correction hides the broken backend), got {used} without"

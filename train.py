@@ -128,8 +128,9 @@ class TrainingState:
                 "source": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        model = self.policy.model
-        model.load_state_dict(model.state_dict() | state["policy"])  # frozen tensors are not in it
+        model, saved = self.policy.model, state["policy"]
+        assert saved.keys() == self.policy.state_dict().keys(), "tensors of the checkpoint"
+        model.load_state_dict(model.state_dict() | saved)  # frozen tensors are not saved
         self.optimizer.load_state_dict(state["optimizer"])
         self.source.load_state_dict(state["source"])
 

@@ -40,6 +40,7 @@ import tyro
 from config import COUNT, SEED, Config
 from lab.cells import METRICS, PANELS, STUDIES, Metric, Rows
 from lab.models import MODELS
+from lab.products import are_slow, widen
 from records import locked, one_sentence, stage
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
@@ -174,6 +175,8 @@ def execute(run: Run) -> None:
     """In a process of its own: the run from its beginning, then its mark."""
     _begin(run.folder.with_name(f"{run.folder.name}.log"))
     shutil.rmtree(run.folder, ignore_errors=True)  # not finished
+    if are_slow(run.config.run.dtype) and not torch.cuda.is_available():
+        widen(run.config.run.dtype)
     import_module(run.program).main(list(run.words))
     unfinished = run.folder / f"{MARK}.new"
     unfinished.write_text(json.dumps(run.options))
@@ -286,6 +289,8 @@ def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, 
     names = dict.fromkeys(name for config in configs for name in config["versions"])
     record["versions"] = {
         name: distinct(config["versions"].get(name) for config in configs) for name in names}
+    dtypes = distinct(config["config"]["dtype"] for config in configs)
+    record["wide_products"] = [each for each in dtypes.split(", ") if are_slow(each)]
     return record | {"workload": plan.study.workload, "cells": cells, "crashed": crashed}
 
 
@@ -360,9 +365,11 @@ def report(record: dict[str, Any], options: Options) -> str:
         rows.append([name, str(len(cell["seeds"])), base if reference["seeds"] else "", *texts])
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
+    wide = record.get("wide_products")  # of lab.products
+    products = f" (products of {', '.join(wide)} in float32, rounded)" if wide else ""
     parts = [
-        f"`{record['command']}` on {record['device']}; {versions}; commit {record['commit']}"
-        f"{changed}.",
+        f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
+        f" {record['commit']}{changed}.",
         "Mean (smallest to largest) over the seeds; the mean difference to the reference at equal"
         " seeds ± half of its 95 % interval.",
         table(["cell", "seeds", "reference", *(METRICS[each].title for each in measured)], rows),

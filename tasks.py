@@ -25,12 +25,16 @@ MOST_FILES = 10_000  # of a data set's folder; datasets would read the whole of 
 
 
 class Problem(NamedTuple):
-    """`source` names the line of a file, for messages; `prompt_ids` come from `encode`."""
+    """`source` names the line of a file, for messages; `prompt_ids` come from `encode`.
+
+    Problems of one family, such as 4 + 7 and 7 + 4, are held out together.
+    """
 
     question: str
     answer: str
     source: str
     prompt_ids: list[int] = []
+    family: str = ""
 
 
 Reward = Callable[..., float]
@@ -116,10 +120,10 @@ def draw_problems(file: Any) -> list[Problem]:
     """
     problems, misses = {}, 0
     while len(problems) < 10_000 and misses < 1_000:
-        pair = file.sample()
-        misses = misses + 1 if pair in problems else 0
+        question, answer, family = drawn = file.sample()
+        misses = misses + 1 if drawn in problems else 0
         source = f"{file.path}, problem {len(problems) + 1}"
-        problems.setdefault(pair, Problem(*pair, source))
+        problems.setdefault(drawn, Problem(question, answer, source, family=family))
     return list(problems.values())
 
 
@@ -174,7 +178,10 @@ def _problem(row: dict[str, Any] | str, source: str) -> Problem:
 def split(
     name: str, reward: Reward, seed: int, train: list[Problem], held_out: Sequence[Problem] = ()
 ) -> Task:
-    """Each question once, in one split. Without `held_out` the seed chooses a tenth to hold out."""
+    """Each question once, in one split.
+
+    Without `held_out` the seed chooses a tenth of the families; a problem without one is its own.
+    """
     first: dict[str, Problem] = {}
     for problem in (*held_out, *train):
         known = first.setdefault(problem.question.strip(), problem)
@@ -186,8 +193,11 @@ def split(
     distinct = list(first.values())
     num_held_out = len({problem.question.strip() for problem in held_out})
     if not held_out:
-        distinct = random.Random(seed).sample(distinct, len(distinct))
-        num_held_out = max(1, round(0.1 * len(distinct)))
+        shuffled = random.Random(seed).sample(distinct, len(distinct))
+        families = list(dict.fromkeys(each.family or each.question for each in shuffled))
+        chosen = set(families[: max(1, round(0.1 * len(families)))])
+        distinct = sorted(shuffled, key=lambda each: (each.family or each.question) not in chosen)
+        num_held_out = sum((each.family or each.question) in chosen for each in distinct)
     if num_held_out >= len(distinct):
         raise ValueError(f"task must have problems left to train on, {name} has {len(distinct)}"
                          f" without repeats and {num_held_out} held out")

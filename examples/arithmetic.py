@@ -18,13 +18,17 @@ POOL = create_dataset("basic_arithmetic", size=SIZE, seed=0, min_terms=2, max_te
 verify = get_score_answer_fn("chain_sum")  # compares values: "07" and "7.0" are 7
 
 
-def sample(rng: random.Random) -> tuple[str, str]:
-    """A question such as "Calculate 3 + 17. Give only the result." and its answer."""
+def sample(rng: random.Random) -> tuple[str, str, str]:
+    """A question such as "Calculate 3 + 17. Give only the result.", its answer, and its family.
+
+    The family is the unordered pair, so 17 + 3 is not in training while 3 + 17 is held out.
+    """
     while True:
         problem = POOL[rng.randrange(SIZE)]
         left, _, right = problem["metadata"]["expression"].split()
         if max(int(left), int(right)) <= LARGEST:
-            return f"{problem['question']} Give only the result.", problem["answer"]
+            family = " ".join(sorted((left, right)))
+            return f"{problem['question']} Give only the result.", problem["answer"], family
 
 
 def reward(problem, response: str) -> float:

@@ -12,7 +12,7 @@ from examples.arithmetic import sample as sample_alone
 __all__ = ["reward", "sample"]
 
 
-def sample(rng: random.Random) -> tuple[str, str]:
+def sample(rng: random.Random) -> tuple[str, str, str]:
     """As examples.arithmetic.sample, with the instruction before the question."""
-    question, answer = sample_alone(rng)
-    return f"You are good at mental arithmetic. {question}", answer
+    question, answer, family = sample_alone(rng)
+    return f"You are good at mental arithmetic. {question}", answer, family

@@ -35,8 +35,9 @@ class TaskFile:
         self.path, self.seed, self.limit_s = path, seed, limit_s
         self._start()
 
-    def sample(self) -> tuple[str, str]:
-        """A question and an answer. The random state is the process's own and begins with `seed`.
+    def sample(self) -> tuple[str, str, str]:
+        """Question, answer, family (or ""). The random state is the process's own and begins with
+        `seed`.
         """
         return self._call(f"sample of {self.path}", "sample")
 
@@ -114,13 +115,14 @@ class Functions:
         parameters = inspect.signature(self.module.reward).parameters.values()
         return sum(each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters) > 2
 
-    def sample(self) -> tuple[str, str]:
-        pair = self.module.sample(self.rng)
-        match pair:
-            case tuple([str(question), str(answer)]) if question:
-                return str(question), str(answer)
-        raise TypeError(f"it must return a question and an answer, two strings, it returned"
-                        f" {pair!r:.80}")
+    def sample(self) -> tuple[str, str, str]:
+        drawn = self.module.sample(self.rng)
+        match drawn:
+            case tuple([str(question), str(answer), *family]) if question and len(family) < 2:
+                if all(isinstance(each, str) for each in family):
+                    return str(question), str(answer), str(*family)
+        raise TypeError(f"it must return a question and an answer, two strings, and perhaps a"
+                        f" family, it returned {drawn!r:.80}")
 
     def reward(self, *arguments: Any) -> float:
         value = self.module.reward(*arguments)

@@ -85,6 +85,7 @@ METRICS = {
     "ess": Metric("ESS", ".2f", over("ess")),
     "weights_ess": Metric("ESS of the weights", ".2f", over("weights_ess")),
     "rejected": Metric("rejected tokens", ".1%", over("rejected_frac")),
+    "updates": Metric("optimizer steps", ".0f", over("updates", sum)),
     "staleness": Metric("mean staleness", ".2f", over("staleness_mean")),
     "staleness_max": Metric("largest staleness", ".0f", over("staleness_max", max)),
     "wasted": Metric("wasted tokens", ".0f", over("tokens_wasted", steps=LAST)),
@@ -302,7 +303,7 @@ STUDIES = {
         "reference", "v0", "v1-0.18-defaults", "v1-0.18-repaired", "v1-defaults", "parity")),
     "corrections": Study(
         f"{LADDER} {THREE} --inflight-groups 0", corrections_cells(),
-        ("reward", "eval_true", "rejected", "weights_ess", "mismatch", "staleness")),
+        ("reward", "eval_true", "rejected", "updates", "weights_ess", "mismatch", "staleness")),
     "real": Study(REAL, REAL_CELLS, (*LEARNING, "eval_greedy", *BACKEND),
                   ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"),
                   steps=20, jobs=1),

@@ -14,10 +14,12 @@ from math import gamma, pi, sqrt
 from pathlib import Path
 
 import pytest
-from helpers import qwen2, refusal, timeless, train_here
+import torch
+from helpers import forked, qwen2, refusal, timeless, train_here
 
 from examples.toys import toy_tokenizer
 from lab.cells import ALONE, FAULTS, METRICS, RUNGS, STUDIES
+from lab.products import widen
 from lab.study import MARK, RECORDS, STUDENT, Options, Plan, draw, main, paired, text_of
 
 ROOT = Path(__file__).parents[1]
@@ -245,3 +247,28 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     plan = Plan(Options("ladder", out=str(tmp_path / "out"), steps=2, train_args=small[-1].partition("=")[2]))
     train_here([*plan.run("parity", 0).words, "--out", str(tmp_path / "here")])
     assert timeless(crashing) == timeless(tmp_path / "here")
+
+
+# ---------------------------------------------------------------------------------------------------- 16-bit products
+def check_products(dtype: str):
+    narrow = getattr(torch, dtype)
+    first, second = torch.randn(5, 7, 300), torch.randn(5, 300, 9)
+    layer = torch.nn.Linear(300, 9).to(narrow)
+    before = first[0] @ second[0]
+    widen(dtype)
+    assert torch.equal(first[0] @ second[0], before)
+    left, right = first.to(narrow), second.to(narrow).requires_grad_()
+    exact = left.float() @ right.float()
+    assert torch.equal(left @ right, exact.to(narrow))
+    assert torch.equal(left[0] @ right[0], exact[0].to(narrow))
+    wide = torch.addmm(layer.bias.float(), left[0].float(), layer.weight.float().T)
+    assert torch.equal(layer(left[0]), wide.to(narrow))
+    (left[0] @ right[0]).sum().backward()
+    assert torch.equal(right.grad[0, :, 0], left[0].float().sum(dim=0).to(narrow))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_widened_products_are_those_of_float32_rounded_once(dtype):
+    process = forked(check_products, dtype)
+    process.join()
+    assert process.exitcode == 0

@@ -99,6 +99,20 @@ def test_a_users_file_gives_different_problems_decided_by_the_seed(good):
     assert task.train == again.train != other.train
 
 
+def test_problems_of_one_family_are_held_out_together(tmp_path):
+    path = tmp_path / "sums.py"
+    path.write_text("""def sample(rng):
+    pair = [rng.randrange(10) for _ in range(2)]
+    return "%d + %d" % tuple(pair), str(sum(pair)), str(sorted(pair))
+def reward(problem, response):
+    return float(response == problem.answer)
+""")
+    task = load_task(str(path), 0)
+    train, held_out = ({problem.family for problem in part} for part in (task.train, task.held_out))
+    assert (len(task.train) + len(task.held_out), len(held_out), len(train)) == (100, 6, 49)
+    assert not train & held_out
+
+
 # ------------------------------------------------------------------------------------------------ a hub's dataset
 GSM8K = {"question": "Natalia sold 48 clips in April, half as many in May. How many in both?",
          "answer": "She sold 48/2 = <<48/2=24>>24 in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 72"}  # fmt: skip

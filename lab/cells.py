@@ -86,6 +86,7 @@ METRICS = {
     "weights_ess": Metric("ESS of the weights", ".2f", over("weights_ess")),
     "rejected": Metric("rejected tokens", ".1%", over("rejected_frac")),
     "updates": Metric("optimizer steps", ".0f", over("updates", sum)),
+    "overflowed": Metric("overflowed updates", ".0f", over("overflowed_updates", sum)),
     "staleness": Metric("mean staleness", ".2f", over("staleness_mean")),
     "staleness_max": Metric("largest staleness", ".0f", over("staleness_max", max)),
     "wasted": Metric("wasted tokens", ".0f", over("tokens_wasted", steps=LAST)),
@@ -261,6 +262,8 @@ REAL_CELLS = (
     against("parity", REAL_ARMS)
     | against("parity+three", {f"{name}+three": f"{words} {THREE}"
                                for name, words in REAL_ARMS.items()})
+    | against("parity+three", {f"{dtype}+three": f"{THREE} --dtype {dtype}"
+                               for dtype in ("bfloat16", "float16")})
     | against("learns", {"learns":  # `make real`
         f"{THREE} --task examples/arithmetic.py --num-prompts 16 --inflight-groups 0 --steps 60"
         " --max-num-seqs 512 --prefix-cache versioned"})
@@ -304,7 +307,7 @@ STUDIES = {
     "corrections": Study(
         f"{LADDER} {THREE} --inflight-groups 0", corrections_cells(),
         ("reward", "eval_true", "rejected", "updates", "weights_ess", "mismatch", "staleness")),
-    "real": Study(REAL, REAL_CELLS, (*LEARNING, "eval_greedy", *BACKEND),
+    "real": Study(REAL, REAL_CELLS, (*LEARNING, "eval_greedy", *BACKEND, "overflowed"),
                   ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"),
                   steps=20, jobs=1),
     "bench": Study(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LIBRARY = torch.library.Library("aten", "IMPL")  # the kernels below live as long as it does
 SUPPORT = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}
 
 
@@ -19,11 +20,9 @@ def widen(dtype: str) -> None:
     The instructions do the same. PyTorch's replacement for them takes 15 times as long.
     """
     narrow = getattr(torch, dtype)
-    library = torch.library.Library("aten", "IMPL")
-    widen.library = library  # the kernels live as long as it does
     for name in ("mm", "bmm", "addmm"):
         kernel = _kernel(getattr(torch.ops.aten, name).out, narrow)
-        library.impl(name, kernel, "CPU", allow_override=True)
+        LIBRARY.impl(name, kernel, "CPU", allow_override=True)
 
 
 def _kernel(out_variant: Any, narrow: torch.dtype) -> Any:

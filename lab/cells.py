@@ -303,7 +303,7 @@ CACHE = f"{RUNTIME} --parity.runtime-otherwise prefix-cache"
 RESCUE_CELLS = against("raw", {
     "parity": "", "raw": RAW, "cache": CACHE, "raw+cache": f"{RAW} {CACHE}",
 }, "lab.rescue") | {
-    f"raw+cache, {name}": Cell(f"{RAW} {CACHE}", "raw", f"lab.rescue_{name}")
+    f"raw+cache-{name}": Cell(f"{RAW} {CACHE}", "raw", f"lab.rescue_{name}")
     for name in ("fresh0", "fresh20", "stale10", "stale20")
 }  # fmt: skip
 RESCUE_FIELDS = ("clip_up", "clip_down", *(f"{kind}_{index}" for kind in (

@@ -299,18 +299,7 @@ GPU_CELLS = {
                         "kept-cache": f"{RUNTIME} --parity.runtime-otherwise prefix-cache"}.items()
 }  # fmt: skip
 
-CACHE = f"{RUNTIME} --parity.runtime-otherwise prefix-cache"
-RESCUE_CELLS = against("raw", {
-    "parity": "", "raw": RAW, "cache": CACHE, "raw+cache": f"{RAW} {CACHE}",
-}, "lab.rescue") | {
-    f"raw+cache-{name}": Cell(f"{RAW} {CACHE}", "raw", f"lab.rescue_{name}")
-    for name in ("fresh0", "fresh20", "stale10", "stale20")
-}  # fmt: skip
-RESCUE_FIELDS = ("clip_up", "clip_down", *(f"{kind}_{index}" for kind in (
-    "share", "log_ratio", "up", "down") for index in range(4)))
-
 STUDIES = {
-    "rescue": Study(LADDER, RESCUE_CELLS, LEARNING + BACKEND, tuple(RESCUE_CELLS)),
     "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND,
                     ("reference", "v1-defaults", "parity")),
     "migration": Study(LADDER, MIGRATION_CELLS, LEARNING + BACKEND, (

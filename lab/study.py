@@ -38,7 +38,7 @@ import torch
 import tyro
 
 from config import COUNT, SEED, Config
-from lab.cells import METRICS, PANELS, RESCUE_FIELDS, STUDIES, Metric, Rows
+from lab.cells import METRICS, PANELS, STUDIES, Metric, Rows
 from lab.models import MODELS
 from lab.products import are_slow, widen
 from records import locked, one_sentence, stage
@@ -280,7 +280,7 @@ def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, 
         }
         if name in plan.study.drawn:
             cells[name]["curves"] = {each: [[row.get(each) for row in rows] for rows in runs]
-                                     for each in (*PANELS, *RESCUE_FIELDS)}
+                                     for each in PANELS}
     if not cells:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study, "command": command}

@@ -1,3 +1,0 @@
-from lab.rescue import program
-
-main = program(fresh_from=0, stale_from=20)

@@ -35,10 +35,6 @@ CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
 # agree to 1e-5, and one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding
 # alone gives a few 1e-2: there only a tensor shows that was never loaded.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-# After so many loads the limit is this multiple of the largest of their differences, if that is
-# less, and not below a tenth of the tolerance. The largest ratio of 2,544 clean loads was 1.7, of
-# six runs 2.5 (docs/records/vllm-rl.json).
-CANARY_LOADS, CANARY_FACTOR = 8, 3.0
 LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
@@ -338,7 +334,6 @@ class Engine:
         # Requests that kept their KV cache at the last load, and their preemptions then.
         self._kept: list[tuple[Any, int]] = []
         self.weight_version = 0
-        self._largest_difference = 0.0  # of the canary, at all loads so far
         # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has
         # lost to preemption.
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
@@ -737,18 +732,14 @@ class Engine:
         # several nats.
         middle = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
         difference = middle((theirs - ours).abs()).item()
-        limit = self.canary_tolerance
-        if self.weight_version > CANARY_LOADS:  # rounding was of one size at all measured loads
-            limit = min(limit, max(CANARY_FACTOR * self._largest_difference, limit / 10))
-        if not difference <= limit:
+        if not difference <= self.canary_tolerance:
             other = ""
             if self.weight_version == 1:
                 other = f", or vLLM computes {self._config.model_type} differently"
             raise WeightLoadError(
                 f"after load {self.weight_version} the engine does not hold the trainer's weights"
                 f"{other}: the canary's {middle.__name__} |trainer - engine| is {difference:.2e}"
-                f" nats, more than {limit:.1e}")
-        self._largest_difference = max(self._largest_difference, difference)
+                f" nats, more than {self.canary_tolerance:.1e}")
 
     # ------------------------------------------------------------------------------ audit, close
     def audit(self) -> dict[str, Any]:

@@ -390,9 +390,10 @@ def draw(record: dict[str, Any], path: Path) -> Any:
     if drawn:
         for axis, field_title in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
             _draw_curves(axis, drawn, *field_title)
-    elif record["study"] == "corrections":
+    elif record["study"] == "corrections" and any(
+            cell["reference"] in record["cells"] for cell in record["cells"].values()):
         _draw_losses(figure, record["cells"])
-    else:  # of a benchmark
+    else:  # a benchmark, or no cell with its reference
         return None
     figure.savefig(path, dpi=110)
     return figure

@@ -10,8 +10,10 @@ SUPPORT = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_
 
 
 def are_slow(dtype: str) -> bool:
-    """Whether this CPU computes products of this dtype without instructions of its own."""
-    return dtype in SUPPORT and not getattr(torch.ops.mkldnn, SUPPORT[dtype])()
+    """Whether a CPU computes here, and products of this dtype without instructions of its own."""
+    if torch.cuda.is_available() or dtype not in SUPPORT:
+        return False
+    return not getattr(torch.ops.mkldnn, SUPPORT[dtype])()
 
 
 def widen(dtype: str) -> None:

@@ -175,7 +175,7 @@ def execute(run: Run) -> None:
     """In a process of its own: the run from its beginning, then its mark."""
     _begin(run.folder.with_name(f"{run.folder.name}.log"))
     shutil.rmtree(run.folder, ignore_errors=True)  # not finished
-    if are_slow(run.config.run.dtype) and not torch.cuda.is_available():
+    if are_slow(run.config.run.dtype):
         widen(run.config.run.dtype)
     import_module(run.program).main(list(run.words))
     unfinished = run.folder / f"{MARK}.new"

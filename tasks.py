@@ -194,10 +194,13 @@ def split(
     num_held_out = len({problem.question.strip() for problem in held_out})
     if not held_out:
         shuffled = random.Random(seed).sample(distinct, len(distinct))
-        families = list(dict.fromkeys(each.family or each.question for each in shuffled))
-        chosen = set(families[: max(1, round(0.1 * len(families)))])
-        distinct = sorted(shuffled, key=lambda each: (each.family or each.question) not in chosen)
-        num_held_out = sum((each.family or each.question) in chosen for each in distinct)
+        families = [each.family or each.question for each in shuffled]
+        different = list(dict.fromkeys(families))
+        chosen = set(different[: max(1, round(0.1 * len(different)))])
+        is_chosen = [family in chosen for family in families]
+        distinct = [each for each, held in zip(shuffled, is_chosen, strict=True) if held]
+        distinct += [each for each, held in zip(shuffled, is_chosen, strict=True) if not held]
+        num_held_out = sum(is_chosen)
     if num_held_out >= len(distinct):
         raise ValueError(f"task must have problems left to train on, {name} has {len(distinct)}"
                          f" without repeats and {num_held_out} held out")

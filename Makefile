@@ -40,7 +40,7 @@ bench: setup
 # SmolLM2-135M-Instruct (weights rounded to 4 bits) learns to add. pip needs a C compiler for one of the packages.
 real: .venv/.ready-real
 	.venv/bin/python -m examples.smollm2
-	.venv/bin/python -m lab.study real --cells learns --seeds 0 --out $(OUT) $(ARGS)
+	.venv/bin/python -m lab.study real --cells parity+three --seeds 0 --out $(OUT) $(ARGS)
 
 # The first hour on a GPU: the tests that need one, then mismatch, seconds and memory of real shapes.
 gpu: setup

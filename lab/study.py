@@ -295,9 +295,11 @@ def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, 
 
 
 def steps_of(folder: Path) -> Rows:
-    """The rows of metrics.jsonl without the evaluation before the first step."""
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["step"]]
+    """The rows of metrics.jsonl from step 1 on, each with the greedy evaluation before it."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before = {"eval_reward_greedy_before": row.get("eval_reward_greedy")
+              for row in rows if not row["step"]}
+    return [row | before for row in rows if row["step"]]
 
 
 def distinct(values: Iterator[Any]) -> str:

@@ -83,5 +83,5 @@ def test_the_arithmetic_task_has_the_sums_of_small_numbers_and_the_verifiers_rew
     task = load_task(str(ROOT / "examples" / "arithmetic.py"), 0, limit_s=60)
     assert len(task.train) + len(task.held_out) == 21 * 21
     assert len({problem.family for problem in task.held_out}) == 23  # a tenth of the unordered pairs
-    problem = Problem("Calculate 9 + 4. Give only the result.", "13", "test")
+    problem = Problem("Calculate 9 + 4.", "13", "test")
     assert [task.reward(problem, response) for response in RIGHT + WRONG] == [1] * len(RIGHT) + [0] * len(WRONG)

@@ -306,9 +306,10 @@ STUDIES = {
     "corrections": Study(
         f"{LADDER} {THREE} --inflight-groups 0", corrections_cells(),
         ("reward", "eval_true", "rejected", "updates", "weights_ess", "mismatch", "staleness")),
-    "real": Study(REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
-                  ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"),
-                  steps=20, jobs=1),
+    "real": Study(
+        REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
+        ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,
+        jobs=1),
     "bench": Study(
         BENCH, BENCH_CELLS, ("step_s", "step_bare", "generate_s", "generate_bare",
                              "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",

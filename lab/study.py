@@ -297,8 +297,8 @@ def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, 
 def steps_of(folder: Path) -> Rows:
     """The rows of metrics.jsonl from step 1 on, each with the greedy evaluation before it."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    before = {"eval_reward_greedy_before": row.get("eval_reward_greedy")
-              for row in rows if not row["step"]}
+    start = next((row for row in rows if not row["step"]), {})
+    before = {"eval_reward_greedy_before": start.get("eval_reward_greedy")}
     return [row | before for row in rows if row["step"]]
 
 
@@ -407,7 +407,7 @@ def _draw_curves(axis: Any, drawn: dict[str, Any], field: str, title: str) -> No
         columns = enumerate(zip(*curves[field], strict=False), 1)
         measured = {step: column for step, column in columns if None not in column}
         lines = [[reduce(column) for column in measured.values()] for reduce in (mean, min, max)]
-        axis.plot(list(measured), lines[0], label=name)
+        axis.plot(list(measured), lines[0], label=name, marker="o" if len(measured) == 1 else "")
         axis.fill_between(list(measured), *lines[1:], alpha=0.2)
         positive += [value for value in lines[0] if value > 0]
     axis.set(title=title, xlabel="step")

@@ -62,7 +62,7 @@ METRICS = {
     "reward": Metric("reward, last 5 steps", ".2f", over("reward", steps=LAST5)),
     "eval_reward": Metric("held out, engine", ".2f", over("eval_reward", steps=LAST)),
     "eval_greedy": Metric("held out, greedily", ".2f", over("eval_reward_greedy", steps=LAST)),
-    "eval_greedy_before": Metric("before", ".2f", over("eval_reward_greedy_before")),
+    "eval_greedy_before": Metric("greedily, untrained", ".2f", over("eval_reward_greedy_before")),
     "eval_true": Metric("held out, trainer alone", ".2f", over("eval_reward_trainer", steps=LAST)),
     "eval_agree": Metric("engine's greedy answers that are the trainer's", ".3f",
                          over("eval_agree", steps=LAST)),

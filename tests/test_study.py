@@ -20,10 +20,11 @@ from helpers import forked, qwen2, refusal, timeless, train_here
 from examples.toys import toy_tokenizer
 from lab.cells import ALONE, FAULTS, METRICS, RUNGS, STUDIES
 from lab.products import widen
-from lab.study import MARK, RECORDS, STUDENT, Options, Plan, draw, main, paired, text_of
+from lab.study import MARK, RECORDS, STUDENT, Options, Plan, draw, main, paired, steps_of, text_of
 
 ROOT = Path(__file__).parents[1]
-STEPS = [{"step": 0, "eval_reward": 0.1}, {"step": 1, "reward": 0.25, "tokens": 9, "step_s": 3.0, "eval_reward": 0.5}]
+STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
+         {"step": 1, "reward": 0.25, "tokens": 9, "step_s": 3.0, "eval_reward": 0.5}]  # fmt: skip
 
 
 def write_run(out: Path, name: str, seed: int, finished: bool = True, study: str = "ladder", **options) -> Path:
@@ -85,6 +86,8 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"reference": [1, 4], "parity": [0, 1]}
     assert record["cells"]["parity"]["metrics"]["reward"] == [0.25, 0.25]
     assert record["cells"]["parity"]["metrics"]["eval_true"] == [None, None]
+    (row,) = steps_of(tmp_path / "runs" / "parity-seed0")
+    assert METRICS["eval_greedy_before"].measure([row]) == 0.1
     assert record["cells"]["parity"]["curves"]["reward"] == [[0.25], [0.25]]
     assert (record["device"], record["commit"], record["versions"], record["crashed"]) == (
         "a CPU", "abc", {"torch": "1"}, {})

@@ -106,9 +106,9 @@ METRICS = {
 } | {"update_formula": Metric("update, peak / formula", ".2f", per("update_gib", "formula_gib"))}
 LEARNING = ("reward", "eval_reward", "eval_true", "eval_agree", "entropy", "clip_rate",
             "clip_early", "kl_old_new", "ratio_mean")
-BACKEND = ("mismatch", "mismatch_current", "mismatch_max", "mismatch_kl", "backend_clip",
-           "backend_ratio", "kept_mass", "outside", "ess", "staleness", "staleness_max", "wasted",
-           "tokens_s", "probe_first", "probe")
+BACKEND = ("mismatch", "mismatch_current", "mismatch_max", "mismatch_kl", "self_noise",
+           "mismatch_noise", "backend_clip", "backend_ratio", "kept_mass", "outside", "ess",
+           "staleness", "staleness_max", "wasted", "tokens_s", "probe_first", "probe")
 PANELS = {  # of the picture, by field
     "reward": "reward", "entropy": "entropy, nats", "clip_rate": "clip rate",
     "kl_old_new": "KL(old, new), nats (log)",

@@ -14,17 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import OWN_PROCESS, PYTHON, TASK, qwen2  # before torch: it sets the number of threads
-from torch import cuda
 
 from examples.toys import toy_tokenizer
-from lab.products import are_slow
 
 # ------------------------------------------------------------------------------------------------ markers
-# Where a CPU has no instructions for bfloat16, vLLM's kernels round otherwise, and limits of these tests do not hold.
-ROUNDED = {"test_without_a_fix_the_same_figure_moves_in_page_and_core",
-           "test_a_16_bit_head_is_distinguished_from_the_noise_of_a_bfloat16_body",
-           "test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half"}  # fmt: skip
 NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
 
 
@@ -36,10 +31,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "gpu" in item.keywords and not cuda.is_available():
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if item.originalname in ROUNDED and are_slow("bfloat16"):
-            item.add_marker(pytest.mark.xfail(reason="no instructions for bfloat16"))
     # The longest test goes first, beside all others: at the end it would run alone.
     items.sort(key=lambda item: item.name != "test_the_default_job_learns_at_parity")
 
@@ -66,6 +59,12 @@ def engine_rule(request, monkeypatch):
     yield
     if not allowed and before is None and sys.modules.get("vllm") is not None:
         pytest.fail("this test starts an engine: mark it @pytest.mark.engine")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """What a test draws without a seed of its own does not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 # ------------------------------------------------------------------------------------------------ small models

@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import random
 import re
 import runpy
 import sys
@@ -36,6 +37,7 @@ from transformers import (
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import examples.toys as toys
 import train
 from config import Config, ParityFlags
 from engine_adapter import Engine, Rollout, Sampling
@@ -49,6 +51,29 @@ from train import Run, TrainingState
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
+
+
+# ------------------------------------------------------------------------------------------------ other seeds
+SHIFT = int(os.environ.get("TEST_SEED", "0"))  # added to each seed in this process: of tests, runs, engine and samples
+CACHE = ROOT / ".cache"
+
+
+class ShiftedGenerator(torch.Generator):
+    def manual_seed(self, seed: int) -> torch.Generator:
+        return super().manual_seed(seed + SHIFT)
+
+
+class ShiftedRandom(random.Random):
+    def seed(self, *given) -> None:
+        super().seed(repr((given, SHIFT)) if given and given[0] is not None else None)
+
+
+if SHIFT:
+    usual_seed, usual_toy = torch.manual_seed, toys.toy_model
+    torch.manual_seed = lambda seed: usual_seed(seed + SHIFT)
+    torch.Generator, random.Random = ShiftedGenerator, ShiftedRandom
+    CACHE = CACHE / f"test-seed-{SHIFT}"  # the toys are other ones
+    toys.toy_model = lambda cache_dir, *given, **named: usual_toy(str(Path(cache_dir) / CACHE.name), *given, **named)
 
 
 # ------------------------------------------------------------------------------------------------ one live engine
@@ -162,6 +187,28 @@ def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> 
 
 def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:
     return mismatch_of(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
+
+
+@torch.no_grad()
+def floors_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> float:
+    """The mismatch (mean or largest, whichever is worse) over the noise floor, which is the distance of the trainer's
+    values from those of its model in twice the precision. If both sides are right, it is about 1 on any CPU.
+    """
+    batch, model = scored(policy, rollouts, temperature), deepcopy(policy.model).double()
+    model.set_experts_implementation("eager")
+    logprobs = (model(input_ids=batch.inputs, use_cache=False).logits / temperature).log_softmax(dim=-1)  # (B, T, V)
+    precise = logprobs.gather(-1, batch.targets[..., None])[..., 0]
+    apart, floor = ((batch.old_logprobs - other).double().abs()[batch.mask > 0]
+                    for other in (batch.behavior_logprobs, precise))  # fmt: skip
+    return max(apart.mean() / floor.mean(), apart.max() / floor.max()).item()
+
+
+def floors(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> float:
+    return floors_of(policy, engine.generate(prompts, 4, sampling, SEEDS[: len(prompts)]), sampling.temperature)
+
+
+AT_PARITY = 10  # floors; the least planted fault has 300
+ROUNDING = 1e-4  # nats in float32, where no floor is measured: 50 times what CPUs show, a hundredth of a planted fault
 
 
 def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:

@@ -74,4 +74,3 @@ def test_each_step_of_a_benchmark_has_the_seconds_of_its_bare_work(good, engine)
         row[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))) for row in steps)
     measured = {name: METRICS[name].measure(steps) for name in STUDIES["bench"].metrics}
     assert None not in measured.values(), json.dumps(measured)
-    assert 0.1 < measured["step_bare"] < 100

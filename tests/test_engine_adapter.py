@@ -5,12 +5,25 @@ Tests that need equal engines follow one another, so that they share one (helper
 
 import gc
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import helpers
 import pytest
 import torch
-from helpers import PROMPTS, SEEDS, WARM, close_live_engine, differing, mismatch, mismatch_of, move, qwen2, started
+from helpers import (
+    AT_PARITY,
+    PROMPTS,
+    SEEDS,
+    WARM,
+    close_live_engine,
+    differing,
+    floors,
+    floors_of,
+    mismatch,
+    move,
+    qwen2,
+    started,
+)
 from transformers import Qwen3ForCausalLM
 
 import engine_adapter
@@ -54,7 +67,7 @@ def test_without_explicit_runtime_prompts_are_stale_after_a_load(engine_folders)
         check_settings(engine, enable_prefix_caching=True, async_scheduling=True, generation_config="auto")
         assert "repetition_penalty" in engine.settings["sampling_defaults"]  # of generation_config.json
         prompts = long_prompts(140)
-        assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] < 1e-5
+        assert floors(policy, engine, prompts=prompts) < AT_PARITY
         move(policy)
         engine.load(policy.weights(), policy.response_logprobs)
         assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] > 0.01
@@ -66,7 +79,7 @@ def test_without_processed_logprobs_only_temperature_1_agrees(engine_folders):
     with started(engine_folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
         check_settings(engine, logprobs_mode="raw_logprobs")
         assert mismatch(policy, engine)["mismatch_abs_mean"] > 0.05
-        assert mismatch(policy, engine, Sampling(1.0, 12, (2,)))["mismatch_abs_mean"] < 1e-5
+        assert floors(policy, engine, Sampling(1.0, 12, (2,))) < AT_PARITY
 
 
 @pytest.mark.engine
@@ -81,12 +94,12 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
     model = qwen2(tied=False, dtype=torch.bfloat16)
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
         model.model.embed_tokens.weight[:, 0] = 4.0
-        model.lm_head.weight[:, 0] = 4.0
+        model.lm_head.weight[:, 0] = 16.0
     fine, coarse = Policy(model, fp32_head=True), Policy(model, fp32_head=False)
     with started(engine_folders[False], fine) as engine:
         check_settings(engine)
         both, one = mismatch(fine, engine)["mismatch_abs_mean"], mismatch(coarse, engine)["mismatch_abs_mean"]
-        assert both < 0.7 * one
+        assert both < 0.5 * one
         engine.vllm_model.logits_processor.head_dtype = None  # the configuration still says float32
         with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
             engine.audit()
@@ -147,7 +160,7 @@ def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_en
     policy, stops = Policy(qwen2(tied=False)), Sampling(0.7, 30, tuple(range(2, 40)))
     with started(engine_folders[False], policy) as engine:
         rollouts = engine.generate(PROMPTS, 4, stops, SEEDS)
-        assert mismatch_of(policy, rollouts, 0.7)["mismatch_max"] < 1e-4
+        assert floors_of(policy, rollouts, 0.7) < AT_PARITY
         assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(4)]  # group-major
         assert {r.finish_reason for r in rollouts} >= {"stop"}
         for rollout in rollouts:
@@ -202,7 +215,7 @@ def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(engine_f
         with pytest.raises(WeightLoadError, match=r": model\.layers\.7 must be absent, got"):
             engine.load(policy.weights() | {"model.layers.7": tensor}, policy.response_logprobs)
         assert (engine.weight_version, engine.state) == (version, "ready")
-        assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+        assert floors(policy, engine) < AT_PARITY
 
 
 @pytest.mark.engine
@@ -253,14 +266,15 @@ BLOCK = 32  # the CPU build's smallest
 @pytest.mark.engine
 def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folders):
     """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
+    endless = replace(WARM, stop_token_ids=())
     prompts, options = long_prompts(3 * BLOCK + 5), dict(block_size=BLOCK, prefix_cache="versioned", max_num_seqs=4)
     policy = Policy(qwen2(tied=False))
     with started(engine_folders[False], policy, **options) as engine:
         check_settings(engine, prefix_cache="versioned", enable_prefix_caching=True)
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         for seed in range(2):
-            assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] < 1e-5
-            rollouts = [engine.submit(prompt, 4, WARM, 50 * seed + number) for number, prompt in enumerate(prompts)]
+            assert floors(policy, engine, prompts=prompts) < AT_PARITY
+            rollouts = [engine.submit(prompt, 4, endless, 50 * seed + number) for number, prompt in enumerate(prompts)]
             free = pool.get_num_free_blocks()
             engine.step()  # half of them run, the others wait
             assert free - pool.get_num_free_blocks() == 2 * 3 + 8  # two prompts, and a last block of each response
@@ -270,7 +284,7 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
                 engine.step()
             waited = [each for group in rollouts for each in group if set(each.versions) == {engine.weight_version}]
             assert len(waited) >= 8
-            assert mismatch_of(policy, waited, WARM.temperature)["mismatch_abs_mean"] < 1e-5
+            assert floors_of(policy, waited, WARM.temperature) < AT_PARITY
 
 
 # ------------------------------------------------------------------------------------------------ states
@@ -293,7 +307,7 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
                     with pytest.raises(EngineStateError, match=reason):
                         call()
                 then()
-            assert mismatch(policy, engine)["mismatch_abs_mean"] < 1e-5
+            assert floors(policy, engine) < AT_PARITY
             with pytest.raises(EngineStateError, match="a process holds one engine"):
                 Engine(engine_folders[False], {}, ParityFlags(), max_model_len=128)
         held = {"runner": engine.runner, "sampler": engine.runner.sampler, **dict(engine.vllm_model.named_modules())}

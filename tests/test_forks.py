@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
-from helpers import ROOT, close_live_engine
+from helpers import CACHE, ROOT, ROUNDING, close_live_engine
 
 JOB = "--steps 3 --num-prompts 16 --eval-problems 8 --lr 3e-3"
 OPTIONS = {  # what a patch changes on the trainer's side needs no vLLM
@@ -44,7 +44,7 @@ def check_two_turns(done):
         column = len(rollout.prompt_ids) + said - 1
         assert done.batch.mask[row, column] == 0 and done.batch.mask[row, column - 1] == 1
     assert done.batch.mask.sum() == done.metrics["tokens"]
-    assert 0 < done.metrics["mismatch_max"] < 1e-4
+    assert done.metrics["mismatch_max"] < 100 * ROUNDING
 
 
 def in_group(scores: list[float], row: int) -> float:
@@ -80,7 +80,8 @@ def fork(name: str, folder: Path) -> Iterator[None]:
     for room in rooms:
         copy = shutil.copytree if room.is_dir() else shutil.copy
         copy(room, folder / room.name)
-    (folder / ".cache").symlink_to(ROOT / ".cache")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (folder / ".cache").symlink_to(CACHE)
     patch = (ROOT / "examples" / "forks" / f"{name}.patch").read_bytes()
     subprocess.run(["patch", "--strip", "1", "--fuzz", "0"], cwd=folder, input=patch, check=True, capture_output=True)
 

@@ -14,7 +14,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from helpers import ROOT, close_live_engine, qwen2, run_script
+from helpers import ROOT, ROUNDING, close_live_engine, qwen2, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -67,11 +67,11 @@ def of_both(options: dict, **changes) -> tuple[list[dict], list[dict]]:
 
 def assert_equal(page: dict, core: dict) -> None:
     assert page["tokens"] == core["tokens"]
-    for name in FIGURES:
-        assert page[name] == pytest.approx(core[name], rel=1e-4, abs=1e-6), name
-    # At parity a mismatch is rounding, which depends on the rows of a micro-batch: its size is compared.
-    largest = 3 if core["mismatch_abs_mean"] < 1e-5 else 1.001
-    assert 1 / largest < page["mismatch_abs_mean"] / core["mismatch_abs_mean"] < largest
+    for name in FIGURES:  # a step without a signal has no loss
+        assert (page.get(name) is None) == (core[name] is None), name
+        assert core[name] is None or page[name] == pytest.approx(core[name], rel=1e-4, abs=1e-6), name
+    # At parity a mismatch is rounding, which depends on the rows of a micro-batch.
+    assert page["mismatch_abs_mean"] == pytest.approx(core["mismatch_abs_mean"], rel=1e-3, abs=ROUNDING)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def options(tmp_path_factory) -> dict:
     tokenizer.chat_template = None
     with torch.no_grad():  # as in pretrained models all logits have an offset, which only rounding notices
         hidden = model.base_model(ids).last_hidden_state.mean(dim=(0, 1))  # (H,)
-        model.lm_head.weight += 16 * hidden / hidden.square().sum()
+        model.lm_head.weight += 64 * hidden / hidden.square().sum()
     model.save_pretrained(root / "offset")
     tokenizer.save_pretrained(root / "offset")
     names = {"model": "model", "problems": "problems.jsonl", "out": "policy"}
@@ -127,11 +127,11 @@ def test_page_and_core_make_the_same_three_steps(options):
             assert_equal(page_row, core_row)
         assert page[-1]["held_out"] == core[-1]["held_out"]
     with_tis, by_group, raw, template = (page for page, _ in jobs)
-    assert all(row["clip_rate"] > 0 for row in raw)
-    assert any(row["updates"] < 4 for row in by_group)
+    assert any(row.get("clip_rate") for row in raw)
+    assert {row["updates"] for row in by_group} <= {1, 2, 3, 4}
     assert all(row["mismatch_abs_mean"] > 0.1 for row in raw)
     for page in (with_tis, by_group, template):
-        assert all(row["mismatch_abs_mean"] < 1e-5 for row in page)
+        assert all(row["mismatch_abs_mean"] < ROUNDING for row in page)
     nine = toy_tokenizer().convert_tokens_to_ids("9")
     responses = [response for page, _ in jobs for row in page for response in row["tokens"]]
     assert any(response[-1] == nine for response in responses if len(response) < 3)
@@ -148,12 +148,12 @@ def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
         {"explicit_runtime": False}, narrow, narrow | {"fp32_head": False}))  # fmt: skip
     # Here the tokens differ: vLLM has no async scheduling on a CPU, and the core forces it there.
     for rows in stale:
-        assert rows[0]["mismatch_abs_mean"] < 1e-5  # no weights have changed yet
+        assert rows[0]["mismatch_abs_mean"] < ROUNDING  # no weights have changed yet
         assert max(row["mismatch_abs_mean"] for row in rows[1:]) > 1e-3
     for page, core in (head, no_head):
         assert page[0]["tokens"] == core[0]["tokens"]
-        assert page[0]["mismatch_abs_mean"] == pytest.approx(core[0]["mismatch_abs_mean"], rel=0.1, abs=0)
-    assert no_head[0][0]["mismatch_abs_mean"] > 1.5 * head[0][0]["mismatch_abs_mean"]
+        assert page[0]["mismatch_abs_mean"] == pytest.approx(core[0]["mismatch_abs_mean"], rel=0.3, abs=0)
+    assert no_head[0][0]["mismatch_abs_mean"] > 2 * head[0][0]["mismatch_abs_mean"]
 
 
 @pytest.mark.engine

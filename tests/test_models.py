@@ -5,7 +5,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
-from helpers import ROOT, forked, prompt_ids
+from helpers import CACHE, ROOT, SHIFT, forked, prompt_ids
 from torch.nn.utils.rnn import pad_sequence
 
 from examples.toys import EOS, TOYS, addition, digits, teach, toy_config, toy_model, toy_tokenizer
@@ -37,7 +37,7 @@ def test_the_seed_alone_decides_what_a_toy_is_taught():
 
 
 def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path, monkeypatch):
-    begun = get_context("fork").Event()
+    begun, cache = get_context("fork").Event(), tmp_path / (CACHE.name if SHIFT else "")
 
     def pool(seed: int) -> list[Problem]:
         begun.set()
@@ -51,8 +51,8 @@ def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path, monkeyp
         if steps > 1:
             process.kill()
         process.join()
-        assert len(list(tmp_path.glob("*"))) == left
-    assert describe_model(str(next(tmp_path.glob("toy-*"))))[2] == (EOS,)
+        assert len(list(cache.glob("*"))) == left
+    assert describe_model(str(next(cache.glob("toy-*"))))[2] == (EOS,)
 
 
 def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_path):

@@ -143,11 +143,11 @@ def test_mismatch_metrics_equal_the_divergence_by_enumeration_and_hand_computed_
     behavior, old = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
     samples = torch.tensor([[0, 0, 1, 2]])  # behavior's tokens in their exact proportions
     metrics = mismatch_metrics(old.log()[samples], behavior.log()[samples], torch.ones(1, 4))
-    assert metrics["mismatch_kl"] == pytest.approx((behavior * (behavior / old).log()).sum().item(), rel=1e-6)
-    assert metrics["mismatch_abs_mean"] == pytest.approx(0.75 * math.log(2), rel=1e-6)
-    assert metrics["mismatch_max"] == pytest.approx(math.log(2), rel=1e-6)
-    assert metrics["mismatch_ratio"] == pytest.approx((0.5 + 0.5 + 1 + 2) / 4, rel=1e-6)
-    assert metrics["ess"] == pytest.approx((0.5 + 0.5 + 1 + 2) ** 2 / (4 * (0.25 + 0.25 + 1 + 4)), rel=1e-6)
+    assert metrics["mismatch_kl"] == pytest.approx((behavior * (behavior / old).log()).sum().item(), rel=1e-5)
+    assert metrics["mismatch_abs_mean"] == pytest.approx(0.75 * math.log(2), rel=1e-5)
+    assert metrics["mismatch_max"] == pytest.approx(math.log(2), rel=1e-5)
+    assert metrics["mismatch_ratio"] == pytest.approx((0.5 + 0.5 + 1 + 2) / 4, rel=1e-5)
+    assert metrics["ess"] == pytest.approx((0.5 + 0.5 + 1 + 2) ** 2 / (4 * (0.25 + 0.25 + 1 + 4)), rel=1e-5)
     assert effective_sample_size(torch.tensor([1.0, 0, 0, 0])).item() == 0.25
 
 

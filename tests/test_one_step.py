@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, ROUNDING
 
 
 def tables_of_the_page() -> list[list[tuple]]:
@@ -42,9 +42,8 @@ def check(tables: list[list[tuple]]) -> None:
             assert abs(float(difference)) <= float(largest) * 1.01
             assert 0 < float(weight) <= 1 / 8
         assert float(mismatch) <= float(largest)
-    parity, raw, stale, narrow, head = (float(mismatch) for _, mismatch, *_ in summary)
-    assert parity < 1e-5 < 1e-3 < min(raw, stale)
-    assert narrow < head / 1.5
+    parity, raw, stale, *_ = (float(mismatch) for _, mismatch, *_ in summary)
+    assert parity < ROUNDING < 10 * ROUNDING < min(raw, stale)
     weights = [float(row[7]) for row in of_tokens[0]]  # of parity's two rows, one in each minibatch
     assert {round(1 / weight) for weight in weights} == set(lengths)
 

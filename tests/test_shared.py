@@ -15,6 +15,7 @@ from helpers import (
     MATRIX_PROMPTS,
     MATRIX_SAMPLING,
     PROMPTS,
+    ROUNDING,
     SEEDS,
     WARM,
     close_live_engine,
@@ -226,8 +227,9 @@ def test_with_exact_a_correction_changes_nothing_bit_for_bit(good, tmp_path, dty
         table, weights = from_the_start(run, live, state, count)
         for row in table:
             assert row["mismatch_max"] == row["mismatch_kl"] == row["tis_clip_frac"] == 0
-            assert row["mismatch_ratio"] == row["ess"] == row["weights_ess"] == 1  # mean and effective size of weights
-            assert row["exact_tokens"] == row["tokens"] > 0 < row["updates"]
+            assert row["mismatch_ratio"] == row["ess"] == 1  # mean and effective size of weights
+            assert row["weights_ess"] == 1 or not row["updates"]
+            assert row["exact_tokens"] == row["tokens"] > 0
             assert {value for name, value in row.items() if "rejected_frac" in name} == {0}
         assert not equal(weights, state["policy"])
         for correction in CORRECTIONS[dtype]:
@@ -241,7 +243,7 @@ def test_without_exact_a_correction_changes_the_weights(good, tmp_path):
     with job(good, tmp_path, exact=False) as (run, live):
         state = deepcopy(live.state_dict())
         table, weights = from_the_start(run, live, state, 2)
-        assert all(0 < row["mismatch_max"] < 1e-4 for row in table)
+        assert all(0 < row["mismatch_max"] < 100 * ROUNDING for row in table)
         for correction in ({"tis": "token"}, {"reject": "binary_tv", "reject_high": 1e-8}):
             assert not equal(from_the_start(run, live, state, 2, **correction)[1], weights)
 

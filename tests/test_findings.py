@@ -2,61 +2,89 @@
 
 import json
 import re
-from statistics import fmean
+from functools import cache
+from statistics import fmean, median
 
 import pytest
 from helpers import ROOT
 
 from lab.study import RECORDS, by_seed, paired
 
-CLAIMS = json.loads((RECORDS / "claims.json").read_text())  # by page: [text, "RECORD CELL METRIC [REFERENCE]"]
+# By page, in its order: [text, "RECORD CELL METRIC [REFERENCE]"], or [text, [RECORD, KEY, ...]]; a KEY that is a list
+# is a slice.
+CLAIMS = json.loads((RECORDS / "claims.json").read_text())
 # Numbers that are no figures.
-NAMES = r"\b([vV][01]('s)?|0\.(8\.5|18\.1)|0\.1 million|b?float\d\d|fp32|SmolLM2|seeds 10 to 19)\b|95 %"
+NAMES = r"\b([vV][01]('s)?|0\.(8\.5|18\.1)|0\.1 million|b?float\d\d|fp32|SmolLM2|seeds 10 to 19)\b|95%"
 
 
 def words(text: str) -> str:
-    return " ".join(text.split())
+    return " ".join(text.split()).replace(" %", "%")
 
 
-def cells(record: str) -> dict:
-    return json.loads((RECORDS / f"{record}.json").read_text())["cells"]
+@cache
+def read(record: str) -> dict:
+    return json.loads((RECORDS / f"{record}.json").read_text())
 
 
-def computed(text: str, source: str) -> str:
-    """The text with the statistics of its source, written as the pages write numbers."""
+def measured(source: str | list) -> tuple[dict, dict]:
+    """The values of a claim and those of its reference, by seed."""
+    if isinstance(source, list):
+        values = [read(source[0])]
+        for key in source[1:]:
+            values = [each for value in values
+                      for each in (value[slice(*key)] if isinstance(key, list) else [value[key]])]
+        return dict(enumerate(values)), {}
     record, cell, metric, *reference = source.split()
-    ours = by_seed(cells(record)[cell], metric)
-    theirs = {}
-    if reference:  # CELL, or RECORD:CELL
-        other, _, base = reference[0].rpartition(":")
-        theirs = by_seed(cells(other or record)[base], metric)
-    common = ours.keys() & theirs.keys()
+    ours = by_seed(read(record)["cells"][cell], metric)
+    if not reference:  # CELL, or RECORD:CELL
+        return ours, {}
+    other, _, base = reference[0].rpartition(":")
+    return ours, by_seed(read(other or record)["cells"][base], metric)
+
+
+def computed(text: str, source: str | list) -> str:
+    """The text with the statistics of its source, written as the pages write numbers."""
+    ours, theirs = measured(source)
     difference, half = paired(ours, theirs)
-    values = list(ours.values())
-    text = text.format(*values, mean=fmean(values), min=min(values), max=max(values), count=len(values),
-                       difference=difference, half=half, lower=sum(ours[seed] < theirs[seed] for seed in common),
-                       apart=fmean([abs(ours[seed] - theirs[seed]) for seed in common] or [0]))
+    common = ours.keys() & theirs.keys()
+    values, apart = list(ours.values()), [abs(ours[seed] - theirs[seed]) for seed in common] or [0]
+    mean = fmean(values)
+    text = text.format(*values, mean=mean, median=median(values), min=min(values), max=max(values), count=len(values),
+                       percent=100 * mean, rest=1 - mean, difference=difference, half=half, loss=-(difference or 0),
+                       lower=sum(ours[seed] < theirs[seed] for seed in common), apart=fmean(apart),
+                       furthest=max(apart), times=mean / fmean(theirs.values() or [1]))
     text = re.sub(r"(e[+-])0", r"\1", text)
-    return re.sub(r"(?<!e)-(?=\d)", "\u2212", text)
+    return re.sub(r"(?<!e)-(?=\d)", "\u2212", words(text))
 
 
-def without_claims(page: str) -> str:
-    """The page without its claims, each of which must be there, in their order."""
-    kept, rest = [], words((ROOT / page).read_text())
-    for text, source in CLAIMS[page]:
-        claim = words(computed(text, source))
-        before, found, rest = rest.partition(claim)
-        assert found, f"{claim} ({source})"
-        kept.append(before)
-    return " ".join([*kept, rest])
+@cache
+def claims(page: str) -> list[str]:
+    return [computed(*claim) for claim in CLAIMS[page]]
+
+
+def parted(page: str, text: str) -> list[str]:
+    """Text, claim, text, ..., text. A claim is the first of its form after the one before it, digit for digit."""
+    parts = []
+    for claim in claims(page):
+        form = re.sub(r"\d", r"\\d", re.escape(claim))
+        found = re.search(rf"(?<![\w.+\u2212]){form}(?![\w%]|\.\d)", text)
+        assert found and found[0] == claim, f"{claim}, not {found and found[0]}"
+        parts += [text[: found.start()], claim]
+        text = text[found.end() :]
+    return [*parts, text]
 
 
 @pytest.mark.parametrize("page", CLAIMS)
-def test_each_claim_is_what_its_record_says(page):
-    without_claims(page)
+def test_each_claim_is_what_its_record_says_and_another_digit_is_refused(page):
+    parts = parted(page, words((ROOT / page).read_text()))
+    for index in range(1, len(parts), 2):
+        wrong = re.sub(r"\d(?=\D*$)", lambda last: str(9 - int(last[0])), parts[index])
+        with pytest.raises(AssertionError, match=re.escape(f"{parts[index]}, not {wrong}")):
+            parted(page, "".join([*parts[:index], wrong, *parts[index + 1 :]]))
 
 
 def test_each_number_of_the_readmes_findings_has_a_record():
-    parts = re.findall(r"\*\*One switch.*?## Two|## Findings.*?## Your", without_claims("README.md"))
+    text = " ".join(parted("README.md", words((ROOT / "README.md").read_text()))[::2])
+    parts = re.findall(r"\*\*One switch.*?## Two|## Findings.*?## Your", text)
     assert len(parts) == 2
     assert re.findall(r"\S*\d\S*", re.sub(NAMES, "", " ".join(parts))) == []

@@ -1,11 +1,18 @@
 """lab.memory: its terms by hand, and its activations beside what autograd keeps."""
 
+import re
+import shlex
+
 import pytest
 import torch
+import tyro
+from helpers import ROOT
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from config import Config
-from lab.memory import CONTEXT, GIB, main, phases
+from lab.memory import CONTEXT, GIB, Options, main, phases
+from lab.models import SHAPES
+from rl import head_chunk
 
 SHAPE = dict(vocab_size=1000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
@@ -76,3 +83,39 @@ def test_the_command_says_whether_a_job_fits(capsys):
     with pytest.raises(SystemExit):
         main(["--model", "/absent"])
     assert "reading a model folder or a reachable hub name, /absent, failed" in capsys.readouterr().err
+
+
+COLUMNS = (("weights",), ("masters", "moments"), ("gradients",), ("activations", "head"),
+           ("engine", "kv cache", "sampler"), ("context",))  # fmt: skip
+ROWS = ["generate, load", "update", "generate, with checkpointing and offload", "update, the same"]
+SMALL, LARGE = "--gradient-checkpointing --offload-optimizer", "--gradient-checkpointing --lora-rank 16"
+QWEN = SHAPES | {"3B": dict(vocab_size=151936, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
+                            num_attention_heads=16, num_key_value_heads=2),
+                 "7B": dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+                            num_attention_heads=28, num_key_value_heads=4)}  # fmt: skip
+
+
+def test_the_pages_figures_are_those_of_its_commands():
+    page = " ".join((ROOT / "docs" / "run.md").read_text().replace("\\\n", " ").split())
+    ours = re.search(r"lab\.memory (--gib .*?) The", page)[1]
+    recipe = re.search(r"train\.py (--out runs/gsm8k.*?) For", page)[1]
+
+    def computed(shape: str, words: str) -> dict[str, dict[str, float]]:
+        config = tyro.cli(Options, args=shlex.split(words))
+        model = Qwen2Config(**QWEN[shape], tie_word_embeddings=shape != "7B")
+        return phases(config, model, config.data.max_prompt_tokens or 0, head_chunk(config.gib))
+
+    def peak(*job: str) -> str:
+        return f"{max(sum(each.values()) for each in computed(*job).values()) / GIB:.1f}"
+
+    terms = [row for words in (ours, f"{ours} {SMALL}") for row in computed("qwen2.5-1.5b", words).values()]
+    for title, row in zip(ROWS, terms, strict=True):
+        sizes = [sum(row.get(name, 0) for name in names) for names in COLUMNS]
+        cells = [f"{size / GIB:.1f}" if size else "0" for size in (*sizes, sum(sizes))]
+        assert f"| {title} | {' | '.join(cells)} |" in page
+    half, three, seven = (peak(shape, f"{ours} {SMALL}") for shape in ("qwen2.5-0.5b", "3B", "7B"))
+    assert f"are {half} (0.5B), {three} (3B) and {seven} GiB (7B)" in page
+    assert f"and checkpointing has {peak('7B', f'{ours} {LARGE}')}." in page
+    assert f"(computed peak {peak('qwen2.5-0.5b', f'{recipe} --gib 40')} GiB with 40 GB;" in page
+    smaller = re.search(r"For 24 GB: `(.*?)`", page)[1]
+    assert f"(computed peak {peak('qwen2.5-0.5b', f'{recipe} {smaller} --gib 24')} GiB)" in page

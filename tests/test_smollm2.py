@@ -1,11 +1,12 @@
 """The real model: its folder from a small GGUF file in a wheel, what is refused, and the arithmetic task's rewards.
 
-The packages of examples/requirements-real.txt are not part of the environment. Tests that need them are skipped there.
+Not part of the environment is reasoning-gym, because one of its packages needs a C compiler.
 """
 
 from pathlib import Path
 from zipfile import ZipFile
 
+import gguf
 import numpy
 import pytest
 import torch
@@ -28,8 +29,6 @@ TENSORS = {"token_embd": (64, 64), "output_norm": (64,), "blk.0.attn_norm": (64,
 
 def write_wheel(folder: Path, without: str = "") -> tuple[Path, dict[str, numpy.ndarray]]:
     """A random Llama in the package's formats (Q4_1, embedding Q8_0, norms F32), and its tensors before rounding."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
     writer, rng = gguf.GGUFWriter(folder / "small.gguf", "llama"), numpy.random.RandomState(0)
     for name, value in HEADER.items():
         getattr(writer, f"add_{name}")(value)
@@ -79,7 +78,7 @@ WRONG = "14", "-13", "131", "13 or 14", "", "1e999999999"
 
 
 def test_the_arithmetic_task_has_the_sums_of_small_numbers_and_the_verifiers_rewards():
-    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("reasoning_gym", reason="needs pip install -r examples/requirements-real.txt, and a C compiler")
     task = load_task(str(ROOT / "examples" / "arithmetic.py"), 0, limit_s=60)
     assert len(task.train) + len(task.held_out) == 21 * 21
     assert len({problem.family for problem in task.held_out}) == 23  # a tenth of the unordered pairs

@@ -35,6 +35,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
            "presence_penalty": 0.0, "frequency_penalty": 0.0}
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton", "flash-attn",
             "flashinfer-python", "xformers")
+SECRETS = ("key", "key_id", "token", "secret", "password", "credentials", "authorization")
 # vLLM sets more later.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
 SETTINGS = {  # name in the trace: places in vLLM's VllmConfig, the first that exists counts
@@ -101,7 +102,7 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "versions": versions(), "engine": f"vLLM {generation_of(llm)}", "device": device(),
         "python": sys.version.split()[0],
-        "settings": settings, "not_read": unread, "engine_args": given and public(given),
+        "settings": settings, "not_read": unread, "engine_args": public(given),
         "environment": public(ENVIRONMENT),
         "model": model_of(config, given is not None),
         "workload": {"seed": seed, "new_tokens": new_tokens, "ignore_eos": True},
@@ -120,9 +121,13 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
 
 
 def public(values):
-    """Without what may be a secret: a trace is passed on."""
-    return {key: value for key, value in sorted(values.items())
-            if not key.lower().endswith(("key", "token", "secret", "password"))}
+    """Without what may be a secret, at any depth: a trace is passed on."""
+    if isinstance(values, list):
+        return [public(each) for each in values]
+    if not isinstance(values, dict):
+        return values
+    return {key: public(value) for key, value in sorted(values.items())
+            if not key.lower().endswith(SECRETS)}
 
 
 def settings_of(config):
@@ -237,6 +242,9 @@ def main():
         if not words.out.endswith(".npz") or not os.access(Path(words.out).parent, os.W_OK):
             raise ValueError("--out must be a new .npz file in a folder that can be written, got"
                              f" {words.out}")
+        if not given.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
+            # GiB. On a CPU vLLM would reserve nearly all memory; a GPU ignores it.
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         from vllm import LLM
 
         llm = LLM(model=words.model, **given)

@@ -15,6 +15,7 @@ import torch
 from helpers import qwen2, run_script
 
 from examples.record_trl import TraceRecorder
+from examples.record_vllm import public
 from probe.diagnose import diagnose
 from probe.traces import load_traces
 from rl import Policy
@@ -59,7 +60,7 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     shutil.copy(ROOT / "examples" / "record_vllm.py", tmp_path)
     (tmp_path / "both.py").write_text(TWO_WAYS_IN)
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True,
-              "kv_cache_memory_bytes": 2**28, "gpu_memory_utilization": 0.1, "hf_token": "secret"}  # fmt: skip
+              "hf_token": "secret"}  # and no size of the KV cache
     quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(
         [sys.executable, "both.py", "--model", str(tmp_path / "model"), "--out", "default.npz", "--new-tokens", "32",
@@ -80,6 +81,13 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     policy = Policy.load(str(tmp_path / "model"), torch.float32, "cpu")
     assert diagnose(policy, default).blamed == "semantics: raw log-probabilities"
     assert diagnose(policy, fixed).status == "parity"
+
+
+def test_a_trace_has_no_secret_at_any_depth():
+    given = {"seed": 1, "hf_token": "x", "loader": {"aws_access_key_id": "x", "size": 2, "routes": [
+        3, {"Authorization": "x", "max_num_batched_tokens": 4}]}}  # fmt: skip
+    assert public(given) == {"seed": 1, "loader": {"size": 2, "routes": [3, {"max_num_batched_tokens": 4}]}}
+    assert public(None) is None
 
 
 @pytest.mark.parametrize("words, complaint", [

@@ -79,14 +79,16 @@ def stage(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
+def one_sentence(
+    status: int, out: str | None = None,
+    advice: str = "a run goes on from its newest checkpoint with --resume",
+) -> Iterator[None]:
     """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status."""
     try:
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit
-        print("stopped by a signal; a run goes on from its newest checkpoint with --resume",
-              file=sys.stderr)
+        print(f"stopped by a signal; {advice}", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         where = ""

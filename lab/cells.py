@@ -55,8 +55,6 @@ def freed_by_sleep(rows: Rows) -> float:
 
 
 LAST5, LAST, WARM = slice(-5, None), slice(-1, None), slice(2, None)
-# Later, a failing run has collapsed to a nearly uniform policy, whose ratios are rarely clipped.
-EARLY = slice(10)
 SECONDS = ("generate", "old_logprobs", "update", "sync", "sleep", "load", "canary", "step")
 METRICS = {
     "reward": Metric("reward, last 5 steps", ".2f", over("reward", steps=LAST5)),
@@ -68,7 +66,6 @@ METRICS = {
                          over("eval_agree", steps=LAST)),
     "entropy": Metric("entropy, last 5 steps", ".2f", over("entropy", steps=LAST5)),
     "clip_rate": Metric("clip rate", ".1%", over("clip_rate")),
-    "clip_early": Metric("clip rate, first 10 steps", ".1%", over("clip_rate", steps=EARLY)),
     "kl_old_new": Metric("KL(old, new)", ".1e", over("kl_old_new")),
     "ratio_mean": Metric("mean ratio", ".3f", over("ratio_mean")),
     "mismatch": Metric("mean mismatch", ".1e", over("mismatch_abs_mean")),
@@ -105,7 +102,7 @@ METRICS = {
     for name in ("generate", "update")
 } | {"update_formula": Metric("update, peak / formula", ".2f", per("update_gib", "formula_gib"))}
 LEARNING = ("reward", "eval_reward", "eval_true", "eval_agree", "entropy", "clip_rate",
-            "clip_early", "kl_old_new", "ratio_mean")
+            "kl_old_new", "ratio_mean")
 BACKEND = ("mismatch", "mismatch_current", "mismatch_max", "mismatch_kl", "self_noise",
            "mismatch_noise", "backend_clip", "backend_ratio", "kept_mass", "outside", "ess",
            "staleness", "staleness_max", "wasted", "tokens_s", "probe_first", "probe")

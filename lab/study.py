@@ -41,10 +41,10 @@ from config import COUNT, SEED, Config
 from lab.cells import METRICS, PANELS, STUDIES, Metric, Rows
 from lab.models import MODELS
 from lab.products import are_slow, widen
-from records import locked, one_sentence, stage
+from records import locked, one_sentence, sample_digest, stage
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
-MARK = "finished.json"  # in the folder of a run: its options, written after its end
+MARK = "finished.json"  # in the folder of a run: its options and origin, written after its end
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one is also taken for
 # more: it is larger than theirs.
 STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
@@ -127,24 +127,22 @@ class Plan:
         words = ("--out", str(folder), "--seed", str(seed), *words)
         return Run(folder, cell.program, words, config.but(seed=seed), needed)
 
-    def _began(self, folder: Path) -> bool:
-        """Whether a folder holds more than a run writes before its config.json."""
-        if not folder.is_dir():
-            return False
-        return any(each.stat().st_size for each in folder.iterdir() if each.name != "lock")
-
     def stored_seeds(self) -> dict[str, list[int]]:
         """Seeds of the finished runs in OUT, by cell.
 
-        Raises: ValueError if a run in OUT, finished or not, has other options than this call's.
+        Raises: ValueError if a run in OUT, finished or not, has other options than this call's, or
+        weights that have been replaced since.
         """
         seeds = {}
         for folder in sorted((self.out / "runs").glob("*-seed*")):
             name, _, seed = folder.name.rpartition("-seed")
             finished = read_json(folder / MARK)
-            stored = finished or read_json(folder / "config.json").get("config")
+            origin = read_json(folder / "config.json")
+            stored = finished or origin.get("config")
             if not isinstance(stored, dict) or not stored:
-                if self._began(folder):
+                # A run that is refused at its start leaves the first two.
+                others = {each.name for each in folder.glob("*") if each.stat().st_size}
+                if others - {"lock", "error.txt"}:
                     raise ValueError(f"out must hold runs of this study, {folder} has files and no"
                                      " readable config.json; move it away")
                 continue
@@ -154,6 +152,9 @@ class Plan:
             wanted = self.run(name, int(seed)).options
             changed = [f"{key} {stored.get(key)} instead of {wanted[key]}" for key in wanted
                        if stored.get(key) != wanted[key] and (finished or key != "program")]
+            changed += [f"another {file}" for file, digest in origin.get("files", {}).items()
+                        if file.startswith(f"{wanted['model']}/") and Path(file).is_file()
+                        and sample_digest(Path(file)) != digest]
             if changed:
                 raise ValueError(f"runs in out must have the options of this call, {folder} has"
                                  f" {'; '.join(changed)}; choose another --out")
@@ -171,16 +172,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def execute(run: Run) -> None:
+def execute(run: Run, command: str) -> None:
     """In a process of its own: the run from its beginning, then its mark."""
     _begin(run.folder.with_name(f"{run.folder.name}.log"))
     shutil.rmtree(run.folder, ignore_errors=True)  # not finished
-    if are_slow(run.config.run.dtype):
-        widen(run.config.run.dtype)
+    dtype = run.config.run.dtype
+    wide = are_slow(dtype)
+    if wide:
+        widen(dtype)
     import_module(run.program).main(list(run.words))
-    unfinished = run.folder / f"{MARK}.new"
-    unfinished.write_text(json.dumps(run.options))
-    os.replace(unfinished, run.folder / MARK)
+    origin = {"command": command, "wide_products": dtype if wide else None}
+    (run.folder / MARK).write_text(json.dumps(run.options | origin))
     if torch.cuda.is_available():  # vLLM's allocator may abort the process where Python ends
         sys.stdout.flush()
         os._exit(0)
@@ -231,7 +233,7 @@ def in_processes(
             yield folder, failed if process.exitcode else None
 
 
-def run_all(plan: Plan) -> dict[str, str]:
+def run_all(plan: Plan, command: str) -> dict[str, str]:
     """Run what has not finished. Returns the errors of the runs that crashed."""
     finished = plan.stored_seeds()
     runs = {}
@@ -243,12 +245,10 @@ def run_all(plan: Plan) -> dict[str, str]:
     needed = {Path(run.config.run.model): run for run in runs.values() if run.model}
     models = {folder: (write_model, (run.model, folder, run.config.run.seed))
               for folder, run in needed.items() if not folder.exists()}
-    jobs = plan.options.jobs or plan.study.jobs
-    if torch.cuda.is_available():
-        jobs = plan.options.jobs or 1
+    jobs = plan.options.jobs or (1 if torch.cuda.is_available() else plan.study.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     crashed, started = {}, time.monotonic()
-    tasks = {folder: (execute, (run,)) for folder, run in runs.items()}
+    tasks = {folder: (execute, (run, command)) for folder, run in runs.items()}
     for part in (models, tasks):
         for done, (folder, error) in enumerate(in_processes(part, jobs), 1):
             if error:
@@ -260,7 +260,7 @@ def run_all(plan: Plan) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------- the record
-def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, Any]:
+def make_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
     """All finished runs in OUT: options, seeds, the metrics of each run, and where they ran."""
     finished, cells, configs = plan.stored_seeds(), {}, []
     for name, cell in plan.study.cells.items():
@@ -270,7 +270,8 @@ def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, 
         folders = [plan.run(name, seed).folder for seed in seeds]
         with stage(f"reading the runs of {name}"):
             runs = [steps_of(folder) for folder in folders]
-            found = [json.loads((folder / "config.json").read_text()) for folder in folders]
+            found = [json.loads((folder / "config.json").read_text()) | read_json(folder / MARK)
+                     for folder in folders]
         configs += found
         cells[name] = {
             "options": cell.options, "reference": cell.reference, "engine": found[0]["audit"],
@@ -283,14 +284,13 @@ def make_record(plan: Plan, command: str, crashed: dict[str, str]) -> dict[str, 
                                      for each in PANELS}
     if not cells:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
-    record = {"study": plan.options.study, "command": command}
-    record |= {name: distinct(config[name] for config in configs) for name in ("device", "commit")}
+    record = {"study": plan.options.study}
+    record |= {name: distinct(config.get(name) for config in configs)
+               for name in ("command", "device", "commit", "wide_products")}
     record["dirty"] = any(config["dirty"] for config in configs)
     names = dict.fromkeys(name for config in configs for name in config["versions"])
     record["versions"] = {
         name: distinct(config["versions"].get(name) for config in configs) for name in names}
-    dtypes = distinct(config["config"]["dtype"] for config in configs)
-    record["wide_products"] = [each for each in dtypes.split(", ") if are_slow(each)]
     return record | {"workload": plan.study.workload, "cells": cells, "crashed": crashed}
 
 
@@ -368,7 +368,7 @@ def report(record: dict[str, Any], options: Options) -> str:
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
     wide = record.get("wide_products")  # of lab.products
-    products = f" (products of {', '.join(wide)} in float32, rounded)" if wide else ""
+    products = f" (products of {wide} in float32, rounded)" if wide else ""
     parts = [
         f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
         f" {record['commit']}{changed}.",
@@ -452,13 +452,17 @@ def main(arguments: list[str] | None = None) -> int:
         if options.print is not None:
             path = Path(*options.print) if options.print else RECORDS / f"{options.study}.json"
             with stage(f"reading the record {path}"):
-                print(report(json.loads(path.read_text()), options))
+                record = json.loads(path.read_text())
+                for name in (*options.cells, options.reference or "*"):
+                    if not any(fnmatchcase(cell, name) for cell in record["cells"]):
+                        raise ValueError(f"it has no cell {name}")
+                print(report(record, options))
             return 0
         plan = Plan(options)
-    with one_sentence(2), locked(str(plan.out)):
-        crashed = run_all(plan)
-        command = shlex.join(["python", "-m", "lab.study", *words])
-        record = make_record(plan, command, crashed)
+    advice = "the same command repeats the runs that have not finished, and deletes their files"
+    with one_sentence(2, advice=advice), locked(str(plan.out)):
+        crashed = run_all(plan, shlex.join(["python", "-m", "lab.study", *words]))
+        record = make_record(plan, crashed)
         path = plan.out / f"{options.study}.json"
         path.write_text(json.dumps(record, indent=1))
         picture = draw(record, path.with_suffix(".png"))

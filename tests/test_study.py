@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import forked, qwen2, refusal, timeless, train_here
+from safetensors.torch import save
 
 from examples.toys import toy_tokenizer
 from lab.cells import ALONE, FAULTS, METRICS, RUNGS, STUDIES
 from lab.products import widen
 from lab.study import MARK, RECORDS, STUDENT, Options, Plan, draw, main, paired, steps_of, text_of
+from records import sample_digest
 
 ROOT = Path(__file__).parents[1]
 STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
@@ -66,9 +68,24 @@ def test_a_copied_run_and_a_folder_of_a_user_are_named_and_not_deleted(tmp_path,
     assert "parity-seed00 is no cell of ladder" in refusal(words, capsys, main)
     folder.with_name("parity-seed00").rename(tmp_path / "aside")
     folder.mkdir()
+    (folder / "error.txt").write_text("of a run that was refused at its start")
+    assert Plan(Options("ladder", out=str(tmp_path))).stored_seeds() == {}
     (folder / "precious.txt").write_text("mine")
     assert f"{folder} has files and no readable config.json" in refusal(words, capsys, main)
     assert (folder / "precious.txt").read_text() == "mine"
+
+
+def test_a_run_of_other_weights_under_the_same_path_is_named(tmp_path, capsys):
+    weights, words = tmp_path / "model" / "model.safetensors", f"--train-args=--model {tmp_path / 'model'}"
+    weights.parent.mkdir()
+    weights.write_bytes(save({"a": torch.zeros(3)}))
+    folder = write_run(tmp_path, "parity", 0, train_args=words.partition("=")[2])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"files": {str(weights): sample_digest(weights)}}))
+    call = ["ladder", "--out", str(tmp_path), "--cells", "parity", "--seeds", "0", words]
+    assert main(call) == 0
+    weights.write_bytes(save({"a": torch.ones(3)}))
+    assert f"{folder} has another {weights}; choose another --out" in refusal(call, capsys, main)
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"steps"', b"[1]", b"null", b"\xff", b"{}"])
@@ -79,7 +96,9 @@ def test_a_damaged_mark_is_no_finished_run(tmp_path, content):
 
 def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_out(tmp_path, capsys):
     for name, seed in (("parity", 0), ("parity", 1), ("reference", 1), ("reference", 4)):
-        write_run(tmp_path, name, seed)
+        mark = write_run(tmp_path, name, seed) / MARK
+        origin = {"command": f"study of {name}", "wide_products": "float16" if seed == 4 else None}
+        mark.write_text(json.dumps(json.loads(mark.read_text()) | origin))
     assert main(["ladder", "--out", str(tmp_path), "--cells", "parity", "--seeds", "0", "1"]) == 0
     table = capsys.readouterr().out
     record = json.loads((tmp_path / "ladder.json").read_text())
@@ -91,6 +110,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     assert record["cells"]["parity"]["curves"]["reward"] == [[0.25], [0.25]]
     assert (record["device"], record["commit"], record["versions"], record["crashed"]) == (
         "a CPU", "abc", {"torch": "1"}, {})
+    assert (record["command"], record["wide_products"]) == ("study of reference, study of parity", "float16")
     assert "| parity | 2 | reference | 0.25 (0.25 to 0.25); +0.00 |" in table
     assert "held out, trainer alone" not in table
     assert "\n| reference |" not in table  # it was not asked for
@@ -101,9 +121,23 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     (["ladder", "--cells", "v2"], "cells must be names of cells or patterns, got v2; ladder has reference,"),
     (["ladder", "--seeds", "-1"], "seeds must be in"), (["ladder", "--jobs", "0"], "jobs must be at least 1"),
     (["ladder", "--train-args=--seed=3"], "must not contain --seed"), (["ladder", "--train-args='"], "No closing"),
-    (["ladder", "--print", "absent.json"], "reading the record absent.json failed")])  # fmt: skip
+    (["ladder", "--print", "absent.json"], "reading the record absent.json failed"),
+    (["ladder", "--print", "--cells", "v2"], "it has no cell v2"),
+    (["ladder", "--print", "--reference", "v2"], "it has no cell v2")])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsys):
     assert complaint in refusal([*words, "--out", str(tmp_path)], capsys, main)
+
+
+def test_an_interrupted_study_says_what_its_next_call_does(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lab.study.run_all", interrupted)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="130"):
+        main(["ladder", "--out", str(tmp_path)])
+    assert capsys.readouterr().err == ("stopped by a signal; the same command repeats the runs that have not finished,"
+                                       " and deletes their files\n")
 
 
 # ------------------------------------------------------------------------------------------------ the cells

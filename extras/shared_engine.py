@@ -24,19 +24,21 @@ from config import ParityFlags
 from engine_adapter import Engine, Rollout, WeightLoadError
 from rl import Batch, Policy, Projection, make_batch
 
-FEWEST_ROWS = 16  # of a product: torch's CPU product of fewer rows rounds a row differently
-TOGETHER, COMPARED = 64, 8  # rows of a product; tokens that are also computed alone
+# Products have a multiple of so many rows: torch's CPU product rounds a row differently where there
+# are few rows, and MKL, where it uses no AVX, the last rows of others.
+ROW_MULTIPLE = 16
+TOGETHER, COMPARED = 71, 8  # rows of a product; the last ones are also computed alone
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
 
 
 class PaddedProjection(Projection):
-    """A head whose product has at least FEWEST_ROWS rows."""
+    """A head whose product has a multiple of ROW_MULTIPLE rows."""
 
     def logits(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | float]:
         count = len(hidden)
-        padded = pad(hidden, (0, 0, 0, max(0, FEWEST_ROWS - count)))
+        padded = pad(hidden, (0, 0, 0, -count % ROW_MULTIPLE))
         logits, slope = super().logits(padded, weight, bias)
         if isinstance(slope, Tensor):
             slope = slope[:count]
@@ -46,15 +48,15 @@ class PaddedProjection(Projection):
 class SharedEngine(Engine):
     """An `Engine` around the model of a `Policy`, whose weights the optimizer changes in place.
 
-    The trainer then uses `policy`: of the same model, with products of at least FEWEST_ROWS rows,
-    and with `exact` with vLLM's attention kernel.
+    The trainer then uses `policy`: of the same model, with products of a multiple of ROW_MULTIPLE
+    rows, and with `exact` with vLLM's attention kernel.
 
     Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the
     tokens beside it.
     """
 
     vllm_model = None  # until vLLM has built it
-    fewest_rows = FEWEST_ROWS
+    row_multiple = ROW_MULTIPLE
 
     def __init__(
         self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
@@ -104,7 +106,7 @@ class SharedEngine(Engine):
         self._rows = rows
         self._count = len(ids)
         self._usual = config._attn_implementation
-        padding = (0, max(0, self.fewest_rows - len(ids)))
+        padding = (0, -len(ids) % self.row_multiple)
         config._attn_implementation = NAME
         try:
             states = self.policy.model.base_model(
@@ -305,10 +307,10 @@ def why_not(engine: SharedEngine) -> str | None:
     ids = [token * 7 % len(policy.head.weight) for token in range(max(longest, TOGETHER + 1))]
     pairs = [ids[row : row + 2] for row in range(TOGETHER)]
     together = _hidden(engine, pairs, [1] * TOGETHER)  # (TOGETHER, H)
-    alone = torch.cat([_hidden(engine, [pair], [1]) for pair in pairs[:COMPARED]])  # (COMPARED, H)
+    alone = torch.cat([_hidden(engine, [pair], [1]) for pair in pairs[-COMPARED:]])  # (COMPARED, H)
     logits = torch.cat([policy.logits(each[None]) for each in alone])
-    same_logits = torch.equal(logits, policy.logits(together)[:COMPARED])
-    if not (torch.equal(alone, together[:COMPARED]) and same_logits):
+    same_logits = torch.equal(logits, policy.logits(together)[-COMPARED:])
+    if not (torch.equal(alone, together[-COMPARED:]) and same_logits):
         return "a product of few rows is rounded differently, as those of experts in float32"
     # Several threads divide the queries of a long prompt according to what is beside it.
     if torch.get_num_threads() > 1:

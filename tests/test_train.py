@@ -198,7 +198,7 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
     (tmp_path / "mine.py").write_text(MINE)
     out = tmp_path / "run"
     train_here(command(good, f"--out {out} --task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3"
-                       " --max-new-tokens 24 --temperature 2 --dtype float16 --gradient-checkpointing"
+                       " --max-new-tokens 48 --temperature 2 --dtype float16 --gradient-checkpointing"
                        " --micro-batch-tokens 64 --mask-truncated --max-prompt-tokens 10 --overlong-prompts drop"
                        " --reward-errors count --eval-problems 16 --eval-samples 2 --eval-every 3"
                        " --eval-with-trainer --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4"))  # fmt: skip

@@ -18,9 +18,13 @@ from typing import Any, NamedTuple
 from models import reach_hub
 from records import one_line, stage
 
-# A minus sign counts unless it follows a number or a word: "10-12" ends in 12, "x = -3" in -3.
-# U+2212 is a minus sign too, and a currency may follow it: "-$5" is -5. grpo.py has the same rule.
-NUMBER = r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
+# The whole of "42", "-$1,200.50" or "1e-5", and not of "1/2", "50%", "3,14", "1_000" or "2x".
+NUMBER = (r"[-+\u2212]?\\?[$€£]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+          r"(?:[eE][-+\u2212]?\d+)?")
+# What separates words, and what surrounds a number: "x=42", "is: **42**.", "$\boxed{42}$", but
+# "3 / 2" and "50 %" are one word each. grpo.py has the same rules.
+BETWEEN = r"(?<![/^]) (?![ /^]|\\?%)|[\t\r\n=<>]|\\boxed|(?<!\d):"
+OPENING, CLOSING = "\\*_\"'`([{#$€£", "\\*_\"'`)]}.,;:!? $€£"
 MOST_FILES = 10_000  # of a data set's folder; datasets would read the whole of /
 
 
@@ -83,10 +87,17 @@ def numeric_match(problem: Problem, response: str) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, without thousands separators: 42 in GSM8K's "... #### 42"."""
+    """The last number in a text, if it is a plain one: 42 in "is 42.", none in "so 3/2"."""
+    words = [word for word in re.split(BETWEEN, text) if re.search(r"\d", word)]
+    return plain_number(words[-1].lstrip(OPENING).rstrip(CLOSING)) if words else None
+
+
+def plain_number(text: str) -> Decimal | None:
+    """The value of a text that is a number, and nothing else."""
     try:
-        return Decimal(re.sub(r"[\\$€£,]", "", re.findall(NUMBER, text)[-1]).replace("\u2212", "-"))
-    except (IndexError, InvalidOperation):  # no number, or an exponent of twenty digits
+        matched = re.fullmatch(NUMBER, text)
+        return matched and Decimal(re.sub(r"[\\$€£,]", "", text).replace("\u2212", "-"))
+    except InvalidOperation:  # an exponent of twenty digits
         return None
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from decimal import Decimal
 
 import pytest
 from helpers import prompt_ids
@@ -15,7 +16,7 @@ from examples.toys import (
     take_the_smaller,
     toy_tokenizer,
 )
-from tasks import Problem, exact_match, last_number, load_task, numeric_match
+from tasks import Problem, exact_match, last_number, load_task, numeric_match, plain_number
 
 
 # ------------------------------------------------------------------------------------------------ the toys
@@ -63,8 +64,27 @@ def test_exact_match():
     ("1", "9e-99999999999999999999", 0),  # too large an exponent for decimal
 ])  # fmt: skip
 def test_numeric_match_compares_last_numbers(answer, response, reward):
-    """test_grpo.py has more forms of a number."""
     assert numeric_match(Problem("?", answer, ""), response) == reward
+
+
+PLAIN = {".5": 0.5, "-.5": -0.5, "1e3": 1000, "1,234": 1234, "-$5": -5, "\u2212\u20ac5": -5, "-1,200.50": -1200.5}
+NUMBERS = PLAIN | {
+    "1E-2.": 0.01, "so $1,200.00 left": 1200, "#### 7": 7, "#### -7": -7, "$-5": -5, r"$\boxed{-\$5}$": -5,
+    "x = -3": -3, "7-5=2": 2, "5.": 5, r"\(x = 42\).": 42, "is:**42**": 42, "<<6*7=42>>": 42, "50% of 84 is '42'!": 42,
+}  # fmt: skip
+OTHERS = [
+    "1/2", "so 3 / 2", "50%", r"50 \%", "10^5", "10^{5}", r"\frac{3}{2}", r"\sqrt{2}", "\u221a2", "2\u00b2", "2x",
+    "12\u202f345", "1_000", "3,14", "2,4", "1,2345", "0,123", "1.2.3", "...42", "12:30", "10-12", "COVID-19",
+    "0x1F", "(2)-3", "no idea", "1e99999999999999999999",
+]  # fmt: skip
+
+
+def test_the_last_number_is_a_plain_one_or_none():
+    for text, number in NUMBERS.items():
+        assert last_number(text) == Decimal(str(number)), text
+        assert (plain_number(text) is not None) == (text in PLAIN), text
+    for text in OTHERS:
+        assert last_number(text) is plain_number(text) is None, text
 
 
 # ------------------------------------------------------------------------------------------------ files

@@ -116,6 +116,7 @@ class Rollout:
     # By token: whether it has a loss. Empty: all have one. An environment's words have none.
     trained: list[bool] = field(default_factory=list)
     reward: float | None = None  # the task's; None until it is scored
+    reward_error: str | None = None  # what has failed, if the reward is 0 for it
     score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
     prompt_version: int | None = None  # of its first part, if a load found it half computed
 

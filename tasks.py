@@ -287,7 +287,6 @@ def score_rollouts(
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
     rows = []
     for problem, rollout, text in zip(asked, rollouts, texts, strict=True):
-        error = None
         if rollout.reward is None:
             more = [rollout] if task.takes_rollout else []
             try:
@@ -298,14 +297,14 @@ def score_rollouts(
                 if run.config.data.reward_errors == "stop":
                     raise ValueError(f"{error}; to go on with reward 0, --reward-errors count"
                                      ) from None
-                rollout.reward = 0.0
+                rollout.reward, rollout.reward_error = 0.0, error
         if rollout.score is None:
             rollout.score = rollout.reward
         rows.append({
             "reward": rollout.reward, "response": text, "question": problem.question,
             "answer": problem.answer, "source": problem.source,
             "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids),
-            "error": error,
+            "error": rollout.reward_error,
         })
     errors = [row["error"] for row in rows if row["error"]]
     if errors:

@@ -112,6 +112,7 @@ def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_c
     rows = score_rollouts(run, task.train[:3], rollouts)
     assert [row["reward"] for row in rows] == [each.score for each in rollouts] == [4.5, 0.0, 6.5]
     assert [row["error"] is not None for row in rows] == [False, True, False]
+    assert score_rollouts(run, task.train[:3], rollouts) == rows  # of a source that scores, by the loop
     said = capsys.readouterr().out
     question = f"on {task.train[1].source}, question {task.train[1].question!r}, response '3'"
     assert "REWARD FAILED, one of 1: the reward fails (ZeroDivisionError: float division by zero) " + question in said

@@ -56,7 +56,7 @@ class Task:
     reward: Reward
     num_repeated: int = 0  # problems that were left out, because their question was there already
     takes_rollout: bool = False  # the reward has a third argument, the Rollout
-    text: str = ""  # of a task file
+    text: str = ""  # of a task file and the modules that it imports
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -109,7 +109,7 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
 
         file = TaskFile(name, seed, limit_s)
         task = split(name, file.reward, seed, draw_problems(file))
-        text = Path(name).read_text(errors="replace")
+        text = str(sorted(file.texts.items()))
         return replace(task, takes_rollout=file.takes_rollout, text=text)
     held_out = []
     if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
@@ -220,11 +220,12 @@ def split(
 
 
 # ---------------------------------------------------------------------------------- prompts
-def encode(tokenizer: Any, task: Task) -> Task:
+def encode(tokenizer: Any, task: Task, limit_s: float = 10) -> Task:
     """The task with the token ids of every question, in the model's chat template if it has one."""
+    from extras.task_file import time_limit
 
     def encoded(problem: Problem) -> Problem:
-        with stage(f"encoding the question of {problem.source}"):
+        with stage(f"encoding the question of {problem.source}"), time_limit(limit_s):
             if tokenizer.chat_template is None:
                 encoding = tokenizer(problem.question)
             else:
@@ -236,9 +237,8 @@ def encode(tokenizer: Any, task: Task) -> Task:
                 raise ValueError("the tokenizer makes no token of it")
         return problem._replace(prompt_ids=ids)
 
-    train = [encoded(problem) for problem in task.train]
-    held_out = [encoded(problem) for problem in task.held_out]
-    return replace(task, train=train, held_out=held_out)
+    train, held_out = map(encoded, task.train), map(encoded, task.held_out)
+    return replace(task, train=list(train), held_out=list(held_out))
 
 
 def fitting(

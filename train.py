@@ -345,7 +345,7 @@ def prepare(config: Config) -> Run:
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
     model_config, tokenizer, stop_token_ids = _describe(config)
-    task = encode(tokenizer, task)
+    task = encode(tokenizer, task, config.data.reward_limit_s)
     largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
     if largest >= model_config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"

@@ -2,6 +2,7 @@
 
 What a user's code does (it raises, exits, crashes, waits, or loops in compiled code) ends in a
 sentence. Only the standard library is imported, so that the process starts in a tenth of a second.
+All that it has started ends with the run, except for a child that called setsid.
 """
 
 import ctypes
@@ -10,12 +11,15 @@ import inspect
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import traceback
 from collections import namedtuple
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder, SourceFileLoader
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +28,18 @@ from typing import Any
 PROGRAM = "import sys; sys.path = sys.argv[2:]; from extras.task_file import serve; serve()"
 ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")  # what a reward can read of it
 Problem = namedtuple("Problem", "question answer source")  # tasks.py would import torch
+LIBRARY = r"/lib\w*/python3"  # in the path of each package
+TEXTS = {}  # of the process, by module
 
 
 class TaskFile:
     """`sample` and `reward` of a user's file. A call that fails, or takes longer than `limit_s`
-    seconds, is a ValueError. `takes_rollout`: the file's reward has a third argument.
+    seconds, is a ValueError. `takes_rollout`: the file's reward has a third argument. `texts`: of
+    the file and of the modules that its import needs, without Python's libraries.
     """
 
     def __init__(self, path: str, seed: int, limit_s: float):
-        self.path, self.seed, self.limit_s = path, seed, limit_s
+        self.path, self.seed, self.limit_s, self.texts = path, seed, limit_s, {}
         self._start()
 
     def sample(self) -> tuple[str, str, str]:
@@ -55,20 +62,20 @@ class TaskFile:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 start_new_session=True)  # a signal of the terminal reaches the run alone
         self._connection.recv()  # the process has started; the limit is for the file's code
-        self.takes_rollout = self._call(
-            f"the import of {self.path}", "load", self.path, self.seed)
+        self.takes_rollout, self.texts = self._call(
+            f"the import of {self.path}", "load", self.path, self.seed, self.texts)
 
     def _call(self, what: str, name: str, *arguments: Any) -> Any:
         if self._process.returncode is not None:
             self._start()
         try:
-            self._connection.send((name, arguments))
-            if self._connection.poll(self.limit_s):
+            with time_limit(self.limit_s):
+                self._connection.send((name, arguments))
                 result, error = self._connection.recv()
-            else:
-                self._kill()
-                error = f"no answer within {self.limit_s:g} s; try --reward-limit-s"
-        except (EOFError, OSError):
+        except TimeoutError as late:
+            self._kill()
+            error = str(late)
+        except Exception:  # no answer, or bytes of the file's code in its place
             error = f"its process ended with status {self._kill()}"
         if error:
             raise ValueError(f"{what} fails ({error.strip():.300})")
@@ -77,6 +84,21 @@ class TaskFile:
     def _kill(self) -> int:
         os.killpg(self._process.pid, signal.SIGKILL)  # what the file's code has started too
         return self._process.wait()
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError. For the main thread, and not for compiled code that does not return."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s; try --reward-limit-s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 # ---------------------------------------------------------------------------------- the process
@@ -100,20 +122,41 @@ def serve() -> None:
     os.killpg(0, signal.SIGKILL)  # with what the user's code has started and not ended
 
 
+class FromText(SourceFileLoader):
+    """Compiles a module from its text, because a file in `__pycache__` can be that of another text.
+
+    A process that is started again compiles the same texts.
+    """
+
+    def get_code(self, name: str) -> Any:
+        text = TEXTS.setdefault(name, self.get_data(self.path))
+        return self.source_to_code(text, self.path)
+
+    @classmethod
+    def find_spec(cls, name: str, *where: Any) -> Any:
+        spec = PathFinder.find_spec(name, *where)
+        if spec and type(spec.loader) is SourceFileLoader and not re.search(LIBRARY, spec.origin):
+            spec.loader = cls(name, spec.origin)
+        return spec
+
+
 class Functions:
     """What the run calls."""
 
-    def load(self, path: str, seed: int) -> bool:
-        """Import the file. Returns `takes_rollout`."""
-        spec = importlib.util.spec_from_file_location(f"task_{Path(path).stem}", path)
+    def load(self, path: str, seed: int, texts: dict) -> tuple[bool, dict]:
+        """Import the file. Returns `takes_rollout` and `texts`."""
+        TEXTS.update(texts)
+        sys.meta_path.insert(0, FromText)
+        name = f"task_{Path(path).stem}"
+        spec = importlib.util.spec_from_loader(name, FromText(name, path))
         self.module, self.rng = importlib.util.module_from_spec(spec), random.Random(seed)
-        sys.modules[spec.name] = self.module  # dataclasses need it there
+        sys.modules[name] = self.module  # dataclasses need it there
         spec.loader.exec_module(self.module)
         for name in ("sample", "reward"):
             if not callable(getattr(self.module, name, None)):
                 raise AttributeError(f"a task file must have sample and reward, it has no {name}")
         parameters = inspect.signature(self.module.reward).parameters.values()
-        return sum(each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters) > 2
+        return sum(each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters) > 2, TEXTS
 
     def sample(self) -> tuple[str, str, str]:
         drawn = self.module.sample(self.rng)

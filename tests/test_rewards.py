@@ -1,5 +1,7 @@
 """A task file's process: whatever the file's code does is a number or a sentence, and the next call is answered."""
 
+import os
+import py_compile
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -38,6 +40,8 @@ FAILURES = {
     "signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True:\n try: time.sleep(9)\n except BaseException: pass":
         "no answer within 2 s",
     "signal.alarm(1)\ntime.sleep(9)": "ended with status -14",
+    "os.write(int(sys.argv[1]), bytes([0, 0, 0, 9, 1, 2, 3, 4]))\nwhile True: pass": "no answer within 2 s",  # half
+    "os.write(int(sys.argv[1]), bytes([0, 0, 0, 1, 9]))\nreturn 1.0": "ended with status -9",
     "return math.nan": "it returned nan", "return -math.inf": "it returned -inf", "return": "it returned None",
     "return '1.0'": "it returned '1.0'", "import torch\nreturn torch.ones(2)": "Error", "return 1e300": "1e+300",
     "return 10**5000": "OverflowError", "import numpy\nreturn numpy.float32(1)": None,
@@ -102,6 +106,34 @@ def test_a_keyword_of_a_reward_is_no_third_argument(tmp_path):
     file = TaskFile(str(tmp_path / "task.py"), 0, 10)
     assert not file.takes_rollout
     assert file.reward(Problem("1", "2", ""), "x") == 3
+
+
+def test_the_code_that_runs_is_the_text_of_the_digest(tmp_path, monkeypatch):
+    """Of equal size and time, so that Python would take what the text before has left in __pycache__."""
+    monkeypatch.syspath_prepend(tmp_path)
+    path, helper = tmp_path / "task.py", tmp_path / "helper.py"
+
+    def write(first: int, second: int):
+        path.write_text("import os, helper\ndef sample(rng): return str(rng.randint(1, 9)), '1'\n"
+                        f"def reward(problem, text): return 10 * {first} + helper.value if text else os._exit(3)")
+        helper.write_text(f"value = {second}")
+        for file in (path, helper):
+            os.utime(file, (0, 0))
+
+    digests = set()
+    for first, second in ((1, 1), (2, 1), (2, 2)):
+        write(first, second)
+        task = load_task(str(path), 0, limit_s=60)
+        assert task.reward(task.train[0], "x") == 10 * first + second
+        assert digests or not (tmp_path / "__pycache__").exists()
+        digests.add(task.fingerprint)
+        py_compile.compile(str(path))
+        py_compile.compile(str(helper))
+    assert len(digests) == 3
+    write(3, 3)
+    with pytest.raises(ValueError, match="ended with status 3"):
+        task.reward(task.train[0], "")
+    assert task.reward(task.train[0], "x") == 22  # the process is another, the digest is not
 
 
 def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_counted(tmp_path, capsys):

@@ -55,8 +55,8 @@ class RunConfig:
     seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
     steps: int = 60  # Batches of rollouts; the learning rate decays to zero over them.
     model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
-    # `toy` (addition), `digits`, `countdown`; a JSONL file of {"question", "answer"}, a number; a
-    # Python file with `sample` and `reward`; a folder or hub name of a dataset with such columns.
+    # `toy` (addition), `digits`, `countdown`; a JSONL file of {"question", "answer"}; a Python file
+    # with `sample` and `reward`; a folder or hub name of a dataset with such columns.
     task: str = "toy"
     # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -25,6 +25,7 @@ NUMBER = (r"[-+\u2212]?\\?[$€£]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|
 # "3 / 2" and "50 %" are one word each. grpo.py has the same rules.
 BETWEEN = r"(?<![/^]) (?![ /^]|\\?%)|[\t\r\n=<>]|\\boxed|(?<!\d):"
 OPENING, CLOSING = "\\*_\"'`([{#$€£", "\\*_\"'`)]}.,;:!? $€£"
+MATH_ANSWERS = f"{Path(__file__).parent}/extras/math_answers.py"
 MOST_FILES = 10_000  # of a data set's folder; datasets would read the whole of /
 
 
@@ -93,7 +94,8 @@ def last_number(text: str) -> Decimal | None:
 
 
 def plain_number(text: str) -> Decimal | None:
-    """The value of a text that is a number, and nothing else."""
+    """The value of a text that is a number, and nothing else. After "####", as in GSM8K."""
+    text = text.rpartition("####")[2].strip()
     try:
         matched = re.fullmatch(NUMBER, text)
         return matched and Decimal(re.sub(r"[\\$€£,]", "", text).replace("\u2212", "-"))
@@ -121,7 +123,23 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
                          f" dataset (a folder or a reachable hub name), got {name}")
     if eval_path is not None:
         held_out = read_jsonl(eval_path)
-    return split(name, numeric_match, seed, train, held_out)
+    return split(name, find_reward([*held_out, *train], limit_s), seed, train, held_out)
+
+
+def find_reward(problems: list[Problem], limit_s: float) -> Reward:
+    """`numeric_match`; if an answer is not a plain number, math-verify's comparison."""
+    from extras.task_file import TaskFile
+
+    reward = numeric_match
+    for problem in problems:
+        if plain_number(problem.answer) is None:
+            with stage(f"{problem.source} has the answer {problem.answer!r:.40}, no plain number;"
+                       " comparing it with math-verify (pip install math-verify, or write a task"
+                       " file with a reward of its own)"):
+                if reward is numeric_match:
+                    reward = TaskFile(MATH_ANSWERS, 0, limit_s).reward
+                reward(problem, "")
+    return reward
 
 
 def draw_problems(file: Any) -> list[Problem]:
@@ -165,6 +183,8 @@ def read_dataset(name: str) -> tuple[list[Problem], list[Problem]]:
 
 def read_jsonl(path: str) -> list[Problem]:
     """Problems from lines {"question": ..., "answer": ...}."""
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
     with stage(f"reading {path} as UTF-8"):
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines cuts at U+2028
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -177,13 +197,14 @@ def read_jsonl(path: str) -> list[Problem]:
 def _problem(row: dict[str, Any] | str, source: str) -> Problem:
     """The problem in a row of a dataset, or in a line of JSON."""
     with stage(f"reading {source} as JSON"):
-        record = json.loads(row) if isinstance(row, str) else row
+        pairs = json.loads(row, object_pairs_hook=list) if isinstance(row, str) else row.items()
+        record = dict(pairs)
     match record:
         case {"question": str(question), "answer": str() | int() | float() as answer}:
-            if question.strip() and last_number(str(answer)) is not None:
+            if question.strip() and len(record) == len(pairs):
                 return Problem(question, str(answer), source)
     raise ValueError(f'{source} must be an object with a non-empty string "question" and an'
-                     f' "answer" with a number (rewards compare numbers), got {record!s:.80}')
+                     f' "answer", a string or a number, each once, got {record!s:.80}')
 
 
 def split(
@@ -208,10 +229,8 @@ def split(
         families = [each.family or each.question for each in shuffled]
         different = list(dict.fromkeys(families))
         chosen = set(different[: max(1, round(0.1 * len(different)))])
-        is_chosen = [family in chosen for family in families]
-        distinct = [each for each, held in zip(shuffled, is_chosen, strict=True) if held]
-        distinct += [each for each, held in zip(shuffled, is_chosen, strict=True) if not held]
-        num_held_out = sum(is_chosen)
+        distinct = sorted(shuffled, key=lambda each: (each.family or each.question) not in chosen)
+        num_held_out = sum(family in chosen for family in families)
     if num_held_out >= len(distinct):
         raise ValueError(f"task must have problems left to train on, {name} has {len(distinct)}"
                          f" without repeats and {num_held_out} held out")

@@ -23,7 +23,7 @@ def sample(rng: random.Random) -> tuple[str, str]:
     target = Fraction(0)
     while target.denominator > 1 or not 1 <= target <= LARGEST_TARGET:
         numbers = [rng.randint(1, 99) for _ in range(rng.choice((3, 4)))]
-        values = [Fraction(number) for number in numbers]
+        values = list(map(Fraction, numbers))
         while len(values) > 1:  # replace two values by the result of an operation
             left, right = (values.pop(rng.randrange(len(values))) for _ in range(2))
             operation = rng.choice(OPERATIONS[: 4 if right else 3])  # no division by 0
@@ -60,4 +60,4 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     if len(text) > MAX_CHARACTERS or not ALLOWED.fullmatch(text):
         raise ValueError(f"not an expression of at most {MAX_CHARACTERS} characters")
     value = eval(re.sub(r"\d+", r"Fraction(\g<0>)", text))  # digits, signs and brackets alone
-    return value, [int(number) for number in re.findall(r"\d+", text)]
+    return value, list(map(int, re.findall(r"\d+", text)))

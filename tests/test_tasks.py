@@ -1,6 +1,7 @@
 """Tasks: the toys, files and data sets as a user may bring them, and the rewards that compare answers."""
 
 import json
+import os
 import random
 from collections import Counter
 from decimal import Decimal
@@ -16,7 +17,7 @@ from examples.toys import (
     take_the_smaller,
     toy_tokenizer,
 )
-from tasks import Problem, exact_match, last_number, load_task, numeric_match, plain_number
+from tasks import Problem, Task, encode, exact_match, last_number, load_task, numeric_match, plain_number
 
 
 # ------------------------------------------------------------------------------------------------ the toys
@@ -67,9 +68,10 @@ def test_numeric_match_compares_last_numbers(answer, response, reward):
     assert numeric_match(Problem("?", answer, ""), response) == reward
 
 
-PLAIN = {".5": 0.5, "-.5": -0.5, "1e3": 1000, "1,234": 1234, "-$5": -5, "\u2212\u20ac5": -5, "-1,200.50": -1200.5}
+PLAIN = {".5": 0.5, "-.5": -0.5, "1e3": 1000, "1,234": 1234, "-$5": -5, "\u2212\u20ac5": -5, "#### -7": -7,
+         "-1,200.50": -1200.5}  # fmt: skip
 NUMBERS = PLAIN | {
-    "1E-2.": 0.01, "so $1,200.00 left": 1200, "#### 7": 7, "#### -7": -7, "$-5": -5, r"$\boxed{-\$5}$": -5,
+    "1E-2.": 0.01, "so $1,200.00 left": 1200, "$-5": -5, r"$\boxed{-\$5}$": -5,
     "x = -3": -3, "7-5=2": 2, "5.": 5, r"\(x = 42\).": 42, "is:**42**": 42, "<<6*7=42>>": 42, "50% of 84 is '42'!": 42,
 }  # fmt: skip
 OTHERS = [
@@ -85,6 +87,54 @@ def test_the_last_number_is_a_plain_one_or_none():
         assert (plain_number(text) is not None) == (text in PLAIN), text
     for text in OTHERS:
         assert last_number(text) is plain_number(text) is None, text
+
+
+def answers(folder, *answers: object) -> str:
+    """A file with these answers."""
+    path, lines = folder / "task.jsonl", enumerate(answers)
+    path.write_text("\n".join(json.dumps({"question": f"{line}", "answer": answer}) for line, answer in lines))
+    return str(path)
+
+
+def test_answers_that_are_no_plain_numbers_are_compared_by_math_verify(tmp_path):
+    task = load_task(answers(tmp_path, r"so $\frac{x}{2}$ #### \frac{1}{2}", "1,200", "50%"), 0, limit_s=60)
+    half, many, percent = sorted(task.train + task.held_out, key=lambda problem: problem.question)
+    for problem, *responses in ((half, "1/2", "is 0.5", r"$\frac{2}{4}$", "3/2", "2", ""),
+                                (many, "1,200", "so 1200", "$1200$", "200"), (percent, "50%", r"$50\%$", "0.5", "5")):
+        rewards = [task.reward(problem, each) for each in responses]
+        assert rewards == [1.0] * 3 + [0.0] * (len(responses) - 3)
+
+
+@pytest.mark.parametrize("answer", ["12\u202f345", "1_000", "0x1F", "...42", "1 1/2", "1e-9999999999999999", "Yes", ""])
+def test_an_answer_that_math_verify_reads_in_part_is_refused_with_its_line(tmp_path, answer):
+    with pytest.raises(ValueError, match=r"line 2 has the answer .* \(pip install math-verify, or write a task file"):
+        load_task(answers(tmp_path, 1, answer), 0, limit_s=60)
+
+
+def test_without_math_verify_only_plain_numbers_are_answers(tmp_path, monkeypatch):
+    (tmp_path / "absent.py").write_text("import no_such_module")
+    monkeypatch.setattr("tasks.MATH_ANSWERS", str(tmp_path / "absent.py"))
+    assert load_task(answers(tmp_path, 1, "$1,200", "#### -7"), 0).reward is numeric_match
+    with pytest.raises(ValueError, match=r"line 3 has the answer '1/2'.*pip install math-verify.*ModuleNotFoundError"):
+        load_task(answers(tmp_path, 1, 2, "1/2"), 0)
+
+
+def test_a_pipe_is_no_task(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.mkfifo(tmp_path / "pipe.py")
+    for paths in ([str(tmp_path / "pipe.jsonl")], [answers(tmp_path, 1, 2), str(tmp_path / "pipe.jsonl")]):
+        with pytest.raises(ValueError, match="must be a regular file"):
+            load_task(paths[0], 0, *paths[1:])
+    with pytest.raises(ValueError, match=r"pipe.py fails \(no answer within 0.5 s"):
+        load_task(str(tmp_path / "pipe.py"), 0, limit_s=0.5)
+
+
+def test_a_chat_template_without_end_is_named():
+    tokenizer, problem = toy_tokenizer(), Problem("1+1=", "2", "line 3")
+    loop = "{% for _ in range(99999) %}"
+    tokenizer.chat_template = loop * 3 + "{% endfor %}" * 3
+    with pytest.raises(ValueError, match=r"question of line 3 failed: TimeoutError: no answer within 0.5 s"):
+        encode(tokenizer, Task([problem], [], exact_match), limit_s=0.5)
 
 
 # ------------------------------------------------------------------------------------------------ files

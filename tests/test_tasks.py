@@ -105,7 +105,7 @@ def test_answers_that_are_no_plain_numbers_are_compared_by_math_verify(tmp_path)
         assert rewards == [1.0] * 3 + [0.0] * (len(responses) - 3)
 
 
-@pytest.mark.parametrize("answer", ["12\u202f345", "1_000", "0x1F", "...42", "1 1/2", "1e-9999999999999999", "Yes", ""])
+@pytest.mark.parametrize("answer", ["12\u202f345", "1_000", "0x1F", "...42", "1 1/2", "1e" + "9" * 20, "Yes", ""])
 def test_an_answer_that_math_verify_reads_in_part_is_refused_with_its_line(tmp_path, answer):
     with pytest.raises(ValueError, match=r"line 2 has the answer .* \(pip install math-verify, or write a task file"):
         load_task(answers(tmp_path, 1, answer), 0, limit_s=60)

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -83,7 +84,10 @@ def one_sentence(
     status: int, out: str | None = None,
     advice: str = "a run goes on from its newest checkpoint with --resume",
 ) -> Iterator[None]:
-    """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status."""
+    """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status.
+
+    `out`: the folder of an accepted run, for the traceback.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -92,11 +96,10 @@ def one_sentence(
         sys.exit(130)
     except Exception as error:
         where = ""
-        own_check = isinstance(error, ValueError) and not error.__cause__
-        if out and not own_check:
+        if out:
             path = Path(out).absolute() / "error.txt"
             with suppress(OSError):  # the disk may be full
-                path.write_text(traceback.format_exc(), errors="backslashreplace")
+                replace_file(path, traceback.format_exc())
                 where = f" (traceback: {path})"
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
         sys.exit(status)
@@ -104,21 +107,20 @@ def one_sentence(
 
 @contextmanager
 def locked(out: str) -> Iterator[None]:
-    """Make the folder of a run and lock it, until the process ends."""
-    path = Path(out) / "lock"
+    """Make the folder of a run and lock it, until the process ends. No file in it is touched."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")  # noqa: SIM115, closed below
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked children do not hold it
+        os.makedirs(out, exist_ok=True)
+        TemporaryFile(dir=out).close()  # it can be written
+        folder = os.open(out, os.O_DIRECTORY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = path.read_text().strip()
-        raise ValueError(f"out must not be in use, {out} is held by {holder}") from None
+        raise ValueError(f"out must not be in use, another process holds {out}") from None
     except OSError as error:
         raise ValueError(f"out must be a writable folder, got {out}: {error}") from None
-    with file:
-        file.truncate(0)
-        print(f"process {os.getpid()} on {os.uname().nodename}", file=file, flush=True)
+    try:
         yield
+    finally:
+        os.close(folder)
 
 
 # ---------------------------------------------------------------------------------- log and files
@@ -207,7 +209,8 @@ def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Write a file anew: a kill leaves the old text or the new one, never a part."""
     unfinished = path.with_name(f"{path.name}.new")
-    unfinished.write_text(text)
+    unfinished.unlink(missing_ok=True)  # a link would lead out of the folder
+    unfinished.write_text(text, errors="backslashreplace")
     unfinished.replace(path)
 
 

@@ -582,13 +582,15 @@ def main(arguments: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with records.one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
-    with records.one_sentence(2, config.run.out), records.locked(config.run.out):
+    out = config.run.out
+    with records.one_sentence(2), records.locked(out):
         run = prepare(config)
         checkpoint = find_checkpoint(run)
-        policy = load_policy(run)
-        engine = start_engine(run, policy)
-        state, first_step = build(run, policy, engine, checkpoint)
-        with records.one_sentence(1, config.run.out):
+        with records.one_sentence(2, out):  # accepted: from here on files are written
+            policy = load_policy(run)
+            engine = start_engine(run, policy)
+            state, first_step = build(run, policy, engine, checkpoint)
+        with records.one_sentence(1, out):
             train(run, state, first_step)
 
 

@@ -109,7 +109,8 @@ def measure(config: Config) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Exit status: 2 for an error."""
     config = tyro.cli(Config, args=arguments, description=__doc__)
-    with one_sentence(2, config.run.out), locked(config.run.out):
+    out = config.run.out
+    with one_sentence(2), locked(out), one_sentence(2, out):
         measure(config)
 
 

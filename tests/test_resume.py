@@ -163,15 +163,36 @@ def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(good, whole, tmp_p
     process = forked(stopped_run, options(good, out), said)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     complaint = refusal([*options(good, out), "--resume"], capsys)
-    assert f"{out} is held by process {process.pid} on {os.uname().nodename}" in complaint
+    assert f"out must not be in use, another process holds {out}" in complaint
     os.kill(process.pid, number)
     os.kill(process.pid, signal.SIGCONT)
     process.join()
     if number != signal.SIGKILL:
         assert process.exitcode == 130
         assert said.read_text() == "stopped by a signal; a run goes on from its newest checkpoint with --resume\n"
-    train_here([*options(good, out), "--resume"])  # the lock file of a dead process does not hold it
+    train_here([*options(good, out), "--resume"])  # a dead process holds nothing
     assert outcome(out) == outcome(whole)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_refused_command_changes_no_file_and_no_run_writes_through_a_link(good, tmp_path, link, capsys, monkeypatch):
+    out, users = tmp_path / "run", tmp_path / "users"
+    out.mkdir()
+    users.write_text("mine")
+    for name in ("lock", "error.txt", "error.txt.new", "config.json.new", "metrics.jsonl.new", "samples.jsonl.new"):
+        link(users, out / name)
+    before = {path: path.lstat().st_ctime_ns for path in out.iterdir()}
+    assert "No such file" in refusal([*options(good, out), "--task", str(tmp_path / "absent.jsonl")], capsys)
+    assert {path: path.lstat().st_ctime_ns for path in out.iterdir()} == before
+    assert users.read_text() == "mine"
+    # A library's ValueError in a step, without a cause.
+    monkeypatch.setattr(train, "rollout_metrics", lambda *_: [*zip([1], [], strict=True)])
+    with pytest.raises(SystemExit) as stop:
+        train_here(options(good, out))
+    assert stop.value.code == 1
+    assert "zip() argument 2 is shorter than argument 1 (traceback:" in capsys.readouterr().err
+    assert "in train_step" in (out / "error.txt").read_text()
+    assert (users.read_text(), (out / "lock").read_text()) == ("mine", "mine")
 
 
 def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path, capsys):

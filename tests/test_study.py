@@ -252,13 +252,13 @@ def wait_until(condition, seconds: float) -> None:
 
 @pytest.mark.engine
 def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_not_finished(tmp_path, small, capsys):
-    log, lock = (tmp_path / "out" / "runs" / name for name in ("v1-defaults-seed0.log", "v1-defaults-seed0/lock"))
+    log, folder = (tmp_path / "out" / "runs" / name for name in ("v1-defaults-seed0.log", "v1-defaults-seed0"))
     program = [sys.executable, "-m", "lab.study", *small, "--steps", "1000"]
     with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
         wait_until(lambda: log.exists() and "step   1/" in log.read_text(), 300)
-        run = int(re.search(r"process (\d+)", lock.read_text())[1])
+        (run,) = re.findall(rf"FLOCK .* WRITE (\d+) \S+:{folder.stat().st_ino} ", Path("/proc/locks").read_text())
         os.kill(study.pid, signal.SIGKILL)
-    wait_until(lambda: not alive(run), 20)
+    wait_until(lambda: not alive(int(run)), 20)
     shutil.rmtree(tmp_path / "out")
 
     crashing = tmp_path / "out" / "runs" / "parity-seed0"

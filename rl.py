@@ -468,12 +468,13 @@ class Policy:
         self, sequences: list[list[int]], prompt_length: int
     ) -> list[list[float]]:
         """Log-probabilities at temperature 1 of all tokens after the prompt; of one length."""
-        rollouts = []
-        for ids in sequences:
+        found = []
+        for ids in sequences:  # one at a time, as an update's longest row: the KV cache is there
             response = ids[prompt_length:]
-            rollouts.append(Rollout(ids[:prompt_length], None, response, [0.0] * len(response)))
-        batch = make_batch(rollouts, self.device)
-        return self.logprobs(batch, temperature=1.0)[:, prompt_length - 1 :].tolist()
+            rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
+            logprobs = self.logprobs(make_batch([rollout], self.device), temperature=1.0)
+            found.append(logprobs[0, prompt_length - 1 :].tolist())
+        return found
 
     # ------------------------------------------------------------------------------ weights
     def weights(self) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from rl import (
     frozen_measures,
     head_chunk,
     make_batch,
+    plain_body,
     product,
     update,
 )
@@ -488,6 +489,14 @@ def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
     with pytest.raises(FloatingPointError):
         for _ in range(20):
             minibatch(float("nan"))
+
+
+def test_the_canary_is_scored_a_row_at_a_time(monkeypatch):
+    policy, shapes = Policy(qwen2(tied=True)), []
+    monkeypatch.setattr(policy, "body", lambda *given: shapes.append(given[1].inputs.shape) or plain_body(*given))
+    values = policy.response_logprobs([[5, 6, 7, 8], [9, 8, 7, 6]], 2)
+    assert [len(row) for row in values] == [2, 2]
+    assert shapes == [(1, 3)] * 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -801,4 +801,5 @@ def _reason(error: Exception) -> str:
     text = str(error)
     if hasattr(error, "errors"):  # pydantic's
         text = "; ".join(each["msg"] for each in error.errors())
+    text = text.replace("`gpu_memory_utilization`", "--kv-cache-gib")
     return " ".join(text.split())[:300] or repr(error)

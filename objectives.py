@@ -306,9 +306,11 @@ def mismatch_metrics(
     mean probability of the tokens they keep.
 
     Shapes: (B, T), (B, T), (B, T) -> floats. Units: nats.
-    Raises: FloatingPointError if a value on a response token is not finite.
+    Raises: FloatingPointError if a value on a response token is not finite; ValueError without one.
     """
     response = mask > 0
+    if not response.any():
+        raise ValueError("mask must have a response token, it has none")
     mismatch = (old_logprobs - behavior_logprobs)[response].double()
     if not torch.isfinite(mismatch).all():
         num_bad = (~torch.isfinite(mismatch)).sum()

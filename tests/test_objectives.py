@@ -156,3 +156,5 @@ def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():
     with pytest.raises(FloatingPointError, match="1 of 2"):
         mismatch_metrics(values, torch.zeros(1, 2), torch.ones(1, 2))
     assert mismatch_metrics(values, torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))["mismatch_max"] == 1.0
+    with pytest.raises(ValueError, match="mask must have a response token"):
+        mismatch_metrics(values, values, torch.zeros(1, 2))

@@ -48,5 +48,8 @@ gpu: setup
 	.venv/bin/python -m lab.study gpu --out $(OUT) $(ARGS)
 
 .venv/.ready-real: .venv/.ready examples/requirements-real.txt
+	@.venv/bin/python -c 'import os, sysconfig as s; os.stat(s.get_path("include", "posix_prefix") + "/Python.h")' 2>/dev/null && \
+		command -v "$${CC:-cc}" >/dev/null || { echo "real: pip builds a package, which needs a C compiler and" \
+		"Python's headers (on Debian and Ubuntu: apt install gcc python3-dev)" >&2; exit 1; }
 	.venv/bin/python -m pip --quiet --disable-pip-version-check install -r examples/requirements-real.txt
 	touch .venv/.ready-real

@@ -48,3 +48,23 @@ def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sent
     assert said in sentence
     assert result.returncode == (9 if said == "ENOUGH" else 1)
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("compiler, headers", [(None, True), ("cc", False)])
+def test_make_real_says_that_a_compiler_or_pythons_headers_are_missing(tmp_path, compiler, headers):
+    for name in (".venv/bin/python", ".venv/.ready", "examples/requirements-real.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(PYTHON.format(python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    for name in ("setup.sh", "requirements.txt", "requirements-cpu.txt"):  # older than .venv/.ready
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    if headers:
+        (tmp_path / "Python.h").touch()
+    for name in filter(None, ("sh", compiler)):
+        (tmp_path / name).symlink_to(shutil.which("sh"))
+    program = [shutil.which("make"), "-f", str(ROOT / "Makefile"), ".venv/.ready-real"]
+    environment = {"PATH": str(tmp_path)}
+    result = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "real: pip builds a package, which needs a C compiler and Python's headers" in result.stderr
+    assert result.returncode == 2

@@ -53,7 +53,7 @@ class RunConfig:
     out: str = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
     resume: bool = False  # Go on from the newest checkpoint in `out`, with the same options.
     seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
-    steps: int = 60  # Batches of rollouts; the learning rate decays to zero over them.
+    steps: int = 60  # Batches of rollouts; with --lr-decay none a resumed run may have more.
     model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
     # `toy` (addition), `digits`, `countdown`; a JSONL file of {"question", "answer"}; a Python file
     # with `sample` and `reward`; a folder or hub name of a dataset with such columns.
@@ -103,10 +103,11 @@ class GrpoConfig:
     num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip can act.
     micro_batch_tokens: int = 4096  # Tokens per forward and backward; only memory depends on it.
     lr_warmup_steps: int = 5  # Linear warm-up: Adam's second moments are noise at first.
+    lr_decay: Literal["linear", "none"] = "linear"  # To zero after the last step, or a constant lr.
     weight_decay: float = 0.0  # Decoupled; a few hundred steps of RL have nothing to regularise.
     grad_clip: float = 1.0  # Largest gradient norm per optimizer step.
     gradient_checkpointing: bool = False  # Compute each layer again in backward: less memory.
-    offload_optimizer: bool = False  # Masters and moments in pinned host memory between updates.
+    offload_optimizer: bool = False  # Masters and moments in host memory between updates.
 
     def __post_init__(self):
         COUNT.check(self, "num_prompts", "max_new_tokens", "num_minibatches", "micro_batch_tokens")
@@ -247,7 +248,7 @@ class ParityFlags:
         return self.fp32_head or self.head_otherwise == "engine"
 
     def off(self) -> list[str]:
-        return [name for name, on in asdict(self).items() if on is False]
+        return [name for name, on in vars(self).items() if not on and getattr(type(self), name)]
 
 
 @dataclass(frozen=True)
@@ -273,9 +274,17 @@ class BackendConfig:
     def __post_init__(self):
         COUNT.check(self, "max_num_seqs", "max_kept")
         WHOLE.check(self, "inflight_groups", "max_staleness")
+        size = 16 if torch.cuda.is_available() else 32
+        Rule(f"a positive multiple of {size} (vLLM's here)",
+             lambda value: value > 0 and value % size == 0).check(self, "block_size")
+        if not self.inflight_groups and self.max_staleness != BackendConfig.max_staleness:
+            raise ValueError("max_staleness must be given with inflight_groups (else nothing is"
+                             f" stale), got {self.max_staleness}; try --inflight-groups")
         MODERATE.check(self, "kv_cache_gib")
-        if self.engine == "transformers" and (self.prefix_cache != "off" or self.cuda_graphs):
-            raise ValueError("prefix_cache and cuda_graphs must be off with engine transformers")
+        of_vllm = self.prefix_cache != "off" or self.cuda_graphs or self.block_size
+        if self.engine == "transformers" and of_vllm:
+            raise ValueError("prefix_cache, cuda_graphs and block_size must not be given with"
+                             " engine transformers")
         if self.exact and self.engine != "shared":
             raise ValueError(f"exact must be off without --engine shared, got engine {self.engine}")
 
@@ -334,8 +343,8 @@ class Config:
 
     def __post_init__(self):
         off, grpo, backend = self.parity.off(), self.grpo, self.backend
-        if self.lora.lora_forward == "added":  # the engine's weights are rounded, the trainer's not
-            off += ["lora_forward merged"]
+        if self.lora.lora_forward == "added" and backend.engine == "vllm":
+            off += ["lora_forward merged"]  # the engine's weights are rounded, the trainer's not
         # Fix the backend first, then correct the remaining mismatch.
         used = grpo.corrections or ("replay_routes" if grpo.replay_routes else "")
         if used and off and not grpo.tis_over_a_broken_backend:
@@ -353,6 +362,9 @@ class Config:
             of_vllm.remove("fp32_head")
         if backend.engine == "transformers" and of_vllm:
             raise ValueError(f"engine must be vllm without {of_vllm[0]} (only vLLM has that fault)")
+        if self.run.resume and not self.parity.in_force("explicit_runtime", "prefix-cache"):
+            raise ValueError("resume must be off with V1's prefix cache (no checkpoint holds it, an"
+                             " empty one has no stale block); try another --out")
         if backend.exact and (off or grpo.gradient_checkpointing):
             raise ValueError("exact must be off if a fix is off, and with gradient_checkpointing")
         if backend.prefix_cache != "off" and "explicit_runtime" in off:
@@ -389,7 +401,8 @@ class Config:
     def lr_at(self, step: int) -> float:
         """Linear warm-up times linear decay to zero after the last step; steps count from 1."""
         warm_up = min(1.0, step / (self.grpo.lr_warmup_steps + 1))
-        return self.grpo.lr * warm_up * (1 - (step - 1) / self.run.steps)
+        decay = 1 - (step - 1) / self.run.steps if self.grpo.lr_decay == "linear" else 1.0
+        return self.grpo.lr * warm_up * decay
 
     def flat(self) -> dict[str, Any]:
         """All options by their own names, as in config.json."""
@@ -402,8 +415,10 @@ class Config:
     @property
     def experiment(self) -> dict[str, Any]:
         """The options that a resumed run must keep."""
-        flat = self.flat()
-        return {name: value for name, value in flat.items() if name not in NOT_OF_THE_EXPERIMENT}
+        flat, free = self.flat(), NOT_OF_THE_EXPERIMENT
+        if self.grpo.lr_decay == "none":
+            free = free | {"steps"}
+        return {name: value for name, value in flat.items() if name not in free}
 
     @classmethod
     def of(cls, parity: ParityFlags | None = None, **options: Any) -> "Config":

@@ -165,7 +165,7 @@ THREE = "--old-policy recompute"  # the three-policy form
 TIS = f"{THREE} --tis token --tis-over-a-broken-backend"  # the last one is idle at parity
 TOP_P = "--top-p 0.9"
 EXACT = "--engine shared --exact"
-REFERENCE = "--engine transformers"
+REFERENCE = "--engine transformers --block-size None"
 LORA = "--lora-rank 16 --lr 1e-2"  # adapters need a larger step
 RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}",
          "+runtime": f"{PAUSE} {HEAD}", "+inflight": HEAD, "parity": ""}
@@ -229,7 +229,7 @@ def stale(batches: int, prompts: int, size: int) -> str:
     """So many batches of groups in flight: a group is used about so many updates late."""
     waiting = batches * prompts
     return (f"--num-prompts {prompts} --group-size {size} --inflight-groups {waiting}"
-            f" --max-staleness 100 --max-num-seqs {(prompts + waiting) * size}")
+            f" --max-staleness {100 if waiting else 8} --max-num-seqs {(prompts + waiting) * size}")
 
 
 def corrections_cells() -> dict[str, Cell]:

@@ -38,14 +38,17 @@ OPTIONS = {
     "--task toy --eval-task {root}/task.jsonl": "eval_task must not be given",
     "--parity.head-otherwise both": "would do nothing",
     "--engine transformers --parity.no-fp32-head": "without fp32_head",
-    "--prefix-cache versioned --engine transformers": "prefix_cache and cuda_graphs must be off",
+    "--prefix-cache versioned --engine transformers": "prefix_cache, cuda_graphs and block_size must not be given",
+    "--block-size 32 --engine transformers": "prefix_cache, cuda_graphs and block_size must not be given",
+    "--block-size 0": "block_size must be a positive multiple of", "--block-size -1": "block_size must be a positive",
+    "--block-size 7": "block_size must be a positive multiple of", "--max-staleness 3": "try --inflight-groups",
+    "--resume --parity.no-explicit-runtime": "resume must be off with V1's prefix cache",
     "--prefix-cache versioned --parity.no-explicit-runtime": "prefix_cache must be off without explicit_runtime",
     "--exact --engine shared --gradient-checkpointing": "with gradient_checkpointing",
     "--lora-alpha 8": "lora_rank must be given with lora_alpha", "--lora-export": "lora_rank must be given with",
     "--lora-forward added": "lora_rank must be given with", "--lora-rank 4 --engine shared": "lora_rank must be 0 with",
     "--lora-rank 4 --probe-on-alarm": "lora_rank must be 0 with engine shared, probe_every or probe_on_alarm",
     "--lora-rank 4 --lora-forward added --tis token": "the broken backend), got tis token without lora_forward",
-    "--lora-rank 4 --lora-forward added --engine transformers": "must be vllm without lora_forward merged",
     "--eval-task {root}/absent.jsonl": "must be a regular file, and exist",
     "--eval-task {root}/task.jsonl": "has 40 without repeats and 40 held out",
     "--model {root}/task.py": "not a valid JSON file", "--model owner/absent": "(toy, a folder or a hub name)",
@@ -175,7 +178,7 @@ def test_tensors_that_the_architecture_does_not_have_are_named(good, tmp_path, c
 # ------------------------------------------------------------------------------------------------ the engine
 @pytest.mark.engine
 @pytest.mark.parametrize("options, complaint", [
-    ("--block-size 7", "No common block size for 7"), ("--kv-cache-gib 1e-6", "No available memory for the cache"),
+    ("--kv-cache-gib 1e-6", "No available memory for the cache blocks. Try increasing --kv-cache-gib"),
     ("--kv-cache-gib 1e6", "requested memory for kv"), ("--model {head16}", "head_dim=16"),
 ])  # fmt: skip
 def test_what_the_engine_refuses(good, tmp_path, options, complaint, capsys):

@@ -1,5 +1,6 @@
 """The options in groups, and the flat form that config.json has. tests/test_bad_input.py has what is refused."""
 
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -54,6 +55,19 @@ def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_
                       "generation-config": "vllm"}  # fmt: skip
     for other, fp32 in (("engine", True), ("both", False)):
         assert ParityFlags(fp32_head=False, head_otherwise=other).trainer_fp32_head == fp32
+
+
+def test_only_a_flag_that_is_on_by_default_is_a_fix_that_is_off():
+    @dataclass(frozen=True)
+    class Fork(ParityFlags):
+        own: bool = False
+
+    assert Fork(fp32_head=False).off() == ["fp32_head"]
+    Config.of(Fork(), tis="token")
+
+
+def test_added_adapters_are_a_fault_of_vllms_weights_alone():
+    assert Config.of(lora_rank=4, lora_forward="added", engine="transformers", tis="token")
 
 
 def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():

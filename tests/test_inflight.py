@@ -60,7 +60,7 @@ def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 6
 
 def in_flight(engine, group_size: int, sampling: Sampling, max_staleness: int, groups: int = 0) -> GroupsInFlight:
     """A source whose run has no problems: the tests submit their own."""
-    config = Config.of(group_size=group_size, max_staleness=max_staleness)
+    config = Config.of(group_size=group_size, max_staleness=max_staleness, inflight_groups=1)
     flight = GroupsInFlight(Run(config, Path(), "", Task([], [], exact_match), None, sampling, 0, 0, {}), engine)
     submit(flight, groups)
     return flight

@@ -266,3 +266,4 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     assert rates[:5] == pytest.approx([0.2, 0.4 * 0.99, 0.6 * 0.98, 0.8 * 0.97, 0.96])
     assert rates[-1] == pytest.approx(0.01)
     assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert [config.but(lr_decay="none").lr_at(step) for step in (1, 5, 100)] == pytest.approx([0.2, 1.0, 1.0])

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from hashlib import file_digest, sha256
 from importlib.metadata import version
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -26,13 +27,14 @@ def memory_gib(*, peak: bool = False) -> float:
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**30
     name = "VmHWM" if peak else "VmRSS"
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) / 2**20
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    # Some sandboxes have no VmHWM.
+    return int(found[1] if found else getrusage(RUSAGE_SELF).ru_maxrss) / 2**20
 
 
 def reset_peak() -> None:
-    """Start a new measurement of the CPU's peak."""
-    if not torch.cuda.is_available():
+    """Start a new measurement of the CPU's peak; where that is forbidden, it is the process's."""
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -103,6 +105,13 @@ def one_sentence(
                 where = f" (traceback: {path})"
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
         sys.exit(status)
+
+
+def end_process() -> None:
+    """On a GPU vLLM's allocator may abort a process that has done its work, where Python ends."""
+    if torch.cuda.is_available():
+        sys.stdout.flush()
+        os._exit(0)
 
 
 @contextmanager
@@ -198,9 +207,11 @@ def provenance(device: torch.device) -> dict[str, Any]:
 def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
     """config.json: what defines the run; a resumed run adds its own record to `resumed`."""
     if first_step > 1:
-        now, before = record["versions"], json.loads(path.read_text())
-        if before["versions"] != now:
-            print(f"NOTE: resumed with {now}, before it was {before['versions']}", flush=True)
+        before = json.loads(path.read_text())
+        for name in ("versions", "device"):
+            now, then = record[name], before[name]
+            if now != then:
+                print(f"NOTE: resumed with {now}, before it was {then}", flush=True)
         resumed = [*before.get("resumed", []), {"step": first_step} | record]
         record = before | {"resumed": resumed}
     replace_file(path, json.dumps(record, indent=2))
@@ -267,7 +278,7 @@ def earlier_files(out: str, resume: bool, options: dict[str, Any]) -> dict[str, 
     with stage(f"reading {path}"):
         record = json.loads(path.read_text())
         theirs = dict(record["config"])
-        files = record["files"]
+        files = {name: str(digest) for name, digest in record["files"].items()}
     ours = json.loads(json.dumps(options))  # tuples become lists
     changed = sorted(name for name, value in ours.items() if value != theirs.get(name))
     if changed:
@@ -343,7 +354,7 @@ def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, A
                 state = None
             parts = {"policy", "optimizer", "source", "run", "step"}
             whole = isinstance(state, dict) and state.keys() >= parts
-            named = whole and str(state["step"]) == path.name[5:].partition("-")[0].lstrip("0")
+            named = whole and path.name.startswith(f"step_{str(state['step']).zfill(6)}-")
             if not named or state["run"] != run:
                 raise ValueError(f"checkpoints must be whole and of this run, {path} is not, or is"
                                  " of another step, other options or files; move it away, or try"
@@ -366,7 +377,6 @@ def _digest(path: Path) -> str:
 
 def cut_tables(out: Path, step: int) -> None:
     """Keep the rows up to `step`, the checkpoint's; -1 keeps none."""
-    out.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
         path = out / name
         with stage(f"reading {path}"):

@@ -143,7 +143,8 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         log(run, state, {"step": 0} | evaluate(run, state, 0))
     started = time.perf_counter()
     for step in range(first_step, run_config.steps + 1):
-        done = train_step(run, state, step)
+        with records.stage(f"step {step} at lr {run.config.lr_at(step):.2g}"):
+            done = train_step(run, state, step)
         for observe in state.observers:
             done.metrics.update(observe(done))
         last = step == run_config.steps
@@ -372,7 +373,7 @@ def prepare(config: Config) -> Run:
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
     files = {f"{config.run.model}/{each.name}": records.sample_digest(each) for each in model_files}
     files[config.run.task] = task.fingerprint
-    records.keep_files(earlier or files, files)
+    records.keep_files(files if earlier is None else earlier, files)
     out = Path(config.run.out).absolute()
     return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped, files)
 
@@ -482,10 +483,14 @@ def start_engine(run: Run, policy: Policy) -> Engine:
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:
     """With --resume the newest checkpoint, if there is one."""
-    if not run.config.run.resume:
+    options = run.config.run
+    if not options.resume:
         return None
-    every = run.config.run.checkpoint_every
-    return records.newest_checkpoint(run.out, every, run.fingerprint)
+    found = records.newest_checkpoint(run.out, options.checkpoint_every, run.fingerprint)
+    if found and found["step"] > options.steps:
+        raise ValueError(f"steps must be at least {found['step']}, the checkpoint's, got"
+                         f" {options.steps}")
+    return found
 
 
 def build(
@@ -599,3 +604,4 @@ if __name__ == "__main__":
     from train import main as command
 
     command()
+    records.end_process()

@@ -41,7 +41,7 @@ from config import COUNT, SEED, Config
 from lab.cells import METRICS, PANELS, STUDIES, Metric, Rows
 from lab.models import MODELS
 from lab.products import are_slow, widen
-from records import locked, one_sentence, sample_digest, stage
+from records import end_process, locked, one_sentence, sample_digest, stage
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MARK = "finished.json"  # in the folder of a run: its options and origin, written after its end
@@ -183,9 +183,7 @@ def execute(run: Run, command: str) -> None:
     import_module(run.program).main(list(run.words))
     origin = {"command": command, "wide_products": dtype if wide else None}
     (run.folder / MARK).write_text(json.dumps(run.options | origin))
-    if torch.cuda.is_available():  # vLLM's allocator may abort the process where Python ends
-        sys.stdout.flush()
-        os._exit(0)
+    end_process()
 
 
 def write_model(model: str, folder: Path, seed: int) -> None:

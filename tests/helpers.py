@@ -124,6 +124,7 @@ def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
     """All of train.py up to the first step, whose number comes last, with the model and the problems of a good run."""
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
                  engine="transformers")  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
     run = train.prepare(Config.of(**usual | options))
     policy = train.load_policy(run)
     return run, *train.build(run, policy, train.start_engine(run, policy), train.find_checkpoint(run))

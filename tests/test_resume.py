@@ -3,6 +3,7 @@
 tests/long/kills.py kills whole jobs with a real engine at random moments.
 """
 
+import json
 import os
 import pickle
 import re
@@ -112,6 +113,10 @@ def weights(root: Path) -> None:
 NOT_OURS = "checkpoints must be whole and of this run, {root}/run/checkpoints/step_000005-"
 REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
+    "no files": (lambda f: change(f / "config.json", lambda c: re.sub(rb'(?s)"files": {.*?}', b'"files": {}', c)),
+                 "changed are {root}/model/config.json"),
+    "files of lists": (lambda f: change(f / "config.json", lambda c: re.sub(rb'(?<=task.py": )"\w+"', b"[]", c)),
+                       "changed are {root}/task.py; try"),
     "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed: json.decoder.JSON"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have a readable checkpoint"),
     "another step": (rename, NOT_OURS), "no optimizer": (without_optimizer, NOT_OURS),
@@ -148,7 +153,27 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(m
         kept.rename(moved)
 
 
+def test_with_a_constant_rate_a_run_goes_on_for_more_steps_and_another_machine_is_named(good, tmp_path, capsys):
+    out, words = tmp_path / "run", ("--lr-decay", "none")
+    train_here(options(good, out, *words))
+    record = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(record | {"device": "CPU, 99 threads"}))
+    assert "steps must be at least 4" in refusal(options(good, out, *words, "--steps", "3", "--resume"), capsys)
+    train_here(options(good, out, *words, "--steps", "6", "--resume"))
+    assert "CPU, 99 threads" in capsys.readouterr().out
+    train_here(options(good, tmp_path / "whole", *words, "--steps", "6"))
+    assert outcome(out) == outcome(tmp_path / "whole")
+    record = json.loads((out / "config.json").read_text())
+    assert (record["config"]["steps"], record["resumed"][0]["config"]["steps"]) == (4, 6)
+
+
 # ------------------------------------------------------------------------------------------------ other processes
+def killed_run(words: list[str]) -> None:
+    """A run that its task kills in step 2."""
+    os.environ |= {"SIGNAL": str(int(signal.SIGKILL)), "SIGNAL_IN_CALL": "60"}
+    train.main(words)
+
+
 def stopped_run(words: list[str], said: Path) -> None:
     """A run that its task stops in step 2: step 0 has 8 calls of the reward, each other one 32."""
     os.environ |= {"SIGNAL": str(int(signal.SIGSTOP)), "SIGNAL_IN_CALL": "60"}
@@ -174,6 +199,18 @@ def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(good, whole, tmp_p
     assert outcome(out) == outcome(whole)
 
 
+@pytest.mark.engine
+def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_the_run_that_was_not(good, tmp_path):
+    words = [*options(good, tmp_path / "killed", "--engine", "vllm", "--steps", "3")]
+    train_here([*words, "--out", str(tmp_path / "whole")])
+    process = forked(killed_run, words)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert checkpoint(tmp_path / "killed", 1)
+    train_here([*words, "--resume"])
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 def test_a_refused_command_changes_no_file_and_no_run_writes_through_a_link(good, tmp_path, link, capsys, monkeypatch):
     out, users = tmp_path / "run", tmp_path / "users"
@@ -190,7 +227,8 @@ def test_a_refused_command_changes_no_file_and_no_run_writes_through_a_link(good
     with pytest.raises(SystemExit) as stop:
         train_here(options(good, out))
     assert stop.value.code == 1
-    assert "zip() argument 2 is shorter than argument 1 (traceback:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert re.search(r"step 1 at lr \S+ failed: ValueError: zip\(\) argument 2 is shorter .* \(traceback:", said)
     assert "in train_step" in (out / "error.txt").read_text()
     assert (users.read_text(), (out / "lock").read_text()) == ("mine", "mine")
 

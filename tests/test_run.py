@@ -1,11 +1,14 @@
 """What is found before a run starts."""
 
 import json
+import os
+from resource import RUSAGE_SELF, getrusage
 
 import pytest
 import torch
-from helpers import qwen2
+from helpers import forked, qwen2
 
+import records
 from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
 from extras.reference import engine_for
@@ -66,6 +69,25 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
     for gib, sequences in ((0.25, 512), (10.5 * per_token * length / 2**30, 10), (1e-9, 1)):
         run = prepare(job(tmp_path, kv_cache_gib=gib))
         assert engine_for(run, Policy.load(run.model_path, torch.float32, "cpu")).max_num_seqs == sequences
+
+
+def test_a_container_that_hides_the_peak_gives_that_of_the_process(tmp_path, monkeypatch):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("VmRSS:\t1048576 kB\n")
+    (tmp_path / "proc/self/clear_refs").mkdir()  # writing to it is an OSError
+    monkeypatch.setattr(records, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    clock = records.Clock()
+    with clock("update"):
+        assert records.memory_gib() == 1.0
+    assert clock.phases["update_gib"] == getrusage(RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def test_a_gpus_process_ends_before_python_does(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    process = forked(lambda: (records.end_process(), os._exit(3)))
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_machine_without_git_is_no_error(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from hashlib import file_digest, sha256
+from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -294,31 +294,6 @@ def keep_files(earlier: dict[str, str], files: dict[str, str]) -> None:
                          f" {', '.join(changed)}; try another --out")
 
 
-def sample_digest(path: Path) -> str:
-    """Digest of a file's size and of 64 MiB of its content, in even steps: fast for 3 GB too.
-
-    Of a safetensors file also the header, and both ends of every tensor, however small.
-    """
-    size = path.stat().st_size
-    digest = sha256(str(size).encode())
-    pieces = [(place, 2**12) for place in range(0, size, max(2**12, size >> 14))]
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length)
-            digest.update(header)
-            for name, tensor in json.loads(header).items():
-                if name == "__metadata__":
-                    continue
-                start, end = (8 + length + offset for offset in tensor["data_offsets"])
-                count = min(2**15, end - start)
-                pieces += [(start, count), (end - count, count)]
-        for place, count in pieces:
-            file.seek(place)
-            digest.update(file.read(count))
-    return digest.hexdigest()
-
-
 def _checkpoints(out: Path) -> list[Path]:
     """The files of this program in checkpoints/, the oldest first."""
     paths = sorted(out.glob("checkpoints/*.pt"))
@@ -337,7 +312,7 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
                 torch.save(state | {"step": step}, file)
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
-        path = unfinished.rename(folder / f"step_{step:06d}-{_digest(unfinished)}.pt")
+        path = unfinished.rename(folder / f"step_{step:06d}-{digest_of(unfinished)}.pt")
     before = [each for each in _checkpoints(out) if each.name < f"step_{step:06d}"]
     for old in set(_checkpoints(out)) - {path, *before[-1:]}:
         old.unlink()
@@ -347,7 +322,7 @@ def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, A
     """The newest checkpoint whose file is unchanged, None before the first one."""
     paths = _checkpoints(out)
     for path in reversed(paths):
-        if path.stem.endswith(_digest(path)):
+        if path.stem.endswith(digest_of(path)):
             try:
                 state = torch.load(path, weights_only=True, map_location="cpu")
             except Exception:  # of many kinds, and torch advises to trust the file
@@ -370,7 +345,8 @@ def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, A
     return None
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """The first 16 digits of the file's SHA-256."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()[:16]
 

@@ -371,7 +371,7 @@ def prepare(config: Config) -> Run:
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     dropped = num_problems - len(task.prompts)
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
-    files = {f"{config.run.model}/{each.name}": records.sample_digest(each) for each in model_files}
+    files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
     files[config.run.task] = task.fingerprint
     records.keep_files(files if earlier is None else earlier, files)
     out = Path(config.run.out).absolute()

@@ -41,7 +41,7 @@ from config import COUNT, SEED, Config
 from lab.cells import METRICS, PANELS, STUDIES, Metric, Rows
 from lab.models import MODELS
 from lab.products import are_slow, widen
-from records import end_process, locked, one_sentence, sample_digest, stage
+from records import digest_of, end_process, locked, one_sentence, stage
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MARK = "finished.json"  # in the folder of a run: its options and origin, written after its end
@@ -154,7 +154,7 @@ class Plan:
                        if stored.get(key) != wanted[key] and (finished or key != "program")]
             changed += [f"another {file}" for file, digest in origin.get("files", {}).items()
                         if file.startswith(f"{wanted['model']}/") and Path(file).is_file()
-                        and sample_digest(Path(file)) != digest]
+                        and digest_of(Path(file)) != digest]
             if changed:
                 raise ValueError(f"runs in out must have the options of this call, {folder} has"
                                  f" {'; '.join(changed)}; choose another --out")

@@ -21,7 +21,6 @@ from helpers import command, forked, outcome, refusal, train_here
 from safetensors.torch import load_file, save_file
 
 import train
-from records import sample_digest
 
 # The reference engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
@@ -250,12 +249,3 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, 
     assert "Traceback" not in said
     train_here([*options(good, out), "--resume"])
     assert outcome(out) == outcome(whole)
-
-
-def test_a_small_tensor_of_a_large_file_is_in_its_digest(tmp_path):
-    path, large = tmp_path / "model.safetensors", torch.zeros(2**25 + 1250)  # 128 MiB: 4 KiB in every 8 KiB
-    digests = []
-    for value in (0.0, 1.0):
-        save_file({"a": large, "norm": torch.full((16,), value), "z": torch.zeros(2**12)}, path)
-        digests.append(sample_digest(path))
-    assert digests[0] != digests[1]

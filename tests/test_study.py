@@ -22,7 +22,7 @@ from examples.toys import toy_tokenizer
 from lab.cells import ALONE, FAULTS, METRICS, RUNGS, STUDIES
 from lab.products import widen
 from lab.study import MARK, RECORDS, STUDENT, Options, Plan, draw, main, paired, steps_of, text_of
-from records import sample_digest
+from records import digest_of
 
 ROOT = Path(__file__).parents[1]
 STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
@@ -81,7 +81,7 @@ def test_a_run_of_other_weights_under_the_same_path_is_named(tmp_path, capsys):
     weights.write_bytes(save({"a": torch.zeros(3)}))
     folder = write_run(tmp_path, "parity", 0, train_args=words.partition("=")[2])
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"files": {str(weights): sample_digest(weights)}}))
+    (folder / "config.json").write_text(json.dumps(config | {"files": {str(weights): digest_of(weights)}}))
     call = ["ladder", "--out", str(tmp_path), "--cells", "parity", "--seeds", "0", words]
     assert main(call) == 0
     weights.write_bytes(save({"a": torch.ones(3)}))

@@ -218,7 +218,7 @@ def test_a_refused_command_changes_no_file_and_no_run_writes_through_a_link(good
     for name in ("lock", "error.txt", "error.txt.new", "config.json.new", "metrics.jsonl.new", "samples.jsonl.new"):
         link(users, out / name)
     before = {path: path.lstat().st_ctime_ns for path in out.iterdir()}
-    assert "No such file" in refusal([*options(good, out), "--task", str(tmp_path / "absent.jsonl")], capsys)
+    assert "must be a regular file" in refusal([*options(good, out), "--task", str(tmp_path / "absent.jsonl")], capsys)
     assert {path: path.lstat().st_ctime_ns for path in out.iterdir()} == before
     assert users.read_text() == "mine"
     # A library's ValueError in a step, without a cause.

@@ -12,7 +12,7 @@ from records import stage
 
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
-    """The causal language model of a folder or a hub name, in evaluation mode on the CPU.
+    """The causal language model of a folder, in evaluation mode on the CPU.
 
     Raises: ValueError if a tensor of the model is missing in the checkpoint, not finite, or of
     another shape there, if the checkpoint has more layers than its configuration, or if it has a
@@ -75,7 +75,6 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     """
     from transformers import AutoConfig
 
-    reach_hub(path)
     with stage(f"reading the model (toy, a folder or a hub name) {path}"):
         dtypes = _dtypes(path)
         try:
@@ -86,7 +85,7 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
                 raise
             raise ValueError("its class must be one that transformers has, because code from a"
                              " model's folder is never run") from None
-        stop = _stop_tokens(path, tokenizer)
+        stop = _stop_tokens(path, tokenizer, config)
     if not dtypes <= {"F64", "F32", "F16", "BF16"}:
         raise ValueError("model must have floating-point weights,"
                          f" {path} has {', '.join(sorted(dtypes))}")
@@ -98,6 +97,21 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
         raise ValueError("model must name an end-of-sequence token (else no rollout ends),"
                          f" {path} has {stop or None}")
     return config.get_text_config(), tokenizer, tuple(sorted(stop))
+
+
+def local_folder(name: str) -> str:
+    """A folder and `toy` as they are; of a hub name the snapshot in the cache, downloaded first.
+
+    So trainer, tokenizer, engine and the run's digests read the files of one commit.
+    """
+    from huggingface_hub import snapshot_download
+
+    if name == "toy" or os.path.exists(name):
+        return name
+    reach_hub(name)
+    with stage(f"reading the model (toy, a folder or a hub name) {name}"):
+        kinds = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        return snapshot_download(name, allow_patterns=kinds)
 
 
 def reach_hub(name: str) -> None:
@@ -116,13 +130,13 @@ def reach_hub(name: str) -> None:
 def _dtypes(path: str) -> set[str]:
     """The dtypes of the weights in a folder's safetensors files, of which each header is checked.
 
-    Raises: ValueError if a folder has no weights.
+    Raises: ValueError if there are none.
     """
     from safetensors import safe_open
 
     files = [*Path(path).glob("*.safetensors")]
-    if os.path.isdir(path) and not files and not [*Path(path).glob("pytorch_model*.bin")]:
-        raise ValueError("it has no weights")
+    if not files:
+        raise ValueError("it has no weights in safetensors; convert those of another format")
     dtypes = set()
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -131,14 +145,16 @@ def _dtypes(path: str) -> set[str]:
     return dtypes
 
 
-def _stop_tokens(path: str, tokenizer: Any) -> set[int]:
-    """The tokenizer's end-of-sequence token, and those that a chat model's files name beside it."""
+def _stop_tokens(path: str, tokenizer: Any, config: Any) -> set[int]:
+    """The end-of-sequence tokens of the tokenizer, config.json and generation_config.json."""
     from transformers import GenerationConfig
-    from transformers.utils import has_file
 
-    stop = {tokenizer.eos_token_id}
-    if has_file(path, "generation_config.json"):
-        declared = GenerationConfig.from_pretrained(path).eos_token_id
+    sources = [tokenizer, config, config.get_text_config()]
+    if (Path(path) / "generation_config.json").exists():
+        sources.append(GenerationConfig.from_pretrained(path))
+    stop = set()
+    for source in sources:
+        declared = getattr(source, "eos_token_id", None)
         stop |= set(declared if isinstance(declared, list) else [declared])
     return stop - {None}
 

@@ -22,7 +22,7 @@ import tyro
 import records
 from config import BUILT_IN, Config, GrpoConfig
 from engine_adapter import Engine, Rollout, Sampling, check_vllm_version, reseed
-from models import describe_model, load_model
+from models import describe_model, load_model, local_folder
 from objectives import OBJECTIVES, Measured, backend_metrics, centre, mismatch_metrics
 from rl import (
     Batch,
@@ -345,7 +345,14 @@ def prepare(config: Config) -> Run:
     task = find_task(config)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
-    model_config, tokenizer, stop_token_ids = _describe(config)
+    path = local_folder(config.run.model)
+    if path == "toy":
+        from examples.toys import describe_toy, toy_model
+
+        described = describe_toy(config.run.task)
+    else:
+        described = describe_model(path)
+    model_config, tokenizer, stop_token_ids = described
     task = encode(tokenizer, task, config.data.reward_limit_s)
     largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
     if largest >= model_config.vocab_size:
@@ -364,10 +371,7 @@ def prepare(config: Config) -> Run:
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
     max_model_len = grpo.max_new_tokens + longest_prompt
-    path = config.run.model
     if path == "toy":
-        from examples.toys import toy_model
-
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     dropped = num_problems - len(task.prompts)
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
@@ -388,15 +392,6 @@ def find_task(config: Config) -> Task:
             return TASKS[name](config.run.seed)
         name = COUNTDOWN
     return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
-
-
-def _describe(config: Config) -> tuple[Any, Any, tuple[int, ...]]:
-    """Configuration, tokenizer and stop tokens of `--model`, without its weights."""
-    if config.run.model == "toy":
-        from examples.toys import describe_toy
-
-        return describe_toy(config.run.task)
-    return describe_model(config.run.model)
 
 
 def name_idle_switches(run: Run, block: int) -> None:

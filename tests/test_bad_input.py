@@ -51,7 +51,7 @@ OPTIONS = {
     "--lora-rank 4 --lora-forward added --tis token": "the broken backend), got tis token without lora_forward",
     "--eval-task {root}/absent.jsonl": "must be a regular file, and exist",
     "--eval-task {root}/task.jsonl": "has 40 without repeats and 40 held out",
-    "--model {root}/task.py": "not a valid JSON file", "--model owner/absent": "(toy, a folder or a hub name)",
+    "--model {root}/task.py": "no weights in safetensors", "--model owner/absent": "(toy, a folder or a hub name)",
     "--task tyo": "or a reachable hub name), got tyo", "--task owner/absent": "loading the dataset owner/absent failed",
     "--task {root}/absent.py": "FileNotFoundError", "--task /": "must be a folder with a data set, / has 10000 files",
     "--task {root}/model": "loading the dataset {root}/model failed", "--out=": "out must be a printable name",
@@ -153,7 +153,7 @@ MODELS = {
     "a stop token too large": (rewrite(SETTINGS, eos_token_id=96), "its token 96 is outside the vocabulary of 96"),
     "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "folder with a tokenizer"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "Expecting property name"),
-    "pickle": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "Weights only load failed"),
+    "pickle": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no weights in safetensors; convert"),
 }  # fmt: skip
 
 

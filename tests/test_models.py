@@ -1,6 +1,7 @@
 """Tokenizers, prompts and the model of a toy."""
 
 import json
+import shutil
 from multiprocessing import get_context
 
 import pytest
@@ -53,6 +54,21 @@ def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path, monkeyp
         process.join()
         assert len(list(cache.glob("*"))) == left
     assert describe_model(str(next(cache.glob("toy-*"))))[2] == (EOS,)
+
+
+def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good, tmp_path):
+    shutil.copytree(good / "model", tmp_path / "model")
+    text = json.loads((good / "model" / "config.json").read_text()) | {"eos_token_id": 7}
+    for config, generation, stop in (
+        ({"eos_token_id": [5, 6]}, None, (EOS, 5, 6)), ({"eos_token_id": 5}, {"eos_token_id": [8]}, (EOS, 5, 8)),
+        ({"eos_token_id": 5}, {}, (EOS, 5)),
+        ({"model_type": "llava", "text_config": text, "eos_token_id": 5}, None, (EOS, 5, 7)),
+    ):  # fmt: skip
+        (tmp_path / "model" / "config.json").write_text(json.dumps(text | config))
+        (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+        if generation is not None:
+            (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
+        assert describe_model(str(tmp_path / "model"))[2] == stop
 
 
 def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_path):

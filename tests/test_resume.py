@@ -102,10 +102,25 @@ def rename(out: Path) -> None:
     path.rename(path.with_name(path.name.replace("000004", "000005")))
 
 
-def weights(root: Path) -> None:
-    table = load_file(root / "model" / "model.safetensors")
+def weights(model: Path) -> None:
+    table = load_file(model / "model.safetensors")
     table["model.norm.weight"][0] += 1e-3
-    save_file(table, root / "model" / "model.safetensors", {"format": "pt"})
+    save_file(table, model / "model.safetensors", {"format": "pt"})
+
+
+def test_a_hub_model_is_that_of_one_commit(good, tmp_path, monkeypatch, capsys):
+    """A run reads its snapshot in the cache. It cannot be resumed after the hub has got other weights."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    words = command(good, SMALL.replace("--steps 4", f"--steps 1 --model org/name --out {tmp_path}/run"))
+    cache = tmp_path / "models--org--name"
+    first, second = (shutil.copytree(good / "model", cache / "snapshots" / (40 * digit)) for digit in "ab")
+    weights(second)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(first.name)
+    train_here(words)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["trainer"]["model_path"] == str(first)
+    (cache / "refs" / "main").write_text(second.name)
+    assert "changed are org/name/model.safetensors; try" in refusal([*words, "--resume"], capsys)
 
 
 # (what is changed, the complaint); `f` is the run's folder, its parent holds model/ and task.py
@@ -122,7 +137,7 @@ REFUSED = {
     "a pickle": (lambda f: as_checkpoint(f, pickle.dumps(Path("x"), 2)), NOT_OURS),
     "a text": (lambda f: as_checkpoint(f, b"hello"), NOT_OURS),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),
-    "weights": (lambda f: weights(f.parent), "changed are {root}/model/model.safetensors; try"),
+    "weights": (lambda f: weights(f.parent / "model"), "changed are {root}/model/model.safetensors; try"),
     "reward": (lambda f: change(f.parent / "task.py", lambda c: c.replace(b"% 3", b"% 2")),
                "changed are {root}/task.py; try"),
     "options": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": 0.01', b'"lr": 0.02')),

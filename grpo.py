@@ -15,10 +15,9 @@ numbers, with the habit to write the smaller one. The second unlearns it, and th
     python grpo.py --two-policy
     python grpo.py --two-policy --no-processed-logprobs
 
-Raw log-probabilities are those at temperature 1, so before any update the ratio of a token is
-p_0.7 / p_1: near 1 for likely tokens, far below 1 for unlikely ones. The clip then silences the
-unlikely tokens of wrong answers, and the policy drifts towards random answers (docs/page.png).
-train.py has all that is left out, and tests/test_grpo.py holds the two programs equal.
+Raw log-probabilities are those at temperature 1, so before any update a ratio is p_0.7 / p_1, far
+below 1 for unlikely tokens. The clip silences those of wrong answers, and the policy drifts to
+random ones (docs/page.png). train.py has the rest, and tests/test_grpo.py holds the two equal.
 """
 
 import json
@@ -26,10 +25,9 @@ import os
 import random
 import re
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from hashlib import sha256
 from pathlib import Path
 
@@ -69,7 +67,7 @@ class Options:
     micro_batch_tokens: int = 8192  # of a forward; the head needs 12 bytes * tokens * words
     clip: float = 0.2  # the ratio is clipped to [1 - clip, 1 + clip]
     tis_cap: float = 0.0  # largest importance weight; 0 is off
-    dtype: str = "float32"  # bfloat16 makes fp32_head visible, but rounds small updates away
+    dtype: str = "float32"  # bfloat16 makes fp32_head visible; a small lr is rounded away
     block_size: int = 32  # tokens of a KV block, the smallest on a CPU; only full ones are cached
     kv_cache_gib: float = 0.25  # fixed, because the trainer needs the other memory later
 
@@ -77,14 +75,16 @@ class Options:
         """Refuse what cannot work, and name the switches that cannot show with these options."""
         raw, cached = not self.processed_logprobs, not self.explicit_runtime
         rows, all_fixes = self.num_prompts * self.group_size, self.fp32_head and not raw | cached
-        assert all_fixes or not self.tis_cap, "tis_cap needs all fixes to be on"
-        assert not (self.two_policy and self.tis_cap), "two_policy and tis_cap do the same twice"
-        assert self.tis_cap >= 0, "tis_cap must be 0 (off) or positive"
-        assert self.temperature > 0, "temperature must be positive"
-        counts = self.num_minibatches, self.steps, self.eval_every, self.group_size - 1
-        assert min(counts) > 0, "group_size must be 2 or more, and other counts 1 or more"
+        alone = all_fixes and not self.two_policy  # which has the same weight in its ratio
+        assert alone or not self.tis_cap, "tis_cap needs all fixes to be on, and two_policy off"
+        for name, value in vars(self).items():
+            free = type(value) in (bool, str) or name == "seed" or (name, value) == ("tis_cap", 0)
+            assert free or 0 < value < torch.inf, f"{name} must be positive and finite, got {value}"
+        assert self.group_size > 1, "group_size must be 2 or more: the group is the baseline"
+        precise = self.dtype == "float32" or (self.dtype == "bfloat16" and self.lr >= 1e-3)
+        assert precise, "dtype must be float32, or bfloat16 with lr >= 1e-3 (no fp32 masters)"
         assert rows % self.num_minibatches == 0, f"num_minibatches must divide the {rows} rows"
-        assert 0 < self.num_prompts <= num_training, f"num_prompts must be 1 to {num_training}"
+        assert self.num_prompts <= num_training, f"num_prompts must be 1 to {num_training}"
         notes = {
             "at temperature 1 raw values are processed": raw and self.temperature == 1,
             "raw values reach the loss with --two-policy only": raw and not self.two_policy,
@@ -93,20 +93,20 @@ class Options:
             "in float32 each head is fp32": not self.fp32_head and self.dtype == "float32",
         }
         for sentence in filter(notes.get, notes):
-            print("note:", sentence, flush=True)
+            print("note:", sentence)
 
 
-# A minus sign counts unless it follows a number or a word: "10-12" ends in 12, "x = -3" in -3.
-# U+2212 is a minus sign too, and a currency may follow it: "-$5" is -5. tasks.py has the same rule.
-NUMBER = r"(?:(?<![\w.%)])[-\u2212])?\\?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d+)?"
+# The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2.
+NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
+          r"(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212])[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
+          r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,8})?"
+          r"(?!\s?\\?%|[\d_a-zA-Z²³½/^])(?=\D*\Z)")  # tasks.py has the same rule
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, without thousands separators: 42 in GSM8K's "... #### 42"."""
-    try:
-        return Decimal(re.sub(r"[\\$€£,]", "", re.findall(NUMBER, text)[-1]).replace("\u2212", "-"))
-    except (IndexError, InvalidOperation):  # no number, or an exponent of twenty digits
-        return None
+    """42 in GSM8K's "... #### 42"; None if the last digits of a text are something else."""
+    found = re.search(NUMBER, text)
+    return found and Decimal(re.sub(r"[\\$€£,]", "", found[0]).replace("\u2212", "-"))
 
 
 def read_problems(path: str, tokenizer) -> list[dict]:
@@ -117,13 +117,14 @@ def read_problems(path: str, tokenizer) -> list[dict]:
         for number, line in enumerate(lines, 1):  # noqa: B007
             row = json.loads(line)
             question, answer = row["question"], str(row["answer"])
-            assert question.strip() and last_number(answer) is not None, "a part is empty"
+            plain = re.search(r"(\A|####)\s*" + NUMBER + r"\s*\Z", answer)
+            assert question.strip() and plain, "no question, or an answer that is no plain number"
             ids = tokenizer(question)["input_ids"]
             if tokenizer.chat_template:
                 chat = [{"role": "user", "content": question}]
                 ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-            problems.append({"question": question, "answer": answer, "prompt_ids": ids})
-    except (AssertionError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            problems.append(row | {"answer": last_number(answer), "prompt_ids": ids})
+    except Exception as error:
         raise AssertionError(f"{path}, line {number}, is no problem: {error!r}") from error
     return problems
 
@@ -132,8 +133,7 @@ def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tens
     """1.0 for a response whose last number is the answer, else 0.0: (B,)."""
     ids = [output.outputs[0].token_ids for output in outputs]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    answers = [last_number(problem["answer"]) for problem in problems]
-    right = [last_number(text) == answer for text, answer in zip(texts, answers, strict=True)]
+    right = [row["answer"] == last_number(text) for row, text in zip(problems, texts, strict=True)]
     return torch.tensor(right, device=DEVICE).float()
 
 
@@ -158,8 +158,7 @@ def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop
         temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, max_tokens=length, min_tokens=0,
         stop_token_ids=stop, ignore_eos=True, seed=None, logit_bias=None, allowed_token_ids=None,
         repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, bad_words=None,
-        logprobs=0, flat_logprobs=True, detokenize=False,  # 0: of the sampled token only
-    )  # fmt: skip
+        logprobs=0, flat_logprobs=True, detokenize=False)  # logprobs=0: of the sampled token only
     prompts = [{"prompt_token_ids": problem["prompt_ids"]} for problem in problems]
     return llm.generate(prompts, params, use_tqdm=False)
 
@@ -171,8 +170,7 @@ def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
     weights = iter(model.state_dict().items())  # names a tied head too, as vLLM's CPU build needs
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.wake_up(tags=["kv_cache"])
-    batch = make_batch(sample(llm, canary, temperature=1.0, length=3, stop=[]))
-    _, _, mask, behavior_logprobs = batch
+    _, _, mask, behavior_logprobs = batch = make_batch(sample(llm, canary, 1.0, length=3, stop=[]))
     with torch.no_grad():
         logprobs = token_logprobs(model, batch, torch.arange(len(canary)), 1.0)
     nats = ((logprobs - behavior_logprobs).abs().sum() / mask.sum()).item()
@@ -184,7 +182,6 @@ def make_batch(outputs: list[RequestOutput]) -> tuple[Tensor, Tensor, Tensor, Te
     """inputs, targets, mask, behavior_logprobs: (B, T) each. Position t predicts token t + 1."""
     def padded(rows: list[list]) -> Tensor:  # on the right, where no token attends to it
         return rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(DEVICE)
-
     pairs = [(output.outputs[0], [0.0] * len(output.prompt_token_ids)) for output in outputs]
     ids = padded([[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs])
     mask = padded([zeros + [1.0] * len(response.token_ids) for response, zeros in pairs])
@@ -230,6 +227,7 @@ def update(model, optimizer, batch, advantages, denominator, weights, options) -
 
 def train(options: Options):
     """Yields metrics and outputs of each step; saves the policy after the last one."""
+    assert os.path.isfile(f"{options.model}/tokenizer.json"), f"{options.model} has no tokenizer"
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
     problems = read_problems(options.problems, tokenizer)
     shuffled = random.Random(options.seed).sample(problems, len(problems))
@@ -237,11 +235,17 @@ def train(options: Options):
     training = shuffled[len(held_out) :]
     longest_prompt = max(len(problem["prompt_ids"]) for problem in problems)
     options.check(longest_prompt, len(training))
-    model = AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=options.dtype, trust_remote_code=False).to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
-    eos = model.generation_config.eos_token_id  # a chat model has several
-    stop = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
+    os.makedirs(options.out, exist_ok=True)
+    model, report = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype,
+        use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # fmt: skip
+    config = model.config.get_text_config()
+    other = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
+    untied = config.tie_word_embeddings and not model.all_tied_weights_keys
+    assert not (untied or other), f"{options.model}: weights not of config.json, {untied=}, {other}"
+    optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), weight_decay=0.0, fused=True)
+    sources = tokenizer, model.generation_config, model.config, config  # a chat model has several
+    named = [getattr(source, "eos_token_id", None) for source in sources]
+    stop = sorted({one for eos in named for one in (eos if type(eos) is list else [eos])} - {None})
     assert stop, f"{options.model} must name a stop token, or no response ends"
     llm = start_engine(options, longest_prompt + options.max_new_tokens)
     canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # under one block
@@ -249,7 +253,6 @@ def train(options: Options):
     draw = random.Random(options.seed)
     for step in range(1, options.steps + 1):
         # Sample G responses to each of P problems: B = P * G rows. Seed and step decide them.
-        started = time.perf_counter()
         drawn = draw.sample(training, options.num_prompts)
         asked = [problem for problem in drawn for _ in range(options.group_size)]
         seed = int(sha256(repr((options.seed, "train", step)).encode()).hexdigest()[:12], 16)
@@ -265,8 +268,7 @@ def train(options: Options):
         centred = groups - groups.mean(dim=1, keepdim=True)
         advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1, 1)  # (B, 1)
         # Old log-probabilities. The weights are still those that the engine sampled with.
-        batch = make_batch(outputs)
-        _, _, mask, behavior_logprobs = batch
+        _, _, mask, behavior_logprobs = batch = make_batch(outputs)
         parts = torch.arange(len(mask)).split(max(1, options.micro_batch_tokens // mask.shape[1]))
         with torch.no_grad():
             old = [token_logprobs(model, batch, rows, options.temperature) for rows in parts]
@@ -281,7 +283,6 @@ def train(options: Options):
         metrics |= update(model, optimizer, batch, advantages, denominator, weights, options)
         wake_and_load(llm, model, canary)
         metrics["mismatch_abs_mean"] = (mismatch.abs().sum() / mask.sum()).item()
-        metrics["seconds"] = time.perf_counter() - started
         if step == options.steps or step % options.eval_every == 0:
             answers = sample(llm, held_out, 0.0, options.max_new_tokens, stop)
             metrics["held_out"] = score(held_out, answers, tokenizer).mean().item()
@@ -292,9 +293,8 @@ def train(options: Options):
 
 
 if __name__ == "__main__":
-    (options,) = HfArgumentParser(Options).parse_args_into_dataclasses()
     try:
-        for metrics, _ in train(options):
+        for metrics, _ in train(*HfArgumentParser(Options).parse_args_into_dataclasses()):
             print(" | ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
-    except AssertionError as error:
+    except (AssertionError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 from models import reach_hub
 from records import one_line, stage
 
-# The whole of "42", "-$1,200.50" or "1e-5", and not of "1/2", "50%", "3,14", "1_000" or "2x".
-NUMBER = (r"[-+\u2212]?\\?[$€£]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
-          r"(?:[eE][-+\u2212]?\d+)?")
-# What separates words, and what surrounds a number: "x=42", "is: **42**.", "$\boxed{42}$", but
-# "3 / 2" and "50 %" are one word each. grpo.py has the same rules.
-BETWEEN = r"(?<![/^]) (?![ /^]|\\?%)|[\t\r\n=<>]|\\boxed|(?<!\d):"
-OPENING, CLOSING = "\\*_\"'`([{#$€£", "\\*_\"'`)]}.,;:!? $€£"
+# The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2.
+NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
+          r"(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212])[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
+          r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,8})?"
+          r"(?!\s?\\?%|[\d_a-zA-Z²³½/^])(?=\D*\Z)")  # grpo.py has the same rule
 MATH_ANSWERS = f"{Path(__file__).parent}/extras/math_answers.py"
 MOST_FILES = 10_000  # of a data set's folder; datasets would read the whole of /
 
@@ -88,19 +86,14 @@ def numeric_match(problem: Problem, response: str) -> float:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, if it is a plain one: 42 in "is 42.", none in "so 3/2"."""
-    words = [word for word in re.split(BETWEEN, text) if re.search(r"\d", word)]
-    return plain_number(words[-1].lstrip(OPENING).rstrip(CLOSING)) if words else None
+    """42 in GSM8K's "... #### 42"; None if the last digits of a text are something else."""
+    found = re.search(NUMBER, text)
+    return found and Decimal(re.sub(r"[\\$€£,]", "", found[0]).replace("\u2212", "-"))
 
 
 def plain_number(text: str) -> Decimal | None:
-    """The value of a text that is a number, and nothing else. After "####", as in GSM8K."""
-    text = text.rpartition("####")[2].strip()
-    try:
-        matched = re.fullmatch(NUMBER, text)
-        return matched and Decimal(re.sub(r"[\\$€£,]", "", text).replace("\u2212", "-"))
-    except InvalidOperation:  # an exponent of twenty digits
-        return None
+    """The value of a text that is a plain number, or that ends in one after "####", as in GSM8K."""
+    return last_number(text) if re.search(r"(\A|####)\s*" + NUMBER + r"\s*\Z", text) else None
 
 
 # ---------------------------------------------------------------------------------- loaders

@@ -100,7 +100,7 @@ class Options:
 NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
           r"(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212])[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
           r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,8})?"
-          r"(?!\s?\\?%|[\d_a-zA-Z²³½/^])(?=\D*\Z)")  # tasks.py has the same rule
+          r"(?![\d_a-zA-Z²³½/^])(?=\D*\Z)")  # tasks.py has the same rule
 
 
 def last_number(text: str) -> Decimal | None:

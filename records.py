@@ -82,10 +82,7 @@ def stage(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def one_sentence(
-    status: int, out: str | None = None,
-    advice: str = "a run goes on from its newest checkpoint with --resume",
-) -> Iterator[None]:
+def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status.
 
     `out`: the folder of an accepted run, for the traceback.
@@ -94,7 +91,8 @@ def one_sentence(
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit
-        print(f"stopped by a signal; {advice}", file=sys.stderr)
+        print("stopped by a signal; a run goes on from its newest checkpoint with --resume, a study"
+              " deletes and repeats its unfinished runs", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         where = ""

@@ -140,9 +140,9 @@ class Plan:
             origin = read_json(folder / "config.json")
             stored = finished or origin.get("config")
             if not isinstance(stored, dict) or not stored:
-                # A run that is refused at its start leaves the first two.
+                # A run that is refused at its start leaves the first one.
                 others = {each.name for each in folder.glob("*") if each.stat().st_size}
-                if others - {"lock", "error.txt"}:
+                if others - {"error.txt"}:
                     raise ValueError(f"out must hold runs of this study, {folder} has files and no"
                                      " readable config.json; move it away")
                 continue
@@ -457,8 +457,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(report(record, options))
             return 0
         plan = Plan(options)
-    advice = "the same command repeats the runs that have not finished, and deletes their files"
-    with one_sentence(2, advice=advice), locked(str(plan.out)):
+    with one_sentence(2), locked(str(plan.out)):
         crashed = run_all(plan, shlex.join(["python", "-m", "lab.study", *words]))
         record = make_record(plan, crashed)
         path = plan.out / f"{options.study}.json"

@@ -53,7 +53,7 @@ OPTIONS = {
     "--eval-task {root}/task.jsonl": "has 40 without repeats and 40 held out",
     "--model {root}/task.py": "no weights in safetensors", "--model owner/absent": "(toy, a folder or a hub name)",
     "--task tyo": "or a reachable hub name), got tyo", "--task owner/absent": "loading the dataset owner/absent failed",
-    "--task {root}/absent.py": "FileNotFoundError", "--task /": "must be a folder with a data set, / has 10000 files",
+    "--task {root}/absent.py": "FileNotFoundError",
     "--task {root}/model": "loading the dataset {root}/model failed", "--out=": "out must be a printable name",
     "--out {root}/\udcff": r"out must be a printable name, got '{root}/\udcff'",
     "--out {root}/task.py/run": "out must be a writable folder",

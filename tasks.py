@@ -18,10 +18,10 @@ from models import reach_hub
 from records import one_line, stage
 
 # The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2.
-NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
+NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)÷\u2044'\]])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
           r"(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212])[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
           r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,8})?"
-          r"(?![\d_a-zA-Z²³½/^])(?=\D*\Z)")  # grpo.py has the same rule
+          r"(?!\s?[½¼¾]|[\d_a-zA-Z²³¹⁰-⁹/^÷\u2044])(?=\D*\Z)")  # grpo.py has the same rule
 MATH_ANSWERS = f"{Path(__file__).parent}/extras/math_answers.py"
 
 
@@ -118,19 +118,23 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
 
 
 def find_reward(problems: list[Problem], limit_s: float) -> Reward:
-    """`numeric_match`; if an answer is not a plain number, math-verify's comparison."""
+    """`numeric_match`, and math-verify's comparison for answers that are no plain numbers."""
     from extras.task_file import TaskFile
 
-    reward = numeric_match
+    file = None
     for problem in problems:
         if plain_number(problem.answer) is None:
             with stage(f"{problem.source} has the answer {problem.answer!r:.40}, no plain number;"
                        " comparing it with math-verify (pip install math-verify, or write a task"
                        " file with a reward of its own)"):
-                if reward is numeric_match:
-                    reward = TaskFile(MATH_ANSWERS, 0, limit_s).reward
-                reward(problem, "")
-    return reward
+                file = file or TaskFile(MATH_ANSWERS, 0, limit_s)
+                file.reward(problem, "")
+
+    def reward(problem: Problem, response: str) -> float:
+        is_plain = plain_number(problem.answer) is not None
+        return (numeric_match if is_plain else file.reward)(problem, response)
+
+    return reward if file else numeric_match
 
 
 def draw_problems(file: Any) -> list[Problem]:
@@ -184,11 +188,13 @@ def read_jsonl(path: str) -> list[Problem]:
 def _problem(row: dict[str, Any] | str, source: str) -> Problem:
     """The problem in a row of a dataset, or in a line of JSON."""
     with stage(f"reading {source} as JSON"):
-        pairs = json.loads(row, object_pairs_hook=list) if isinstance(row, str) else row.items()
-        record = dict(pairs)
+        record = row
+        if isinstance(row, str):  # a list of pairs, if a key is there twice
+            record = json.loads(row, object_pairs_hook=lambda pairs: (
+                dict(pairs) if len(dict(pairs)) == len(pairs) else pairs))
     match record:
         case {"question": str(question), "answer": str() | int() | float() as answer}:
-            if question.strip() and len(record) == len(pairs):
+            if question.strip():
                 return Problem(question, str(answer), source)
     raise ValueError(f'{source} must be an object with a non-empty string "question" and an'
                      f' "answer", a string or a number, each once, got {record!s:.80}')

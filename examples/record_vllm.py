@@ -122,12 +122,8 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
 
 def public(values):
     """Without what may be a secret, at any depth: a trace is passed on."""
-    if isinstance(values, list):
-        return [public(each) for each in values]
-    if not isinstance(values, dict):
-        return values
-    return {key: public(value) for key, value in sorted(values.items())
-            if not key.lower().endswith(SECRETS)}
+    return json.loads(json.dumps(values), object_hook=lambda each: {
+        key: value for key, value in sorted(each.items()) if not key.lower().endswith(SECRETS)})
 
 
 def settings_of(config):

@@ -140,9 +140,8 @@ class Plan:
             origin = read_json(folder / "config.json")
             stored = finished or origin.get("config")
             if not isinstance(stored, dict) or not stored:
-                # A run that is refused at its start leaves the first one.
-                others = {each.name for each in folder.glob("*") if each.stat().st_size}
-                if others - {"error.txt"}:
+                # A run that fails at its start leaves its error alone.
+                if {each.name for each in folder.glob("*")} - {"error.txt"}:
                     raise ValueError(f"out must hold runs of this study, {folder} has files and no"
                                      " readable config.json; move it away")
                 continue

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import OWN_PROCESS, PYTHON, TASK, qwen2  # before torch: it sets the number of threads
+from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
 
@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if "gpu" in item.keywords and not cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     # The longest test goes first, beside all others: at the end it would run alone.
     items.sort(key=lambda item: item.name != "test_the_default_job_learns_at_parity")
@@ -64,7 +64,7 @@ def engine_rule(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     """What a test draws without a seed of its own does not depend on the tests before it."""
-    torch.manual_seed(0)
+    manual_seed(0)
 
 
 # ------------------------------------------------------------------------------------------------ small models

@@ -112,10 +112,14 @@ def run_script(name: str, *words: object) -> None:
     gc.collect()  # an engine of the page ends here
 
 
+# A fork of a process with several threads waits for ever in OpenMP, which waits for the threads.
+CHILD = get_context("fork" if os.environ["OMP_NUM_THREADS"] == "1" else "spawn")
+
+
 def forked(function: Callable, *arguments) -> Process:
-    """A child process that calls the function. It starts at once, with all that this process has imported."""
+    """A child process that calls a function of a module. It starts at once, with all that this process has imported."""
     close_live_engine()
-    process = get_context("fork").Process(target=function, args=arguments)
+    process = CHILD.Process(target=function, args=arguments)
     process.start()
     return process
 
@@ -201,6 +205,8 @@ def floors_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> fl
     precise = logprobs.gather(-1, batch.targets[..., None])[..., 0]
     apart, floor = ((batch.old_logprobs - other).double().abs()[batch.mask > 0]
                     for other in (batch.behavior_logprobs, precise))  # fmt: skip
+    if hasattr(model.config, "num_experts_per_tok"):  # a tie within rounding sends a token to another expert
+        return (apart.median() / floor.median()).item()
     return max(apart.mean() / floor.mean(), apart.max() / floor.max()).item()
 
 

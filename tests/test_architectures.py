@@ -134,9 +134,10 @@ def test_every_expert_that_was_routed_to_and_no_other_gets_its_gradient(name):
         gradients.append({n: p.grad for n, p in model.named_parameters()})
     assert len(routed) == 4
     assert all(2 <= len(chosen) <= 6 for chosen in routed)  # 3 tokens choose 2 each
+    largest = max(each.norm() for each in gradients[1].values())
     for name_of, ours in gradients[0].items():
         theirs = gradients[1][name_of]
-        assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + ROUNDING
+        assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + ROUNDING * largest
         if ".experts." in name_of:  # (experts, ...)
             layer = int(name_of.split(".")[2])
             assert torch.equal(ours.flatten(1).norm(dim=1).nonzero()[:, 0], routed[layer])
@@ -189,7 +190,8 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     assert sum(row["updates"] for row in steps) > 5  # a step may have no signal
     # A tie within rounding sends a token to another expert, in one step of many.
     assert sorted(row["mismatch_abs_mean"] for row in steps)[5] <= ROUNDING
-    assert all(row["mismatch_abs_mean"] <= ROUNDING for row in steps if not row.get("routed_otherwise"))
+    assert all(row["mismatch_abs_mean"] <= ROUNDING and row["mismatch_max"] <= 100 * ROUNDING for row in steps
+               if not row.get("routed_otherwise"))  # fmt: skip
     trained, first = Policy.load(str(out / "policy"), torch.float32, "cpu").weights(), small_model(name, False)
     assert all((trained[each] != tensor).any() for each, tensor in Policy(first).weights().items())  # expert by expert
     assert json.loads((out / "config.json").read_text())["trainer"]["body"] == body

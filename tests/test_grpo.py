@@ -132,7 +132,6 @@ def test_page_and_core_make_the_same_three_steps(options):
         assert page[-1]["held_out"] == core[-1]["held_out"]
     with_tis, by_group, raw, template = (page for page, _ in jobs)
     assert any(row.get("clip_rate") for row in raw)
-    assert {row["updates"] for row in by_group} <= {1, 2, 3, 4}
     assert all(row["mismatch_abs_mean"] > 0.1 for row in raw)
     for page in (with_tis, by_group, template):
         assert all(row["mismatch_abs_mean"] < ROUNDING for row in page)

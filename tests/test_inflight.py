@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import (
     AT_PARITY,
+    PYTHON,
     ROUNDING,
     command,
     floors,
@@ -279,17 +280,19 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(t
 
 @pytest.mark.engine
 def test_steps_without_a_signal_waste_no_token_and_a_resumed_run_submits_its_groups_again(good, tmp_path):
-    """No answer of this model is right, so that no step has a signal; V1's abort would throw its work away."""
-    arguments = command(good, f"--out {tmp_path} --steps 4 --inflight-groups 3 --max-num-seqs 8 --checkpoint-every 2"
-                              " --eval-problems 4 --parity.no-inflight-keep")  # fmt: skip
+    """The reward is constant, so that no step has a signal; V1's abort would throw its work away."""
+    (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
+    arguments = command(good, f"--out {tmp_path}/run --task {tmp_path}/task.py --steps 4 --inflight-groups 3"
+                              " --max-num-seqs 8 --checkpoint-every 2 --eval-problems 4"
+                              " --parity.no-inflight-keep")  # fmt: skip
     train_here(arguments)
-    steps = rows(tmp_path)[1:]
+    steps = rows(tmp_path / "run")[1:]
     assert [(row["updates"], row["skipped_updates"]) for row in steps] == [(0, 2)] * 4
     assert all(row["tokens_wasted"] == row["rollouts_restarted"] == row["staleness_max"] == 0 for row in steps)
-    (newest,) = tmp_path.glob("checkpoints/step_000004*")
+    (newest,) = tmp_path.glob("run/checkpoints/step_000004*")
     newest.unlink()  # as if the run had been killed in step 4
     train_here([*arguments, "--resume"])
-    again = rows(tmp_path)[1:]
+    again = rows(tmp_path / "run")[1:]
     for row in again:
         assert row["groups_submitted"] == row["groups_trained"] + 3 == 4 * row["step"] + 3
         assert row["groups_in_flight"] == 3

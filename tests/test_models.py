@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from multiprocessing import get_context
 
 import pytest
 import torch
-from helpers import CACHE, ROOT, SHIFT, forked, prompt_ids
+from helpers import CACHE, CHILD, ROOT, SHIFT, forked, prompt_ids
 from torch.nn.utils.rnn import pad_sequence
 
 from examples.toys import EOS, TOYS, addition, digits, teach, toy_config, toy_model, toy_tokenizer
@@ -24,10 +23,10 @@ def test_the_model_for_digits_starts_with_the_wrong_habit_unsure_and_with_offset
         logits = model(input_ids=ids[:, :-1].clamp(min=0)).logits[:, 34:]  # (256, 16, V), the answers' positions
     answered = ids[:, 35:] >= 0
     logits, right = logits[answered], ids[:, 35:][answered]  # (N, V), (N,)
-    assert 12 < logits.mean() < 20
-    assert 0.25 < torch.softmax(logits / 0.7, dim=-1).gather(-1, right[:, None]).mean() < 0.4
-    assert (logits.argmax(dim=-1) == right).float().mean() < 0.4
-    assert torch.distributions.Categorical(logits=logits / 0.7).entropy().mean() > 0.4
+    assert logits.mean() > 5  # the offset
+    assert 0.1 < torch.softmax(logits / 0.7, dim=-1).gather(-1, right[:, None]).mean() < 0.5
+    assert (logits.argmax(dim=-1) == right).float().mean() < 0.5
+    assert torch.distributions.Categorical(logits=logits / 0.7).entropy().mean() > 0.1
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
@@ -37,17 +36,20 @@ def test_the_seed_alone_decides_what_a_toy_is_taught():
     assert not any(map(torch.equal, first[:3], other[:3]))
 
 
-def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path, monkeypatch):
-    begun, cache = get_context("fork").Event(), tmp_path / (CACHE.name if SHIFT else "")
-
+def teach_for(steps: int, begun, cache: str) -> None:
     def pool(seed: int) -> list[Problem]:
         begun.set()
         return addition(seed).train
 
+    TOYS["toy"] = TOYS["toy"]._replace(pool=pool, steps=steps)
+    toy_model(cache, 0)
+
+
+def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path):
+    begun, cache = CHILD.Event(), tmp_path / (CACHE.name if SHIFT else "")
     for steps, left in ((10**9, 0), (1, 1)):
-        monkeypatch.setitem(TOYS, "toy", TOYS["toy"]._replace(pool=pool, steps=steps))
         begun.clear()
-        process = forked(toy_model, str(tmp_path), 0)
+        process = forked(teach_for, steps, begun, str(tmp_path))
         assert begun.wait(60)
         if steps > 1:
             process.kill()

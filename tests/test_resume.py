@@ -226,7 +226,8 @@ def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_th
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_a_refused_command_changes_no_file_and_no_run_writes_through_a_link(good, tmp_path, link, capsys, monkeypatch):
+def test_a_refused_command_changes_no_file_and_tables_and_errors_go_through_no_link(
+        good, tmp_path, link, capsys, monkeypatch):
     out, users = tmp_path / "run", tmp_path / "users"
     out.mkdir()
     users.write_text("mine")

@@ -6,7 +6,7 @@ from resource import RUSAGE_SELF, getrusage
 
 import pytest
 import torch
-from helpers import forked, qwen2
+from helpers import qwen2
 
 import records
 from config import Config, ParityFlags
@@ -85,7 +85,8 @@ def test_a_container_that_hides_the_peak_gives_that_of_the_process(tmp_path, mon
 
 def test_a_gpus_process_ends_before_python_does(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    process = forked(lambda: (records.end_process(), os._exit(3)))
+    process = get_context("fork").Process(target=lambda: (records.end_process(), os._exit(3)))
+    process.start()
     process.join()
     assert process.exitcode == 0
 

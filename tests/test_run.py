@@ -2,6 +2,7 @@
 
 import json
 import os
+from multiprocessing import get_context
 from resource import RUSAGE_SELF, getrusage
 
 import pytest

@@ -18,7 +18,7 @@ from models import reach_hub
 from records import one_line, stage
 
 # The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2.
-NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)÷\u2044'\]])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
+NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)÷\u2044\]])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
           r"(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212])[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
           r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,8})?"
           r"(?!\s?[½¼¾]|[\d_a-zA-Z²³¹⁰-⁹/^÷\u2044])(?=\D*\Z)")  # grpo.py has the same rule

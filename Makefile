@@ -1,11 +1,12 @@
-# make train: the default job. make test: linter and all tests, six minutes on two cores. make check: linter and the tests
+# make train: the default job. make test: linter and tests, five minutes on two cores. make check: linter and the tests
 # that start no engine, two minutes. make setup: the environment only. All work on a fresh clone.
 PYTHON ?= python3
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 # Test processes. A GPU machine runs `pytest -m gpu tests` instead (docs/run.md).
 WORKERS ?= 2
-# One thread for each process. worksteal: neighbouring tests share an engine, and an idle process takes over late tests.
+# One thread for each process; with OMP_NUM_THREADS=2 say WORKERS=1. worksteal: neighbouring tests share an engine, and an
+# idle process takes over late tests.
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest tests -n $(WORKERS) --dist worksteal -rs
 
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \

@@ -277,8 +277,8 @@ class BackendConfig:
         Rule("a positive multiple of 16 (vLLM's CPU build: of 32)",
              lambda value: value > 0 and value % 16 == 0).check(self, "block_size")
         if not self.inflight_groups and self.max_staleness != BackendConfig.max_staleness:
-            raise ValueError("max_staleness must be given with inflight_groups (else nothing is"
-                             f" stale), got {self.max_staleness}; try --inflight-groups")
+            raise ValueError("max_staleness needs inflight_groups (without them nothing is stale),"
+                             f" got {self.max_staleness}; try --inflight-groups")
         MODERATE.check(self, "kv_cache_gib")
         of_vllm = self.prefix_cache != "off" or self.cuda_graphs or self.block_size
         if self.engine == "transformers" and of_vllm:
@@ -362,8 +362,8 @@ class Config:
         if backend.engine == "transformers" and of_vllm:
             raise ValueError(f"engine must be vllm without {of_vllm[0]} (only vLLM has that fault)")
         if self.run.resume and not self.parity.in_force("explicit_runtime", "prefix-cache"):
-            raise ValueError("resume must be off with V1's prefix cache (no checkpoint holds it, an"
-                             " empty one has no stale block); try another --out")
+            raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint,"
+                             " and an empty cache has no stale block); try another --out")
         if backend.exact and (off or grpo.gradient_checkpointing):
             raise ValueError("exact must be off if a fix is off, and with gradient_checkpointing")
         if backend.prefix_cache != "off" and "explicit_runtime" in off:

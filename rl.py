@@ -469,7 +469,7 @@ class Policy:
     ) -> list[list[float]]:
         """Log-probabilities at temperature 1 of all tokens after the prompt; of one length."""
         found = []
-        for ids in sequences:  # one at a time, as an update's longest row: the KV cache is there
+        for ids in sequences:  # one at a time: the KV cache takes memory now
             response = ids[prompt_length:]
             rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
             logprobs = self.logprobs(make_batch([rollout], self.device), temperature=1.0)

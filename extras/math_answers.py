@@ -8,7 +8,8 @@ import re
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-# What math-verify reads in part, or as a product: "1 1/2", "1_000", "0x1F", "1e-5", a word.
+# math-verify reads only a part of these, or reads a product: "1 1/2", "1_000", "0x1F", "1e-5", a
+# word.
 MISREAD = r"\d\s+\d|\d_\d{3}|\b0[xX]|\de[-+\d]|[a-zA-Z]{2}"
 sample = NotImplementedError  # the problems are those of a file or a data set
 

@@ -24,8 +24,8 @@ from config import ParityFlags
 from engine_adapter import Engine, Rollout, WeightLoadError
 from rl import Batch, Policy, Projection, make_batch
 
-# Products have a multiple of so many rows: torch's CPU product rounds a row differently where there
-# are few rows, and MKL, where it uses no AVX, the last rows of others.
+# Each product gets a multiple of 16 rows. With fewer rows torch's CPU product rounds a row
+# differently, and MKL without AVX does so for the last rows of a product.
 ROW_MULTIPLE = 16
 TOGETHER, COMPARED = 71, 8  # rows of a product; the last ones are also computed alone
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions

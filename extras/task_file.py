@@ -29,7 +29,7 @@ PROGRAM = "import sys; sys.path = sys.argv[2:]; from extras.task_file import ser
 ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")  # what a reward can read of it
 Problem = namedtuple("Problem", "question answer source")  # tasks.py would import torch
 LIBRARY = r"/lib\w*/python3"  # in the path of each package
-TEXTS = {}  # of the process, by module
+TEXTS = {}  # what this process has compiled, by module
 
 
 class TaskFile:

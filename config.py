@@ -280,8 +280,8 @@ class BackendConfig:
             raise ValueError("max_staleness needs inflight_groups (without them nothing is stale),"
                              f" got {self.max_staleness}; try --inflight-groups")
         MODERATE.check(self, "kv_cache_gib")
-        of_vllm = self.prefix_cache != "off" or self.cuda_graphs or self.block_size
-        if self.engine == "transformers" and of_vllm:
+        if self.engine == "transformers" and (
+                self.prefix_cache != "off" or self.cuda_graphs or self.block_size):
             raise ValueError("prefix_cache, cuda_graphs and block_size must not be given with"
                              " engine transformers")
         if self.exact and self.engine != "shared":

@@ -209,7 +209,7 @@ def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
         for name in ("versions", "device"):
             now, then = record[name], before[name]
             if now != then:
-                print(f"NOTE: resumed with {now}, before it was {then}", flush=True)
+                print(f"NOTE: resumed with {now}, before it was {then}")
         resumed = [*before.get("resumed", []), {"step": first_step} | record]
         record = before | {"resumed": resumed}
     replace_file(path, json.dumps(record, indent=2))

@@ -188,10 +188,10 @@ def read_jsonl(path: str) -> list[Problem]:
 def _problem(row: dict[str, Any] | str, source: str) -> Problem:
     """The problem in a row of a dataset, or in a line of JSON."""
     with stage(f"reading {source} as JSON"):
-        record = row
-        if isinstance(row, str):  # a list of pairs, if a key is there twice
-            record = json.loads(row, object_pairs_hook=lambda pairs: (
-                dict(pairs) if len(dict(pairs)) == len(pairs) else pairs))
+        # A list of pairs, if a key is there twice.
+        record = json.loads(row, object_pairs_hook=lambda pairs: (
+            dict(pairs) if len(dict(pairs)) == len(pairs) else pairs)
+        ) if isinstance(row, str) else row
     match record:
         case {"question": str(question), "answer": str() | int() | float() as answer}:
             if question.strip():

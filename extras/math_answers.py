@@ -20,5 +20,5 @@ def reward(problem, response: str) -> float:
     gold = parse(rf"\boxed{{{answer}}}", [LatexExtractionConfig()], "no_fallback")
     if not gold or re.search(MISREAD, re.sub(r"\\text\{[^}]*\}|\\[a-zA-Z]+", "", answer)):
         raise ValueError("math-verify does not read all of it")
-    same = response.strip() == answer.strip()
-    return float(same or verify(gold, parse(response), timeout_seconds=3))
+    return float(response.strip() == answer.strip()
+                 or verify(gold, parse(response), timeout_seconds=3))

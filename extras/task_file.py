@@ -11,7 +11,6 @@ import inspect
 import math
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 PROGRAM = "import sys; sys.path = sys.argv[2:]; from extras.task_file import serve; serve()"
 ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")  # what a reward can read of it
 Problem = namedtuple("Problem", "question answer source")  # tasks.py would import torch
-LIBRARY = r"/lib\w*/python3"  # in the path of each package
+LIBRARY = f"/python3.{sys.version_info[1]}/"  # in the path of each package
 TEXTS = {}  # what this process has compiled, by module
 
 
@@ -135,7 +134,7 @@ class FromText(SourceFileLoader):
     @classmethod
     def find_spec(cls, name: str, *where: Any) -> Any:
         spec = PathFinder.find_spec(name, *where)
-        if spec and type(spec.loader) is SourceFileLoader and not re.search(LIBRARY, spec.origin):
+        if spec and type(spec.loader) is SourceFileLoader and LIBRARY not in spec.origin:
             spec.loader = cls(name, spec.origin)
         return spec
 

@@ -5,9 +5,10 @@ OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 # Test processes. A GPU machine runs `pytest -m gpu tests` instead (docs/run.md).
 WORKERS ?= 2
-# One thread for each process; with OMP_NUM_THREADS=2 say WORKERS=1. worksteal: neighbouring tests share an engine, and an
-# idle process takes over late tests.
-PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} .venv/bin/python -m pytest tests -n $(WORKERS) --dist worksteal -rs
+# Threads of each process; with 2 say WORKERS=1. worksteal: neighbouring tests share an engine, and an idle process takes
+# over late tests.
+THREADS ?= 1
+PYTEST = OMP_NUM_THREADS=$(THREADS) .venv/bin/python -m pytest tests -n $(WORKERS) --dist worksteal -rs
 
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
 	top-p top-p-minus-mask

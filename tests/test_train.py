@@ -43,7 +43,7 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
     steps = table[1:]
     assert [row["step"] for row in table] == list(range(len(table)))
     for name in ("eval_reward", "eval_reward_greedy"):  # the policy starts with a wrong habit
-        assert 0.1 < table[0][name] < 0.5
+        assert table[0][name] < 0.5
         assert table[-1][name] > table[0][name] + 0.1
     assert max(row["mismatch_abs_mean"] for row in steps) <= ROUNDING
     assert max(row["mismatch_max"] for row in steps) <= 100 * ROUNDING

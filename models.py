@@ -110,8 +110,8 @@ def local_folder(name: str) -> str:
         return name
     reach_hub(name)
     with stage(f"reading the model (toy, a folder or a hub name) {name}"):
-        kinds = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-        return snapshot_download(name, allow_patterns=kinds)
+        return snapshot_download(name, allow_patterns=[
+            "model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"])
 
 
 def reach_hub(name: str) -> None:

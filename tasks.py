@@ -131,8 +131,8 @@ def find_reward(problems: list[Problem], limit_s: float) -> Reward:
                 file.reward(problem, "")
 
     def reward(problem: Problem, response: str) -> float:
-        is_plain = plain_number(problem.answer) is not None
-        return (numeric_match if is_plain else file.reward)(problem, response)
+        grade = file.reward if plain_number(problem.answer) is None else numeric_match
+        return grade(problem, response)
 
     return reward if file else numeric_match
 

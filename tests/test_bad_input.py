@@ -148,7 +148,7 @@ MODELS = {
     "small vocabulary": (rewrite(CONFIG, vocab_size=8), "outside the vocabulary of 8"),
     "code of its own": (rewrite(CONFIG, **CUSTOM), "reading the model (toy, a folder or a hub name) {folder} failed:"
                         " ValueError: its class must be one that transformers has, because code from a model's folder"),
-    "no language": (lambda f: (f / CONFIG).write_text('{"model_type": "vit"}'), "no attribute 'vocab_size'"),
+    "no language": (lambda f: (f / CONFIG).write_text('{"model_type": "vit"}'), "must be a language model"),
     "no stop token": (rewrite(SETTINGS, eos_token_id="x"), "name an end-of-sequence token"),
     "a stop token too large": (rewrite(SETTINGS, eos_token_id=96), "its token 96 is outside the vocabulary of 96"),
     "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "folder with a tokenizer"),

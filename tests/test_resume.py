@@ -234,9 +234,16 @@ def test_a_refused_command_changes_no_file_and_tables_and_errors_go_through_no_l
     for name in ("lock", "error.txt", "error.txt.new", "config.json.new", "metrics.jsonl.new", "samples.jsonl.new"):
         link(users, out / name)
     before = {path: path.lstat().st_ctime_ns for path in out.iterdir()}
-    assert "must be a regular file" in refusal([*options(good, out), "--task", str(tmp_path / "absent.jsonl")], capsys)
+    said = refusal([*options(good, out), "--task", str(tmp_path / "absent.jsonl")], capsys)
+    assert "must be a regular file" in said and "Traceback" not in said
     assert {path: path.lstat().st_ctime_ns for path in out.iterdir()} == before
     assert users.read_text() == "mine"
+    # A library's error before the run is accepted: the traceback is printed.
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(train, "find_task", lambda _: [*zip([1], [], strict=True)])
+        train_here(options(good, out))
+    said = capsys.readouterr().err
+    assert re.search(r"^Traceback .* in prepare\b.*\nerror: zip\(\) argument 2 is shorter", said, re.DOTALL | re.M)
     # A library's ValueError in a step, without a cause.
     monkeypatch.setattr(train, "rollout_metrics", lambda *_: [*zip([1], [], strict=True)])
     with pytest.raises(SystemExit) as stop:

@@ -4,21 +4,17 @@ Token ids in, token ids and behaviour log-probabilities out; the engine knows no
 tokenizer. It starts with random weights and samples only from weights that the trainer has loaded
 into it. So a tensor that is never loaded shows at once, and is not hidden by a checkpoint on disk.
 
-In reading order: a request and its response (`Sampling`, `Rollout`), the fixes as settings of vLLM
-(`SETTINGS`), and the `Engine`.
+In reading order: the fixes as settings of vLLM (`SETTINGS`), and the `Engine`.
 """
 
 import ctypes
 import gc
 import itertools
-import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
-from hashlib import sha256
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -27,6 +23,7 @@ import torch
 from torch import Tensor
 
 from config import ParityFlags
+from rollouts import Rollout, Sampling
 
 # The tests run on 0.32. docs/run.md says what 0.26 did; the versions between are untried.
 TESTED_VLLM = (0, 26), (0, 32)
@@ -39,7 +36,7 @@ LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is t
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
-Collect = Callable[["Rollout", numpy.ndarray, numpy.ndarray], None]
+Collect = Callable[[Rollout, numpy.ndarray, numpy.ndarray], None]
 
 
 class EngineStateError(RuntimeError):
@@ -52,109 +49,6 @@ class WeightLoadError(RuntimeError):
 
 class AuditError(RuntimeError):
     """A requested setting is not in force in the live engine."""
-
-
-# ------------------------------------------------------------ a request and its response
-@dataclass(frozen=True)
-class Sampling:
-    """All that shapes the sampled distribution; `Engine.sampling_params` makes the rest neutral.
-
-    Training uses temperature and mask. The probe also uses the penalties:
-    `probe.replay.Replay.logprobs` reproduces all.
-    """
-
-    temperature: float  # 0 is greedy
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_kept: int = 0  # Return the ids that the mask kept, at most so many a token; 0: none.
-
-    def __post_init__(self):
-        for name, rule, holds in (
-            ("temperature", "0 (greedy) or at least 0.01 (vLLM's smallest) and finite",
-             self.temperature == 0 or 0.01 <= self.temperature < math.inf),
-            ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
-            ("top_k", "a whole number, at least 0 (0 is off)",
-             isinstance(self.top_k, int) and self.top_k >= 0),
-            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
-            ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
-            ("repetition_penalty", "positive and finite", 0 < self.repetition_penalty < math.inf),
-            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
-            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
-        ):
-            if not holds:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether top-k, top-p or min-p can cut a token off."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-@dataclass
-class Rollout:
-    """One sampled response. Lists have one entry per response token, the stop token included."""
-
-    prompt_ids: list[int]
-    seed: int | None  # with a seed it can be sampled again alone; without, see `reseed`
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # behaviour log-probabilities, nats
-    # The weight version under which each token was sampled. With async scheduling (V1's default)
-    # vLLM returns a token one step late: after an in-flight update one token of each unfinished
-    # rollout is labelled one version too new.
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
-    sampling: Sampling | None = None  # None in a trace that was read from a file
-    kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
-    # By input, those of the prompt too: the experts (layers, k) that the engine has chosen.
-    routes: list[numpy.ndarray] = field(default_factory=list)
-    # By token: whether it has a loss. Empty: all have one. An environment's words have none.
-    trained: list[bool] = field(default_factory=list)
-    reward: float | None = None  # the task's; None until it is scored
-    reward_error: str | None = None  # what has failed, if the reward is 0 for it
-    score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
-    prompt_version: int | None = None  # of its first part, if a load found it half computed
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version from which any of it was computed, prompt included."""
-        of_prompt = [] if self.prompt_version is None else [self.prompt_version]
-        return min(of_prompt + self.versions, default=None)
-
-    @property
-    def num_trained(self) -> int:
-        """Tokens that have a loss."""
-        return sum(self.trained) if self.trained else len(self.token_ids)
-
-    def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
-        """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
-        if not all(map(math.isfinite, logprobs)):
-            raise FloatingPointError(f"the sampler's log-probabilities are {logprobs} for prompt"
-                                     f" {self.prompt_ids}")
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs)
-        self.versions.extend([version] * len(token_ids))
-
-    def restart(self) -> None:
-        """Forget what has been sampled."""
-        self.token_ids, self.logprobs, self.versions = [], [], []
-        self.kept, self.routes = [], []
-        self.finish_reason = self.prompt_version = None
-
-
-def reseed(*stream: int | str) -> None:
-    """Seed the generators of all samples without a seed: torch's (V1 runner), numpy's (V2 runner).
-
-    `stream` names what is sampled next, such as (seed of the run, "train", step).
-    """
-    seed = int.from_bytes(sha256(repr(stream).encode()).digest()[:6], "big")
-    torch.manual_seed(seed)
-    numpy.random.seed(seed % 2**32)
 
 
 # ------------------------------------------------------------ the fixes as settings of vLLM

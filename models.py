@@ -182,7 +182,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def save_model(model: torch.nn.Module, tokenizer: Any, sampling: Any, folder: Path) -> None:
-    """A Hugging Face folder: safetensors, tokenizer, and `sampling` (engine_adapter.Sampling)."""
+    """A Hugging Face folder: safetensors, tokenizer, and `sampling` (rollouts.Sampling)."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig(

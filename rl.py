@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from config import GrpoConfig
-from engine_adapter import Rollout
 from models import load_model, save_model
 from objectives import OBJECTIVES, correct, correction_metrics, loss_weights, weighted_loss
+from rollouts import Rollout
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
@@ -510,7 +510,7 @@ class Policy:
         return self.model.state_dict()
 
     def save(self, run: Any) -> None:
-        """The model as a Hugging Face folder, `policy` in that of the run (train.Run)."""
+        """The model as a Hugging Face folder, `policy` in that of the run (run.Run)."""
         save_model(self.model, run.tokenizer, run.sampling, run.out / "policy")
 
     @torch.no_grad()

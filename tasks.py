@@ -291,7 +291,7 @@ def score_rollouts(
     """Give a reward to each rollout that has none, and a score where none is set: the reward.
 
     Returns a row for each, as in samples.jsonl: question, response, reward, and what failed.
-    `run` is a train.Run, `rollouts` are engine_adapter.Rollout: G of each problem, group-major.
+    `run` is a run.Run, `rollouts` are rollouts.Rollout: G of each problem, group-major.
     """
     task = run.task
     asked = [problem for problem in problems for _ in range(len(rollouts) // len(problems))]

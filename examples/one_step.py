@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from config import GrpoConfig, ParityFlags
-from engine_adapter import Engine, Sampling, reseed
+from engine_adapter import Engine
 from examples.toys import EOS, share_of_digits
 from models import load_model, load_tokenizer
 from objectives import OBJECTIVES, Measured, loss_weights, mismatch_metrics
 from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
+from rollouts import Sampling, reseed
 from tasks import encode, load_task
 
 PAGE, MODEL = Path(__file__).parents[1] / "docs/one-step.md", "runs/page/model"

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_adapter import Engine, Rollout, reseed
+from engine_adapter import Engine
+from rollouts import Rollout, Synchronous, reseed
+from run import Run
 from tasks import Problem
-from train import Run, Synchronous
 
 
 @dataclass(eq=False)

@@ -14,20 +14,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from engine_adapter import (
-    Collect,
-    Engine,
-    Rollout,
-    Sampling,
-    TrainerLogprobs,
-    WeightLoadError,
-    collect_nothing,
-)
+from engine_adapter import Collect, Engine, TrainerLogprobs, WeightLoadError, collect_nothing
 from rl import Policy
+from rollouts import Rollout, Sampling
 
 
 def engine_for(run: Any, policy: Policy) -> "ReferenceEngine":
-    """With as many sequences at once as kv_cache_gib holds; `run` is a train.Run."""
+    """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run."""
     backend, config = run.config.backend, policy.model.config.get_text_config()
     per_rollout = run.max_model_len * kv_bytes_per_token(config, policy.model.dtype)
     fitting = max(1, int(backend.kv_cache_gib * 2**30 / per_rollout))

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
-from engine_adapter import Engine, Rollout
+from engine_adapter import Engine
 from rl import Batch, Policy, plain_body, usual_body
+from rollouts import Rollout
 
 UNKNOWN = -1  # of a token that the engine has not computed, and of padding
 

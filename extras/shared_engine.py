@@ -21,8 +21,9 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from config import ParityFlags
-from engine_adapter import Engine, Rollout, WeightLoadError
+from engine_adapter import Engine, WeightLoadError
 from rl import Batch, Policy, Projection, make_batch
+from rollouts import Rollout
 
 # Each product gets a multiple of 16 rows. With fewer rows torch's CPU product rounds a row
 # differently, and MKL without AVX does so for the last rows of a product.

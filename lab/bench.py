@@ -17,11 +17,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from config import Config, GrpoConfig
-from engine_adapter import Engine, Sampling
+from engine_adapter import Engine
 from lab.memory import GIB, phases
 from records import append_rows, locked, one_sentence
 from rl import Batch
-from train import build, load_policy, prepare, start_engine, train_step
+from rollouts import Sampling
+from run import build, load_policy, prepare, start_engine
+from train import train_step
 
 
 def seconds(function: Callable[..., Any], *arguments: Any) -> float:

@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from config import GrpoConfig, ParityFlags
-from engine_adapter import Sampling, reseed
 from extras.routes import RoutedEngine, RoutedPolicy
 from probe.noise import self_noise
 from records import provenance
 from rl import frozen_measures, make_batch
+from rollouts import Sampling, reseed
 
 CASES = [("Qwen3Moe", 48, 8, "bfloat16"), ("Qwen2Moe", 24, 4, "bfloat16"),
          ("Mixtral", 12, 2, "bfloat16"), ("Mixtral", 12, 2, "bfloat16", 48),

@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from config import COUNT, SEED, ParityFlags, Rule
-from engine_adapter import Engine, Sampling
+from engine_adapter import Engine
 from examples.record_vllm import weights_of
 from probe.compare import change, cut_alike, same_workload
 from probe.diagnose import as_trace, diagnose, print_verdict, sample_trace
@@ -28,6 +28,7 @@ from probe.stress import sample_under_pressure, start_engine
 from probe.traces import Trace, load_traces, save_trace
 from records import one_line, stage
 from rl import Policy
+from rollouts import Sampling
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)  # at 1 raw values do not show

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine_adapter import Engine, Rollout, Sampling
+from engine_adapter import Engine
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights
 from probe.search import Explanation, Probe, Readout, Search
 from probe.traces import Trace, save_trace
 from rl import Policy
+from rollouts import Rollout, Sampling
 
 SHOWN = 12  # requests listed in a sentence; the JSON lists all
 WORST = 10  # tokens listed

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from engine_adapter import Engine, Sampling
+from engine_adapter import Engine
 from probe.noise import precisely, rounded_otherwise, twice_precise
 from rl import Policy
+from rollouts import Sampling
 
 HALVES = dict.fromkeys(("self_attn", "attn", "attention"), "attention")  # by module of a layer
 HALVES |= dict.fromkeys(("mlp", "block_sparse_moe", "feed_forward"), "MLP")

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine_adapter import Sampling
 from extras.masks import masked_logits
 from probe.noise import precisely
 from probe.traces import Trace
 from rl import Policy, at_targets, make_batch
+from rollouts import Sampling
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 NO_PENALTIES = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine_adapter import Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.noise import twice_precise
 from probe.replay import NO_PENALTIES, Replay, Weights
 from probe.traces import Trace
 from rl import Policy
+from rollouts import Sampling
 
 TIMES, SPREADS = 1.3, 3.0  # see Limit
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from engine_adapter import Engine, Rollout, Sampling, reseed
+from engine_adapter import Engine
+from rollouts import Rollout, Sampling, reseed
 
 SLOTS = 12  # requests that may run at once
 ROOM = 4  # requests for which the KV cache has room at their full length

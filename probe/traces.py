@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy
 
-from engine_adapter import Rollout, Sampling
 from examples.record_vllm import table
+from rollouts import Rollout, Sampling
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
 FORMAT = 1  # version of the trace format (docs/audit.md); a file without one is read as 1

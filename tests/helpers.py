@@ -40,14 +40,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import examples.toys as toys
 import train
 from config import Config, ParityFlags
-from engine_adapter import Engine, Rollout, Sampling
+from engine_adapter import Engine
 from extras.masks import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
 from probe.traces import Trace
 from rl import Batch, Policy, frozen_logprobs, make_batch
+from rollouts import Rollout, Sampling
+from run import Run, TrainingState, build, find_checkpoint, load_policy, prepare, start_engine
 from tasks import Task, encode, exact_match
-from train import Run, TrainingState
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -129,9 +130,9 @@ def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
                  engine="transformers")  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    run = train.prepare(Config.of(**usual | options))
-    policy = train.load_policy(run)
-    return run, *train.build(run, policy, train.start_engine(run, policy), train.find_checkpoint(run))
+    run = prepare(Config.of(**usual | options))
+    policy = load_policy(run)
+    return run, *build(run, policy, start_engine(run, policy), find_checkpoint(run))
 
 
 @contextmanager

@@ -25,11 +25,12 @@ from helpers import (
     train_here,
 )
 
-from engine_adapter import Rollout, WeightLoadError
+from engine_adapter import WeightLoadError
 from examples.toys import toy_tokenizer
 from models import attention_for
 from probe.noise import rounded_otherwise
 from rl import Policy, frozen_logprobs, make_batch, plain_body, prompts_once
+from rollouts import Rollout
 
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.

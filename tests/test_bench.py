@@ -9,10 +9,10 @@ from helpers import close_live_engine, command, qwen2, rows
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Config
-from engine_adapter import Rollout
 from lab.bench import bare_training, main, whole_groups
 from lab.cells import METRICS, STUDIES
 from rl import Batch, Policy, make_batch
+from rollouts import Rollout
 
 GROUP_SIZE, RESPONSE = 4, 6
 

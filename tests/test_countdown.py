@@ -9,8 +9,8 @@ import pytest
 
 from config import Config
 from examples.countdown import reward, sample
+from run import find_task
 from tasks import Problem
-from train import find_task
 
 
 def expressions(values: list[tuple[Fraction, str]]):

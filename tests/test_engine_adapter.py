@@ -28,19 +28,10 @@ from transformers import Qwen3ForCausalLM
 
 import engine_adapter
 from config import ParityFlags
-from engine_adapter import (
-    SETTINGS,
-    AuditError,
-    Engine,
-    EngineStateError,
-    Sampling,
-    Setting,
-    WeightLoadError,
-    check_vllm_version,
-    reseed,
-)
+from engine_adapter import SETTINGS, AuditError, Engine, EngineStateError, Setting, WeightLoadError, check_vllm_version
 from examples.toys import toy_config
 from rl import Policy
+from rollouts import Sampling, reseed
 
 IN_FORCE = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
             "generation_config": "vllm", "disable_cascade_attn": True, "inflight_update": "keep",

@@ -25,6 +25,7 @@ from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
 from models import describe_model
 from rl import plain_body
+from run import build, load_policy, prepare, start_engine
 from tasks import last_number, load_task
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
@@ -50,9 +51,9 @@ def rows_of_core(job: dict) -> list[dict]:
         job |= {"tis": "token", "tis_cap": cap}
     config = Config.of(parity, task=job.pop("problems"), old_policy="rollout" if two_policies else "recompute",
                        micro_batch_tokens=1000, **job | {"out": mkdtemp()})  # fmt: skip
-    run = train.prepare(config)
-    policy = train.load_policy(run).but(body=plain_body)  # as on the page
-    state, _ = train.build(run, policy, train.start_engine(run, policy), None)
+    run = prepare(config)
+    policy = load_policy(run).but(body=plain_body)  # as on the page
+    state, _ = build(run, policy, start_engine(run, policy), None)
     rows = []
     for step in range(1, config.run.steps + 1):
         metrics, _, batch, _ = train.train_step(run, state, step)

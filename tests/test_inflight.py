@@ -24,12 +24,12 @@ from helpers import (
 )
 
 from config import Config, ParityFlags
-from engine_adapter import Sampling
 from extras.inflight import GroupsInFlight
 from extras.reference import ReferenceEngine
 from rl import Policy
+from rollouts import Sampling
+from run import Run
 from tasks import Problem, Task, exact_match
-from train import Run
 
 KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
 RECOMPUTE = replace(ABORT, inflight_otherwise="recompute")

@@ -23,10 +23,10 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 from config import LoraConfig
-from engine_adapter import Rollout
 from extras.checkpointing import checkpoint_layers
 from extras.lora import AdaptedLinear, AdaptedPolicy, add_adapters
 from rl import Policy, make_batch
+from rollouts import Rollout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])

@@ -22,12 +22,14 @@ from helpers import (
 )
 
 from config import ParityFlags
-from engine_adapter import Engine, Rollout, Sampling
+from engine_adapter import Engine
 from extras.masks import KeptTokens, collect_kept_sets, masked_logits
 from extras.reference import ReferenceEngine
 from objectives import mismatch_metrics
 from rl import Policy, frozen_measures, make_batch
-from train import answer_held_out, prepare
+from rollouts import Rollout, Sampling
+from run import prepare
+from train import answer_held_out
 
 MASKS = [dict(top_p=0.9), dict(top_k=5), dict(top_k=5, top_p=0.9), dict(min_p=0.05),
          dict(min_p=0.02, top_k=20, top_p=0.95)]  # fmt: skip

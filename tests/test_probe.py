@@ -13,13 +13,13 @@ import torch
 from helpers import FaultBench, close_live_engine, nudge, plant, qwen2, rightly_named, small_model
 
 from config import ParityFlags
-from engine_adapter import Rollout, Sampling
 from extras.shared_engine import SharedEngine
 from probe.__main__ import main
 from probe.diagnose import Trace, alarms, diagnose, sample_trace
 from probe.search import Limit, Probe
 from probe.traces import load_traces, save_trace
 from rl import Policy
+from rollouts import Rollout, Sampling
 
 ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
 MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.npz")

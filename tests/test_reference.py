@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers import AT_PARITY, PROMPTS, SEEDS, WARM, floors, move, qwen2, small_model
 
-from engine_adapter import EngineStateError, Sampling, WeightLoadError, reseed
+from engine_adapter import EngineStateError, WeightLoadError
 from extras.reference import ReferenceEngine
 from rl import Policy
+from rollouts import Sampling, reseed
 
 
 def ready(policy: Policy, **options) -> ReferenceEngine:

@@ -240,7 +240,7 @@ def test_a_refused_command_changes_no_file_and_tables_and_errors_go_through_no_l
     assert users.read_text() == "mine"
     # A library's error before the run is accepted: the traceback is printed.
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(train, "find_task", lambda _: [*zip([1], [], strict=True)])
+        patch.setattr("run.find_task", lambda _: [*zip([1], [], strict=True)])
         train_here(options(good, out))
     said = capsys.readouterr().err
     assert re.search(r"^Traceback .* in prepare\b.*\nerror: zip\(\) argument 2 is shorter", said, re.DOTALL | re.M)

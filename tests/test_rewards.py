@@ -10,9 +10,9 @@ import pytest
 from helpers import ROOT
 
 from config import Config
-from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
 from extras.task_file import TaskFile
+from rollouts import Rollout
 from tasks import Problem, load_task, score_rollouts
 
 BODY = """

@@ -13,7 +13,6 @@ import torch
 from helpers import DEVICES, ROUNDING, cut_of, qwen2
 
 from config import Config, GrpoConfig
-from engine_adapter import Rollout, Sampling
 from extras.checkpointing import checkpoint_layers
 from extras.masks import KeptTokens, mask_outside
 from extras.offload import OffloadedOptimizer
@@ -32,6 +31,7 @@ from rl import (
     product,
     update,
 )
+from rollouts import Rollout, Sampling
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:

@@ -19,14 +19,15 @@ from helpers import (
     train_here,
 )
 
-import train
 from config import Config, ParityFlags
-from engine_adapter import Engine, Rollout, Sampling
+from engine_adapter import Engine
 from examples.toys import toy_tokenizer
 from extras.routes import RoutedEngine, RoutedPolicy
 from lab.routes import measure
 from probe.diagnose import ALARMS
 from rl import Policy, make_batch
+from rollouts import Rollout, Sampling
+from run import prepare
 
 EXPERTS = dict(num_experts=16, num_local_experts=16, num_experts_per_tok=4)
 PROMPTS = torch.randint(3, 96, (8, 24), generator=torch.Generator().manual_seed(0)).tolist()
@@ -155,7 +156,7 @@ def run(good, tmp_path):
 @pytest.mark.engine
 def test_recording_and_measuring_change_no_other_figure_of_a_run(run, monkeypatch):
     measured = run("measured", "--steps 3")
-    monkeypatch.setattr(train, "is_routed", lambda *_: False)
+    monkeypatch.setattr("run.is_routed", lambda *_: False)
     for row, without in zip(measured, run("without", "--steps 3"), strict=True):
         assert 0 <= row.pop("routed_otherwise") < 0.2
         assert 0 <= row.pop("router_noise") < 0.05
@@ -197,4 +198,4 @@ def test_replay_is_refused_without_routers_and_on_a_gpu(monkeypatch):
         RoutedPolicy(qwen2(True), replay=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="replay_routes must be off on a GPU"):
-        train.prepare(Config.of(replay_routes=True))
+        prepare(Config.of(replay_routes=True))

@@ -15,7 +15,7 @@ from examples.toys import toy_tokenizer
 from extras.reference import engine_for
 from records import provenance
 from rl import Policy
-from train import name_idle_switches, prepare
+from run import name_idle_switches, prepare
 
 
 def job(tmp_path, **changes) -> Config:

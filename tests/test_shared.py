@@ -27,13 +27,15 @@ from helpers import (
 )
 
 from config import Config
-from engine_adapter import Engine, Sampling, WeightLoadError
+from engine_adapter import Engine, WeightLoadError
 from extras.masks import KeptTokens
 from extras.offload import OffloadedOptimizer
 from extras.shared_engine import ExactError, why_not
 from objectives import REJECTIONS
 from rl import Batch, Optimizer, Policy
-from train import Run, TrainingState, build, find_checkpoint, load_policy, prepare, start_engine, train_step
+from rollouts import Sampling
+from run import Run, TrainingState, build, find_checkpoint, load_policy, prepare, start_engine
+from train import train_step
 
 pytestmark = pytest.mark.engine
 SINGLE, HALF = torch.float32, torch.bfloat16

@@ -27,11 +27,11 @@ from helpers import (
 )
 
 from config import Config, GrpoConfig
-from engine_adapter import Rollout, Sampling, reseed
 from examples.record_vllm import record
 from probe.traces import load_traces
 from rl import Policy
-from train import Synchronous, evaluate, greedy_agreement, train_step
+from rollouts import Rollout, Sampling, Synchronous, reseed
+from train import evaluate, greedy_agreement, train_step
 
 
 # ------------------------------------------------------------------------------------------------ the default job

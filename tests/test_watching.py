@@ -8,7 +8,8 @@ from helpers import built, rows
 
 from config import Config
 from records import answer_line, log_line
-from train import prepare, train
+from run import prepare
+from train import train
 
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 

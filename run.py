@@ -1,0 +1,330 @@
+"""A run: what stays the same, what changes, and building both sides before the first step."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import records
+from config import BUILT_IN, Config
+from engine_adapter import Engine, check_vllm_version
+from models import describe_model, load_model, local_folder
+from objectives import OBJECTIVES
+from rl import Batch, Cut, Optimizer, Policy, frozen_logprobs
+from rollouts import Sampling, Synchronous
+from tasks import Task, encode, fitting, load_task
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first step to the last."""
+
+    config: Config
+    out: Path
+    model_path: str
+    task: Task
+    tokenizer: Any
+    sampling: Sampling
+    max_model_len: int
+    dropped_prompts: int
+    # Digests of the model's files and of the task, by name.
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the options and the files: equal for a run and its resumption."""
+        record = json.dumps([self.config.experiment, self.files], sort_keys=True)
+        return sha256(record.encode()).hexdigest()
+
+
+@dataclass
+class TrainingState:
+    """What changes from step to step."""
+
+    policy: Policy
+    reference: dict[str, torch.Tensor] | None  # the first policy's weights by name, for a KL term
+    optimizer: Optimizer
+    engine: Engine
+    source: Synchronous  # or extras.inflight.GroupsInFlight
+    trainer_alone: Synchronous | None = None  # answers with the trainer's own modules
+    observers: list[Callable[[Any], dict[str, Any]]] = field(default_factory=list)  # of a Step
+    watchers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)  # of a row
+
+    def add_reference(self, batch: Batch, cut: Cut, temperature: float) -> Batch:
+        """The batch with `ref_logprobs`, if there is a reference."""
+        if self.reference is None:
+            return batch
+        # The same arithmetic for both sides of the divergence.
+        with self.policy.using(self.reference):
+            ref_logprobs = frozen_logprobs(self.policy, batch, cut, temperature)
+        return replace(batch, ref_logprobs=ref_logprobs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "source": self.source.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        model, saved = self.policy.model, state["policy"]
+        assert saved.keys() == self.policy.state_dict().keys(), "tensors of the checkpoint"
+        model.load_state_dict(model.state_dict() | saved)  # frozen tensors are not saved
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.source.load_state_dict(state["source"])
+
+
+# ---------------------------------------------------------------------------------- set-up
+def prepare(config: Config) -> Run:
+    """Check all that can be checked without a model, then teach the toy if it is asked for.
+
+    Raises: ValueError.
+    """
+    for name in ("offload_optimizer", "cuda_graphs"):
+        if config.flat()[name] and not torch.cuda.is_available():
+            raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
+    if config.grpo.replay_routes and torch.cuda.is_available():
+        raise ValueError("replay_routes must be off on a GPU (vLLM's own report of its routes is"
+                         " written for, but no GPU has run it)")
+    if config.measure.tensorboard and find_spec("tensorboard") is None:
+        raise ValueError("tensorboard needs the package of this name, which is not installed; try"
+                         " `pip install tensorboard`")
+    if config.backend.engine != "transformers":
+        check_vllm_version(config.backend.allow_untested_vllm)
+    earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
+
+    task = find_task(config)
+    if task.num_repeated:
+        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
+    path = local_folder(config.run.model)
+    if path == "toy":
+        from examples.toys import describe_toy, toy_model
+
+        described = describe_toy(config.run.task)
+    else:
+        described = describe_model(path)
+    model_config, tokenizer, stop_token_ids = described
+    task = encode(tokenizer, task, config.data.reward_limit_s)
+    largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
+    if largest >= model_config.vocab_size:
+        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
+                         f" vocabulary of {model_config.vocab_size}")
+    num_problems, grpo, data = len(task.prompts), config.grpo, config.data
+    context = getattr(model_config, "max_position_embeddings", None)
+    task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens,
+                   drop=data.overlong_prompts == "drop")
+    longest_prompt = max(map(len, task.prompts))
+    groups = grpo.num_prompts + config.backend.inflight_groups
+    if groups > len(task.train):
+        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
+                         f" there are), got {groups}")
+
+    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
+                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
+    max_model_len = grpo.max_new_tokens + longest_prompt
+    if path == "toy":
+        path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
+    dropped = num_problems - len(task.prompts)
+    model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
+    files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
+    files[config.run.task] = task.fingerprint
+    records.keep_files(files if earlier is None else earlier, files)
+    out = Path(config.run.out).absolute()
+    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped, files)
+
+
+def find_task(config: Config) -> Task:
+    """The task that `--task` names. Raises: ValueError that says what is wrong with it."""
+    name = config.run.task
+    if name in BUILT_IN:
+        from examples.toys import COUNTDOWN, TASKS
+
+        if name in TASKS:
+            return TASKS[name](config.run.seed)
+        name = COUNTDOWN
+    return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
+
+
+def name_idle_switches(run: Run, block: int) -> None:
+    """Print which switches cannot change a figure of this run; `block`: tokens of a KV block."""
+    parity, grpo = run.config.parity, run.config.grpo
+    float32 = run.config.run.dtype == "float32"
+    cached = not parity.in_force("explicit_runtime", "prefix-cache")
+    waiting = run.config.backend.inflight_groups
+    for name, is_idle, why in (
+        # The last token of a prompt is always computed.
+        ("explicit_runtime: the prefix cache", cached and max(map(len, run.task.prompts)) <= block,
+         f"no prompt is longer than a block of {block} tokens; try --block-size"),
+        ("inflight_keep", not parity.inflight_keep and not waiting,
+         "no load meets an unfinished rollout; try --inflight-groups"),
+        ("fp32_head", not parity.fp32_head and float32,
+         "the model's dtype is float32; try --dtype bfloat16"),
+        ("replay_routes", grpo.replay_routes and float32 and grpo.num_minibatches == 1,
+         "in float32 no token is routed otherwise before the update; try --dtype bfloat16"),
+    ):
+        if is_idle:
+            print(f"{name} is switched WITHOUT EFFECT: {why}", flush=True)
+
+
+def is_routed(run: Run, model: Any) -> bool:
+    """Whether the engine's choice of experts is recorded: of any mixture in vLLM on a CPU."""
+    is_mixture = hasattr(model.config, "num_experts_per_tok") and not torch.cuda.is_available()
+    return run.config.grpo.replay_routes or (is_mixture and run.config.backend.engine == "vllm")
+
+
+def load_policy(run: Run) -> Policy:
+    """The policy of `--model`."""
+    config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
+    support = None
+    make_policy = Policy
+    if config.grpo.has_mask:
+        from extras.masks import KeptTokens
+
+        support = KeptTokens(run.sampling)
+    with records.stage(f"loading the model in {run.model_path}"):
+        model = load_model(run.model_path, getattr(torch, config.run.dtype)).to(device)
+        if config.lora.lora_rank:
+            from extras import lora
+
+            lora.add_adapters(model, config.lora, config.run.seed)
+            make_policy = lora.AdaptedPolicy
+        if config.grpo.gradient_checkpointing:
+            from extras.checkpointing import checkpoint_layers
+
+            checkpoint_layers(model)
+        if is_routed(run, model):
+            from extras.routes import RoutedPolicy
+
+            make_policy = partial(RoutedPolicy, replay=config.grpo.replay_routes)
+        return make_policy(model, config.parity.trainer_fp32_head, support=support)
+
+
+def start_engine(run: Run, policy: Policy) -> Engine:
+    """The engine that `--engine` names, still without the policy's weights."""
+    config, backend = run.config, run.config.backend
+    if backend.engine == "transformers":
+        from extras.reference import engine_for
+
+        return engine_for(run, policy)
+    options = dict(
+        max_model_len=run.max_model_len, max_num_seqs=backend.max_num_seqs, seed=config.run.seed,
+        kv_cache_gib=backend.kv_cache_gib, block_size=backend.block_size,
+        prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
+        allow_untested_vllm=backend.allow_untested_vllm,
+    )
+    if config.grpo.has_mask:
+        from extras.masks import collect_kept_sets
+
+        options["collect"] = collect_kept_sets
+    if backend.engine == "shared":
+        from extras.shared_engine import SharedEngine
+
+        return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
+    make_engine = Engine
+    if is_routed(run, policy.model):
+        from extras.routes import RoutedEngine as make_engine
+    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    return make_engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
+
+
+def find_checkpoint(run: Run) -> dict[str, Any] | None:
+    """With --resume the newest checkpoint, if there is one."""
+    options = run.config.run
+    if not options.resume:
+        return None
+    found = records.newest_checkpoint(run.out, options.checkpoint_every, run.fingerprint)
+    if found and found["step"] > options.steps:
+        raise ValueError(f"steps must be at least {found['step']}, the checkpoint's, got"
+                         f" {options.steps}")
+    return found
+
+
+def build(
+    run: Run, policy: Policy, engine: Engine, checkpoint: dict[str, Any] | None
+) -> tuple[TrainingState, int]:
+    """Both sides with the same weights, fresh or from a checkpoint, and the first step."""
+    config, grpo = run.config, run.config.grpo
+    if config.backend.engine == "shared":
+        policy = engine.policy  # of the same model, with the body and the products of the engine
+    # The first policy's, resumed or not: the checkpoint comes later.
+    needs_reference = grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference
+    reference = policy.copied_weights() if needs_reference else None
+    make_optimizer, make_source = Optimizer, Synchronous
+    if grpo.offload_optimizer:
+        from extras.offload import OffloadedOptimizer as make_optimizer
+    if config.backend.inflight_groups:
+        from extras.inflight import GroupsInFlight as make_source
+    optimizer = make_optimizer(policy.model, grpo.weight_decay)
+    source = make_source(run, engine)
+    state = TrainingState(policy, reference, optimizer, engine, source)
+    if config.measure.eval_with_trainer:
+        state.trainer_alone = trainer_alone(run, state)
+    if checkpoint:
+        state.load_state_dict(checkpoint)
+    first_step = checkpoint["step"] + 1 if checkpoint else 1
+    records.cut_tables(run.out, first_step - 1 if checkpoint else -1)
+    engine.load(policy.weights(), policy.response_logprobs)
+    state.observers = observers(run, state)
+    state.watchers = watchers(run, first_step)
+    records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
+    for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
+        in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(f"{side}: {in_force}", flush=True)
+    name_idle_switches(run, engine.settings.get("block_size", 0))  # 0: transformers has no blocks
+    if config.run.resume:
+        without = "" if checkpoint else ": there was no checkpoint"
+        print(f"resumed at step {first_step}{without}", flush=True)
+    return state, first_step
+
+
+def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
+    task, record = run.task, records.provenance(policy.device)
+    return record | {
+        "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
+        "trainer": policy.audit() | {"model_path": run.model_path},
+        "problems": {"train": len(task.train), "held_out": len(task.held_out),
+                     "dropped": run.dropped_prompts, "merged": task.num_repeated},
+        "files": run.files,
+        "versions": record["versions"] | {"vllm": engine.version},
+    }
+
+
+def trainer_alone(run: Run, state: TrainingState) -> Synchronous:
+    """The source of --eval-with-trainer: the run's own if the trainer's modules sample anyway."""
+    if run.config.backend.engine == "transformers":
+        return state.source
+    from extras.reference import engine_for
+
+    return Synchronous(run, engine_for(run, state.policy))
+
+
+def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, Any]]]:
+    """What the options ask to be called at the end of a step; returns further metrics."""
+    measure = run.config.measure
+    asked = []
+    if run.config.backend.exact:
+        from extras.shared_engine import observe_exact
+
+        asked.append(partial(observe_exact, state.engine))
+    if measure.self_noise_every:
+        from probe.noise import observe_self_noise
+
+        asked.append(partial(observe_self_noise, state.policy, run.config))
+    if measure.probe_every or measure.probe_on_alarm:
+        from probe.diagnose import StepProbe
+
+        asked.append(StepProbe(run, state))
+    return asked
+
+
+def watchers(run: Run, first_step: int) -> list[Callable[[dict[str, Any]], None]]:
+    """What draws the rows of metrics.jsonl while the run goes on."""
+    found = [partial(records.draw_at_evaluation, run.out)]
+    if run.config.measure.tensorboard:
+        from extras.tensorboard import TensorBoard
+
+        found.append(TensorBoard(run.out, first_step))
+    return found

@@ -3,47 +3,75 @@
 Each group checks itself, and `Config` checks what concerns two groups. The command line is flat.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
-# The settings of vLLM behind --parity.explicit-runtime, as --parity.runtime-otherwise names them.
-RuntimePart = Literal["prefix-cache", "async-scheduling", "cascade-attention", "generation-config"]
+# What can replace a fix that is off, other than all of V1's defaults: the name in
+# --parity.variants, and the fix.
+VARIANTS = {
+    "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
+    "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
+    "recompute": "inflight_keep", "both-heads": "fp32_head",
+}  # fmt: skip
+# Old names of options, named in an error for one release.
+RENAMED = {
+    "--eval-with-trainer": "--eval-trainer-alone",
+    "--parity.uncached-runtime": "--parity.uncached-runtime",
+    "--parity.no-explicit-runtime": "--parity.no-uncached-runtime",
+    "--parity.runtime-otherwise": "--parity.variants",
+    "--parity.inflight-otherwise": "--parity.variants",
+    "--parity.head-otherwise": "--parity.variants both-heads",
+    "--tis-over-a-broken-backend": "--correct-a-broken-backend",
+}
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
+MANY = 2**31 - 1
+SMALLEST, LARGEST = 1e-30, 1e30  # in float32
+MAX_SEED = 2**32 - 1  # numpy's
 NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "tensorboard"}  # may change at --resume
 
 
-class Rule(NamedTuple):
-    """What the value of an option must be, in words and as a test. None (not given) passes."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-    def check(self, options: Any, *names: str) -> None:
-        """Raises: ValueError that names the first of these options that breaks the rule."""
-        for name in names:
-            value = getattr(options, name)
-            if value is not None and not self.holds(value):
-                raise ValueError(f"{name} must be {self.words}, got {value!a}")
+def within(options: Any, low: float, high: float, *names: str) -> None:
+    """Raises: ValueError that names the first of these options that is outside. None (not given)
+    passes.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
 
 
-COUNT = Rule("at least 1 and below 2^31", lambda value: 1 <= value < 2**31)
-WHOLE = Rule("non-negative and below 2^31", lambda value: 0 <= value < 2**31)
-NAME = Rule("a printable name", lambda value: value and value.isprintable())
-POSITIVE = Rule("positive, in [1e-30, 1e30]", lambda value: 1e-30 <= value <= 1e30)  # float32
-NON_NEGATIVE = Rule("non-negative and at most 1e30", lambda value: 0 <= value <= 1e30)
-SEED = Rule("in [0, 2^32), numpy's range", lambda value: 0 <= value < 2**32)
-SAMPLES = Rule("in [1, 65536]", lambda value: 1 <= value <= 2**16)
-GROUP = Rule("in [2, 65536] (its mean is the baseline)", lambda value: 2 <= value <= 2**16)
-TEMPERATURE = Rule("in [0.01, 2], vLLM's range", lambda value: 0.01 <= value <= 2)
-MODERATE = Rule("in (0, 1e6]", lambda value: 0 < value <= 1e6)
-NUCLEUS = Rule("in [1e-6, 1] (in float32 less keeps no token)", lambda value: 1e-6 <= value <= 1)
+def printable(options: Any, *names: str) -> None:
+    """Raises: ValueError that names the first of these options that is empty or unprintable."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not (value and value.isprintable()):
+            raise ValueError(f"{name} must be a printable name, got {value!a}")
+
+
+def check_mask(options: Any) -> None:
+    """The rules of top_k, top_p and min_p, of GrpoConfig and of rollouts.Sampling."""
+    within(options, 0, MANY, "top_k")
+    within(options, 1e-6, 1, "top_p")  # in float32 less keeps no token
+    within(options, 0, 1, "min_p")
+
+
+def has_sampling_mask(options: Any) -> bool:
+    """Whether top-k, top-p or min-p can cut a token off."""
+    return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
+
+
+def refuse_old_names(words: list[str]) -> None:
+    """Raises: ValueError that says how an option is called now."""
+    for word in words:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in RENAMED:
+            raise ValueError(f"{name} must be written {RENAMED[name]} (it was renamed)")
 
 
 @dataclass(frozen=True)
@@ -64,9 +92,9 @@ class RunConfig:
     cache_dir: str = str(Path(__file__).parent / ".cache")  # Keeps the toy model once it is taught.
 
     def __post_init__(self):
-        NAME.check(self, "out", "model", "task", "cache_dir")
-        COUNT.check(self, "steps", "checkpoint_every")
-        SEED.check(self, "seed")
+        printable(self, "out", "model", "task", "cache_dir")
+        within(self, 1, MANY, "steps", "checkpoint_every")
+        within(self, 0, MAX_SEED, "seed")
 
 
 @dataclass(frozen=True)
@@ -98,7 +126,7 @@ class GrpoConfig:
     # that the engine has chosen (R3). It hides a broken router: see routed_otherwise.
     replay_routes: bool = False
     # Allow them although a fix is off: only to study how a correction hides a broken backend.
-    tis_over_a_broken_backend: bool = False
+    correct_a_broken_backend: bool = False
     mask_truncated: bool = False  # No loss for responses cut off; they stay in the baseline (DAPO).
     num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip can act.
     micro_batch_tokens: int = 4096  # Tokens per forward and backward; only memory depends on it.
@@ -110,18 +138,23 @@ class GrpoConfig:
     offload_optimizer: bool = False  # Masters and moments in host memory between updates.
 
     def __post_init__(self):
-        COUNT.check(self, "num_prompts", "max_new_tokens", "num_minibatches", "micro_batch_tokens")
-        WHOLE.check(self, "top_k", "lr_warmup_steps")
-        POSITIVE.check(self, "lr", "clip_high", "tis_cap", "reject_high", "grad_clip")
-        NON_NEGATIVE.check(self, "kl_coef", "weight_decay")
-        GROUP.check(self, "group_size")
-        TEMPERATURE.check(self, "temperature")
-        NUCLEUS.check(self, "top_p")
-        Rule("in [0, 1)", lambda value: 0 <= value < 1).check(self, "min_p", "clip_low")
-        Rule("in (0, 1)", lambda value: 0 < value < 1).check(self, "reject_low")
+        check_mask(self)
+        within(self, 0.01, 2, "temperature")  # vLLM's range
+        within(self, 1, MANY, "num_prompts", "max_new_tokens", "num_minibatches",
+               "micro_batch_tokens")
+        within(self, 0, MANY, "lr_warmup_steps")
+        within(self, 2, 2**16, "group_size")  # its mean is the baseline
+        within(self, SMALLEST, LARGEST, "lr", "clip_high", "tis_cap", "reject_high", "grad_clip")
+        within(self, 0, LARGEST, "kl_coef", "weight_decay")
+        within(self, 0, 1, "clip_low")
+        within(self, SMALLEST, 1, "reject_low")
         if self.clip_low is not None and OBJECTIVES[self.objective].clip[0] is None:
             raise ValueError(f"clip_low must not be given with {self.objective} (it has an upper"
                              f" cap only), got {self.clip_low}")
+        needed = OBJECTIVES[self.objective].old_policy
+        if needed not in (None, self.old_policy):
+            raise ValueError(f"old_policy must be {needed} with objective {self.objective}, got"
+                             f" {self.old_policy}")
         rows = self.num_prompts * self.group_size
         if rows % self.num_minibatches:
             raise ValueError(f"num_minibatches must divide num_prompts * group_size = {rows} (all"
@@ -164,11 +197,6 @@ class GrpoConfig:
         return (low if self.clip_low is None else self.clip_low,
                 high if self.clip_high is None else self.clip_high)
 
-    @property
-    def has_mask(self) -> bool:
-        """Whether the sampler can cut a token off."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
 
 @dataclass(frozen=True)
 class LoraConfig:
@@ -182,8 +210,8 @@ class LoraConfig:
     lora_export: bool = False  # Write the adapters to `out`/adapter too, in the format of peft.
 
     def __post_init__(self):
-        WHOLE.check(self, "lora_rank")
-        POSITIVE.check(self, "lora_alpha")
+        within(self, 0, MANY, "lora_rank")
+        within(self, SMALLEST, LARGEST, "lora_alpha")
         # A class has the defaults as attributes.
         if not self.lora_rank and not vars(self).items() <= vars(LoraConfig).items():
             raise ValueError("lora_rank must be given with lora_alpha, lora_forward and lora_export"
@@ -200,52 +228,52 @@ class ParityFlags:
     # Inference path, engine: prefix caching, async scheduling, cascade attention and the model's
     # generation_config.json off; off: V1's defaults, and a load does not clear the cache (on a GPU
     # the sleep before it does). --prefix-cache versioned is not V1's cache.
-    explicit_runtime: bool = True
-    # Inference path, engine: a weight update keeps unfinished requests and their KV cache; off: see
-    # inflight_otherwise.
+    uncached_runtime: bool = True
+    # Inference path, engine: a weight update keeps unfinished requests and their KV cache; off:
+    # V1's pause, which aborts them. They start again. (V1 also clears the prefix cache; here only
+    # uncached_runtime controls the cache.)
     inflight_keep: bool = True
-    # Numerics, both sides: the final projection in fp32; off: see head_otherwise.
+    # Numerics, both sides: the final projection in fp32; off: the engine's in the model's dtype,
+    # V1's default, the trainer's still in fp32.
     fp32_head: bool = True
-    # Semantics, trainer: with a mask (top-k, top-p, min-p) its softmax is over the tokens that the
-    # sampler kept, which travel with each token; off: over the vocabulary, as in most trainers.
+    # Semantics, trainer: with a sampling mask (top-k, top-p, min-p) its softmax is over the tokens
+    # that the sampler kept, which travel with each token; off: over the vocabulary, as in most
+    # trainers.
     sampling_mask: bool = True
-    # Without explicit_runtime: its settings that go back to V1's defaults; all if none is named.
-    runtime_otherwise: tuple[RuntimePart, ...] = ()
-    # Without inflight_keep. abort: V1's pause, partial work is thrown away and its requests start
-    # again (V1 also clears the prefix cache; here only explicit_runtime controls the cache).
-    # recompute: requests stay, their KV cache is computed again under the new weights.
-    inflight_otherwise: Literal["abort", "recompute"] = "abort"
-    # Without fp32_head. engine: the engine's projection in the model's dtype, V1's default; the
-    # trainer's stays in fp32. both: both in the model's dtype.
-    head_otherwise: Literal["engine", "both"] = "engine"
+    # Otherwise than by V1's defaults. prefix-cache, async-scheduling, cascade-attention,
+    # generation-config: without uncached_runtime these alone go back to V1's defaults. recompute:
+    # without inflight_keep, unfinished requests stay and their KV cache is computed again under the
+    # new weights. both-heads: without fp32_head, the trainer's head in the model's dtype too.
+    variants: tuple[Literal[tuple(VARIANTS)], ...] = ()
 
     def __post_init__(self):
-        for name, usual, fix in (("runtime_otherwise", (), "explicit_runtime"),
-                                 ("inflight_otherwise", "abort", "inflight_keep"),
-                                 ("head_otherwise", "engine", "fp32_head")):
-            value = getattr(self, name)
-            if getattr(self, fix) and value != usual:
-                raise ValueError(f"{name} must not be given with {fix} (it would do nothing), got"
-                                 f" {value}; try --parity.no-{fix.replace('_', '-')}")
-        stale_cache = not self.in_force("explicit_runtime", "prefix-cache")
+        for variant in self.variants:
+            flag = VARIANTS[variant]
+            if getattr(self, flag):
+                raise ValueError(f"variants must not have {variant} with {flag} (it would do"
+                                 f" nothing); try --parity.no-{flag.replace('_', '-')}")
+        stale_cache = not self.in_force("uncached_runtime", "prefix-cache")
         if stale_cache and self.inflight_update == "recompute":
-            raise ValueError("inflight_otherwise must be abort while V1's prefix cache is on"
-                             " (recompute clears the cache too, and so repairs the other fault),"
-                             " got recompute")
+            raise ValueError("variants must not have recompute while V1's prefix cache is on"
+                             " (recompute clears the cache too, and so repairs the other fault)")
 
-    def in_force(self, flag: str, part: str | None = None) -> bool:
-        """Whether a fix is on, or with `part` that setting of explicit_runtime."""
-        if part and self.runtime_otherwise:
-            return part not in self.runtime_otherwise
+    def in_force(self, flag: str, variant: str | None = None) -> bool:
+        """Whether a fix is on; with `variant`, whether that part of it is."""
+        named = [each for each in self.variants if VARIANTS[each] == flag]
+        if variant and named:
+            return variant not in named
         return getattr(self, flag)
 
     @property
     def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
-        return "keep" if self.inflight_keep else self.inflight_otherwise
+        """What a weight update does to unfinished requests."""
+        if self.inflight_keep:
+            return "keep"
+        return "recompute" if "recompute" in self.variants else "abort"
 
     @property
     def trainer_fp32_head(self) -> bool:
-        return self.fp32_head or self.head_otherwise == "engine"
+        return "both-heads" not in self.variants
 
     def off(self) -> list[str]:
         return [name for name, on in vars(self).items() if not on and getattr(type(self), name)]
@@ -272,14 +300,16 @@ class BackendConfig:
     allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.
 
     def __post_init__(self):
-        COUNT.check(self, "max_num_seqs", "max_kept")
-        WHOLE.check(self, "inflight_groups", "max_staleness")
-        Rule("a positive multiple of 16 (vLLM's CPU build: of 32)",
-             lambda value: value > 0 and value % 16 == 0).check(self, "block_size")
+        within(self, 1, MANY, "max_num_seqs", "max_kept")
+        within(self, 0, MANY, "inflight_groups", "max_staleness")
+        within(self, SMALLEST, 1e6, "kv_cache_gib")
+        within(self, 16, MANY, "block_size")
+        if self.block_size and self.block_size % 16:
+            raise ValueError("block_size must be a multiple of 16 (vLLM's CPU build: of 32), got"
+                             f" {self.block_size}")
         if not self.inflight_groups and self.max_staleness != BackendConfig.max_staleness:
             raise ValueError("max_staleness needs inflight_groups (without them nothing is stale),"
                              f" got {self.max_staleness}; try --inflight-groups")
-        MODERATE.check(self, "kv_cache_gib")
         if self.engine == "transformers" and (
                 self.prefix_cache != "off" or self.cuda_graphs or self.block_size):
             raise ValueError("prefix_cache, cuda_graphs and block_size must not be given with"
@@ -301,9 +331,9 @@ class DataConfig:
     reward_errors: Literal["stop", "count"] = "stop"
 
     def __post_init__(self):
-        NAME.check(self, "eval_task")
-        COUNT.check(self, "max_prompt_tokens")
-        MODERATE.check(self, "reward_limit_s")
+        printable(self, "eval_task")
+        within(self, 1, MANY, "max_prompt_tokens")
+        within(self, SMALLEST, 1e6, "reward_limit_s")
 
 
 @dataclass(frozen=True)
@@ -313,16 +343,16 @@ class MeasureConfig:
     eval_every: int = 20  # Steps between evaluations, also before the first step and at the end.
     eval_problems: int = 256  # Held-out problems per evaluation (or all there are).
     eval_samples: int = 1  # Sampled answers per problem; the greedy evaluation has one.
-    eval_with_trainer: bool = False  # Also sample with the trainer's own modules (eval_gap); slow.
+    eval_trainer_alone: bool = False  # Also sample with the trainer's own modules (eval_gap); slow.
     self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.
     probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
     probe_on_alarm: bool = False  # Probe after a step whose mismatch exceeds the probe's ALARMS.
     tensorboard: bool = False  # Event files in `out`/tensorboard; needs the package tensorboard.
 
     def __post_init__(self):
-        COUNT.check(self, "eval_every", "eval_problems")
-        WHOLE.check(self, "self_noise_every", "probe_every")
-        SAMPLES.check(self, "eval_samples")
+        within(self, 1, MANY, "eval_every", "eval_problems")
+        within(self, 1, 2**16, "eval_samples")
+        within(self, 0, MANY, "self_noise_every", "probe_every")
 
 
 Flat = tyro.conf.OmitArgPrefixes  # --lr, not --grpo.lr
@@ -346,30 +376,30 @@ class Config:
             off += ["lora_forward merged"]  # the engine's weights are rounded, the trainer's not
         # Fix the backend first, then correct the remaining mismatch.
         used = grpo.corrections or ("replay_routes" if grpo.replay_routes else "")
-        if used and off and not grpo.tis_over_a_broken_backend:
+        if used and off and not grpo.correct_a_broken_backend:
             raise ValueError("tis, reject and replay_routes must be off while a fix is off (a"
                              f" correction hides the broken backend), got {used} without"
-                             f" {', '.join(off)}; to study that, --tis-over-a-broken-backend")
-        cached = backend.prefix_cache != "off" or "explicit_runtime" in off
+                             f" {', '.join(off)}; to study that, --correct-a-broken-backend")
+        cached = backend.prefix_cache != "off" or "uncached_runtime" in off
         if grpo.replay_routes and (backend.engine != "vllm" or cached):
             raise ValueError("replay_routes must be off with --engine shared or transformers (one"
                              " model, one choice), and with V1's async scheduling or a prefix cache"
                              " (the choice for a cached prompt is not reported); try --engine vllm,"
-                             " --prefix-cache off and --parity.explicit-runtime")
+                             " --prefix-cache off and --parity.uncached-runtime")
         of_vllm = sorted(set(off) - {"sampling_mask"})
         if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
             of_vllm.remove("fp32_head")
         if backend.engine == "transformers" and of_vllm:
             raise ValueError(f"engine must be vllm without {of_vllm[0]} (only vLLM has that fault)")
-        if self.run.resume and not self.parity.in_force("explicit_runtime", "prefix-cache"):
+        if self.run.resume and not self.parity.in_force("uncached_runtime", "prefix-cache"):
             raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint,"
                              " and an empty cache has no stale block); try another --out")
         if backend.exact and (off or grpo.gradient_checkpointing):
             raise ValueError("exact must be off if a fix is off, and with gradient_checkpointing")
-        if backend.prefix_cache != "off" and "explicit_runtime" in off:
-            raise ValueError("prefix_cache must be off without explicit_runtime (which switches"
+        if backend.prefix_cache != "off" and "uncached_runtime" in off:
+            raise ValueError("prefix_cache must be off without uncached_runtime (which switches"
                              f" V1's own cache on), got {backend.prefix_cache}")
-        if "sampling_mask" in off and not grpo.has_mask:
+        if "sampling_mask" in off and not has_sampling_mask(grpo):
             raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
         if backend.max_kept and not self.max_kept:
             raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask"
@@ -391,7 +421,7 @@ class Config:
     @property
     def max_kept(self) -> int:
         """`Sampling.max_kept` of the training; 0: the trainer's softmax is over the vocabulary."""
-        if not self.grpo.has_mask or not self.parity.sampling_mask:
+        if not has_sampling_mask(self.grpo) or not self.parity.sampling_mask:
             return 0
         top_k = self.grpo.top_k
         usual = top_k + top_k // 4 + 16 if top_k else 512  # many logits of a 16-bit head are equal
@@ -432,5 +462,5 @@ class Config:
             raise TypeError(f"options must be those of Config, got {', '.join(options)}")
         return cls(**groups)
 
-    def but(self, **changes: Any) -> "Config":
+    def changed(self, **changes: Any) -> "Config":
         return Config.of(**self.flat() | {"parity": self.parity} | changes)

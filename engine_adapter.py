@@ -62,7 +62,7 @@ class Setting(NamedTuple):
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while
     the flag is on and off; None leaves the value to vLLM. `read` returns the value that is in force
     in a live `Engine`; it is `echoed` if it comes from vLLM's configuration alone. `part` is the
-    setting's name in --parity.runtime-otherwise.
+    setting's name among config.VARIANTS.
     """
 
     flag: str
@@ -76,10 +76,6 @@ class Setting(NamedTuple):
     @property
     def name(self) -> str:
         return self.argument.rpartition(".")[2]
-
-    def wanted(self, parity: ParityFlags, dtype: torch.dtype) -> Any:
-        value = self.on if parity.in_force(self.flag, self.part) else self.off
-        return dtype_name(dtype) if value == "model" else value
 
 
 def observed_head_dtype(engine: Any) -> str:
@@ -111,16 +107,16 @@ def observed_head_dtype(engine: Any) -> str:
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
             lambda engine: engine.runner.sampler.logprobs_mode),
-    Setting("explicit_runtime", "enable_prefix_caching", False, True,
+    Setting("uncached_runtime", "enable_prefix_caching", False, True,
             lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching, "prefix-cache"),
-    Setting("explicit_runtime", "async_scheduling", False, True,
+    Setting("uncached_runtime", "async_scheduling", False, True,
             lambda engine: "Async" in type(engine.core.scheduler).__name__
             and engine.core.batch_queue is not None, "async-scheduling"),
     # The GPU runner of 0.32 has no cascade attention, only a constant of this name.
-    Setting("explicit_runtime", "disable_cascade_attn", True, None,
+    Setting("uncached_runtime", "disable_cascade_attn", True, None,
             lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False),
             "cascade-attention", lambda engine: engine.on_gpu),
-    Setting("explicit_runtime", "generation_config", "vllm", "auto",
+    Setting("uncached_runtime", "generation_config", "vllm", "auto",
             lambda engine: engine.llm.vllm_config.model_config.generation_config,
             "generation-config", lambda engine: True),
     # "model": the model's dtype.
@@ -130,6 +126,23 @@ SETTINGS = [
             lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
             echoed=lambda engine: True),
 ]  # fmt: skip
+
+
+def wanted_settings(
+    parity: ParityFlags, dtype: torch.dtype, prefix_cache: str = "off", cuda_graphs: bool = False
+) -> dict[str, Any]:
+    """What the start asks for and `Engine.audit` must find, by name; None leaves it to vLLM."""
+    wanted = {}
+    for setting in SETTINGS:
+        is_on = parity.in_force(setting.flag, setting.part)
+        wanted[setting.name] = setting.on if is_on else setting.off
+    if wanted["head_dtype"] == "model":
+        wanted["head_dtype"] = dtype_name(dtype)
+    if prefix_cache == "versioned":
+        wanted["enable_prefix_caching"] = True
+    wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
+    wanted["model_dtype"] = dtype_name(dtype)
+    return wanted
 
 
 # ---------------------------------------------------------------------------------- the engine
@@ -168,7 +181,7 @@ def collect_nothing(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarra
     """The default of `collect`. Raises: EngineStateError if the request asks for kept sets."""
     if rollout.sampling.max_kept:
         raise EngineStateError("max_kept needs an engine that collects kept sets: give it"
-                               " collect=extras.masks.collect_kept_sets")
+                               " collect=extras.sampling_mask.collect_kept_sets")
 
 
 class Engine:
@@ -213,7 +226,7 @@ class Engine:
                                " fresh .venv")
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
-        self._wanted = self._wanted_settings(cuda_graphs)
+        self._wanted = wanted_settings(parity, dtype, prefix_cache, cuda_graphs)
         arguments = self._arguments(
             model=model, seed=seed, block_size=block_size, num_gpu_blocks_override=kv_blocks,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
@@ -243,15 +256,6 @@ class Engine:
                              f" {self._config.model_type} ({sizes}): {_reason(error)}") from error
         Engine.live = self  # before the audit: an engine that fails it can be closed
         self.settings = self.audit()
-
-    def _wanted_settings(self, cuda_graphs: bool) -> dict[str, Any]:
-        """What `audit` must find, by the names of SETTINGS; None leaves a value to vLLM."""
-        wanted = {each.name: each.wanted(self.parity, self.dtype) for each in SETTINGS}
-        if self.prefix_cache == "versioned":
-            wanted["enable_prefix_caching"] = True
-        wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
-        wanted["model_dtype"] = dtype_name(self.dtype)
-        return wanted
 
     def _arguments(self, **arguments: Any) -> dict[str, Any]:
         """vLLM's arguments: these, those that never change, and those of SETTINGS."""
@@ -666,7 +670,7 @@ class Engine:
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
             "prefix_cache": self.prefix_cache
-            if self.parity.in_force("explicit_runtime", "prefix-cache")
+            if self.parity.in_force("uncached_runtime", "prefix-cache")
             else "V1's default, not cleared by a load",
             "inflight_update": self.parity.inflight_update,  # done by this class
             "echoed": [each.name for each in SETTINGS if each.echoed(self)] + ["inflight_update"],

@@ -49,7 +49,7 @@ from vllm import LLM, RequestOutput, SamplingParams  # noqa: E402, it reads the 
 class Options:
     """The defaults are the toy job. The first three are fixes: off is vLLM's default."""
     processed_logprobs: bool = True  # semantics: log-probabilities after the temperature
-    explicit_runtime: bool = True  # inference path: no stale cache, late token or hidden default
+    uncached_runtime: bool = True  # inference path: no stale cache, late token or hidden default
     fp32_head: bool = True  # numerics: the engine's last projection in fp32, as the trainer's is
     two_policy: bool = False  # the ratio is pi / behavior, in place of pi / old
     model: str = "runs/page/model"  # folder of a Hugging Face causal language model
@@ -73,7 +73,7 @@ class Options:
 
     def check(self, longest_prompt: int, num_training: int) -> None:
         """Refuse what cannot work, and name the switches that cannot show with these options."""
-        raw, cached = not self.processed_logprobs, not self.explicit_runtime
+        raw, cached = not self.processed_logprobs, not self.uncached_runtime
         rows, all_fixes = self.num_prompts * self.group_size, self.fp32_head and not raw | cached
         alone = all_fixes and not self.two_policy  # which has the same weight in its ratio
         assert alone or not self.tis_cap, "tis_cap needs all fixes to be on, and two_policy off"
@@ -140,9 +140,9 @@ def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tens
 def start_engine(options: Options, max_model_len: int) -> LLM:
     return LLM(
         logprobs_mode="processed_logprobs" if options.processed_logprobs else "raw_logprobs",
-        enable_prefix_caching=not options.explicit_runtime,  # outlives a load, not a GPU's sleep
-        async_scheduling=not options.explicit_runtime,  # returns each token one step late
-        generation_config="vllm" if options.explicit_runtime else "auto",  # auto: the model's
+        enable_prefix_caching=not options.uncached_runtime,  # outlives a load, not a GPU's sleep
+        async_scheduling=not options.uncached_runtime,  # returns each token one step late
+        generation_config="vllm" if options.uncached_runtime else "auto",  # auto: the model's
         hf_overrides={"head_dtype": "float32" if options.fp32_head else "model"},
         model=options.model, dtype=options.dtype, block_size=options.block_size,
         skip_tokenizer_init=True,  # token ids in, token ids out

@@ -26,8 +26,8 @@ MAX_LOG_WEIGHT = 20.0
 
 
 # ---------------------------------------------------------------------------------- advantages
-class Measured(NamedTuple):
-    """What is known of a batch before its update, (B, T) each: for advantages that need it."""
+class Policies(NamedTuple):
+    """A batch's log-probabilities before its update, (B, T) each: for advantages that need them."""
 
     mask: Tensor
     old_logprobs: Tensor
@@ -44,11 +44,11 @@ def centre(scores: Tensor, group_size: int) -> Tensor:
 
 
 def group_advantages(
-    scores: Tensor, group_size: int, measured: Measured, divide_by_std: bool = True
+    scores: Tensor, group_size: int, policies: Policies, divide_by_std: bool = True
 ) -> Tensor:
     """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division.
 
-    It is exactly 0 for equal scores. `measured` is for other rows of OBJECTIVES.
+    It is exactly 0 for equal scores. `policies` is for other rows of OBJECTIVES.
 
     Shapes: scores (B,) in float64, B = P * group_size, group-major -> (B, 1) in float32.
     Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025,
@@ -73,21 +73,24 @@ class TokenLoss(NamedTuple):
 
 
 def grpo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+    logprobs: Tensor, denominator: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> TokenLoss:
     """GRPO: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, r = pi / pi_old.
+
+    `denominator` has the log-probabilities of pi_old: the trainer's own before the update or, with
+    two policies, the engine's.
 
     Shapes: log-probabilities and mask (B, T), advantages (B, 1) or (B, T) -> (B, T).
     Source: PPO, Schulman et al. 2017, arXiv 1707.06347, as used by GRPO, arXiv 2402.03300; two
     bounds as in DAPO, Yu et al. 2025, arXiv 2503.14476. verl clips a second time where A < 0: the
     loss is at most -3 A ("dual clip").
     """
-    ratio = torch.exp((logprobs - old_logprobs) * mask)
-    return _clipped(ratio, advantages, *clip)
+    log_ratio = (logprobs - denominator) * mask
+    return _clipped(torch.exp(log_ratio), advantages, *clip)
 
 
 def gspo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+    logprobs: Tensor, denominator: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> TokenLoss:
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token.
 
@@ -98,12 +101,12 @@ def gspo(
     tokens.
     """
     length = mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
-    log_ratio = ((logprobs - old_logprobs) * mask).sum(dim=1, keepdim=True) / length  # (B, 1)
+    log_ratio = ((logprobs - denominator) * mask).sum(dim=1, keepdim=True) / length  # (B, 1)
     return _clipped(torch.exp(log_ratio).expand_as(mask), advantages, *clip)
 
 
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
+    logprobs: Tensor, denominator: Tensor, advantages: Tensor, mask: Tensor, clip: Clip
 ) -> TokenLoss:
     """CISPO: -sg(min(r, clip_high)) A logprobs per token: no token loses its gradient.
 
@@ -112,7 +115,7 @@ def cispo(
     counts A < 0 too; TRL's clip rate counts A > 0 only.
     """
     _, cap = clip
-    ratio = torch.exp((logprobs - old_logprobs) * mask).detach()
+    ratio = torch.exp((logprobs - denominator) * mask).detach()
     loss = -ratio.clamp(max=cap) * advantages * logprobs * mask
     return TokenLoss(loss, (ratio > cap) & (advantages != 0))
 
@@ -132,18 +135,19 @@ Normalizer = Literal["token", "sequence", "constant"]
 class Objective(NamedTuple):
     """A row of OBJECTIVES.
 
-    `surrogate(logprobs, old_logprobs, advantages, mask, clip)` returns a TokenLoss for one
-    micro-batch. Its `old_logprobs` are the denominator of the ratio: the trainer's own before the
-    update, or the engine's. Its `mask` leaves rejected tokens out. `advantages(scores, group_size,
-    measured)` maps (B,) to (B, 1), or to (B, T) for an advantage per token. `clip` has the papers'
-    usual bounds, unless the user gives others.
+    `surrogate(logprobs, denominator, advantages, mask, clip)` returns a TokenLoss for one
+    micro-batch. Its `mask` leaves rejected tokens out. `advantages(scores, group_size, policies)`
+    maps (B,) to (B, 1), or to (B, T) for an advantage per token. `clip` has the papers' usual
+    bounds, unless the user gives others. `old_policy` is the form that it needs, if it is another
+    algorithm in the other one: a value of --old-policy.
     """
 
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]
     normalizer: Normalizer = "token"
-    advantages: Callable[[Tensor, int, Measured], Tensor] = group_advantages
+    advantages: Callable[[Tensor, int, Policies], Tensor] = group_advantages
     clip: Clip = (0.2, 0.2)
-    needs_reference: bool = False  # whether its advantages use `measured.ref_logprobs`
+    needs_reference: bool = False  # whether its advantages use `policies.ref_logprobs`
+    old_policy: Literal["recompute", "rollout"] | None = None
 
 
 OBJECTIVES: dict[str, Objective] = {

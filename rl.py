@@ -15,16 +15,19 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from config import GrpoConfig
-from models import load_model, save_model
+from models import load_model
 from objectives import OBJECTIVES, correct, correction_metrics, loss_weights, weighted_loss
 from rollouts import Rollout
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
+TokenMetrics = Callable[["Policy", "Batch"], dict[str, Tensor]]  # (B, T) by name
+Minibatches = list[list[Tensor]]  # by optimizer step and micro-batch: rows
 
 
 # ---------------------------------------------------------------------------------- batch
@@ -50,7 +53,7 @@ class Batch:
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
     correction: Tensor | None = None  # of the surrogate: importance weights, 0 on rejected tokens
 
-    def rows(self, rows: Tensor) -> "Batch":
+    def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
         longest = int(self.lengths[rows].max())
         index = rows.numpy()  # `rollouts` is numpy's: a tensor of one element would give an item
@@ -62,17 +65,17 @@ class Batch:
 
         return Batch(**{each.name: part(getattr(self, each.name)) for each in fields(self)})
 
-    def cut(
+    def minibatches(
         self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int
-    ) -> list[list[Tensor]]:
+    ) -> "Minibatches":
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
         is longer. Rows without a signal, (B,) bool, share none with the others, because `update`
         skips the backward of a micro-batch whose advantages are all 0. Rows of similar length share
         a micro-batch, so that there is little padding. The longest rows come first: a batch that
-        does not fit into memory fails at once. All passes over a batch use the same cut, so that in
-        16 bits the ratio starts at exactly 1.
+        does not fit into memory fails at once. All passes over a batch use the same, so that in 16
+        bits the ratio starts at exactly 1.
         """
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
@@ -86,8 +89,8 @@ class Batch:
                     start += count
         return minibatches
 
-    def only(self, keep: list[bool]) -> "Batch":
-        """The batch with the other rows masked out.
+    def mask_rows(self, keep: list[bool]) -> "Batch":
+        """The batch without the loss of the rows that are not to `keep`.
 
         They have no loss but count in the B of `loss_weights`.
         """
@@ -178,6 +181,7 @@ class Projection:
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
+    row_multiple: int = 1  # of each product; see extras/shared_engine.py
 
     def parts(self, count: int) -> list[slice]:
         """The chunks of `count` rows; one that is empty if there are none."""
@@ -191,7 +195,10 @@ class Projection:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | float]:
         """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number."""
-        logits = product(hidden, weight.T, self.dtype)
+        count = len(hidden)
+        if count % self.row_multiple:
+            hidden = pad(hidden, (0, 0, 0, -count % self.row_multiple))
+        logits = product(hidden, weight.T, self.dtype)[:count]
         if bias is not None:
             logits = logits + bias.to(self.dtype)
         logits = logits.float()
@@ -253,8 +260,11 @@ def at_targets(values: Tensor, targets: Tensor) -> Tensor:
     return values.gather(-1, targets[:, None])[:, 0]
 
 
-class Vocabulary:
-    """What the softmax of a token is over: the vocabulary. extras/masks.py has another form."""
+class Support:
+    """What the softmax of a token is over: the vocabulary.
+
+    extras/sampling_mask.py has another one.
+    """
 
     def restriction(self, batch: Batch, response: Tensor) -> Restriction:
         assert batch.rollouts is None or not any(each.kept for each in batch.rollouts), "kept sets"
@@ -265,10 +275,31 @@ class Vocabulary:
         return {}
 
 
+VOCABULARY = Support()
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The distribution whose log-probabilities the trainer computes."""
+
+    temperature: float = 1.0
+    fp32_head: bool = True  # else the projection is in the model's dtype
+    support: Support = VOCABULARY
+
+
 # ---------------------------------------------------------------------------------- body
 def plain_body(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     """Hidden states of the response tokens, each row computed whole: (B, T) bool -> (N, H)."""
     return policy.hidden(batch.inputs)[response]
+
+
+def distinct_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Prompts, padded with -1 on the left, and which of them each row has: (P, S), (B,)."""
+    starts = batch.prompt_lengths.to(batch.inputs.device)[:, None]  # (B, 1)
+    columns = torch.arange(-int(starts.max()), 0, device=batch.inputs.device)
+    before = starts + columns  # (B, S), the prompts' columns, < 0 for padding
+    prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
+    return prompts.unique(dim=0, return_inverse=True)
 
 
 def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
@@ -276,17 +307,13 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
 
     Prompts are padded on the left, so that all P end in one column. Gradients are included.
     """
-    device, lengths = policy.device, batch.prompt_lengths
-    last = batch.inputs.shape[1] - 1
-    starts = lengths.to(device)[:, None]  # (B, 1), where the responses begin
-    # (B, S), the prompts' columns, < 0 for padding
-    before = starts + torch.arange(-int(lengths.max()), 0, device=device)
-    # (B, R), the responses' columns
-    after = starts + torch.arange(int((batch.lengths - lengths).max()), device=device)
-    prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
-    prompts, rows = prompts.unique(dim=0, return_inverse=True)  # (P, S), (B,)
+    prompts, rows = distinct_prompts(batch)  # (P, S), (B,)
     if len(prompts) == len(rows):
         return plain_body(policy, batch, response)  # nothing to share
+    last = batch.inputs.shape[1] - 1
+    starts = batch.prompt_lengths.to(policy.device)[:, None]  # (B, 1), where the responses begin
+    longest = int((batch.lengths - batch.prompt_lengths).max())
+    after = starts + torch.arange(longest, device=policy.device)  # (B, R), the responses' columns
 
     def states(ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         """Last hidden states of `ids` after what is in the cache; `real` is false at padding."""
@@ -308,7 +335,7 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     return hidden[response.gather(1, scored.clamp(max=last)) & (scored <= last)]
 
 
-def usual_body(model: torch.nn.Module) -> Body:
+def default_body(model: torch.nn.Module) -> Body:
     """`prompts_once`, or `plain_body` where the model's layers do not allow it.
 
     A recurrent state would see the padding, transformers' cache keeps all keys of a window of 1,
@@ -323,30 +350,42 @@ def usual_body(model: torch.nn.Module) -> Body:
 
 
 # ---------------------------------------------------------------------------------- policy
+Send = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # tensors by checkpoint name
+
+
+def as_it_is(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The default of `Policy.send`."""
+    return weights
+
+
 class Policy:
     """A Hugging Face causal language model whose final projection (the head) is computed here.
 
     transformers computes the body. The head is computed in fp32 (without `fp32_head` in the model's
     dtype), on response positions only and in chunks, so that a (B, T, V) tensor never exists.
 
-    Three parts can be given: the `body` (extras/shared_engine.py calls vLLM's attention kernel),
-    the `support` of the softmax (extras/masks.py restricts it), the class of the `projection`.
+    What options change is given: the `scoring`; the `body` (extras/shared_engine.py calls vLLM's
+    attention kernel), and the `free_body`, whose choices are the trainer's own; what the engine
+    gets of the weights (`send`: extras/lora.py merges adapters); functions of policy and batch for
+    more `token_metrics`.
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that
     does more after the head than soft-capping and scaling). `check=False` skips that.
     """
 
     def __init__(
-        self, model: torch.nn.Module, fp32_head: bool = True, *, body: Body | None = None,
-        support: Vocabulary | None = None, projection: type[Projection] = Projection,
-        chunk_elements: int | None = None, check: bool = True,
+        self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body | None = None,
+        free_body: Body | None = None, send: Send | None = None, row_multiple: int = 1,
+        token_metrics: tuple[TokenMetrics, ...] = (), chunk_elements: int | None = None,
+        check: bool = True,
     ):
         self.model = model.eval()  # no dropout
-        self.fp32_head = fp32_head
-        self.own_body = usual_body(model)
-        self.body = body or self.own_body
-        self.support = support or Vocabulary()
-        self.projection_class = projection
+        self.scoring = scoring or Scoring()
+        self.body = body or default_body(model)
+        self.free_body = free_body or self.body
+        self.send = send or as_it_is
+        self.row_multiple = row_multiple
+        self.further_metrics = token_metrics
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, and so the trainer's body too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
@@ -368,13 +407,14 @@ class Policy:
     @classmethod
     def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True) -> "Policy":
         """From a folder or a hub name. Raises: ValueError, as `models.load_model`."""
-        return cls(load_model(path, dtype).to(device), fp32_head)
+        return cls(load_model(path, dtype).to(device), Scoring(fp32_head=fp32_head))
 
-    def but(self, **parts: Any) -> "Policy":
-        """A plain policy of the same model with another body, support or projection."""
-        own = dict(body=self.body, support=self.support, projection=self.projection_class,
+    def changed(self, **parts: Any) -> "Policy":
+        """A policy of the same model with other parts."""
+        own = dict(scoring=self.scoring, body=self.body, free_body=self.free_body, send=self.send,
+                   row_multiple=self.row_multiple, token_metrics=self.further_metrics,
                    chunk_elements=self.chunk_elements)
-        return Policy(self.model, self.fp32_head, **own | parts, check=False)
+        return Policy(self.model, **own | parts, check=False)
 
     @property
     def device(self) -> torch.device:
@@ -385,83 +425,93 @@ class Policy:
         return {
             "attention": self.model.config._attn_implementation,
             "body": self.body.__name__,
+            "engine_gets": self.send.__name__,
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self._head_dtype).removeprefix("torch."),
             "gradient_checkpointing": self.model.is_gradient_checkpointing,
         }
 
     # ------------------------------------------------------------------- log-probabilities
-    def logprobs(self, batch: Batch, temperature: float) -> Tensor:
-        """log softmax(logits / temperature)[target], 0 outside `batch.mask`: (B, T), nats.
+    def logprobs(self, batch: Batch) -> Tensor:
+        """log softmax(logits / temperature)[target] of `scoring`, 0 outside `batch.mask`: (B, T).
 
-        The softmax is over the vocabulary, or over what `support` leaves of it.
+        Units: nats.
         """
         response = batch.mask > 0  # (B, T), N of them true
         hidden = self.body(self, batch, response)  # (N, H)
-        targets = batch.targets[response]  # (N,)
-        restrict = self.support.restriction(batch, response)
-        logprobs = TargetLogprobs.apply(hidden, self.head.weight, self.head_bias, targets, restrict,
-                                        self.projection(temperature))
+        restrict = self.scoring.support.restriction(batch, response)
+        logprobs = TargetLogprobs.apply(
+            hidden, self.head.weight, self.head_bias, batch.targets[response], restrict,
+            self._projection())
         return torch.zeros_like(batch.mask).masked_scatter(response, logprobs)
 
-    @torch.no_grad()
-    def measure(self, batch: Batch, temperature: float) -> dict[str, Tensor]:
+    def token_metrics(self, batch: Batch) -> dict[str, Tensor]:
         """`logprobs`, and of the same distribution `entropy`, -sum p log p: (B, T) by name, nats.
 
-        Further metrics come from `support`. All are 0 outside `batch.mask`.
+        Further metrics come from the support and from those that were given. All are 0 outside
+        `batch.mask`.
         """
-        response = batch.mask > 0  # (B, T), N of them true
-        hidden = self.body(self, batch, response)  # (N, H)
-        targets = batch.targets[response]  # (N,)
-        restrict = self.support.restriction(batch, response)
-        head = self.projection(temperature)
-        weight = head.cast(self.head.weight)
-        measured = []
-        for part in head.parts(len(hidden)):
-            logits, _ = head.logits(hidden[part], weight, self.head_bias)  # (n, V)
-            further = self.support.measure(logits, targets[part])  # `restrict` writes in place
+        response = batch.mask > 0  # (B, T)
+        restrict = self.scoring.support.restriction(batch, response)
+
+        def measure(logits: Tensor, targets: Tensor, part: slice) -> dict[str, Tensor]:
+            further = self.scoring.support.measure(logits, targets)  # `restrict` writes in place
             all_logprobs = restrict(logits, part).log_softmax(dim=-1)  # (n, V)
-            logprobs = at_targets(all_logprobs, targets[part])
+            logprobs = at_targets(all_logprobs, targets)
             entropy = torch.special.entr(all_logprobs.exp_()).sum(dim=-1)
-            measured.append({"logprobs": logprobs, "entropy": entropy} | further)
-        zeros = torch.zeros_like(batch.mask)
-        flat = {name: torch.cat([each[name] for each in measured]) for name in measured[0]}  # (N,)
-        return {name: zeros.masked_scatter(response, values) for name, values in flat.items()}
+            return {"logprobs": logprobs, "entropy": entropy} | further
+
+        found = self._by_chunk(batch, self.body, self._projection(), measure)
+        for further in self.further_metrics:
+            found |= further(self, batch)
+        return found
+
+    def agreement(self, batch: Batch) -> dict[str, Tensor]:
+        """`agrees`: 1.0 where the target is a likeliest token, 0 outside `batch.mask`: (B, T)."""
+
+        def measure(logits: Tensor, targets: Tensor, part: slice) -> dict[str, Tensor]:
+            agrees = at_targets(logits, targets) == logits.amax(dim=-1)
+            return {"agrees": agrees.float()}
+
+        return self._by_chunk(batch, self.free_body, self._projection(temperature=1.0), measure)
 
     @torch.no_grad()
-    def agrees(self, batch: Batch) -> Tensor:
-        """1.0 where the target is the likeliest token, or one of the likeliest: (B, T).
-
-        It is 0 outside `batch.mask`.
-        """
+    def _by_chunk(
+        self, batch: Batch, body: Body, head: Projection, measure: Callable[..., dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """`measure` of (n, V) logits, (n,) targets and their place, for all tokens: (B, T)."""
         response = batch.mask > 0  # (B, T), N of them true
-        hidden = self.body(self, batch, response)  # (N, H)
-        targets = batch.targets[response]  # (N,)
-        head = self.projection(temperature=1.0)
+        hidden, targets = body(self, batch, response), batch.targets[response]  # (N, H), (N,)
         weight = head.cast(self.head.weight)
-        agreed = []
+        chunks = []
         for part in head.parts(len(hidden)):
             logits, _ = head.logits(hidden[part], weight, self.head_bias)  # (n, V)
-            agreed.append(at_targets(logits, targets[part]) == logits.amax(dim=-1))
-        return torch.zeros_like(batch.mask).masked_scatter(response, torch.cat(agreed).float())
+            chunks.append(measure(logits, targets[part], part))
+        zeros = torch.zeros_like(batch.mask)
+        flat = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}  # (N,)
+        return {name: zeros.masked_scatter(response, values) for name, values in flat.items()}
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
         return self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
 
-    def projection(self, temperature: float, head_dtype: torch.dtype | None = None) -> Projection:
+    def _projection(
+        self, temperature: float | None = None, head_dtype: torch.dtype | None = None
+    ) -> Projection:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
-        dtype = head_dtype or self._head_dtype
         # The only line where the trainer takes a temperature; `Projection.logits` divides by it.
-        return self.projection_class(dtype, rows, self.scale, self.softcap, temperature)
+        temperature = temperature or self.scoring.temperature
+        return Projection(head_dtype or self._head_dtype, rows, self.scale, self.softcap,
+                          temperature, self.row_multiple)
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head's dtype can be given."""
-        return self.projection(1.0, head_dtype).logits(hidden, self.head.weight, self.head_bias)[0]
+        head = self._projection(1.0, head_dtype)
+        return head.logits(hidden, self.head.weight, self.head_bias)[0]
 
     @property
     def _head_dtype(self) -> torch.dtype:
-        return torch.float32 if self.fp32_head else self.head.weight.dtype
+        return torch.float32 if self.scoring.fp32_head else self.head.weight.dtype
 
     @torch.no_grad()
     def response_logprobs(
@@ -469,28 +519,33 @@ class Policy:
     ) -> list[list[float]]:
         """Log-probabilities at temperature 1 of all tokens after the prompt; of one length."""
         found = []
+        at_1 = self.changed(scoring=replace(self.scoring, temperature=1.0))
         for ids in sequences:  # one at a time: the KV cache takes memory now
             response = ids[prompt_length:]
             rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
-            logprobs = self.logprobs(make_batch([rollout], self.device), temperature=1.0)
+            logprobs = at_1.logprobs(make_batch([rollout], self.device))
             found.append(logprobs[0, prompt_length - 1 :].tolist())
         return found
 
     # ------------------------------------------------------------------------------ weights
-    def weights(self) -> dict[str, Tensor]:
-        """Every tensor by its checkpoint name, a tied head under its own name too.
+    def weights(self) -> Mapping[str, Tensor]:
+        """What the engine gets: every tensor by its checkpoint name, a tied head under its own too.
 
         They are views of the live weights, except that the gate and up projections of experts are
-        copies, because transformers keeps both in one tensor.
+        copies, because transformers keeps both in one tensor, and what `send` changes.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        return revert_weight_conversion(self.model, dict(self.model.state_dict()))
+        return self.send(revert_weight_conversion(self.model, dict(self.model.state_dict())))
+
+    def trained(self) -> dict[str, Tensor]:
+        """Every trained parameter by its name."""
+        return {name: each.detach() for name, each in self.model.named_parameters()
+                if each.requires_grad}
 
     def copied_weights(self) -> dict[str, Tensor]:
         """A copy of every trained parameter by its name."""
-        return {name: each.detach().clone() for name, each in self.model.named_parameters()
-                if each.requires_grad}
+        return {name: each.clone() for name, each in self.trained().items()}
 
     @contextmanager
     def using(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -504,14 +559,6 @@ class Policy:
         finally:
             for name, tensor in own.items():
                 parameters[name].data = tensor
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model."""
-        return self.model.state_dict()
-
-    def save(self, run: Any) -> None:
-        """The model as a Hugging Face folder, `policy` in that of the run (run.Run)."""
-        save_model(self.model, run.tokenizer, run.sampling, run.out / "policy")
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -572,7 +619,7 @@ class Optimizer:
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip).item()
         can_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
         if not math.isfinite(norm) and not can_overflow:
-            raise FloatingPointError(f"the gradient's norm is {norm}")
+            raise FloatingPointError(f"the gradient's norm is {norm}, the learning rate {lr:.2g}")
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.scaler.step(self.adamw)  # the scaler skips the step after an overflow
@@ -613,44 +660,32 @@ def _accumulate(master: Tensor, parameter: Tensor) -> None:
 
 
 # ---------------------------------------------------------------------------------- update
-Cut = list[list[Tensor]]  # by minibatch and micro-batch: rows, as `Batch.cut` returns them
-
-
 @torch.no_grad()
-def frozen_logprobs(policy: Policy, batch: Batch, cut: Cut, temperature: float) -> Tensor:
-    """`policy.logprobs` of the whole batch, in the micro-batches of `update`: (B, T)."""
-    collected = _in_micro_batches(
-        lambda micro: {"logprobs": policy.logprobs(micro, temperature)}, batch, cut)
-    return collected["logprobs"]
-
-
-def frozen_measures(
-    policy: Policy, batch: Batch, cut: Cut, temperature: float
+def in_micro_batches(
+    values_of: Callable[[Batch], dict[str, Tensor]], batch: Batch, minibatches: Minibatches
 ) -> dict[str, Tensor]:
-    """`policy.measure` of the whole batch, in the micro-batches of `update`: (B, T) by name."""
-    return _in_micro_batches(lambda micro: policy.measure(micro, temperature), batch, cut)
-
-
-def frozen_agreement(policy: Policy, batch: Batch, cut: Cut) -> Tensor:
-    """`policy.agrees` of the whole batch, in the micro-batches of the cut: (B, T)."""
-    return _in_micro_batches(lambda micro: {"agrees": policy.agrees(micro)}, batch, cut)["agrees"]
-
-
-def _in_micro_batches(
-    values_of: Callable[[Batch], dict[str, Tensor]], batch: Batch, cut: Cut
-) -> dict[str, Tensor]:
+    """A function of each micro-batch, such as `policy.token_metrics`, for the batch: (B, T)."""
     collected: dict[str, Tensor] = {}
-    for rows in chain(*cut):
-        for name, values in values_of(batch.rows(rows)).items():
+    for rows in chain(*minibatches):
+        for name, values in values_of(batch.select(rows)).items():
             whole = collected.setdefault(name, torch.zeros_like(batch.mask))
             whole[rows, : values.shape[1]] = values
     return collected
 
 
+def frozen_logprobs(policy: Policy, batch: Batch, minibatches: Minibatches) -> Tensor:
+    """`policy.logprobs` of the whole batch, in the micro-batches of `update`: (B, T)."""
+    def logprobs(micro: Batch) -> dict[str, Tensor]:
+        return {"logprobs": policy.logprobs(micro)}
+
+    return in_micro_batches(logprobs, batch, minibatches)["logprobs"]
+
+
 def update(
-    policy: Policy, optimizer: Optimizer, batch: Batch, cut: Cut, grpo: GrpoConfig, lr: float
+    policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches, grpo: GrpoConfig,
+    lr: float,
 ) -> dict[str, Any]:
-    """One pass over the batch: an optimizer step for each minibatch of the cut.
+    """One pass over the batch: an optimizer step for each minibatch.
 
     The losses of micro-batches simply add up. A minibatch without signal (all its groups are flat,
     masked or rejected, and there is no KL term) takes no step and counts in `skipped_updates`:
@@ -668,7 +703,7 @@ def update(
     kept = batch.mask * ~correction.rejected  # (B, T)
     counted = kept if grpo.rejection.mean == "kept" else batch.mask  # (B, T)
     with optimizer.on_device():
-        for micro_batches in cut:
+        for micro_batches in minibatches:
             rows = torch.cat(micro_batches)
             mask = counted[rows]  # (rows, T)
             has_signal = (kept[rows] * batch.advantages[rows]).any()
@@ -678,12 +713,12 @@ def update(
             loss = 0.0
             parts = weights.split([len(each) for each in micro_batches])
             for micro_rows, part in zip(micro_batches, parts, strict=True):
-                micro = batch.rows(micro_rows)
+                micro = batch.select(micro_rows)
                 micro_loss, terms = _backward(policy, optimizer, micro, part, grpo)
                 loss += micro_loss
                 sums = {name: sums.get(name, 0.0) + term for name, term in terms.items()}
             if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss}")
+                raise FloatingPointError(f"the loss is {loss}, the learning rate {lr:.2g}")
             losses.append(loss)
             norms.append(optimizer.step(lr, grpo.grad_clip))
     finite = [norm for norm in norms if math.isfinite(norm)]
@@ -695,7 +730,7 @@ def update(
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite),
         "overflowed_updates": len(norms) - len(finite),
-        "skipped_updates": len(cut) - len(norms),
+        "skipped_updates": len(minibatches) - len(norms),
     }
 
 
@@ -706,7 +741,7 @@ def _backward(
     # Without an advantage and a KL term the gradient is exactly 0: only the diagnostics are needed.
     has_gradient = bool(grpo.kl_coef or (micro.advantages != 0).any())
     with torch.set_grad_enabled(has_gradient):
-        logprobs = policy.logprobs(micro, grpo.temperature)  # (rows, T)
+        logprobs = policy.logprobs(micro)  # (rows, T)
         three_policies = grpo.old_policy == "recompute"
         denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
         kept = micro.mask * (micro.correction > 0)  # a sequence ratio has no rejected tokens

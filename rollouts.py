@@ -9,7 +9,8 @@ from typing import Any
 import numpy
 import torch
 
-from tasks import Problem
+from config import LARGEST, MANY, SMALLEST, check_mask, within
+from tasks import Problem, Task
 
 
 @dataclass(frozen=True)
@@ -32,25 +33,12 @@ class Sampling:
     max_kept: int = 0  # Return the ids that the mask kept, at most so many a token; 0: none.
 
     def __post_init__(self):
-        for name, rule, holds in (
-            ("temperature", "0 (greedy) or at least 0.01 (vLLM's smallest) and finite",
-             self.temperature == 0 or 0.01 <= self.temperature < math.inf),
-            ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
-            ("top_k", "a whole number, at least 0 (0 is off)",
-             isinstance(self.top_k, int) and self.top_k >= 0),
-            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
-            ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
-            ("repetition_penalty", "positive and finite", 0 < self.repetition_penalty < math.inf),
-            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
-            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
-        ):
-            if not holds:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether top-k, top-p or min-p can cut a token off."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        check_mask(self)
+        within(self, 1, MANY, "max_new_tokens")
+        within(self, SMALLEST, LARGEST, "repetition_penalty")
+        within(self, -LARGEST, LARGEST, "presence_penalty", "frequency_penalty")
+        if self.temperature:
+            within(self, 0.01, LARGEST, "temperature")  # less is too little for vLLM
 
 
 @dataclass
@@ -116,15 +104,19 @@ def reseed(*stream: int | str) -> None:
 
 # ------------------------------------------------------------------- where rollouts come from
 class Synchronous:
-    """Where rollouts come from: P problems a step, all responses sampled to their end.
+    """A source of rollouts: P problems a step, all responses sampled to their end.
 
-    A source may score its rollouts (`tasks.score_rollouts`); those without a reward are scored
-    while the engine sleeps.
+    Training and evaluation both call `answer`. A source may score its rollouts (`Task.score`);
+    those without a reward are scored while the engine sleeps. `engine` is an engine_adapter.Engine.
     """
 
-    def __init__(self, run: Any, engine: Any):
-        self.run, self.engine = run, engine
-        self.rng = random.Random(run.config.run.seed)
+    def __init__(
+        self, engine: Any, task: Task, sampling: Sampling, num_prompts: int, group_size: int,
+        seed: int,
+    ):
+        self.engine, self.task, self.sampling = engine, task, sampling
+        self.num_prompts, self.group_size, self.seed = num_prompts, group_size, seed
+        self.rng = random.Random(seed)
 
     def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
         """P problems and B = P * G rollouts, group-major."""
@@ -133,15 +125,14 @@ class Synchronous:
     def draw(self, *stream: int | str) -> tuple[list[Problem], list[Rollout]]:
         """As `next`; each `stream`, such as ("train", step, round), has random samples of its own.
         """
-        grpo = self.run.config.grpo
-        problems = self.run.task.sample(self.rng, grpo.num_prompts)
-        reseed(self.run.config.run.seed, *stream)
-        return problems, self.answer(problems, grpo.group_size, self.run.sampling)
+        problems = self.task.sample(self.rng, self.num_prompts)
+        reseed(self.seed, *stream)
+        return problems, self.answer(problems, self.group_size, self.sampling)
 
     def answer(
         self, problems: list[Problem], num_samples: int, sampling: Sampling
     ) -> list[Rollout]:
-        """`num_samples` responses to each problem; the evaluation calls it too."""
+        """`num_samples` responses to each problem, group-major."""
         return self.engine.generate([each.prompt_ids for each in problems], num_samples, sampling)
 
     def after_update(self) -> dict[str, int]:

@@ -12,11 +12,20 @@ from typing import Any
 import torch
 
 import records
-from config import BUILT_IN, Config
+from config import BUILT_IN, Config, has_sampling_mask
 from engine_adapter import Engine, check_vllm_version
-from models import describe_model, load_model, local_folder
+from models import describe_model, load_model, local_folder, save_model
 from objectives import OBJECTIVES
-from rl import Batch, Cut, Optimizer, Policy, frozen_logprobs
+from rl import (
+    VOCABULARY,
+    Batch,
+    Minibatches,
+    Optimizer,
+    Policy,
+    Scoring,
+    default_body,
+    frozen_logprobs,
+)
 from rollouts import Sampling, Synchronous
 from tasks import Task, encode, fitting, load_task
 
@@ -29,7 +38,6 @@ class Run:
     out: Path
     model_path: str
     task: Task
-    tokenizer: Any
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
@@ -45,7 +53,7 @@ class Run:
 
 @dataclass
 class TrainingState:
-    """What changes from step to step."""
+    """What changes from step to step, and what options add to a step."""
 
     policy: Policy
     reference: dict[str, torch.Tensor] | None  # the first policy's weights by name, for a KL term
@@ -53,36 +61,86 @@ class TrainingState:
     engine: Engine
     source: Synchronous  # or extras.inflight.GroupsInFlight
     trainer_alone: Synchronous | None = None  # answers with the trainer's own modules
-    observers: list[Callable[[Any], dict[str, Any]]] = field(default_factory=list)  # of a Step
-    watchers: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)  # of a row
+    # Of batch and metrics between measurement and update: returns further metrics. A `lr_factor`
+    # among them is multiplied into the step's learning rate.
+    before_update: list[Callable[[Batch, dict[str, Any]], dict[str, Any]]] = field(
+        default_factory=list)
+    # Of a train.Step at its end: returns further metrics.
+    observers: list[Callable[[Any], dict[str, Any]]] = field(default_factory=list)
+    tensorboard: Callable[[dict[str, Any]], None] | None = None  # of a row of metrics.jsonl
 
-    def add_reference(self, batch: Batch, cut: Cut, temperature: float) -> Batch:
+    def add_reference(self, batch: Batch, minibatches: Minibatches) -> Batch:
         """The batch with `ref_logprobs`, if there is a reference."""
         if self.reference is None:
             return batch
         # The same arithmetic for both sides of the divergence.
         with self.policy.using(self.reference):
-            ref_logprobs = frozen_logprobs(self.policy, batch, cut, temperature)
+            ref_logprobs = frozen_logprobs(self.policy, batch, minibatches)
         return replace(batch, ref_logprobs=ref_logprobs)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(),
+        return {"policy": self.policy.trained(), "optimizer": self.optimizer.state_dict(),
                 "source": self.source.state_dict()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        model, saved = self.policy.model, state["policy"]
-        assert saved.keys() == self.policy.state_dict().keys(), "tensors of the checkpoint"
-        model.load_state_dict(model.state_dict() | saved)  # frozen tensors are not saved
+        trained, saved = self.policy.trained(), state["policy"]
+        assert saved.keys() == trained.keys(), "tensors of the checkpoint"
+        for name, tensor in trained.items():
+            tensor.copy_(saved[name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.source.load_state_dict(state["source"])
 
 
-# ---------------------------------------------------------------------------------- set-up
+# ---------------------------------------------------------------------------------- checks
 def prepare(config: Config) -> Run:
     """Check all that can be checked without a model, then teach the toy if it is asked for.
 
     Raises: ValueError.
     """
+    check_machine(config)
+    earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
+    task = find_task(config)
+    if task.num_repeated:
+        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
+    path = local_folder(config.run.model)
+    if path == "toy":
+        from examples.toys import describe_toy, toy_model
+
+        model_config, tokenizer, stop_token_ids = describe_toy(config.run.task)
+    else:
+        model_config, tokenizer, stop_token_ids = describe_model(path)
+    grpo, data = config.grpo, config.data
+    task = encode(tokenizer, task, data.reward_limit_s)
+    largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
+    if largest >= model_config.vocab_size:
+        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
+                         f" vocabulary of {model_config.vocab_size}")
+    num_problems = len(task.prompts)
+    context = getattr(model_config, "max_position_embeddings", None)
+    task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens,
+                   drop=data.overlong_prompts == "drop")
+    task = replace(task, reward_errors=data.reward_errors)
+    groups = grpo.num_prompts + config.backend.inflight_groups
+    if groups > len(task.train):
+        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
+                         f" there are), got {groups}")
+
+    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
+                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
+    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
+    if path == "toy":
+        path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
+    model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
+    files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
+    files[config.run.task] = task.fingerprint
+    records.keep_files(files if earlier is None else earlier, files)
+    out, dropped = Path(config.run.out).absolute(), num_problems - len(task.prompts)
+    return Run(config, out, path, task, sampling, max_model_len, dropped, files)
+
+
+def check_machine(config: Config) -> None:
+    """Raises: ValueError if an option needs another device, or a package that is not installed."""
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
@@ -94,46 +152,6 @@ def prepare(config: Config) -> Run:
                          " `pip install tensorboard`")
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
-    earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
-
-    task = find_task(config)
-    if task.num_repeated:
-        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
-    path = local_folder(config.run.model)
-    if path == "toy":
-        from examples.toys import describe_toy, toy_model
-
-        described = describe_toy(config.run.task)
-    else:
-        described = describe_model(path)
-    model_config, tokenizer, stop_token_ids = described
-    task = encode(tokenizer, task, config.data.reward_limit_s)
-    largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
-    if largest >= model_config.vocab_size:
-        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
-                         f" vocabulary of {model_config.vocab_size}")
-    num_problems, grpo, data = len(task.prompts), config.grpo, config.data
-    context = getattr(model_config, "max_position_embeddings", None)
-    task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens,
-                   drop=data.overlong_prompts == "drop")
-    longest_prompt = max(map(len, task.prompts))
-    groups = grpo.num_prompts + config.backend.inflight_groups
-    if groups > len(task.train):
-        raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
-                         f" there are), got {groups}")
-
-    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
-                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
-    max_model_len = grpo.max_new_tokens + longest_prompt
-    if path == "toy":
-        path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
-    dropped = num_problems - len(task.prompts)
-    model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
-    files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
-    files[config.run.task] = task.fingerprint
-    records.keep_files(files if earlier is None else earlier, files)
-    out = Path(config.run.out).absolute()
-    return Run(config, out, path, task, tokenizer, sampling, max_model_len, dropped, files)
 
 
 def find_task(config: Config) -> Task:
@@ -148,27 +166,6 @@ def find_task(config: Config) -> Task:
     return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
 
 
-def name_idle_switches(run: Run, block: int) -> None:
-    """Print which switches cannot change a figure of this run; `block`: tokens of a KV block."""
-    parity, grpo = run.config.parity, run.config.grpo
-    float32 = run.config.run.dtype == "float32"
-    cached = not parity.in_force("explicit_runtime", "prefix-cache")
-    waiting = run.config.backend.inflight_groups
-    for name, is_idle, why in (
-        # The last token of a prompt is always computed.
-        ("explicit_runtime: the prefix cache", cached and max(map(len, run.task.prompts)) <= block,
-         f"no prompt is longer than a block of {block} tokens; try --block-size"),
-        ("inflight_keep", not parity.inflight_keep and not waiting,
-         "no load meets an unfinished rollout; try --inflight-groups"),
-        ("fp32_head", not parity.fp32_head and float32,
-         "the model's dtype is float32; try --dtype bfloat16"),
-        ("replay_routes", grpo.replay_routes and float32 and grpo.num_minibatches == 1,
-         "in float32 no token is routed otherwise before the update; try --dtype bfloat16"),
-    ):
-        if is_idle:
-            print(f"{name} is switched WITHOUT EFFECT: {why}", flush=True)
-
-
 def is_routed(run: Run, model: Any) -> bool:
     """Whether the engine's choice of experts is recorded: of any mixture in vLLM on a CPU."""
     is_mixture = hasattr(model.config, "num_experts_per_tok") and not torch.cuda.is_available()
@@ -176,37 +173,36 @@ def is_routed(run: Run, model: Any) -> bool:
 
 
 def load_policy(run: Run) -> Policy:
-    """The policy of `--model`."""
+    """The policy of `--model`, with what the options change of it."""
     config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
-    support = None
-    make_policy = Policy
-    if config.grpo.has_mask:
-        from extras.masks import KeptTokens
+    support, parts = VOCABULARY, {}
+    if has_sampling_mask(config.grpo):
+        from extras.sampling_mask import SamplingMask
 
-        support = KeptTokens(run.sampling)
+        support = SamplingMask(run.sampling)
+    scoring = Scoring(config.grpo.temperature, config.parity.trainer_fp32_head, support)
     with records.stage(f"loading the model in {run.model_path}"):
         model = load_model(run.model_path, getattr(torch, config.run.dtype)).to(device)
         if config.lora.lora_rank:
-            from extras import lora
+            from extras.lora import add_adapters
 
-            lora.add_adapters(model, config.lora, config.run.seed)
-            make_policy = lora.AdaptedPolicy
+            parts["send"] = add_adapters(model, config.lora, config.run.seed)
         if config.grpo.gradient_checkpointing:
             from extras.checkpointing import checkpoint_layers
 
             checkpoint_layers(model)
         if is_routed(run, model):
-            from extras.routes import RoutedPolicy
+            from extras.routes import Routes
 
-            make_policy = partial(RoutedPolicy, replay=config.grpo.replay_routes)
-        return make_policy(model, config.parity.trainer_fp32_head, support=support)
+            parts |= Routes(model).parts(config.grpo.replay_routes)
+        return Policy(model, scoring, **parts)
 
 
 def start_engine(run: Run, policy: Policy) -> Engine:
     """The engine that `--engine` names, still without the policy's weights."""
     config, backend = run.config, run.config.backend
     if backend.engine == "transformers":
-        from extras.reference import engine_for
+        from extras.transformers_engine import engine_for
 
         return engine_for(run, policy)
     options = dict(
@@ -215,8 +211,8 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
         allow_untested_vllm=backend.allow_untested_vllm,
     )
-    if config.grpo.has_mask:
-        from extras.masks import collect_kept_sets
+    if has_sampling_mask(config.grpo):
+        from extras.sampling_mask import collect_kept_sets
 
         options["collect"] = collect_kept_sets
     if backend.engine == "shared":
@@ -242,10 +238,8 @@ def find_checkpoint(run: Run) -> dict[str, Any] | None:
     return found
 
 
-def build(
-    run: Run, policy: Policy, engine: Engine, checkpoint: dict[str, Any] | None
-) -> tuple[TrainingState, int]:
-    """Both sides with the same weights, fresh or from a checkpoint, and the first step."""
+def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
+    """The state before the first step, with the engine still without the policy's weights."""
     config, grpo = run.config, run.config.grpo
     if config.backend.engine == "shared":
         policy = engine.policy  # of the same model, with the body and the products of the engine
@@ -256,28 +250,49 @@ def build(
     if grpo.offload_optimizer:
         from extras.offload import OffloadedOptimizer as make_optimizer
     if config.backend.inflight_groups:
-        from extras.inflight import GroupsInFlight as make_source
+        from extras.inflight import GroupsInFlight
+
+        make_source = partial(GroupsInFlight, num_waiting=config.backend.inflight_groups,
+                              max_staleness=config.backend.max_staleness)
+    of_source = run.task, run.sampling, grpo.num_prompts, grpo.group_size, config.run.seed
+    source = make_source(engine, *of_source)
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
-    source = make_source(run, engine)
     state = TrainingState(policy, reference, optimizer, engine, source)
-    if config.measure.eval_with_trainer:
-        state.trainer_alone = trainer_alone(run, state)
+    if config.measure.eval_trainer_alone:
+        state.trainer_alone = source
+        if config.backend.engine != "transformers":  # there the trainer's modules sample anyway
+            from extras.transformers_engine import engine_for
+
+            state.trainer_alone = Synchronous(engine_for(run, policy), *of_source)
+    return state
+
+
+def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = None) -> int:
+    """Both sides get the same weights, fresh or from the checkpoint, and the run its records.
+
+    Returns the number of the first step.
+    """
+    first_step = 1
     if checkpoint:
         state.load_state_dict(checkpoint)
-    first_step = checkpoint["step"] + 1 if checkpoint else 1
+        first_step = checkpoint["step"] + 1
+    policy, engine = state.policy, state.engine
     records.cut_tables(run.out, first_step - 1 if checkpoint else -1)
     engine.load(policy.weights(), policy.response_logprobs)
     state.observers = observers(run, state)
-    state.watchers = watchers(run, first_step)
+    if run.config.measure.tensorboard:
+        from extras.tensorboard import TensorBoard
+
+        state.tensorboard = TensorBoard(run.out, first_step)
     records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
     name_idle_switches(run, engine.settings.get("block_size", 0))  # 0: transformers has no blocks
-    if config.run.resume:
+    if run.config.run.resume:
         without = "" if checkpoint else ": there was no checkpoint"
         print(f"resumed at step {first_step}{without}", flush=True)
-    return state, first_step
+    return first_step
 
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
@@ -292,15 +307,6 @@ def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
     }
 
 
-def trainer_alone(run: Run, state: TrainingState) -> Synchronous:
-    """The source of --eval-with-trainer: the run's own if the trainer's modules sample anyway."""
-    if run.config.backend.engine == "transformers":
-        return state.source
-    from extras.reference import engine_for
-
-    return Synchronous(run, engine_for(run, state.policy))
-
-
 def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, Any]]]:
     """What the options ask to be called at the end of a step; returns further metrics."""
     measure = run.config.measure
@@ -312,7 +318,10 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
     if measure.self_noise_every:
         from probe.noise import observe_self_noise
 
-        asked.append(partial(observe_self_noise, state.policy, run.config))
+        policy = state.policy
+        if run.config.backend.exact:  # vLLM's kernel has no second path
+            policy = policy.changed(body=default_body(policy.model))
+        asked.append(partial(observe_self_noise, policy, run.config))
     if measure.probe_every or measure.probe_on_alarm:
         from probe.diagnose import StepProbe
 
@@ -320,11 +329,34 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
     return asked
 
 
-def watchers(run: Run, first_step: int) -> list[Callable[[dict[str, Any]], None]]:
-    """What draws the rows of metrics.jsonl while the run goes on."""
-    found = [partial(records.draw_at_evaluation, run.out)]
-    if run.config.measure.tensorboard:
-        from extras.tensorboard import TensorBoard
+def name_idle_switches(run: Run, block: int) -> None:
+    """Print which switches cannot change a figure of this run; `block`: tokens of a KV block."""
+    parity, grpo = run.config.parity, run.config.grpo
+    float32 = run.config.run.dtype == "float32"
+    cached = not parity.in_force("uncached_runtime", "prefix-cache")
+    waiting = run.config.backend.inflight_groups
+    for name, is_idle, why in (
+        # The last token of a prompt is always computed.
+        ("uncached_runtime: the prefix cache", cached and max(map(len, run.task.prompts)) <= block,
+         f"no prompt is longer than a block of {block} tokens; try --block-size"),
+        ("inflight_keep", not parity.inflight_keep and not waiting,
+         "no load meets an unfinished rollout; try --inflight-groups"),
+        ("fp32_head", not parity.fp32_head and float32,
+         "the model's dtype is float32; try --dtype bfloat16"),
+        ("replay_routes", grpo.replay_routes and float32 and grpo.num_minibatches == 1,
+         "in float32 no token is routed otherwise before the update; try --dtype bfloat16"),
+    ):
+        if is_idle:
+            print(f"{name} is switched WITHOUT EFFECT: {why}", flush=True)
 
-        found.append(TensorBoard(run.out, first_step))
-    return found
+
+def save_policy(run: Run, policy: Policy) -> None:
+    """The model as a Hugging Face folder, `policy` in that of the run; adapters are merged into it.
+    """
+    lora = run.config.lora
+    if lora.lora_rank:
+        adapters = policy.send
+        if lora.lora_export:
+            adapters.export(run.out / "adapter", policy.trained(), run.model_path)
+        adapters.merge()
+    save_model(policy.model, run.task.tokenizer, run.sampling, run.out / "policy")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from models import reach_hub
 from records import one_line, stage
@@ -54,6 +54,8 @@ class Task:
     num_repeated: int = 0  # problems that were left out, because their question was there already
     takes_rollout: bool = False  # the reward has a third argument, the Rollout
     text: str = ""  # of a task file and the modules that it imports
+    tokenizer: Any = None  # of `encode`
+    reward_errors: Literal["stop", "count"] = "stop"  # if a reward fails
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -70,6 +72,44 @@ class Task:
     def sample(self, rng: random.Random, num_prompts: int) -> list[Problem]:
         """P different training problems; a checkpoint has the state of `rng`."""
         return rng.sample(self.train, num_prompts)
+
+    def score(self, problems: list[Problem], rollouts: Sequence[Any]) -> list[dict[str, Any]]:
+        """Give a reward to each rollout that has none, and a score where none is set: the reward.
+
+        `rollouts` are rollouts.Rollout: G of each problem, group-major. Returns a row for each, as
+        in samples.jsonl. Raises: ValueError if a reward fails, unless these are counted.
+        """
+        asked = [problem for problem in problems for _ in range(len(rollouts) // len(problems))]
+        ids = [rollout.token_ids for rollout in rollouts]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rows = []
+        for problem, rollout, text in zip(asked, rollouts, texts, strict=True):
+            if rollout.reward is None:
+                self._reward(problem, rollout, text)
+            if rollout.score is None:
+                rollout.score = rollout.reward
+            rows.append({
+                "reward": rollout.reward, "response": text, "question": problem.question,
+                "answer": problem.answer, "source": problem.source,
+                "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids),
+                "error": rollout.reward_error,
+            })
+        errors = [row["error"] for row in rows if row["error"]]
+        if errors:
+            print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
+        return rows
+
+    def _reward(self, problem: Problem, rollout: Any, text: str) -> None:
+        more = [rollout] if self.takes_rollout else []
+        try:
+            rollout.reward = self.reward(problem, text, *more)
+        except Exception as failed:
+            error = (f"{one_line(failed).removeprefix('ValueError: ')} on {problem.source},"
+                     f" question {problem.question!r:.200}, response {text!r:.200}")
+            if self.reward_errors == "stop":
+                raise ValueError(f"{error}; to go on with reward 0, --reward-errors count"
+                                 ) from None
+            rollout.reward, rollout.reward_error = 0.0, error
 
 
 def exact_match(problem: Problem, response: str) -> float:
@@ -250,7 +290,7 @@ def encode(tokenizer: Any, task: Task, limit_s: float = 10) -> Task:
         return problem._replace(prompt_ids=ids)
 
     train, held_out = map(encoded, task.train), map(encoded, task.held_out)
-    return replace(task, train=list(train), held_out=list(held_out))
+    return replace(task, train=list(train), held_out=list(held_out), tokenizer=tokenizer)
 
 
 def fitting(
@@ -282,43 +322,3 @@ def fitting(
         raise ValueError(f"{counted}, none of the {part} problems is left")
     print(f"{counted}: DROPPED", flush=True)
     return replace(task, train=train, held_out=held_out)
-
-
-# ---------------------------------------------------------------------------------- rewards
-def score_rollouts(
-    run: Any, problems: list[Problem], rollouts: Sequence[Any]
-) -> list[dict[str, Any]]:
-    """Give a reward to each rollout that has none, and a score where none is set: the reward.
-
-    Returns a row for each, as in samples.jsonl: question, response, reward, and what failed.
-    `run` is a run.Run, `rollouts` are rollouts.Rollout: G of each problem, group-major.
-    """
-    task = run.task
-    asked = [problem for problem in problems for _ in range(len(rollouts) // len(problems))]
-    ids = [rollout.token_ids for rollout in rollouts]
-    texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    rows = []
-    for problem, rollout, text in zip(asked, rollouts, texts, strict=True):
-        if rollout.reward is None:
-            more = [rollout] if task.takes_rollout else []
-            try:
-                rollout.reward = task.reward(problem, text, *more)
-            except Exception as failed:
-                error = (f"{one_line(failed).removeprefix('ValueError: ')} on {problem.source},"
-                         f" question {problem.question!r:.200}, response {text!r:.200}")
-                if run.config.data.reward_errors == "stop":
-                    raise ValueError(f"{error}; to go on with reward 0, --reward-errors count"
-                                     ) from None
-                rollout.reward, rollout.reward_error = 0.0, error
-        if rollout.score is None:
-            rollout.score = rollout.reward
-        rows.append({
-            "reward": rollout.reward, "response": text, "question": problem.question,
-            "answer": problem.answer, "source": problem.source,
-            "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids),
-            "error": rollout.reward_error,
-        })
-    errors = [row["error"] for row in rows if row["error"]]
-    if errors:
-        print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
-    return rows

@@ -4,6 +4,7 @@ One step: sample, sleep, score, update, wake, load. `train_step` is the whole al
 """
 
 import signal
+import sys
 import time
 from dataclasses import replace
 from statistics import fmean as mean
@@ -13,12 +14,22 @@ import torch
 import tyro
 
 import records
-from config import Config, GrpoConfig
-from objectives import OBJECTIVES, Measured, backend_metrics, centre, mismatch_metrics
-from rl import Batch, Policy, frozen_agreement, frozen_measures, make_batch, update
+from config import Config, GrpoConfig, refuse_old_names
+from objectives import OBJECTIVES, Policies, backend_metrics, centre, mismatch_metrics
+from rl import Batch, Policy, in_micro_batches, make_batch, update
 from rollouts import Rollout, Synchronous, reseed
-from run import Run, TrainingState, build, find_checkpoint, load_policy, prepare, start_engine
-from tasks import Problem, score_rollouts
+from run import (
+    Run,
+    TrainingState,
+    begin,
+    build,
+    find_checkpoint,
+    load_policy,
+    prepare,
+    save_policy,
+    start_engine,
+)
+from tasks import Problem
 
 
 # ---------------------------------------------------------------------------------- the loop
@@ -29,7 +40,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         log(run, state, {"step": 0} | evaluate(run, state, 0))
     started = time.perf_counter()
     for step in range(first_step, run_config.steps + 1):
-        with records.stage(f"step {step} at lr {run.config.lr_at(step):.2g}"):
+        with records.stage(f"step {step}"):
             done = train_step(run, state, step)
         for observe in state.observers:
             done.metrics.update(observe(done))
@@ -40,7 +51,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         log(run, state, done.metrics | {"left_s": a_step * (run_config.steps - step)})
         if last or step % run_config.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, state.state_dict() | {"run": run.fingerprint})
-    state.policy.save(run)
+    save_policy(run, state.policy)
     state.engine.close()
 
 
@@ -67,32 +78,38 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         engine.sleep()
 
     with clock("reward"):
-        rows = score_rollouts(run, problems, rollouts)
+        rows = run.task.score(problems, rollouts)
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
     has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
-    cut = batch.cut(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens)
+    minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens)
 
     with clock("old_logprobs"):
-        measured = frozen_measures(policy, batch, cut, grpo.temperature)  # (B, T) by name
-        batch = replace(batch, old_logprobs=measured.pop("logprobs"))
-        batch = state.add_reference(batch, cut, grpo.temperature)  # for --kl-coef
-    known = Measured(batch.mask, batch.old_logprobs, batch.behavior_logprobs, batch.ref_logprobs)
+        token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
+        batch = replace(batch, old_logprobs=token_metrics["logprobs"])
+        batch = state.add_reference(batch, minibatches)  # for --kl-coef
+    policies = Policies(batch.mask, batch.old_logprobs, batch.behavior_logprobs,
+                        batch.ref_logprobs)
     advantages = OBJECTIVES[grpo.objective].advantages(
-        scores.to(policy.device), grpo.group_size, known)
+        scores.to(policy.device), grpo.group_size, policies)
     batch = replace(batch, advantages=advantages)  # (B, 1) or (B, T)
 
     oldest = [rollout.oldest_version for rollout in rollouts]  # weight versions
     # The rows that were sampled with the current weights alone.
-    current = batch.only([version == engine.weight_version for version in oldest])
-    metrics = rollout_metrics(rollouts, grpo.group_size)
+    current = batch.mask_rows([version == engine.weight_version for version in oldest])
+    metrics = {"step": step} | rollout_metrics(rollouts, grpo.group_size)
     metrics |= measure_staleness(rollouts, oldest, engine.weight_version)
-    metrics |= {name: (values.sum() / batch.mask.sum()).item() for name, values in measured.items()}
+    metrics |= {name: (values.sum() / batch.mask.sum()).item()
+                for name, values in token_metrics.items() if name != "logprobs"}
     metrics |= measure_mismatch(batch, current, grpo)
     if grpo.mask_truncated:
-        batch = batch.only([each.finish_reason != "length" for each in rollouts])
+        batch = batch.mask_rows([each.finish_reason != "length" for each in rollouts])
+    lr = run.config.lr_at(step)
+    for adjust in state.before_update:
+        metrics |= adjust(batch, metrics)
+        lr *= metrics.pop("lr_factor", 1.0)
     with clock("update"):
-        metrics |= update(policy, state.optimizer, batch, cut, grpo, run.config.lr_at(step))
+        metrics |= update(policy, state.optimizer, batch, minibatches, grpo, lr)
 
     with clock("sync"):
         engine.wake()
@@ -102,7 +119,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         metrics |= state.source.after_update()
 
     errors = sum(row["error"] is not None for row in rows)
-    metrics |= {"step": step, "lr": run.config.lr_at(step), "reward_errors": errors}
+    metrics |= {"lr": lr, "reward_errors": errors}
     metrics |= {"memory_gib": records.memory_gib()} | clock.figures()
     return Step(metrics, problems, batch, current)
 
@@ -153,7 +170,7 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     """Mean reward on held-out problems. Every answer goes to samples.jsonl.
 
     A policy can adapt to a broken backend. `eval_agree` shows it: the share of the engine's greedy
-    answers whose every token is the trainer's likeliest too. With --eval-with-trainer, `eval_gap`
+    answers whose every token is the trainer's likeliest too. With --eval-trainer-alone, `eval_gap`
     is how much better the engine's answers are than those that the trainer samples alone.
     """
     samples, temperature = run.config.measure.eval_samples, run.sampling.temperature
@@ -172,10 +189,11 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
             own = state.trainer_alone.engine
             own.load(state.policy.weights(), state.policy.response_logprobs)
             _, alone = answer_held_out(
-                run, state.trainer_alone, step, "trainer", samples, temperature)
+                run, state.trainer_alone, step, "trainer_alone", samples, temperature)
             rows = rows + alone
-        trainers = mean(row["reward"] for row in alone)
-        metrics |= {"eval_reward_trainer": trainers, "eval_gap": metrics["eval_reward"] - trainers}
+        reward = mean(row["reward"] for row in alone)
+        metrics["eval_reward_trainer_alone"] = reward
+        metrics["eval_gap"] = metrics["eval_reward"] - reward
     return metrics | {"eval_reward_errors": sum(row["error"] is not None for row in rows)}
 
 
@@ -187,7 +205,7 @@ def answer_held_out(
     reseed(run.config.run.seed, "eval", step)
     sampling = replace(run.sampling, max_kept=0, temperature=temperature)
     rollouts = source.answer(problems, num_samples, sampling)
-    rows = [{"step": step, "mode": mode} | row for row in score_rollouts(run, problems, rollouts)]
+    rows = [{"step": step, "mode": mode} | row for row in run.task.score(problems, rollouts)]
     records.append_rows(run.out / "samples.jsonl", rows)
     return rollouts, rows
 
@@ -195,26 +213,30 @@ def answer_held_out(
 def greedy_agreement(policy: Policy, rollouts: list[Rollout], grpo: GrpoConfig) -> float:
     """The share of rollouts whose every token is the trainer's likeliest one."""
     batch = make_batch(rollouts, policy.device)
-    cut = batch.cut(torch.ones(len(rollouts), dtype=torch.bool), 1, grpo.micro_batch_tokens)
-    agrees = frozen_agreement(policy, batch, cut)  # (B, T)
+    signal = torch.ones(len(rollouts), dtype=torch.bool)
+    minibatches = batch.minibatches(signal, 1, grpo.micro_batch_tokens)
+    agrees = in_micro_batches(policy.agreement, batch, minibatches)["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 
 def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
-    """All of it to metrics.jsonl and to the state's watchers, one line to the terminal."""
+    """All of it to metrics.jsonl and the pictures, one line to the terminal."""
     records.append_rows(run.out / "metrics.jsonl", [metrics])
     config = run.config
     print(records.log_line(metrics, config.run.steps, config.grpo.reject), flush=True)
-    for watch in state.watchers:
-        watch(metrics)
+    records.draw_at_evaluation(run.out, metrics)
+    if state.tensorboard:
+        state.tensorboard(metrics)
 
 
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
+    words = sys.argv[1:] if arguments is None else arguments
     with records.one_sentence(2):
-        config = tyro.cli(Config, args=arguments, description=__doc__)
+        refuse_old_names(words)
+        config = tyro.cli(Config, args=words, description=__doc__)
     out = config.run.out
     with records.one_sentence(2), records.locked(out):
         run = prepare(config)
@@ -222,7 +244,8 @@ def main(arguments: list[str] | None = None) -> None:
         with records.one_sentence(2, out):  # accepted: from here on files are written
             policy = load_policy(run)
             engine = start_engine(run, policy)
-            state, first_step = build(run, policy, engine, checkpoint)
+            state = build(run, policy, engine)
+            first_step = begin(run, state, checkpoint)
         with records.one_sentence(1, out):
             train(run, state, first_step)
 

@@ -13,19 +13,19 @@ from config import GrpoConfig, ParityFlags
 from engine_adapter import Engine
 from examples.toys import EOS, share_of_digits
 from models import load_model, load_tokenizer
-from objectives import OBJECTIVES, Measured, loss_weights, mismatch_metrics
-from rl import Optimizer, Policy, frozen_logprobs, make_batch, update
+from objectives import OBJECTIVES, Policies, loss_weights, mismatch_metrics
+from rl import Optimizer, Policy, Scoring, frozen_logprobs, make_batch, update
 from rollouts import Sampling, reseed
 from tasks import encode, load_task
 
 PAGE, MODEL = Path(__file__).parents[1] / "docs/one-step.md", "runs/page/model"
 GRPO = GrpoConfig(num_prompts=2, group_size=4, max_new_tokens=6, old_policy="rollout", lr=2e-4)
 SAMPLING = Sampling(GRPO.temperature, GRPO.max_new_tokens, stop_token_ids=(EOS,))
-CUT = [[rows] for rows in torch.arange(8).split(4)]  # a problem is a minibatch of one micro-batch
+MINIBATCHES = [[rows] for rows in torch.arange(8).split(4)]  # a problem each
 BACKENDS = (
     ("parity", torch.float32, ParityFlags()),
     ("raw log-probabilities", torch.float32, ParityFlags(processed_logprobs=False)),
-    ("a stale prompt", torch.float32, ParityFlags(explicit_runtime=False)),
+    ("a stale prompt", torch.float32, ParityFlags(uncached_runtime=False)),
     ("parity, bfloat16", torch.bfloat16, ParityFlags()),
     ("a 16-bit head", torch.bfloat16, ParityFlags(fp32_head=False)),
 )
@@ -39,30 +39,30 @@ def sample(policy: Policy, engine: Engine, tokenizer, problems: list, step: int)
     texts = tokenizer.batch_decode([each.token_ids for each in rollouts], skip_special_tokens=True)
     rewards = [share_of_digits(problems[row // 4], text) for row, text in enumerate(texts)]
     batch = make_batch(rollouts)
-    old_logprobs = frozen_logprobs(policy, batch, CUT, GRPO.temperature)  # (B, T)
-    known = Measured(batch.mask, old_logprobs, batch.behavior_logprobs)
+    old_logprobs = frozen_logprobs(policy, batch, MINIBATCHES)  # (B, T)
+    known = Policies(batch.mask, old_logprobs, batch.behavior_logprobs)
     advantages = OBJECTIVES["grpo"].advantages(torch.tensor(rewards, dtype=torch.double), 4, known)
     return replace(batch, old_logprobs=old_logprobs, advantages=advantages), texts, rewards
 
 
 def one_step(tokenizer, problems: list, name: str, dtype, parity) -> tuple[list, list, tuple]:
     """Rows of the three tables: responses, shown tokens, and the summary of the step."""
-    policy = Policy(load_model(MODEL, dtype))
+    policy = Policy(load_model(MODEL, dtype), Scoring(GRPO.temperature))
     optimizer = Optimizer(policy.model, weight_decay=0.0)
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     engine = Engine(MODEL, contract, parity, dtype=dtype, max_model_len=64, block_size=32)
     earlier, _, _ = sample(policy, engine, tokenizer, problems, step=1)  # computes the prompts
-    update(policy, optimizer, earlier, CUT, replace(GRPO, old_policy="recompute"), GRPO.lr)
+    update(policy, optimizer, earlier, MINIBATCHES, replace(GRPO, old_policy="recompute"), GRPO.lr)
     batch, texts, rewards = sample(policy, engine, tokenizer, problems, step=2)
     engine.close()
     parts, figures = [], []
-    for minibatch in CUT:
-        parts.append(frozen_logprobs(policy, batch, CUT, GRPO.temperature)[minibatch[0]])
+    for minibatch in MINIBATCHES:
+        parts.append(frozen_logprobs(policy, batch, MINIBATCHES)[minibatch[0]])
         found = update(policy, optimizer, batch, [minibatch], GRPO, GRPO.lr)
         figures += [found["clip_rate"], found["loss"], found["grad_norm"]]
     now, behavior, old = torch.cat(parts), batch.behavior_logprobs, batch.old_logprobs  # (B, T)
     loss = OBJECTIVES["grpo"].surrogate(now, behavior, batch.advantages, batch.mask, GRPO.clip)
-    weights = torch.cat([loss_weights(batch.mask[rows], "token", 6) for (rows,) in CUT])
+    weights = torch.cat([loss_weights(batch.mask[rows], "token", 6) for (rows,) in MINIBATCHES])
     columns = (batch.targets, behavior, old, now, old - behavior, torch.exp(now - behavior),
                batch.advantages.expand_as(now), weights, loss.clipped)  # (B, T) each
     shown = batch.mask * torch.tensor([0, 0, 0, 1, 0, 0, 1, 0])[:, None] > 0  # rows 3 and 6

@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_adapter import Engine
 from rollouts import Rollout, Synchronous, reseed
-from run import Run
 from tasks import Problem
 
 
@@ -43,19 +41,18 @@ class GroupsInFlight(Synchronous):
     Source: PipelineRL, arXiv 2509.19128, on two sets of devices; here the two sides take turns.
     """
 
-    def __init__(self, run: Run, engine: Engine):
-        super().__init__(run, engine)
-        self.config = run.config
+    def __init__(self, *source: Any, num_waiting: int, max_staleness: int):
+        super().__init__(*source)
+        self.num_waiting, self.max_staleness = num_waiting, max_staleness
         self.groups: list[Group] = []
         self.counters = dict(groups_submitted=0, groups_trained=0, groups_dropped=0)
 
     def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
         """P problems and B = P * G complete rollouts, group-major."""
-        num_prompts = self.config.grpo.num_prompts
-        wanted = num_prompts + self.config.backend.inflight_groups
-        self.submit(self.run.task.sample(self.rng, wanted - len(self.groups)))
-        reseed(self.config.run.seed, "train", step)
-        groups = self.take(num_prompts)
+        missing = self.num_prompts + self.num_waiting - len(self.groups)
+        self.submit(self.task.sample(self.rng, missing))
+        reseed(self.seed, "train", step)
+        groups = self.take(self.num_prompts)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return [group.problem for group in groups], rollouts
 
@@ -85,7 +82,7 @@ class GroupsInFlight(Synchronous):
         for group in self.groups:
             if not group.rollouts and self.engine.has_room:
                 group.rollouts = self.engine.submit(
-                    group.problem.prompt_ids, self.config.grpo.group_size, self.run.sampling)
+                    group.problem.prompt_ids, self.group_size, self.sampling)
 
     def after_update(self) -> dict[str, int]:
         """Drop the groups that are too old.
@@ -94,7 +91,7 @@ class GroupsInFlight(Synchronous):
 
         Raises: RuntimeError if the engine runs other rollouts than theirs.
         """
-        oldest = self.engine.weight_version - self.config.backend.max_staleness
+        oldest = self.engine.weight_version - self.max_staleness
         for group in [group for group in self.groups if group.oldest_version < oldest]:
             self.groups.remove(group)
             self.engine.abort(group.rollouts)

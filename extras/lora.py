@@ -8,6 +8,7 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 import json
 from collections import UserDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from config import LoraConfig
-from rl import Policy
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -79,7 +79,7 @@ class AdaptedLinear(torch.nn.Module):
         return (linear(x, self.weight, self.bias) + added).to(x.dtype)
 
 
-def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> None:
+def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> "Adapters":
     """Freeze the model; give each linear layer of its body an adapter.
 
     Raises: ValueError if the body has other matrices than those of linear layers and embeddings.
@@ -99,6 +99,7 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> None:
               if type(each) is torch.nn.Linear]
     for name, layer in layers:
         body.set_submodule(name, AdaptedLinear(layer, lora, generator))
+    return Adapters(model, lora)
 
 
 class MergedWeights(UserDict):
@@ -112,53 +113,38 @@ class MergedWeights(UserDict):
         return held.merged() if isinstance(held, AdaptedLinear) else held
 
 
-class AdaptedPolicy(Policy):
-    """A `Policy` of a model that has adapters: only they are trained, copied and checkpointed."""
+class Adapters:
+    """The adapters of a model. As the `send` of a policy: its tensors, with merged layers."""
 
-    def layers(self) -> dict[str, AdaptedLinear]:
-        return {name: each for name, each in self.model.named_modules()
-                if isinstance(each, AdaptedLinear)}
+    def __init__(self, model: torch.nn.Module, lora: LoraConfig):
+        self.model, self.lora = model, lora
+        self.layers = {name: each for name, each in model.named_modules()
+                       if isinstance(each, AdaptedLinear)}
+        self.__name__ = f"{lora.lora_forward} adapters of rank {lora.lora_rank}"  # for the audit
 
-    def audit(self) -> dict[str, str | bool]:
-        layer = next(iter(self.layers().values()))
-        forward = "merged" if layer.merges else "added"
-        return super().audit() | {"adapters": f"{forward}, rank {len(layer.lora_A)}"}
-
-    def weights(self) -> Mapping[str, Tensor]:
-        adapted = {layer.weight.data_ptr(): layer for layer in self.layers().values()}
+    def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        adapted = {layer.weight.data_ptr(): layer for layer in self.layers.values()}
         held = {name: adapted.get(tensor.data_ptr(), tensor)
-                for name, tensor in super().weights().items() if ".lora_" not in name}
+                for name, tensor in weights.items() if ".lora_" not in name}
         found = sum(isinstance(each, AdaptedLinear) for each in held.values())
         assert found == len(adapted), f"{found=} {len(adapted)=}: stored in another form"
         return MergedWeights(held)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.copied_weights()
-
     @torch.no_grad()
-    def save(self, run: Any) -> None:
-        """The model merged, an ordinary folder; with --lora-export the adapters beside it.
-
-        The model has no adapters afterwards.
-        """
-        if run.config.lora.lora_export:
-            self._export(run)
-        for name, layer in self.layers().items():
+    def merge(self) -> None:
+        """The model becomes an ordinary one, with merged weights and without adapters."""
+        for name, layer in self.layers.items():
             layer.weight.copy_(layer.merged())
             self.model.set_submodule(name, layer.plain[0])
-        super().save(run)
 
-    def _export(self, run: Any) -> None:
-        """`adapter`, as peft reads it. In 16 bits peft computes as `--lora-forward added`."""
-        lora, folder = run.config.lora, run.out / "adapter"
+    def export(self, folder: Path, trained: dict[str, Tensor], model_path: str) -> None:
+        """A folder as peft reads it. In 16 bits peft computes as `--lora-forward added`."""
         folder.mkdir(exist_ok=True)
-        tensors = {}
-        for name, tensor in self.copied_weights().items():
-            tensors[f"base_model.model.{name}.weight"] = tensor
+        tensors = {f"base_model.model.{name}.weight": each for name, each in trained.items()}
         save_file(tensors, folder / "adapter_model.safetensors")
         options = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.lora_rank,
-            "lora_alpha": lora.lora_alpha, "base_model_name_or_path": run.model_path,
-            "target_modules": sorted({name.rpartition(".")[2] for name in self.layers()}),
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self.lora.lora_rank,
+            "lora_alpha": self.lora.lora_alpha, "base_model_name_or_path": model_path,
+            "target_modules": sorted({name.rpartition(".")[2] for name in self.layers}),
         }
         (folder / "adapter_config.json").write_text(json.dumps(options, indent=1))

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from engine_adapter import Engine
-from rl import Batch, Policy, plain_body, usual_body
+from rl import Batch, Policy, default_body, plain_body
 from rollouts import Rollout
 
 UNKNOWN = -1  # of a token that the engine has not computed, and of padding
@@ -68,7 +68,7 @@ class RoutedEngine(Engine):
 
 # ---------------------------------------------------------------------------------- trainer
 class Router(TorchFunctionMode):
-    """A router of a policy: while it runs, `topk` over its experts returns the policy's `routes`.
+    """A router of a model: while it runs, `topk` over its experts returns the given `routes`.
 
     The values are the model's own, gathered, so no formula of an architecture is needed. Where the
     routes are UNKNOWN, and without them, the choice is the router's `own`, (tokens, k).
@@ -76,9 +76,9 @@ class Router(TorchFunctionMode):
 
     own = None
 
-    def __init__(self, policy: "RoutedPolicy", module: torch.nn.Module):
+    def __init__(self, routes: "Routes", module: torch.nn.Module):
         super().__init__()
-        self.policy, self.experts = policy, len(module.weight)
+        self.routes, self.experts = routes, len(module.weight)
         # A hook that returns something would replace the module's input.
         module.register_forward_pre_hook(lambda *_: self.__enter__() and None)
         module.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
@@ -87,7 +87,7 @@ class Router(TorchFunctionMode):
         found = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self.experts:
             return found  # such as a choice among groups of experts
-        self.own, given = found.indices, self.policy.routes.get(self)
+        self.own, given = found.indices, self.routes.given.get(self)
         if given is None:
             return found
         chosen = self.own.where(given < 0, given)
@@ -102,38 +102,51 @@ def routes_of(batch: Batch) -> Tensor | None:
     return pad_sequence(known, batch_first=True, padding_value=UNKNOWN).to(batch.inputs.device)
 
 
-class RoutedPolicy(Policy):
-    """A mixture of experts that is compared with the engine's choice, or with `replay` follows it.
+class Routes:
+    """The routers of a mixture: their choice is compared with the engine's, or replaced by it.
 
-    Replay computes each row whole: copies of a prompt can be routed differently.
-
-    Raises: ValueError with `replay` if a router does not choose with `topk`.
+    `metrics` are a policy's further `token_metrics`; with `replay`, `replayed` is its `body`.
     """
 
-    def __init__(self, model: torch.nn.Module, *options: Any, replay: bool = False, **parts: Any):
-        self.routes = {}  # by router: (tokens, k), while `following`
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.given = {}  # by router: (tokens, k), while `following`
         self.routers = [Router(self, module) for module in model.modules()
                         if type(module).__name__.lower().endswith("topkrouter")]
-        super().__init__(model, *options, body=self.replayed if replay else None, **parts)
-        # The check of the head has run the model.
-        chose = [router.own is not None for router in self.routers]
-        self.known = any(chose) and all(chose)
-        if replay:
-            if not self.known:
-                raise ValueError(f"replay_routes must be off with {type(model).__name__} (it has no"
-                                 " routers that choose experts with topk), got True")
-            self.own_body = self.body  # of the noise floor
-            if model.is_gradient_checkpointing:  # a layer is computed again with its routes
-                again = lambda: (nullcontext(), self.following(self.routes))  # noqa: E731
-                model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+
+    @torch.no_grad()
+    def are_known(self) -> bool:
+        """Whether all routers choose with `topk`: the model computes one token."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        self.model.base_model(input_ids=token, use_cache=False)
+        return bool(self.routers) and all(router.own is not None for router in self.routers)
+
+    def parts(self, replay: bool) -> dict[str, Any]:
+        """What a `Policy` of the model is given. Replay computes each row whole: copies of a prompt
+        can be routed differently.
+
+        Raises: ValueError with `replay` if a router does not choose with `topk`.
+        """
+        known = self.are_known()
+        if not replay:
+            return {"token_metrics": (self.metrics,)} if known else {}
+        if not known:
+            raise ValueError(f"replay_routes must be off with {type(self.model).__name__} (it has"
+                             " no routers that choose experts with topk), got True")
+        if self.model.is_gradient_checkpointing:  # a layer is computed again with its routes
+            again = lambda: (nullcontext(), self.following(self.given))  # noqa: E731
+            self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+        # The trainer's own choice: `eval_agree` shows what replay hides.
+        return {"token_metrics": (self.metrics,), "body": self.replayed,
+                "free_body": default_body(self.model)}
 
     @contextmanager
-    def following(self, routes: dict) -> Iterator[None]:
-        self.routes = routes
+    def following(self, given: dict) -> Iterator[None]:
+        self.given = given
         try:
             yield
         finally:  # the recomputation of a layer ends with an exception
-            self.routes = {}
+            self.given = {}
 
     def replayed(self, policy: Policy, batch: Batch, response: Tensor) -> Tensor:
         """`rl.plain_body` with the engine's routes: (B, T) bool -> (N, H)."""
@@ -146,22 +159,20 @@ class RoutedPolicy(Policy):
         with self.following(by_router):
             return plain_body(policy, batch, response)
 
-    @torch.no_grad()
-    def measure(self, batch: Batch, temperature: float) -> dict[str, Tensor]:
-        """As `Policy.measure`, with figures of the whole batch on each of its tokens.
+    def metrics(self, policy: Policy, batch: Batch) -> dict[str, Tensor]:
+        """Figures of the whole batch on each of its tokens, after its forward pass: (B, T) by name.
 
         `routed_otherwise`: the share of the responses' tokens and layers for which the engine chose
         another set of k of E experts. `router_noise`: the noise of Gaussian router logits that
         gives the share of the first router, in their standard deviations: share sqrt(pi) / (E
         phi(z)), with P(x > z) = k / (E + 1). E phi(z) is the density of logits at the threshold, so
         models can be compared. At later routers rounding has grown, and tokens that were routed
-        otherwise arrive changed. Both are of the last forward pass; a response's last token is no
-        input.
+        otherwise arrive changed. A response's last token is no input.
         """
-        measured, routes = super().measure(batch, temperature), routes_of(batch)
-        assert routes is not None or self.body != self.replayed, "the engine recorded no routes"
-        if routes is None or not self.known or batch.lengths.equal(batch.prompt_lengths):
-            return measured
+        routes = routes_of(batch)
+        assert routes is not None or policy.body != self.replayed, "the engine recorded no routes"
+        if routes is None or batch.lengths.equal(batch.prompt_lengths):
+            return {}
         own = rearrange([router.own for router in self.routers],
                         "layers (b w) k -> b w layers k", b=len(batch.inputs))
         columns, starts = torch.arange(batch.inputs.shape[1]), batch.prompt_lengths[:, None]
@@ -173,9 +184,4 @@ class RoutedPolicy(Policy):
         share, first = (each.float().mean() * (batch.mask > 0) for each in (other, other[:, 0]))
         normal, experts = NormalDist(), self.routers[0].experts
         density = experts * normal.pdf(normal.inv_cdf(own.shape[-1] / (experts + 1)))
-        return measured | {"routed_otherwise": share,
-                           "router_noise": first * torch.pi**0.5 / density}
-
-    def agrees(self, batch: Batch) -> Tensor:
-        """Of the trainer's own choice: `eval_agree` shows what replay hides."""
-        return self.but(body=usual_body(self.model)).agrees(batch)
+        return {"routed_otherwise": share, "router_noise": first * torch.pi**0.5 / density}

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -22,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from config import ParityFlags
 from engine_adapter import Engine, WeightLoadError
-from rl import Batch, Policy, Projection, make_batch
+from rl import Batch, Policy, distinct_prompts, make_batch
 from rollouts import Rollout
 
 # Each product gets a multiple of 16 rows. With fewer rows torch's CPU product rounds a row
@@ -30,20 +29,6 @@ from rollouts import Rollout
 ROW_MULTIPLE = 16
 TOGETHER, COMPARED = 71, 8  # rows of a product; the last ones are also computed alone
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
-
-
-class PaddedProjection(Projection):
-    """A head whose product has a multiple of ROW_MULTIPLE rows."""
-
-    def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | float]:
-        count = len(hidden)
-        padded = pad(hidden, (0, 0, 0, -count % ROW_MULTIPLE))
-        logits, slope = super().logits(padded, weight, bias)
-        if isinstance(slope, Tensor):
-            slope = slope[:count]
-        return logits[:count], slope
 
 
 class SharedEngine(Engine):
@@ -65,8 +50,8 @@ class SharedEngine(Engine):
         if exact:
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        self.policy = policy.but(
-            body=self.kernel_body if exact else policy.body, projection=PaddedProjection)
+        body = self.kernel_body if exact else policy.body
+        self.policy = policy.changed(body=body, free_body=body, row_multiple=ROW_MULTIPLE)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
         weights = policy.model.named_parameters()
         self._addresses = {name: weight.data_ptr() for name, weight in weights}
@@ -185,9 +170,9 @@ class SharedEngine(Engine):
         columns = torch.arange(batch.inputs.shape[1])
         real = columns < batch.lengths[:, None]  # (B, T)
         prompt = columns < batch.prompt_lengths[:, None]  # (B, T)
-        prompts = batch.inputs.where(prompt, -1)
-        _, owners, inverse = numpy.unique(prompts, axis=0, return_index=True, return_inverse=True)
-        owner = torch.from_numpy(owners[inverse])  # (B,): the row that computes this row's prompt
+        prompts, which = distinct_prompts(batch)  # (P, S), (B,)
+        rows_of = which == torch.arange(len(prompts))[:, None]  # (P, B)
+        owner = rows_of.int().argmax(dim=1)[which]  # (B,): the row that computes this row's prompt
         owned = owner == torch.arange(len(owner))
         computed = real & (owned[:, None] | ~prompt)  # (B, T)
         index = (computed.flatten().cumsum(0) - 1).view_as(computed)

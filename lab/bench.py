@@ -22,7 +22,7 @@ from lab.memory import GIB, phases
 from records import append_rows, locked, one_sentence
 from rl import Batch
 from rollouts import Sampling
-from run import build, load_policy, prepare, start_engine
+from run import begin, build, load_policy, prepare, start_engine
 from train import train_step
 
 
@@ -56,7 +56,7 @@ def bare_training(model: torch.nn.Module, batch: Batch, grpo: GrpoConfig, backwa
     """
     group_size = grpo.group_size
     for rows in whole_groups(batch, grpo):
-        micro, cache = batch.rows(rows), DynamicCache(config=model.config)
+        micro, cache = batch.select(rows), DynamicCache(config=model.config)
         prompt = int(micro.prompt_lengths[0])
         learns = backward and bool(micro.advantages.any())
         with torch.set_grad_enabled(learns):
@@ -88,7 +88,8 @@ def measure(config: Config) -> None:
     run = prepare(config)
     policy = load_policy(run)
     engine = start_engine(run, policy)
-    state, _ = build(run, policy, engine, None)
+    state = build(run, policy, engine)
+    begin(run, state)
     grpo, model = config.grpo, policy.model
     longest = max(map(len, run.task.prompts))
     formula = phases(config, model.config, longest, policy.chunk_elements)["update"]

@@ -8,9 +8,9 @@ from itertools import combinations
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from config import RuntimePart
+from config import VARIANTS
 
 ROOT = Path(__file__).parents[1]
 Rows = list[dict[str, Any]]  # of metrics.jsonl, from step 1 on
@@ -61,7 +61,8 @@ METRICS = {
     "eval_reward": Metric("held out, engine", ".2f", over("eval_reward", steps=LAST)),
     "eval_greedy": Metric("held out, greedily", ".2f", over("eval_reward_greedy", steps=LAST)),
     "eval_greedy_before": Metric("greedily, untrained", ".2f", over("eval_reward_greedy_before")),
-    "eval_true": Metric("held out, trainer alone", ".2f", over("eval_reward_trainer", steps=LAST)),
+    "eval_trainer_alone": Metric("held out, trainer alone", ".2f",
+                                 over("eval_reward_trainer_alone", steps=LAST)),
     "eval_agree": Metric("engine's greedy answers that are the trainer's", ".3f",
                          over("eval_agree", steps=LAST)),
     "entropy": Metric("entropy, last 5 steps", ".2f", over("entropy", steps=LAST5)),
@@ -101,7 +102,7 @@ METRICS = {
     f"{name}_gib": Metric(f"{name}, peak GiB", ".2f", over(f"{name}_gib", max))
     for name in ("generate", "update")
 } | {"update_formula": Metric("update, peak / formula", ".2f", per("update_gib", "formula_gib"))}
-LEARNING = ("reward", "eval_reward", "eval_true", "eval_agree", "entropy", "clip_rate",
+LEARNING = ("reward", "eval_reward", "eval_trainer_alone", "eval_agree", "entropy", "clip_rate",
             "kl_old_new", "ratio_mean")
 BACKEND = ("mismatch", "mismatch_current", "mismatch_max", "mismatch_kl", "self_noise",
            "mismatch_noise", "backend_clip", "backend_ratio", "kept_mass", "outside", "ess",
@@ -110,7 +111,7 @@ PANELS = {  # of the picture, by field
     "reward": "reward", "entropy": "entropy, nats", "clip_rate": "clip rate",
     "kl_old_new": "KL(old, new), nats (log)",
     "current_mismatch_abs_mean": "mismatch, current weights, nats (log)",
-    "eval_reward_trainer": "held-out reward, trainer alone",
+    "eval_reward_trainer_alone": "held-out reward, trainer alone",
 }  # fmt: skip
 
 
@@ -153,16 +154,16 @@ LADDER = " ".join((
     "--max-new-tokens 18",  # an answer has up to 16 digits and the end-of-sequence token
     "--old-policy rollout",  # two policies, as in the original report: the ratio has the mismatch
     "--lr 2e-3",  # high, so that 40 steps are enough
-    "--eval-every 10 --eval-problems 256 --eval-with-trainer",  # all held-out problems
+    "--eval-every 10 --eval-problems 256 --eval-trainer-alone",  # all held-out problems
     "--checkpoint-every 1000000",  # one checkpoint, after the last step
 ))  # fmt: skip
 RAW = "--parity.no-processed-logprobs"
-RUNTIME = "--parity.no-explicit-runtime"
+RUNTIME = "--parity.no-uncached-runtime"
 PAUSE = "--parity.no-inflight-keep"
 HEAD = "--parity.no-fp32-head"
 V1 = f"{RAW} {RUNTIME} {PAUSE} {HEAD}"
 THREE = "--old-policy recompute"  # the three-policy form
-TIS = f"{THREE} --tis token --tis-over-a-broken-backend"  # the last one is idle at parity
+TIS = f"{THREE} --tis token --correct-a-broken-backend"  # the last one is idle at parity
 TOP_P = "--top-p 0.9"
 EXACT = "--engine shared --exact"
 REFERENCE = "--engine transformers --block-size None"
@@ -179,11 +180,11 @@ LADDER_CELLS = (
     | against("reference", {"shared": "--engine shared", "exact": EXACT})
     | against("parity", {name: words for name, words in SETS.items() if name not in RUNGS})
     | against("parity", {
-        "parity-recompute": f"{PAUSE} --parity.inflight-otherwise recompute",
-        "parity-16-bit-heads": f"{HEAD} --parity.head-otherwise both",
+        "parity-recompute": f"{PAUSE} --parity.variants recompute",
+        "parity-16-bit-heads": f"{HEAD} --parity.variants both-heads",
     })
-    | against("parity", {f"parity-minus-{part}": f"{RUNTIME} --parity.runtime-otherwise {part}"
-                         for part in get_args(RuntimePart)})
+    | against("parity", {f"parity-minus-{part}": f"{RUNTIME} --parity.variants {part}"
+                         for part, fix in VARIANTS.items() if fix == "uncached_runtime"})
     | against("parity+three", {"parity+three": THREE, "parity+tis": TIS})
     | against("parity+three", {f"{name}+three": f"{words} {THREE}"
                                for name, words in SETS.items()})
@@ -244,7 +245,7 @@ def corrections_cells() -> dict[str, Cell]:
             cells[reference] = Cell(f"{words} {own_shape} {REFERENCE}", reference, model=model)
             for backend, options in backends.items():
                 for name, correction in CORRECTIONS.items():
-                    allowed = "--tis-over-a-broken-backend" if correction else ""
+                    allowed = "--correct-a-broken-backend" if correction else ""
                     cells[f"{workload}.{backend}.{name}"] = Cell(
                         f"{words} {options} {correction} {allowed}", reference, model=model)
     return cells
@@ -254,7 +255,7 @@ def corrections_cells() -> dict[str, Cell]:
 REAL = ("--model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py"
         " --reward-limit-s 60 --dtype bfloat16 --num-prompts 8 --inflight-groups 4"
         " --max-num-seqs 64 --max-new-tokens 16 --lr 2e-5 --block-size 32 --old-policy rollout"
-        " --eval-every 20 --eval-problems 44 --eval-samples 4 --eval-with-trainer"
+        " --eval-every 20 --eval-problems 44 --eval-samples 4 --eval-trainer-alone"
         " --checkpoint-every 1000000")
 REAL_ARMS = {"parity": ""} | FAULTS
 REAL_CELLS = (
@@ -292,7 +293,7 @@ GPU_CELLS = {
     # Predicted: sleep clears the cache of V1's defaults; kept requests keep it, and it is stale.
     f"ladder-{name}": Cell(f"--model toy {LADDER} --steps 40 {words}", "ladder-parity")
     for name, words in {"parity": "", "v1-defaults": V1, "raw": RAW,
-                        "kept-cache": f"{RUNTIME} --parity.runtime-otherwise prefix-cache"}.items()
+                        "kept-cache": f"{RUNTIME} --parity.variants prefix-cache"}.items()
 }  # fmt: skip
 
 STUDIES = {
@@ -302,7 +303,8 @@ STUDIES = {
         "reference", "v0", "v1-0.18-defaults", "v1-0.18-repaired", "v1-defaults", "parity")),
     "corrections": Study(
         f"{LADDER} {THREE} --inflight-groups 0", corrections_cells(),
-        ("reward", "eval_true", "rejected", "updates", "weights_ess", "mismatch", "staleness")),
+        ("reward", "eval_trainer_alone", "rejected", "updates", "weights_ess", "mismatch",
+         "staleness")),
     "real": Study(
         REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
         ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,
@@ -313,7 +315,7 @@ STUDIES = {
                              "sync_s", "tokens_s", "update_gib"), steps=22, jobs=1),
     "gpu": Study(
         GPU, GPU_CELLS, ("mismatch", "mismatch_current", "self_noise", "mismatch_noise",
-                         "reward", "eval_true", "eval_agree", "step_s",
+                         "reward", "eval_trainer_alone", "eval_agree", "step_s",
                          "generate_s", "generate_bare", "old_logprobs_s", "update_s", "sleep_s",
                          "load_s", "canary_s", "tokens_s", "freed", "generate_gib", "update_gib",
                          "update_formula"), steps=5, seeds=1, jobs=1),

@@ -16,7 +16,7 @@ import tyro
 from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from config import POSITIVE, Config
+from config import LARGEST, SMALLEST, Config, within
 from examples.toys import toy_config
 from records import one_sentence, stage
 from rl import head_chunk
@@ -82,7 +82,7 @@ class Options(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        POSITIVE.check(self, "gib")
+        within(self, SMALLEST, LARGEST, "gib")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -37,7 +37,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from config import COUNT, SEED, Config
+from config import MANY, MAX_SEED, Config, within
 from lab.cells import METRICS, PANELS, STUDIES, Metric, Rows
 from lab.models import MODELS
 from lab.products import are_slow, widen
@@ -70,10 +70,10 @@ class Options:
     reference: str | None = None  # Compare with this cell; if not given, each with its own.
 
     def __post_init__(self):
-        COUNT.check(self, "steps", "jobs")
+        within(self, 1, MANY, "steps", "jobs")
         for seed in self.seeds:
-            if not SEED.holds(seed):
-                raise ValueError(f"seeds must be {SEED.words}, got {seed}")
+            if not 0 <= seed <= MAX_SEED:
+                raise ValueError(f"seeds must be in [0, {MAX_SEED}], got {seed}")
         given = {word.partition("=")[0].replace("_", "-") for word in shlex.split(self.train_args)}
         taken = sorted(given & {"--out", "--seed", "--steps", "--resume"})
         if taken:
@@ -125,7 +125,7 @@ class Plan:
         config = self._config(words)
         needed = cell.model if config.run.model == str(model) else None
         words = ("--out", str(folder), "--seed", str(seed), *words)
-        return Run(folder, cell.program, words, config.but(seed=seed), needed)
+        return Run(folder, cell.program, words, config.changed(seed=seed), needed)
 
     def stored_seeds(self) -> dict[str, list[int]]:
         """Seeds of the finished runs in OUT, by cell.
@@ -422,7 +422,8 @@ def _draw_losses(figure: Any, cells: dict[str, Any]) -> None:
     for name, cell in cells.items():
         workload, backend, correction = name.split(".")
         if cell["reference"] in cells:
-            ours, theirs = (by_seed(each, "eval_true") for each in (cell, cells[cell["reference"]]))
+            ours, theirs = (by_seed(each, "eval_trainer_alone")
+                            for each in (cell, cells[cell["reference"]]))
             losses = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
             found.setdefault(workload, {})[backend, correction] = losses
     axes = figure.subplots(1, len(found), squeeze=False)[0]

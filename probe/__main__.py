@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import tyro
 
-from config import COUNT, SEED, ParityFlags, Rule
+from config import MANY, MAX_SEED, ParityFlags, within
 from engine_adapter import Engine
 from examples.record_vllm import weights_of
 from probe.compare import change, cut_alike, same_workload
@@ -50,11 +50,12 @@ class Workload:
     dtype: Dtype = "float32"  # Of the model, in the engine too.
 
     def __post_init__(self):
-        COUNT.check(self, "num_prompts")
-        SEED.check(self, "seed")
-        ordered = Rule("two numbers, 1 <= shortest <= longest", lambda two: 1 <= two[0] <= two[1])
-        ordered.check(self, "prompt_tokens")
-        Rule("at most 2, vLLM's range", lambda each: each <= 2).check(self.sampling, "temperature")
+        within(self, 1, MANY, "num_prompts")
+        within(self, 0, MAX_SEED, "seed")
+        within(self.sampling, 0, 2, "temperature")  # vLLM's range
+        if not 1 <= self.prompt_tokens[0] <= self.prompt_tokens[1]:
+            raise ValueError("prompt_tokens must be two numbers, 1 <= shortest <= longest, got"
+                             f" {self.prompt_tokens}")
 
     def requests(self, vocabulary: int) -> tuple[list[list[int]], list[int]]:
         """Prompts of random tokens, and the seeds of their responses."""
@@ -162,7 +163,7 @@ class Diagnose:
     def _trainer(self, dtype: str) -> tuple[Policy, list[Weights]]:
         """The trainer and its earlier weights in one dtype."""
         policy = load_policy(self.model, dtype, self.trainer_head == "float32")
-        earlier = [load_policy(path, dtype, policy.fp32_head).copied_weights()
+        earlier = [load_policy(path, dtype, policy.scoring.fp32_head).copied_weights()
                    for path in self.earlier]
         shapes = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
         for path, weights in zip(self.earlier, earlier, strict=True):

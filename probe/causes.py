@@ -30,21 +30,21 @@ TOP_1 = semantics(
     "look up the sampled token's id; index 0 of a list of log-probabilities may be another token")
 HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
                    "name every sampling parameter in every request;"
-                   ' generation_config="vllm" (--parity.explicit-runtime)')
+                   ' generation_config="vllm" (--parity.uncached-runtime)')
 NO_MASK = semantics("{} applied by the sampler and not by the trainer",
                     "sample without it, or score the processed distribution in the trainer too"
                     " (a mask: --parity.sampling-mask)")
 
 PREFIX = inference("prompt KV computed under earlier weights (stale prefix cache)",
                    "enable_prefix_caching=False, or reset_prefix_cache() at each load"
-                   " (--parity.explicit-runtime)")
+                   " (--parity.uncached-runtime)")
 KEPT = inference("KV kept over an in-flight update", "no backend fix: these values belong to no"
                  " single set of weights; correct them with TIS")
 RECOMPUTED = inference("in-flight update with KV recomputed under the new weights",
                        "no backend fix: score each token under the weights of its own version")
 MISLABELLED = inference(
     "weight versions one token off at an update (async scheduling)",
-    "enable_prefix_caching=False, async_scheduling=False (--parity.explicit-runtime)")
+    "enable_prefix_caching=False, async_scheduling=False (--parity.uncached-runtime)")
 STALE = inference("weights {} update(s) old", "load every tensor before sampling")
 WRONG_REQUESTS = inference("wrong requests among right ones", ALONE)
 EXCHANGED = inference("requests exchanged (responses to other prompts)",

@@ -124,7 +124,7 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
 def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
     recurrent = any(hasattr(module, "chunk_size") for module in policy.model.modules())
     for what, there in {"CUDA graphs": engine.settings["cuda_graphs"] != "NONE",
-                        "prefix cache": not engine.parity.explicit_runtime,
+                        "prefix cache": not engine.parity.uncached_runtime,
                         "recurrent layers": recurrent}.items():
         if there:
             raise ValueError(f"engine must have no {what} (hooks do not see inside), got {what}")

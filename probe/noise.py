@@ -10,7 +10,7 @@ from torch import Tensor
 
 from config import Config, GrpoConfig
 from objectives import mismatch_metrics
-from rl import Batch, Cut, Policy, frozen_logprobs
+from rl import Batch, Minibatches, Policy, frozen_logprobs
 
 KEY_BLOCK = 16  # keys per block; small, so that short sequences have several blocks too
 
@@ -84,10 +84,10 @@ def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
         policy.model.set_experts_implementation(usual)
 
 
-def _cut(batch: Batch, grpo: GrpoConfig, micro_batch_tokens: int) -> Cut:
-    """That of the update, with other micro-batches."""
+def _minibatches(batch: Batch, grpo: GrpoConfig, micro_batch_tokens: int) -> Minibatches:
+    """Those of the update, with other micro-batches."""
     has_signal = batch.advantages.any(dim=1).cpu()
-    return batch.cut(has_signal, grpo.num_minibatches, micro_batch_tokens)
+    return batch.minibatches(has_signal, grpo.num_minibatches, micro_batch_tokens)
 
 
 def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
@@ -95,10 +95,9 @@ def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
 
     Raises: RuntimeError if a 16-bit model's paths are equal at 16 tokens or more.
     """
-    own = policy.but(body=policy.own_body)  # vLLM's kernel has no second path
-    with rounded_otherwise(own):
-        smaller = _cut(batch, grpo, -(-grpo.micro_batch_tokens // 3))
-        other = frozen_logprobs(own, batch, smaller, grpo.temperature)
+    with rounded_otherwise(policy):
+        smaller = _minibatches(batch, grpo, -(-grpo.micro_batch_tokens // 3))
+        other = frozen_logprobs(policy, batch, smaller)
     unsure = batch.old_logprobs < -0.01  # both paths may round a probability near 1 to one value
     enough = policy.model.dtype != torch.float32 and unsure.sum() >= 16
     if enough and torch.equal(batch.old_logprobs[unsure], other[unsure]):
@@ -117,8 +116,8 @@ def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, f
     if not step.batch.mask.any():  # --mask-truncated has left no token
         return {}
     batch, grpo = step.batch, config.grpo
-    cut = _cut(batch, grpo, grpo.micro_batch_tokens)
-    logprobs = frozen_logprobs(policy, batch, cut, grpo.temperature)
+    minibatches = _minibatches(batch, grpo, grpo.micro_batch_tokens)
+    logprobs = frozen_logprobs(policy, batch, minibatches)
     noise = self_noise(policy, replace(batch, old_logprobs=logprobs), grpo)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from extras.masks import masked_logits
+from extras.sampling_mask import masked_logits
 from probe.noise import precisely
 from probe.traces import Trace
 from rl import Policy, at_targets, make_batch
@@ -49,7 +49,7 @@ class Replay:
     def as_trained(self) -> Tensor:
         """Last hidden states at the response tokens, as the policy's own body has them: (N, H)."""
         parts = torch.arange(len(self.inputs)).split(self.rows_per_pass)
-        batches = [self.batch.rows(rows) for rows in parts]
+        batches = [self.batch.select(rows) for rows in parts]
         return torch.cat([self.policy.body(self.policy, each, each.mask > 0) for each in batches])
 
     def hidden(self, weights: Weights, old: Weights | None = None,

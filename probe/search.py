@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from config import has_sampling_mask
 from probe import causes
 from probe.causes import Cause
 from probe.noise import twice_precise
@@ -144,7 +145,7 @@ class Probe:
         if policy.model.dtype != torch.float32:
             self.heads["16 bits"] = policy.model.dtype
         scored = "temperature" if "temperature" in self.distributions else "processed"
-        head = "float32" if policy.fp32_head else list(self.heads)[-1]
+        head = "float32" if policy.scoring.fp32_head else list(self.heads)[-1]
         self.trainer = Readout(scored, head=head)
         self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
         twice = twice_precise(policy, self.weights)
@@ -217,7 +218,7 @@ def _distributions(sampling: Sampling, model: Any,
     found = {"processed": (sampling, None)}
     alone = replace(sampling, **NO_MASK, **NO_PENALTIES)
     if trainer == "temperature" and alone != sampling:
-        what = "mask" if sampling.has_mask else "penalties"
+        what = "mask" if has_sampling_mask(sampling) else "penalties"
         found["temperature"] = alone, causes.NO_MASK.of(what)
     raw = replace(alone, temperature=0.0 if sampling.temperature == 0 else 1.0)
     if raw not in [other for other, _ in found.values()]:

@@ -41,13 +41,13 @@ import examples.toys as toys
 import train
 from config import Config, ParityFlags
 from engine_adapter import Engine
-from extras.masks import collect_kept_sets
+from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
 from probe.traces import Trace
 from rl import Batch, Policy, frozen_logprobs, make_batch
 from rollouts import Rollout, Sampling
-from run import Run, TrainingState, build, find_checkpoint, load_policy, prepare, start_engine
+from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
 from tasks import Task, encode, exact_match
 
 logging.disable_progress_bar()
@@ -132,7 +132,8 @@ def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(Config.of(**usual | options))
     policy = load_policy(run)
-    return run, *build(run, policy, start_engine(run, policy), find_checkpoint(run))
+    state = build(run, policy, start_engine(run, policy))
+    return run, state, begin(run, state, find_checkpoint(run))
 
 
 @contextmanager
@@ -174,16 +175,21 @@ SEEDS = [1000, 2000, 3000, 4000]
 WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
-def cut_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: int = 2**14, has_signal=None):
+def minibatches_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: int = 2**14, has_signal=None):
     has_signal = torch.ones(len(batch.mask)) if has_signal is None else torch.tensor(has_signal)
-    return batch.cut(has_signal != 0, num_minibatches, micro_batch_tokens)
+    return batch.minibatches(has_signal != 0, num_minibatches, micro_batch_tokens)
 
 
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float, micro_batch_tokens: int = 2**14) -> Batch:
     """The batch with the trainer's log-probabilities."""
     batch = make_batch(rollouts, policy.device)
-    cut = cut_of(batch, 1, micro_batch_tokens)
-    return replace(batch, old_logprobs=frozen_logprobs(policy, batch, cut, temperature))
+    minibatches = minibatches_of(batch, 1, micro_batch_tokens)
+    return replace(batch, old_logprobs=frozen_logprobs(at(policy, temperature), batch, minibatches))
+
+
+def at(policy: Policy, temperature: float) -> Policy:
+    """The policy that scores at this temperature."""
+    return policy.changed(scoring=replace(policy.scoring, temperature=temperature))
 
 
 def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
@@ -552,11 +558,11 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
     """Sample a trace with the faults; returns (trace, policy, earlier, version, trainer) for `diagnose`."""
     policy = Policy(shifted(tied, seed, dtype))
     parity = ParityFlags(processed_logprobs="raw" not in faults,
-                         explicit_runtime=not faults & {"prefix", "async"},
+                         uncached_runtime=not faults & {"prefix", "async"},
                          fp32_head=not (faults & {"head", "head on both sides"} and dtype == torch.bfloat16))
-    policy.fp32_head = parity.fp32_head
+    policy.scoring = replace(policy.scoring, fp32_head=parity.fp32_head)
     engine = bench.get(policy, parity)
-    policy.fp32_head = True
+    policy.scoring = replace(policy.scoring, fp32_head=True)
     if "generation config" in faults:
         policy.model.generation_config.top_k = 5
     generator = torch.Generator().manual_seed(100 + seed)
@@ -590,7 +596,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
             assert engine.llm.reset_prefix_cache(reset_running_requests=True)
         meddling.active = False
         if "moved on" not in faults:
-            policy.fp32_head = parity.fp32_head
+            policy.scoring = replace(policy.scoring, fp32_head=parity.fp32_head)
             load_as(engine, policy, oldest if "stale by 2" in faults else old if "stale" in faults else None)
         meddling.active = True
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
@@ -605,7 +611,7 @@ def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, s
         rollouts[3].prompt_ids, rollouts[9].prompt_ids = rollouts[9].prompt_ids, rollouts[3].prompt_ids
     meta = {"vllm": engine.version, "dtype": str(policy.model.dtype).removeprefix("torch."),
             "stop_token_ids": list(STOPS)}
-    policy.fp32_head = not faults & {"head in trainer", "head on both sides"}
+    policy.scoring = replace(policy.scoring, fp32_head=not faults & {"head in trainer", "head on both sides"})
     version = engine.weight_version + ("moved on" in faults)
     earlier = [old, oldest] if "stale by 2" in faults else [old]
     trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"

@@ -14,6 +14,7 @@ from helpers import (
     MIXTURES,
     RECURRENT,
     ROUNDING,
+    at,
     command,
     dtypes_of,
     floors,
@@ -85,13 +86,13 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradient
     groups = {40: (30, 7, 1), 1: (5, 20), 13: (9,), 27: (30, 30)}
     rows = [(prompt, draw(length)) for size, lengths in groups.items() for prompt in [draw(size)] for length in lengths]
     batch = make_batch([Rollout(prompt, None, ids, [0.0] * len(ids)) for prompt, ids in rows], device)
-    batch = batch.only([True] * 7 + [False])
+    batch = batch.mask_rows([True] * 7 + [False])
     weights, found = torch.randn(batch.mask.shape, generator=generator).to(device), []
     assert policy.body is prompts_once
     model.get_input_embeddings().register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape))
-    for each in (policy.but(body=plain_body), policy):
+    for each in (policy.changed(body=plain_body), policy):
         model.zero_grad()
-        logprobs = each.logprobs(batch, 0.7)
+        logprobs = at(each, 0.7).logprobs(batch)
         (logprobs * weights).sum().backward()
         gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
         found.append((logprobs.detach(), gradients))
@@ -111,7 +112,7 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
     rows = [[5, 6, 7, 8, *draw(length)] for length in (5, 36, 13, 21, 36, 29)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows])
-    together = frozen_logprobs(policy, batch, batch.cut(torch.ones(6) > 0, 1, 120), 1.0)  # (6, 39)
+    together = frozen_logprobs(policy, batch, batch.minibatches(torch.ones(6) > 0, 1, 120))  # (6, 39)
     for index, ids in enumerate(rows):
         alone = torch.tensor(policy.response_logprobs([ids], 4)[0])
         torch.testing.assert_close(together[index][batch.mask[index] > 0], alone, atol=ROUNDING, rtol=0)
@@ -129,7 +130,7 @@ def test_every_expert_that_was_routed_to_and_no_other_gets_its_gradient(name):
         hooks = [each.register_forward_hook(lambda _module, _inputs, output: routed.append(output[2].unique()))
                  for each in model.modules() if type(each).__name__.endswith("Router")]  # fmt: skip
         batch = make_batch([Rollout([5], None, [6, 7, 8], [0.0, 0.0, 0.0])])
-        policy.logprobs(batch, 0.7).sum().backward()
+        policy.logprobs(batch).sum().backward()
         for hook in hooks:
             hook.remove()
         gradients.append({n: p.grad for n, p in model.named_parameters()})

@@ -54,7 +54,7 @@ def test_the_bare_work_takes_each_row_once_with_prompts_of_one_length_and_one_ki
     parts = [*whole_groups(batch, config.grpo)]
     assert torch.cat(parts).sort().values.tolist() == list(range(8 * GROUP_SIZE))
     for part in parts:
-        micro = batch.rows(part)
+        micro = batch.select(part)
         assert len(micro.prompt_lengths.unique()) == 1
         groups = micro.inputs[:, : micro.prompt_lengths[0]].unflatten(0, (-1, GROUP_SIZE))
         assert (groups == groups[:, :1]).all()  # each group is whole: its first row has the prompt of all

@@ -8,7 +8,7 @@ import torch
 import tyro
 
 from config import Config, GrpoConfig, ParityFlags
-from engine_adapter import SETTINGS
+from engine_adapter import SETTINGS, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
 
 
@@ -20,7 +20,7 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
     flat = config.flat()
     assert len(flat) == 1 + sum(len(vars(group)) for name, group in vars(config).items() if name != "parity")
     assert Config.of(ParityFlags(**flat.pop("parity")), **flat) == config
-    assert config.but(lr=1e-3).flat() == config.flat() | {"lr": 1e-3}
+    assert config.changed(lr=1e-3).flat() == config.flat() | {"lr": 1e-3}
     with pytest.raises(TypeError, match="options must be those of Config, got fp32_head"):
         Config.of(fp32_head=1)
 
@@ -28,7 +28,7 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
 CORRECTIONS = [{"tis": tis, "reject": rule} for tis, rule in product(("off", *WEIGHTS), ("off", *REJECTIONS))][1:]
 
 
-@pytest.mark.parametrize("fix", ["processed_logprobs", "explicit_runtime", "inflight_keep", "fp32_head",
+@pytest.mark.parametrize("fix", ["processed_logprobs", "uncached_runtime", "inflight_keep", "fp32_head",
                                  "sampling_mask"])  # fmt: skip
 def test_every_correction_is_refused_while_a_fix_is_off_with_one_way_around(fix):
     options = {"parity": ParityFlags(**{fix: False})} | ({"top_p": 0.9} if fix == "sampling_mask" else {})
@@ -36,7 +36,7 @@ def test_every_correction_is_refused_while_a_fix_is_off_with_one_way_around(fix)
         with pytest.raises(ValueError, match=rf"a correction hides the broken backend.* without {fix};") as refused:
             Config.of(**options, **correction)
         assert all(f"{name} {kind}" in str(refused.value) for name, kind in correction.items() if kind != "off")
-        assert Config.of(**options, **correction, tis_over_a_broken_backend=True).grpo.corrections
+        assert Config.of(**options, **correction, correct_a_broken_backend=True).grpo.corrections
     Config.of(**options)
 
 
@@ -45,16 +45,16 @@ def test_every_correction_is_allowed_with_all_fixes_and_refused_with_two_policie
         Config.of(**correction)
         for around in (False, True):
             with pytest.raises(ValueError, match="must be off with old_policy rollout"):
-                Config.of(**correction, old_policy="rollout", tis_over_a_broken_backend=around)
+                Config.of(**correction, old_policy="rollout", correct_a_broken_backend=around)
 
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
-    parity = ParityFlags(explicit_runtime=False, runtime_otherwise=("prefix-cache",))
-    wanted = {setting.part: setting.wanted(parity, torch.float32) for setting in SETTINGS if setting.part}
-    assert wanted == {"prefix-cache": True, "async-scheduling": False, "cascade-attention": True,
-                      "generation-config": "vllm"}  # fmt: skip
-    for other, fp32 in (("engine", True), ("both", False)):
-        assert ParityFlags(fp32_head=False, head_otherwise=other).trainer_fp32_head == fp32
+    parity = ParityFlags(uncached_runtime=False, variants=("prefix-cache",))
+    wanted = wanted_settings(parity, torch.float32)
+    assert {setting.part: wanted[setting.name] for setting in SETTINGS if setting.part} == {
+        "prefix-cache": True, "async-scheduling": False, "cascade-attention": True, "generation-config": "vllm"}
+    for variants, fp32 in (((), True), (("both-heads",), False)):
+        assert ParityFlags(fp32_head=False, variants=variants).trainer_fp32_head == fp32
 
 
 def test_only_a_flag_that_is_on_by_default_is_a_fix_that_is_off():

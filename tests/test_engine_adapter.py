@@ -51,10 +51,10 @@ def long_prompts(length: int) -> list[list[int]]:
 
 # ------------------------------------------------------------------------------------------------ fixes off
 @pytest.mark.engine
-def test_without_explicit_runtime_prompts_are_stale_after_a_load(engine_folders):
+def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folders):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, ParityFlags(explicit_runtime=False)) as engine:
+    with started(engine_folders[False], policy, ParityFlags(uncached_runtime=False)) as engine:
         check_settings(engine, enable_prefix_caching=True, async_scheduling=True, generation_config="auto")
         assert "repetition_penalty" in engine.settings["sampling_defaults"]  # of generation_config.json
         prompts = long_prompts(140)
@@ -340,7 +340,7 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypa
 
 @pytest.mark.parametrize("wrong", [
     dict(temperature=-1.0), dict(temperature=0.001), dict(temperature=float("nan")), dict(top_k=-1), dict(top_p=0.0),
-    dict(min_p=1.0), dict(repetition_penalty=0.0), dict(presence_penalty=float("nan")),
+    dict(min_p=1.5), dict(repetition_penalty=0.0), dict(presence_penalty=float("nan")),
 ], ids=str)  # fmt: skip
 def test_sampling_refuses_what_cannot_be_scored(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):

@@ -25,7 +25,7 @@ from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
 from models import describe_model
 from rl import plain_body
-from run import build, load_policy, prepare, start_engine
+from run import begin, build, load_policy, prepare, start_engine
 from tasks import last_number, load_task
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
@@ -52,8 +52,9 @@ def rows_of_core(job: dict) -> list[dict]:
     config = Config.of(parity, task=job.pop("problems"), old_policy="rollout" if two_policies else "recompute",
                        micro_batch_tokens=1000, **job | {"out": mkdtemp()})  # fmt: skip
     run = prepare(config)
-    policy = load_policy(run).but(body=plain_body)  # as on the page
-    state, _ = build(run, policy, start_engine(run, policy), None)
+    policy = load_policy(run).changed(body=plain_body)  # as on the page
+    state = build(run, policy, start_engine(run, policy))
+    begin(run, state)
     rows = []
     for step in range(1, config.run.steps + 1):
         metrics, _, batch, _ = train.train_step(run, state, step)
@@ -149,7 +150,7 @@ def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
     offset = str(Path(options["model"]).with_name("offset"))
     narrow = {"model": offset, "dtype": "bfloat16", "steps": 1}
     stale, head, no_head = (of_both(options, **changes) for changes in (
-        {"explicit_runtime": False}, narrow, narrow | {"fp32_head": False}))  # fmt: skip
+        {"uncached_runtime": False}, narrow, narrow | {"fp32_head": False}))  # fmt: skip
     # Here the tokens differ: vLLM has no async scheduling on a CPU, and the core forces it there.
     for rows in stale:
         assert rows[0]["mismatch_abs_mean"] < ROUNDING  # no weights have changed yet
@@ -186,7 +187,7 @@ def command(options: dict, *further: str) -> None:
 @pytest.mark.engine
 def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, capsys):
     command(options | {"steps": 2, "eval_every": 2, "block_size": 256}, "--two-policy", "--no-processed-logprobs",
-            "--no-fp32-head", "--no-explicit-runtime")  # fmt: skip
+            "--no-fp32-head", "--no-uncached-runtime")  # fmt: skip
     printed = capsys.readouterr().out.splitlines()
     lines = [line for line in printed if line.startswith(("note: ", "step ", *"0123456789+"))]
     notes, (first, answer, second) = lines[:-3], lines[-3:]
@@ -258,7 +259,7 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
     assert "File exists" in refusal(out=str(tmp_path / "file"))
     for changes, complaint in (
         (dict(tis_cap=2.0, fp32_head=False), "tis_cap needs all fixes"),
-        (dict(tis_cap=2.0, explicit_runtime=False), "tis_cap needs all fixes"),
+        (dict(tis_cap=2.0, uncached_runtime=False), "tis_cap needs all fixes"),
         (dict(tis_cap=2.0, processed_logprobs=False), "tis_cap needs all fixes"),
         (dict(tis_cap=2.0, two_policy=True), "tis_cap needs all fixes to be on, and two_policy off"),
         *((dict([each]), f"{each[0]} must be positive and finite, got {each[1]}") for each in WRONG),

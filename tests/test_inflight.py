@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,16 +22,15 @@ from helpers import (
     train_here,
 )
 
-from config import Config, ParityFlags
+from config import ParityFlags
 from extras.inflight import GroupsInFlight
-from extras.reference import ReferenceEngine
+from extras.transformers_engine import TransformersEngine
 from rl import Policy
 from rollouts import Sampling
-from run import Run
 from tasks import Problem, Task, exact_match
 
 KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
-RECOMPUTE = replace(ABORT, inflight_otherwise="recompute")
+RECOMPUTE = replace(ABORT, variants=("recompute",))
 # Lengths differ as in practice: one token in eight of a flat distribution ends the response.
 LONG_TAIL = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=tuple(range(2, 12)))
 ENDLESS = Sampling(temperature=1.0, max_new_tokens=100)
@@ -48,7 +46,7 @@ def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 6
     """A live policy and an engine of either kind that holds its weights and accepts groups for `room` rollouts."""
     policy = Policy(qwen2(tied=False))
     if kind == "transformers":
-        engine = ReferenceEngine(policy, room)
+        engine = TransformersEngine(policy, room)
         engine.load(policy.weights(), policy.response_logprobs)
         yield policy, engine
         return
@@ -60,9 +58,9 @@ def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 6
 
 
 def in_flight(engine, group_size: int, sampling: Sampling, max_staleness: int, groups: int = 0) -> GroupsInFlight:
-    """A source whose run has no problems: the tests submit their own."""
-    config = Config.of(group_size=group_size, max_staleness=max_staleness, inflight_groups=1)
-    flight = GroupsInFlight(Run(config, Path(), "", Task([], [], exact_match), None, sampling, 0, 0, {}), engine)
+    """A source without problems: the tests submit their own."""
+    flight = GroupsInFlight(engine, Task([], [], exact_match), sampling, 0, group_size, 0, num_waiting=1,
+                            max_staleness=max_staleness)
     submit(flight, groups)
     return flight
 
@@ -93,7 +91,7 @@ def vllm(parity: ParityFlags, room: int, **changes):
 
 @pytest.mark.parametrize("kind, parity, room", [
     ("transformers", KEEP, 4), vllm(KEEP, 64), vllm(RECOMPUTE, 4), vllm(ABORT, 64),
-    vllm(KEEP, 4, explicit_runtime=False), vllm(ABORT, 4, explicit_runtime=False),  # asynchronous scheduling
+    vllm(KEEP, 4, uncached_runtime=False), vllm(ABORT, 4, uncached_runtime=False),  # asynchronous scheduling
 ], ids=named)  # fmt: skip
 def test_every_group_is_trained_on_once_dropped_or_in_flight(engine_folders, kind, parity, room):
     taken, spans = [], 0

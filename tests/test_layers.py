@@ -95,7 +95,7 @@ def test_parallel_residuals_that_vllms_stablelm_computes_in_sequence_give_exit_s
 def test_what_hooks_do_not_see_is_refused_in_a_sentence(tmp_path):
     qwen2(tied=False).save_pretrained(tmp_path / "qwen2")
     small_model("FalconH1", False).save_pretrained(tmp_path / "falcon")
-    for folder, parity, what in (("qwen2", ParityFlags(explicit_runtime=False), "prefix cache"),
+    for folder, parity, what in (("qwen2", ParityFlags(uncached_runtime=False), "prefix cache"),
                                  ("falcon", ParityFlags(), "recurrent layers")):  # fmt: skip
         policy = Policy.load(str(tmp_path / folder), torch.float32, "cpu")
         with started(str(tmp_path / folder), policy, parity) as engine:

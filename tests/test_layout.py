@@ -8,7 +8,8 @@ from helpers import ROOT
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
     "grpo": "", "objectives": "", "records": "", "config": "objectives", "models": "records", "tasks": "models records",
-    "rollouts": "tasks", "engine_adapter": "config rollouts", "rl": "config engine_adapter models objectives rollouts",
+    "rollouts": "config tasks", "engine_adapter": "config rollouts",
+    "rl": "config engine_adapter models objectives rollouts",
     "run": "config engine_adapter models objectives records rl rollouts tasks",
     "train": "config objectives records rl rollouts run tasks",
 }  # fmt: skip

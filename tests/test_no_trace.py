@@ -12,8 +12,8 @@ IN_FLIGHT = ("--inflight-groups", "6", "--max-num-seqs", "10")
 # Prompts that fill a block of the KV cache and come again in later steps: a request of a measurement leaves blocks that
 # later steps read.
 LONG = PYTHON.replace('f"{number}+1="', 'f"{number:02d}" * 18 + "="')
-STALE = ("--task", "{root}/long.py", "--block-size", "32", "--parity.no-explicit-runtime")
-MEASUREMENTS = ("--probe-every", "1", "--self-noise-every", "1", "--eval-with-trainer",
+STALE = ("--task", "{root}/long.py", "--block-size", "32", "--parity.no-uncached-runtime")
+MEASUREMENTS = ("--probe-every", "1", "--self-noise-every", "1", "--eval-trainer-alone",
                 *(["--tensorboard"] if find_spec("tensorboard") else []))
 ARMS = {
     "parity": (),
@@ -22,7 +22,7 @@ ARMS = {
     "V1's defaults, stale prefix cache": (*STALE, "--parity.no-processed-logprobs", "--parity.no-fp32-head"),
     "bfloat16, mask": ("--dtype", "bfloat16", "--top-p", "0.9"),
 }
-OWN = {"probe", "self_noise_abs_mean", "self_noise_max", "eval_reward_trainer", "eval_gap"}
+OWN = {"probe", "self_noise_abs_mean", "self_noise_max", "eval_reward_trainer_alone", "eval_gap"}
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -13,7 +13,7 @@ from objectives import (
     NO_REJECTION,
     REJECTIONS,
     WEIGHTS,
-    Measured,
+    Policies,
     correct,
     correction_metrics,
     effective_sample_size,
@@ -24,7 +24,7 @@ from objectives import (
 
 
 def advantages(rewards: list[float], group_size: int, divide_by_std: bool = True) -> list[float]:
-    unused = Measured(*[torch.zeros(len(rewards), 1)] * 3)
+    unused = Policies(*[torch.zeros(len(rewards), 1)] * 3)
     scores = torch.tensor(rewards, dtype=torch.float64)
     return group_advantages(scores, group_size, unused, divide_by_std)[:, 0].tolist()
 

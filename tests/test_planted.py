@@ -70,7 +70,7 @@ FAULTS = {
         lambda engine, patch, _: patch.setattr(engine, "_renew_cache_keys", lambda: None), CANARY, NOTHING),
     "adapter merged twice": ("Qwen3", {}, merge_twice, CANARY, NOTHING),
     "reset that does nothing": (
-        "Qwen2", dict(parity=ParityFlags(inflight_keep=False, inflight_otherwise="recompute")),
+        "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",))),
         lambda engine, patch, _: patch.setattr(engine.llm, "reset_prefix_cache", lambda **_: False), GIVE_UP, GIVE_UP),
     "window one short": ("Mistral", {}, shorten_window, CANARY, None)  # in bfloat16 near the limit,
 }  # fmt: skip

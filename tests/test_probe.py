@@ -279,8 +279,7 @@ def json_trace(**changes) -> dict:
     (json_trace(trainer_logprobs=[[-0.5]]), "g/trainer_logprobs must have the shape of g/tokens"),
     (json_trace(versions=[[1]]), "g/versions must have the shape of g/tokens"),
     (json_trace(sampling={}), "temperature"),
-    (json_trace(sampling={"temperature": -1.0}), "temperature must be 0 (greedy) or at least 0.01"),
-    (json_trace(sampling={"temperature": 1.0, "top_k": 1.5}), "top_k must be a whole number"),
+    (json_trace(sampling={"temperature": -1.0}), "temperature must be in [0.01,"),
     (json_trace(tokens=[[4, float("inf")]]), "g/tokens must be rows of token ids"),
     (json_trace(sampling={"temperature": 1.0, "logit_bias": {}}), "unexpected keyword argument 'logit_bias'"),
 ])  # fmt: skip
@@ -332,10 +331,10 @@ def test_exit_status_is_2_for_bad_input_with_one_line_that_names_it(tmp_path, ca
 
 
 @pytest.mark.parametrize("options, complaint", [
-    (["--temperature", "2.5"], "temperature must be at most 2, vLLM's range, got 2.5"),
-    (["--num-prompts", "0"], "num_prompts must be at least 1"),
+    (["--temperature", "2.5"], "temperature must be in [0, 2], got 2.5"),
+    (["--num-prompts", "0"], "num_prompts must be in [1,"),
     (["--prompt-tokens", "9", "4"], "prompt_tokens must be two numbers, 1 <= shortest <= longest"),
-    (["--seed", "-1"], "seed must be in [0, 2^32)"),
+    (["--seed", "-1"], "seed must be in [0, 4294967295]"),
 ])  # fmt: skip
 def test_a_workload_that_vllm_would_refuse_is_refused_before_it_starts(tmp_path, capsys, options, complaint):
     assert exit_status("record", "--model", MODEL, "--out", str(tmp_path / "x.npz"), *options) == 2

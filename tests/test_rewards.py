@@ -4,16 +4,15 @@ import os
 import py_compile
 import subprocess
 import sys
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 from helpers import ROOT
 
-from config import Config
 from examples.toys import toy_tokenizer
 from extras.task_file import TaskFile
 from rollouts import Rollout
-from tasks import Problem, load_task, score_rollouts
+from tasks import Problem, load_task
 
 BODY = """
 import asyncio, collections, ctypes, itertools, math, os, signal, sys, threading, time
@@ -139,15 +138,15 @@ def test_the_code_that_runs_is_the_text_of_the_digest(tmp_path, monkeypatch):
 def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_counted(tmp_path, capsys):
     (tmp_path / "task.py").write_text(GRADED)
     task = load_task(str(tmp_path / "task.py"), 0, limit_s=60)
-    run = SimpleNamespace(task=task, tokenizer=toy_tokenizer(), config=Config.of(reward_errors="count"))
+    task = replace(task, tokenizer=toy_tokenizer(), reward_errors="count")
     rollouts = [Rollout([1], 0, [token], [-0.5], [version], "stop") for token, version in ((5, 1), (6, 0), (7, 1))]
-    rows = score_rollouts(run, task.train[:3], rollouts)
+    rows = task.score(task.train[:3], rollouts)
     assert [row["reward"] for row in rows] == [each.score for each in rollouts] == [4.5, 0.0, 6.5]
     assert [row["error"] is not None for row in rows] == [False, True, False]
-    assert score_rollouts(run, task.train[:3], rollouts) == rows  # of a source that scores, by the loop
+    assert task.score(task.train[:3], rollouts) == rows  # of a source that scores, by the loop
     said = capsys.readouterr().out
     question = f"on {task.train[1].source}, question {task.train[1].question!r}, response '3'"
     assert "REWARD FAILED, one of 1: the reward fails (ZeroDivisionError: float division by zero) " + question in said
-    run.config, rollouts[1].reward = Config.of(), None
+    rollouts[1].reward = None
     with pytest.raises(ValueError, match="; to go on with reward 0, --reward-errors count"):
-        score_rollouts(run, task.train[:3], rollouts)
+        replace(task, reward_errors="stop").score(task.train[:3], rollouts)

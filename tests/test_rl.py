@@ -10,22 +10,23 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import DEVICES, ROUNDING, cut_of, qwen2
+from helpers import DEVICES, ROUNDING, minibatches_of, qwen2
 
 from config import Config, GrpoConfig
 from extras.checkpointing import checkpoint_layers
-from extras.masks import KeptTokens, mask_outside
 from extras.offload import OffloadedOptimizer
+from extras.sampling_mask import SamplingMask, mask_outside
 from objectives import REJECTIONS, WEIGHTS, backend_metrics, correct
 from probe.noise import observe_self_noise, rounded_otherwise, self_noise
 from rl import (
     Batch,
     Optimizer,
     Policy,
+    Scoring,
     TargetLogprobs,
     frozen_logprobs,
-    frozen_measures,
     head_chunk,
+    in_micro_batches,
     make_batch,
     plain_body,
     product,
@@ -62,14 +63,14 @@ def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
     assert batch.targets.tolist() == [[6, 7, 8], [4, 0, 0]]
     assert batch.mask.tolist() == [[0, 0, 1], [1, 0, 0]]
     torch.testing.assert_close(batch.behavior_logprobs, torch.tensor([[0, 0, -0.2], [-0.3, 0, 0]]))
-    assert batch.rows(torch.tensor([1])).inputs.tolist() == [[9]]  # cut to the longest of the rows
+    assert batch.select(torch.tensor([1])).inputs.tolist() == [[9]]  # cut to the longest of the rows
 
 
 def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_unsorted_ones():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(2, 40, (64,), generator=generator).tolist()
     batch = make_batch(rollouts([(3, n) for n in lengths]))
-    steps = cut_of(batch, 2, 128)
+    steps = minibatches_of(batch, 2, 128)
     assert [sorted(torch.cat(micros).tolist()) for micros in steps] == [list(range(32)), list(range(32, 64))]
     padded = 0
     for micros in steps:
@@ -78,13 +79,13 @@ def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_
         assert all(len(rows) * width <= 128 for rows, width in zip(micros, longest, strict=True))
         padded += sum(len(rows) * width for rows, width in zip(micros, longest, strict=True))
     assert batch.lengths.sum() <= padded < 0.8 * 64 * batch.lengths.max()
-    assert all(len(rows) == 1 for micros in cut_of(batch, 1, 1) for rows in micros)  # a longer row goes alone
+    assert all(len(rows) == 1 for micros in minibatches_of(batch, 1, 1) for rows in micros)  # a longer row goes alone
 
 
 def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_come_first():
     batch = make_batch(rollouts([(1, n) for n in [9, 3, 7, 5, 8, 2, 6, 4]]))
-    cut = cut_of(batch, 2, 100, has_signal=[0, 1, 0, 1, 1, 0, 0, 1])
-    assert [[rows.tolist() for rows in micros] for micros in cut] == [[[3, 1], [0, 2]], [[4, 7], [6, 5]]]
+    minibatches = minibatches_of(batch, 2, 100, has_signal=[0, 1, 0, 1, 1, 0, 0, 1])
+    assert [[rows.tolist() for rows in micros] for micros in minibatches] == [[[3, 1], [0, 2]], [[4, 7], [6, 5]]]
 
 
 # ------------------------------------------------------------------------------------------------ head and policy
@@ -94,9 +95,9 @@ def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_c
     rows[0].token_ids[-1] = plain_logits(model, rows[0])[-1].argmax().item()
     batch = make_batch(rows)
     for chunk_elements in (2**25, 96 * 2, 1):
-        policy = Policy(model, chunk_elements=chunk_elements)
-        measured, agrees = policy.measure(batch, temperature), policy.agrees(batch)
-        assert torch.equal(policy.logprobs(batch, temperature), measured["logprobs"])
+        policy = Policy(model, Scoring(temperature), chunk_elements=chunk_elements)
+        measured, agrees = policy.token_metrics(batch), policy.agreement(batch)["agrees"]
+        assert torch.equal(policy.logprobs(batch), measured["logprobs"])
         assert not any(values[batch.mask == 0].any() for values in (*measured.values(), agrees))
         for row, rollout in enumerate(rows):
             inside, logits = batch.mask[row] > 0, plain_logits(model, rollout)
@@ -112,17 +113,18 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
     rows = rollouts([(3, 4), (5, 3)])
     for rollout in rows:
         rollout.kept = [numpy.array([token, token + 1, 90 + at]) for at, token in enumerate(rollout.token_ids)]
-    policy = Policy(qwen2(tied=True), support=KeptTokens(Sampling(0.7, 8, top_p=0.9)), chunk_elements=96 * 2)
+    scoring = Scoring(0.7, support=SamplingMask(Sampling(0.7, 8, top_p=0.9)))
+    policy = Policy(qwen2(tied=True), scoring, chunk_elements=96 * 2)
     batch = make_batch(rows)
-    whole = policy.logprobs(batch, 0.7)
+    whole = policy.logprobs(batch)
     expected = torch.log_softmax(plain_logits(policy.model, rows[0])[1, rows[0].kept[1]] / 0.7, dim=0)[0]
     assert whole[0, 3].item() == pytest.approx(expected.item(), abs=ROUNDING)
     rows[0].trained, rows[1].trained = [True, False, False, True], [False, True, True]
     fewer = make_batch(rows)
-    torch.testing.assert_close(policy.logprobs(fewer, 0.7), whole * fewer.mask, atol=ROUNDING, rtol=0)
-    measured = frozen_measures(policy, fewer, cut_of(fewer, 1, 7), 0.7)
+    torch.testing.assert_close(policy.logprobs(fewer), whole * fewer.mask, atol=ROUNDING, rtol=0)
+    measured = in_micro_batches(policy.token_metrics, fewer, minibatches_of(fewer, 1, 7))
     assert measured.keys() == {"logprobs", "entropy", "kept_mass", "outside_frac"}
-    assert torch.equal(measured["logprobs"], frozen_logprobs(policy, fewer, cut_of(fewer, 1, 7), 0.7))
+    assert torch.equal(measured["logprobs"], frozen_logprobs(policy, fewer, minibatches_of(fewer, 1, 7)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -146,7 +148,7 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     targets, loss_weights = targets.to(device), loss_weights.to(device)
     ours = [hidden.to(device, dtype).requires_grad_(), policy.head.weight, policy.head.bias]
     exact = [each.detach().double().requires_grad_() for each in ours]
-    logprobs = TargetLogprobs.apply(*ours, targets, restrict, policy.projection(0.7))
+    logprobs = TargetLogprobs.apply(*ours, targets, restrict, policy._projection(0.7))
     (logprobs * loss_weights).sum().backward()
     logits = exact[0] @ exact[1].T + exact[2]
     logits = scale / 0.7 * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
@@ -188,7 +190,7 @@ def test_an_unknown_operation_after_the_head_is_refused():
 
 def test_fp32_head_differs_from_the_model_dtype_head_as_rounding_does():
     model, batch = qwen2(tied=False, dtype=torch.bfloat16), make_batch(rollouts())
-    fine, coarse = (Policy(model, fp32_head).logprobs(batch, 0.7) for fp32_head in (True, False))
+    fine, coarse = (Policy(model, Scoring(0.7, fp32_head)).logprobs(batch) for fp32_head in (True, False))
     assert 1e-4 < (fine - coarse).abs().max() < 1
 
 
@@ -216,7 +218,7 @@ class TablePolicy(torch.nn.Module):
         super().__init__()
         self.table = torch.nn.Parameter(torch.tensor(pad(plus(OLD, MOVED))))  # (4, 4)
 
-    def logprobs(self, batch: Batch, _temperature: float) -> torch.Tensor:
+    def logprobs(self, batch: Batch) -> torch.Tensor:
         return self.table[batch.inputs[:, 0], : batch.mask.shape[1]] * batch.mask
 
 
@@ -283,15 +285,16 @@ def check_update(grpo: GrpoConfig, draws: random.Random, num_minibatches: int) -
     batch = make_batch([Rollout([b], None, [5] * len(row), row, trained=list(map(bool, TRAINED[b])))
                         for b, row in enumerate(behavior)])  # fmt: skip
     keep = [True, draws.choice([True, False]), True, True]
-    batch, policy = batch.only(keep), TablePolicy()
+    batch, policy = batch.mask_rows(keep), TablePolicy()
     old = torch.tensor(pad(OLD)) * batch.mask
     per_row = torch.tensor([[1.3], [draws.choice([0.0, -0.7])], [0.4], [-1.1]])
     advantages = draws.choice([per_row, per_row * torch.tensor([1.0, -0.5, 0.0, 2.0])])  # (B, 1) or (B, T)
     batch = replace(batch, old_logprobs=old, ref_logprobs=old - 0.1 * batch.mask, advantages=advantages)
     optimizer = SeenOptimizer(policy, weight_decay=0.0)
     alone = draws.choice([True, False])  # each row
-    cut = cut_of(batch, num_minibatches, 1 if alone else 4096, has_signal=advantages.any(dim=1).tolist())
-    metrics = update(policy, optimizer, batch, cut, grpo, lr=0.0)
+    signal = advantages.any(dim=1).tolist()
+    minibatches = minibatches_of(batch, num_minibatches, 1 if alone else 4096, signal)
+    metrics = update(policy, optimizer, batch, minibatches, grpo, lr=0.0)
 
     of_engine = grpo.old_policy == "rollout"
     corrected = correct(old, batch.behavior_logprobs, batch.mask, grpo.tis, grpo.tis_cap, grpo.rejection)
@@ -355,12 +358,12 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
 
 def step(policy: Policy, optimizer: Optimizer, grpo: GrpoConfig, advantages=(1.0, -1.0, 0.5, -0.5), keep=True) -> dict:
     """The metrics of one update."""
-    batch = make_batch(rollouts(), policy.device).only([keep] * 4)
-    cut = cut_of(batch, grpo.num_minibatches, grpo.micro_batch_tokens, has_signal=advantages)
-    old = frozen_logprobs(policy, batch, cut, grpo.temperature)
+    batch = make_batch(rollouts(), policy.device).mask_rows([keep] * 4)
+    minibatches = minibatches_of(batch, grpo.num_minibatches, grpo.micro_batch_tokens, has_signal=advantages)
+    old = frozen_logprobs(policy, batch, minibatches)
     advantages = torch.tensor(advantages, device=policy.device)[:, None]
-    return update(policy, optimizer, replace(batch, old_logprobs=old, ref_logprobs=old, advantages=advantages), cut,
-                  grpo, lr=1e-3)  # fmt: skip
+    batch = replace(batch, old_logprobs=old, ref_logprobs=old, advantages=advantages)
+    return update(policy, optimizer, batch, minibatches, grpo, lr=1e-3)
 
 
 def fresh(kind: type = Optimizer, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Policy, Optimizer]:
@@ -383,9 +386,9 @@ def test_in_16_bits_the_ratio_starts_at_exactly_1_whatever_the_micro_batches(dty
 def test_a_masked_row_with_extreme_log_probabilities_changes_no_figure_to_nan():
     policy, batch = Policy(qwen2(tied=True)), make_batch(rollouts())
     unlikely = torch.tensor([[-200.0], [-200.0], [-200.0], [-2.0]]) * batch.mask  # exp(200) is infinite in fp32
-    one = replace(batch, old_logprobs=unlikely, ref_logprobs=unlikely).only([False, False, False, True])
+    one = replace(batch, old_logprobs=unlikely, ref_logprobs=unlikely).mask_rows([False, False, False, True])
     one = replace(one, advantages=torch.ones(4, 1))
-    metrics = update(policy, Optimizer(policy.model, 0.0), one, cut_of(one), GrpoConfig(kl_coef=0.1), 1e-3)
+    metrics = update(policy, Optimizer(policy.model, 0.0), one, minibatches_of(one), GrpoConfig(kl_coef=0.1), 1e-3)
     assert all(value is None or math.isfinite(value) for value in metrics.values())
 
 
@@ -407,7 +410,7 @@ def test_a_nan_stops_the_update_before_the_weights_move():
     policy, batch = Policy(qwen2(tied=True)), make_batch(rollouts())
     batch = replace(batch, old_logprobs=batch.mask * -1, advantages=torch.tensor([[math.nan], [1.0], [0.0], [0.0]]))
     with pytest.raises(FloatingPointError):
-        update(policy, Optimizer(policy.model, 0.0), batch, cut_of(batch), GrpoConfig(), 1e-3)
+        update(policy, Optimizer(policy.model, 0.0), batch, minibatches_of(batch), GrpoConfig(), 1e-3)
     assert not moved(policy)
 
 
@@ -415,22 +418,22 @@ def test_a_nan_stops_the_update_before_the_weights_move():
 def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
     for dtype, low, high in ((torch.float32, -1, ROUNDING), (torch.bfloat16, ROUNDING, 1)):
         policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts())
-        before = frozen_logprobs(policy, batch, cut_of(batch), GrpoConfig().temperature)
+        before = frozen_logprobs(policy, batch, minibatches_of(batch))
         batch = replace(batch, old_logprobs=before, advantages=torch.ones(4, 1))
         noise = self_noise(policy, batch, GrpoConfig())
         assert not noise[batch.mask == 0].any()
-        assert torch.equal(before, frozen_logprobs(policy, batch, cut_of(batch), GrpoConfig().temperature))
+        assert torch.equal(before, frozen_logprobs(policy, batch, minibatches_of(batch)))
         assert low < (noise.abs().sum() / batch.mask.sum()).item() < high
     config = Config.of(self_noise_every=1)  # --mask-truncated may mask every response
     for keep, names in ((True, {"self_noise_abs_mean", "self_noise_max"}), (False, set())):
-        step = SimpleNamespace(metrics={"step": 1}, batch=batch.only([keep] * 4))
+        step = SimpleNamespace(metrics={"step": 1}, batch=batch.mask_rows([keep] * 4))
         assert observe_self_noise(policy, config, step).keys() == names
 
 
 def test_self_noise_of_exactly_0_in_16_bits_is_an_error():
     policy, batch = Policy(qwen2(tied=True, dtype=torch.bfloat16)), make_batch(rollouts([(3, 8)] * 4))
     with rounded_otherwise(policy):
-        before = frozen_logprobs(policy, batch, cut_of(batch), GrpoConfig().temperature)
+        before = frozen_logprobs(policy, batch, minibatches_of(batch))
         batch = replace(batch, old_logprobs=before, advantages=torch.ones(4, 1))
         with pytest.raises(RuntimeError, match="noise floor must be above 0 in 16 bits"):
             self_noise(policy, batch, GrpoConfig())
@@ -438,7 +441,7 @@ def test_self_noise_of_exactly_0_in_16_bits_is_an_error():
 
 def test_gradient_checkpointing_computes_each_layer_again_and_changes_no_gradient():
     def run(model) -> tuple[int, list[torch.Tensor]]:
-        calls, logprobs = [], Policy(model).logprobs(make_batch(rollouts()), 0.7)
+        calls, logprobs = [], Policy(model).logprobs(make_batch(rollouts()))
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         logprobs.sum().backward()
         return len(calls), [each.grad for each in model.parameters()]

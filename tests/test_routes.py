@@ -2,7 +2,9 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from tempfile import TemporaryDirectory
 
 import numpy
 import pytest
@@ -12,6 +14,7 @@ from helpers import (
     ROUNDING,
     close_live_engine,
     command,
+    minibatches_of,
     move_and_load,
     qwen2,
     small_model,
@@ -19,14 +22,14 @@ from helpers import (
     train_here,
 )
 
-from config import Config, ParityFlags
+from config import Config, GrpoConfig, ParityFlags
 from engine_adapter import Engine
 from examples.toys import toy_tokenizer
-from extras.routes import RoutedEngine, RoutedPolicy
-from lab.routes import measure
+from extras.routes import RoutedEngine, Routes
 from probe.diagnose import ALARMS
-from rl import Policy, make_batch
-from rollouts import Rollout, Sampling
+from probe.noise import self_noise
+from rl import Policy, in_micro_batches, make_batch
+from rollouts import Rollout, Sampling, reseed
 from run import prepare
 
 EXPERTS = dict(num_experts=16, num_local_experts=16, num_experts_per_tok=4)
@@ -56,7 +59,7 @@ def own_choice(model, batch) -> torch.Tensor:
 def test_replay_uses_the_given_choice_with_the_models_own_weights_and_gradients(name):
     """The oracles: routers by hand with each architecture's formula, and finite differences of a router's weight."""
     model, generator = small_model(name, False, **EXPERTS), torch.Generator().manual_seed(0)
-    policy, plain = RoutedPolicy(model, replay=True), Policy(model)
+    policy, plain = Policy(model, **Routes(model).parts(replay=True)), Policy(model)
     batch = make_batch([Rollout(prompt[:5], None, prompt[5 : 9 + row], [0.0] * (4 + row))
                         for row, prompt in enumerate(PROMPTS)])  # fmt: skip
     own = own_choice(model, batch)
@@ -65,7 +68,7 @@ def test_replay_uses_the_given_choice_with_the_models_own_weights_and_gradients(
     def with_routes(routes):
         for rollout, row, length in zip(batch.rollouts, routes, batch.lengths, strict=True):
             rollout.routes = [*row[:length].numpy()]
-        return policy.logprobs(batch, 1.0)
+        return policy.logprobs(batch)
 
     def by_hand(index, _module, _inputs, output):
         choice = foreign[:, :, index].flatten(0, 1)
@@ -74,16 +77,16 @@ def test_replay_uses_the_given_choice_with_the_models_own_weights_and_gradients(
             weights = weights / weights.sum(dim=1, keepdim=True)
         return output[0], weights, choice
 
-    assert torch.equal(with_routes(own), plain.logprobs(batch, 1.0))
+    assert torch.equal(with_routes(own), plain.logprobs(batch))
     with hooked(model, by_hand) as routers:
-        expected = plain.logprobs(batch, 1.0)
+        expected = plain.logprobs(batch)
     logprobs, weight, sums = with_routes(foreign), routers[0].weight, []
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=ROUNDING)
     logprobs.sum().backward()
     change = 1e-2 * torch.randn(weight.shape, generator=generator)
     for step in (change, -2 * change):
         weight.data += step
-        sums.append(policy.logprobs(batch, 1.0).double().sum().item())
+        sums.append(policy.logprobs(batch).double().sum().item())
     assert (sums[0] - sums[1]) / 2 == pytest.approx((weight.grad * change).sum().item(), rel=0.1, abs=1e-2)
 
 
@@ -123,11 +126,43 @@ def test_recorded_routes_are_the_engines_after_preemptions_and_over_a_load_in_fl
     assert differing(rollouts, before) < differing(rollouts, own_choice(model, make_batch(rollouts)))
 
 
+def figures_of_noise(noises: tuple[float, ...]) -> dict[str, dict]:
+    """Of a bfloat16 mixture with noise in the engine's routers, by noise and body of the trainer."""
+    model = small_model("Qwen2Moe", False, **EXPERTS, num_hidden_layers=3, initializer_range=0.1).to(torch.bfloat16)
+    policies = [Policy(model, **Routes(model).parts(replay)) for replay in (False, True)]
+    weights, score, found = policies[0].weights(), policies[0].response_logprobs, {}
+    contract = {name: tensor.shape for name, tensor in weights.items()}
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = RoutedEngine(folder, contract, ParityFlags(), max_model_len=96, dtype=model.dtype)
+    engine.canary_tolerance = 10.0
+    grpo = GrpoConfig(temperature=1.0, num_minibatches=1)
+    for noise in noises:
+        reseed(0)
+        prompts = torch.randint(96, (16, 40)).tolist()
+        engine.load({name: each + noise * each.std() * torch.randn_like(each)
+                     if name.endswith(".gate.weight") else each for name, each in weights.items()}, score)
+        batch = make_batch(engine.generate(prompts, 8, Sampling(1.0, 48)))
+        batch = replace(batch, advantages=torch.ones(len(batch.inputs), 1))
+        on, minibatches = batch.mask > 0, minibatches_of(batch, 1, grpo.micro_batch_tokens)
+        for policy in policies:
+            metrics = in_micro_batches(policy.token_metrics, batch, minibatches)
+            old = metrics["logprobs"]
+            mismatch = (old - batch.behavior_logprobs)[on].abs()
+            floor = self_noise(policy, replace(batch, old_logprobs=old), grpo)[on].abs()
+            found[noise, policy.body.__name__] = {
+                "mismatch": [mismatch.mean().item(), mismatch.quantile(0.999).item()],
+                "floor": [floor.mean().item(), floor.quantile(0.999).item()],
+                **{name: metrics[name][on].mean().item() for name in ("routed_otherwise", "router_noise")}}
+    engine.close()
+    return found
+
+
 @pytest.mark.engine
 def test_replay_leaves_the_noise_floor_and_hides_a_noisy_router_that_the_share_shows():
     close_live_engine()
-    found = measure("Qwen2Moe", 16, 4, "bfloat16")
-    (plain, noisy), (replay, hidden) = ([found[f"{noise} {body}"] for noise in (0.0, 0.02)]
+    found = figures_of_noise((0.0, 0.02))
+    (plain, noisy), (replay, hidden) = ([found[noise, body] for noise in (0.0, 0.02)]
                                         for body in ("prompts_once", "replayed"))
     assert replay["mismatch"][1] < plain["mismatch"][1] / 2  # 99.9th percentile
     assert replay["mismatch"][0] / 1.3 < replay["floor"][0] < plain["floor"][0]
@@ -186,7 +221,7 @@ def test_a_noisy_router_raises_an_alarm_and_the_probe_names_it(run, monkeypatch,
 @pytest.mark.parametrize("parity, options, sentence", [
     ({}, dict(engine="shared"), "shared"), ({}, dict(engine="transformers"), "shared or transformers"),
     ({}, dict(prefix_cache="versioned"), "a prefix cache"), (dict(fp32_head=False), {}, "while a fix is off"),
-    (dict(explicit_runtime=False), dict(tis_over_a_broken_backend=True), "async scheduling"),
+    (dict(uncached_runtime=False), dict(correct_a_broken_backend=True), "async scheduling"),
 ])  # fmt: skip
 def test_replay_is_refused_where_the_choice_is_unknown_and_while_a_fix_is_off(parity, options, sentence):
     with pytest.raises(ValueError, match=f"replay_routes must be off.* {sentence}"):
@@ -195,7 +230,7 @@ def test_replay_is_refused_where_the_choice_is_unknown_and_while_a_fix_is_off(pa
 
 def test_replay_is_refused_without_routers_and_on_a_gpu(monkeypatch):
     with pytest.raises(ValueError, match="replay_routes must be off with Qwen2ForCausalLM"):
-        RoutedPolicy(qwen2(True), replay=True)
+        Routes(qwen2(True)).parts(replay=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="replay_routes must be off on a GPU"):
         prepare(Config.of(replay_routes=True))

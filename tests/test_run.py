@@ -12,7 +12,7 @@ from helpers import qwen2
 import records
 from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
-from extras.reference import engine_for
+from extras.transformers_engine import engine_for
 from records import provenance
 from rl import Policy
 from run import name_idle_switches, prepare

@@ -18,6 +18,7 @@ from helpers import (
     ROUNDING,
     SEEDS,
     WARM,
+    at,
     close_live_engine,
     move,
     qwen2,
@@ -26,15 +27,15 @@ from helpers import (
     started,
 )
 
-from config import Config
+from config import Config, has_sampling_mask
 from engine_adapter import Engine, WeightLoadError
-from extras.masks import KeptTokens
 from extras.offload import OffloadedOptimizer
+from extras.sampling_mask import SamplingMask
 from extras.shared_engine import ExactError, why_not
 from objectives import REJECTIONS
 from rl import Batch, Optimizer, Policy
 from rollouts import Sampling
-from run import Run, TrainingState, build, find_checkpoint, load_policy, prepare, start_engine
+from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
 from train import train_step
 
 pytestmark = pytest.mark.engine
@@ -51,7 +52,7 @@ def gradient(policy: Policy, batch: Batch) -> list[torch.Tensor]:
     """Of a weighted sum of the log-probabilities, in float64."""
     weights = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0))
     policy.model.zero_grad()
-    (policy.logprobs(batch, 0.7) * weights).sum().backward()
+    (at(policy, 0.7).logprobs(batch) * weights).sum().backward()
     return [each.grad.double() for each in policy.model.parameters() if each.grad is not None]
 
 
@@ -104,7 +105,7 @@ def test_optimizer_steps_and_a_checkpoint_in_place_are_seen_and_moved_weights_re
         batch, version = scored(policy, engine.generate(PROMPTS, 4, WARM, SEEDS), 0.7), engine.weight_version
         engine.sleep()
         with optimizer.on_device():
-            optimizer.backward(policy.logprobs(batch, 0.7).sum() / 100)
+            optimizer.backward(at(policy, 0.7).logprobs(batch).sum() / 100)
             assert optimizer.step(lr=1e-2, grad_clip=1.0) > 0
         engine.wake()
         load()
@@ -145,14 +146,14 @@ def test_every_length_mask_temperature_and_micro_batch_is_exact(tmp_path, dtype)
     with started(str(tmp_path), Policy(model), kind="exact", max_model_len=640) as engine:
         for mask in MASKS[dtype]:
             sampling = Sampling(**dict(temperature=0.7, max_new_tokens=40, stop_token_ids=(2, 3)) | mask)
-            sampling = replace(sampling, max_kept=96) if sampling.has_mask else sampling
+            sampling = replace(sampling, max_kept=96) if has_sampling_mask(sampling) else sampling
             rollouts = [each for index, prompt in enumerate(prompts)
                         for each in engine.submit(prompt, 1 + 2 * (index % 2), sampling, 100 * index)]
             rollouts += engine.submit(prompts[5], 1, replace(sampling, max_new_tokens=1), 5)
             while engine.num_unfinished:
                 engine.step()
             lengths |= {len(rollout.token_ids) for rollout in rollouts}
-            policy = engine.policy.but(support=KeptTokens(sampling))
+            policy = engine.policy.changed(support=SamplingMask(sampling))
             for tokens in (10**6, 1500, 1):
                 batch = scored(policy, rollouts, sampling.temperature, tokens)
                 assert torch.equal(batch.old_logprobs, batch.behavior_logprobs), (mask, tokens)
@@ -182,7 +183,8 @@ def job(good: Path, out: Path, **changes) -> Iterator[tuple[Run, TrainingState]]
     run = prepare(Config.of(**usual | changes))
     run.out.mkdir()
     policy = load_policy(run)
-    live, _ = build(run, policy, start_engine(run, policy), find_checkpoint(run))
+    live = build(run, policy, start_engine(run, policy))
+    begin(run, live, find_checkpoint(run))
     try:
         yield run, live
     finally:
@@ -204,7 +206,7 @@ def from_the_start(run: Run, live: TrainingState, state: dict[str, Any], count: 
     """Metrics of the first steps without times and memory, and the weights after them."""
     live.load_state_dict(deepcopy(state))
     live.engine.load(live.policy.weights(), live.policy.response_logprobs)
-    table = steps(replace(run, config=run.config.but(**options)), live, *range(1, count + 1))
+    table = steps(replace(run, config=run.config.changed(**options)), live, *range(1, count + 1))
     table = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in table]
     return table, live.policy.copied_weights()
 

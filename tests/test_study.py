@@ -104,7 +104,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     record = json.loads((tmp_path / "ladder.json").read_text())
     assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"reference": [1, 4], "parity": [0, 1]}
     assert record["cells"]["parity"]["metrics"]["reward"] == [0.25, 0.25]
-    assert record["cells"]["parity"]["metrics"]["eval_true"] == [None, None]
+    assert record["cells"]["parity"]["metrics"]["eval_trainer_alone"] == [None, None]
     (row,) = steps_of(tmp_path / "runs" / "parity-seed0")
     assert METRICS["eval_greedy_before"].measure([row]) == 0.1
     assert record["cells"]["parity"]["curves"]["reward"] == [[0.25], [0.25]]
@@ -119,7 +119,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
 
 @pytest.mark.parametrize("words, complaint", [
     (["ladder", "--cells", "v2"], "cells must be names of cells or patterns, got v2; ladder has reference,"),
-    (["ladder", "--seeds", "-1"], "seeds must be in"), (["ladder", "--jobs", "0"], "jobs must be at least 1"),
+    (["ladder", "--seeds", "-1"], "seeds must be in"), (["ladder", "--jobs", "0"], "jobs must be in [1, 2147483647]"),
     (["ladder", "--train-args=--seed=3"], "must not contain --seed"), (["ladder", "--train-args='"], "No closing"),
     (["ladder", "--print", "absent.json"], "reading the record absent.json failed"),
     (["ladder", "--print", "--cells", "v2"], "it has no cell v2"),
@@ -191,7 +191,7 @@ def test_metrics_skip_steps_without_a_value():
     rewards = [{"reward": float(step)} for step in range(10)]
     assert METRICS["reward"].measure(rewards) == 7.0  # of steps 5 to 9
     assert METRICS["mismatch_max"].measure([{"mismatch_max": 1.0}, {}, {"mismatch_max": 3.0}]) == 3.0
-    assert METRICS["eval_true"].measure(rewards) is None
+    assert METRICS["eval_trainer_alone"].measure(rewards) is None
     times = [{"update_s": 9.0, "bare_update_s": 1.0}] * 2 + [{"update_s": 4.0, "bare_update_s": 2.0}, {}]
     assert (METRICS["update_s"].measure(times), METRICS["update_bare"].measure(times)) == (4.0, 2.0)
 
@@ -231,7 +231,7 @@ def small(tmp_path) -> list[str]:
     toy_tokenizer().save_pretrained(folder)
     task.write_text("\n".join(json.dumps({"question": f"{n}+1=", "answer": n + 1}) for n in range(12)))
     size = "--num-prompts 4 --group-size 4 --inflight-groups 2 --eval-problems 2 --lr 1e-3 --dtype float32"
-    train_args = f"--train-args=--model {folder} --task {task} {size} --no-eval-with-trainer"
+    train_args = f"--train-args=--model {folder} --task {task} {size} --no-eval-trainer-alone"
     return ["ladder", "--cells", "parity", "v1-defaults", "--seeds", "0", "--jobs", "1", "--out", str(tmp_path / "out"),
             train_args]  # fmt: skip
 

@@ -130,7 +130,7 @@ def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):
             return rollouts
 
     run, state, _ = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3)
-    state.source = Signed(run, state.engine)
+    state.source = Signed(state.engine, run.task, run.sampling, 4, 2, 0)
     batch = train_step(run, state, 1).batch
     assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
     assert (batch.advantages != 0).all()
@@ -140,6 +140,22 @@ def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):
     assert len(samples) == 5 + 5 * 3
     assert max(sample["tokens"] for sample in samples) == 4
     assert calls == [(4, 2, 0.7), (5, 1, 0.0), (5, 3, 0.7)]
+
+
+def test_a_function_before_the_update_adds_metrics_and_scales_the_learning_rate(good, tmp_path):
+    run, state, _ = built(good, tmp_path, task=str(good / "task.py"))
+    seen = []
+
+    def by_sample_size(batch, metrics: dict) -> dict:
+        seen.append((batch.advantages is not None, metrics["ess"]))
+        return {"rows": len(batch.mask), "lr_factor": 0.25}
+
+    state.before_update = [by_sample_size, lambda batch, metrics: {"rows_again": metrics["rows"]}]
+    metrics = train_step(run, state, 1).metrics
+    assert metrics["lr"] == pytest.approx(run.config.lr_at(1) / 4)
+    assert (metrics["rows"], metrics["rows_again"]) == (8, 8)
+    assert "lr_factor" not in metrics
+    assert seen == [(True, pytest.approx(1.0, abs=ROUNDING))]
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -200,7 +216,7 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
                        " --max-new-tokens 48 --temperature 2 --dtype float16 --gradient-checkpointing"
                        " --micro-batch-tokens 64 --mask-truncated --max-prompt-tokens 10 --overlong-prompts drop"
                        " --reward-errors count --eval-problems 16 --eval-samples 2 --eval-every 3"
-                       " --eval-with-trainer --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4"))  # fmt: skip
+                       " --eval-trainer-alone --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4"))  # fmt: skip
     text, steps = capsys.readouterr().out, rows(out)[1:]
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)
     assert 0 < sum(row["trunc_frac"] for row in steps) < 3
@@ -266,4 +282,4 @@ def test_learning_rate_warms_up_and_decays_to_zero():
     assert rates[:5] == pytest.approx([0.2, 0.4 * 0.99, 0.6 * 0.98, 0.8 * 0.97, 0.96])
     assert rates[-1] == pytest.approx(0.01)
     assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert [config.but(lr_decay="none").lr_at(step) for step in (1, 5, 100)] == pytest.approx([0.2, 1.0, 1.0])
+    assert [config.changed(lr_decay="none").lr_at(step) for step in (1, 5, 100)] == pytest.approx([0.2, 1.0, 1.0])

@@ -15,10 +15,11 @@ ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
 
 
 def watched(good, out, watch, **options) -> None:
-    """A run of a small model that calls `watch` with each row, after its own watchers."""
+    """A run of a small model that calls `watch` with each row, after the curves are drawn and before TensorBoard."""
     run, state, first_step = built(good, out, eval_problems=4, reward_errors="count", max_new_tokens=6, eval_every=2,
                                    **options)  # fmt: skip
-    state.watchers.append(watch)
+    board = state.tensorboard or (lambda row: None)
+    state.tensorboard = lambda row: (watch(row), board(row))
     train(run, state, first_step)
 
 
@@ -87,7 +88,7 @@ def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
 
 
 def test_tensorboard_without_its_package_is_refused_in_one_sentence(good, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.find_spec", lambda name: None)
+    monkeypatch.setattr("run.find_spec", lambda name: None)
     config = Config.of(out=str(tmp_path), model=str(good / "model"), task=str(good / "task.jsonl"), tensorboard=True)
     with pytest.raises(ValueError, match=r"^tensorboard needs the package of this name, .* `pip install tensorboard`$"):
         prepare(config)

@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from rl import Batch, Vocabulary
+from rl import Batch, Support
 from rollouts import Rollout, Sampling
 
 
@@ -66,7 +66,7 @@ def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
     return logits.masked_fill_(outside, -math.inf)
 
 
-class KeptTokens(Vocabulary):
+class SamplingMask(Support):
     """The softmax of a token is over its kept set, if the sampler returned it.
 
     Without kept sets (`--parity.no-sampling-mask`) it is over the vocabulary, and only the metrics

@@ -14,32 +14,33 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from config import has_sampling_mask
 from engine_adapter import Collect, Engine, TrainerLogprobs, WeightLoadError, collect_nothing
 from rl import Policy
 from rollouts import Rollout, Sampling
 
 
-def engine_for(run: Any, policy: Policy) -> "ReferenceEngine":
+def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
     """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run."""
     backend, config = run.config.backend, policy.model.config.get_text_config()
     per_rollout = run.max_model_len * kv_bytes_per_token(config, policy.model.dtype)
     fitting = max(1, int(backend.kv_cache_gib * 2**30 / per_rollout))
     collect = None
-    if run.config.grpo.has_mask:
-        from extras.masks import collect_kept_sets as collect
-    return ReferenceEngine(policy, min(backend.max_num_seqs, fitting), collect)
+    if has_sampling_mask(run.config.grpo):
+        from extras.sampling_mask import collect_kept_sets as collect
+    return TransformersEngine(policy, min(backend.max_num_seqs, fitting), collect)
 
 
 def check_model(policy: Policy) -> None:
     """Raises: ValueError if transformers' KV cache cannot serve the model."""
     if policy.model._is_stateful:
-        raise ValueError("engine must be vllm and eval_with_trainer off with recurrent layers"
+        raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
                          " (transformers cannot drop a row of their state);"
-                         " try --engine vllm --no-eval-with-trainer")
+                         " try --engine vllm --no-eval-trainer-alone")
     layers = DynamicCache(config=policy.model.config).layers
     if any(getattr(layer, "sliding_window", None) == 1 for layer in layers):
         raise ValueError("sliding_window must be at least 2 (at 1 transformers' KV cache keeps all"
-                         " keys), got 1; try --engine vllm --no-eval-with-trainer")
+                         " keys), got 1; try --engine vllm --no-eval-trainer-alone")
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -49,7 +50,7 @@ def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
 
 
-class ReferenceEngine(Engine):
+class TransformersEngine(Engine):
     """The interface and the states of `Engine` over a live `Policy`, without vLLM.
 
     `load` copies nothing: the optimizer has changed the weights in place. Rollouts are queued or
@@ -165,8 +166,8 @@ def _draw(
     if not sampling.temperature:
         return logits.argmax(dim=-1), logits.log_softmax(dim=-1)
     logits = logits / sampling.temperature
-    if sampling.has_mask:
-        from extras.masks import masked_logits
+    if has_sampling_mask(sampling):
+        from extras.sampling_mask import masked_logits
 
         logits = masked_logits(logits, sampling)
     logprobs = logits.log_softmax(dim=-1)  # (N, V)

@@ -8,13 +8,13 @@ import torch
 from helpers import AT_PARITY, PROMPTS, SEEDS, WARM, floors, move, qwen2, small_model
 
 from engine_adapter import EngineStateError, WeightLoadError
-from extras.reference import ReferenceEngine
+from extras.transformers_engine import TransformersEngine
 from rl import Policy
 from rollouts import Sampling, reseed
 
 
-def ready(policy: Policy, **options) -> ReferenceEngine:
-    engine = ReferenceEngine(policy, **options)
+def ready(policy: Policy, **options) -> TransformersEngine:
+    engine = TransformersEngine(policy, **options)
     engine.load(policy.weights(), policy.response_logprobs)
     return engine
 
@@ -73,7 +73,7 @@ def test_seeds_decide_the_samples_whatever_runs_beside_them_and_else_the_seed_of
 
 def test_states_foreign_weights_and_penalties_are_refused():
     policy = Policy(qwen2(tied=False))
-    engine = ReferenceEngine(policy)
+    engine = TransformersEngine(policy)
     load = lambda: engine.load(policy.weights(), policy.response_logprobs)  # noqa: E731
     with pytest.raises(EngineStateError, match=r"empty: load\(\) the weights first"):
         engine.generate(PROMPTS, 1, WARM, SEEDS)

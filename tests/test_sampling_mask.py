@@ -13,7 +13,7 @@ from helpers import (
     built,
     by_the_book,
     command,
-    cut_of,
+    minibatches_of,
     move,
     qwen2,
     rows,
@@ -23,10 +23,10 @@ from helpers import (
 
 from config import ParityFlags
 from engine_adapter import Engine
-from extras.masks import KeptTokens, collect_kept_sets, masked_logits
-from extras.reference import ReferenceEngine
+from extras.sampling_mask import SamplingMask, collect_kept_sets, masked_logits
+from extras.transformers_engine import TransformersEngine
 from objectives import mismatch_metrics
-from rl import Policy, frozen_measures, make_batch
+from rl import Policy, Scoring, in_micro_batches, make_batch
 from rollouts import Rollout, Sampling
 from run import prepare
 from train import answer_held_out
@@ -42,8 +42,8 @@ def sampled(engine: Engine, max_kept: int = 96, **mask) -> list[Rollout]:
 def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str, float], dict[str, float]]:
     """The mismatch of some rollouts, and the means of what `measure` returns."""
     batch = make_batch(rollouts, policy.device)
-    policy = policy.but(support=KeptTokens(Sampling(1.3, 12, **mask)))
-    values = frozen_measures(policy, batch, cut_of(batch, 1, 100), 1.3)
+    policy = policy.changed(scoring=Scoring(1.3, support=SamplingMask(Sampling(1.3, 12, **mask))))
+    values = in_micro_batches(policy.token_metrics, batch, minibatches_of(batch, 1, 100))
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
     return mismatch_metrics(values["logprobs"], batch.behavior_logprobs, batch.mask), means
 
@@ -114,7 +114,7 @@ def test_requests_with_other_masks_run_beside_each_other_and_an_aborted_one_forg
 
 def test_the_reference_engine_samples_under_the_same_masks():
     policy = Policy(qwen2(tied=False))
-    engine = ReferenceEngine(policy, collect=collect_kept_sets)
+    engine = TransformersEngine(policy, collect=collect_kept_sets)
     engine.load(policy.weights(), policy.response_logprobs)
     for mask in MASKS:
         rollouts = sampled(engine, **mask)
@@ -149,8 +149,8 @@ def with_kept(prompt: list[int], kept: list[list[int]]) -> Rollout:
 
 def test_rows_of_a_batch_take_their_kept_sets_along():
     a, b = with_kept([5, 6], [[7, 1], [8]]), with_kept([9], [[4], [3, 1, 2], [2, 9]])
-    batch, support = make_batch([b, b, a]), KeptTokens(Sampling(1.0, 3))
-    last = batch.only([True, False, True]).rows(torch.tensor([1, 2]))
+    batch, support = make_batch([b, b, a]), SamplingMask(Sampling(1.0, 3))
+    last = batch.mask_rows([True, False, True]).select(torch.tensor([1, 2]))
     of_a, of_b = [[7, 1], [8]], [[4], [1, 2, 3], [2, 9]]
     for micro, sets in ((batch, of_b + of_b + of_a), (last, of_a)):
         restrict = support.restriction(micro, micro.mask > 0)
@@ -161,7 +161,7 @@ def test_rows_of_a_batch_take_their_kept_sets_along():
     with pytest.raises(AssertionError, match="kept"):
         support.restriction(fewer, fewer.mask > 0)
     with pytest.raises(AssertionError, match="kept sets"):  # that the policy would ignore
-        Policy(qwen2(tied=False)).logprobs(batch, 1.0)
+        Policy(qwen2(tied=False)).logprobs(batch)
 
 
 def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds():
@@ -193,7 +193,7 @@ def test_an_evaluation_samples_under_the_mask_and_returns_no_kept_sets(good, tmp
     for top_p in (0.99, 0.001):
         run, state, _ = built(good, tmp_path / f"{top_p}", temperature=1.5, top_k=7, top_p=top_p)
         assert (run.sampling.top_k, run.sampling.top_p, run.sampling.max_kept) == (7, top_p, 24)
-        assert prepare(run.config.but(max_kept=9, out=str(tmp_path))).sampling == replace(run.sampling, max_kept=9)
+        assert prepare(run.config.changed(max_kept=9, out=str(tmp_path))).sampling == replace(run.sampling, max_kept=9)
         greedy, drawn = (answer_held_out(run, state.source, 1, "greedy", 1, temperature)[0]
                          for temperature in (0.0, 1.5))  # fmt: skip
         assert not any(rollout.kept for rollout in greedy + drawn)

@@ -169,7 +169,7 @@ NAMED = {
 EVALUATED = {  # shown at the end if there
     "eval_reward":
         " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f} agree {eval_agree:.3f}",
-    "eval_reward_trainer": " (trainer alone {eval_reward_trainer:.3f})",
+    "eval_reward_trainer_alone": " (trainer alone {eval_reward_trainer_alone:.3f})",
 }
 
 
@@ -306,12 +306,11 @@ def keep_files(earlier: dict[str, str], files: dict[str, str]) -> None:
 def _checkpoints(out: Path) -> list[Path]:
     """The files of this program in checkpoints/, the oldest first."""
     paths = sorted(out.glob("checkpoints/*.pt"))
-    return [path for path in paths if re.fullmatch(r"step_\d{6,}-[0-9a-f]{16}", path.stem)]
+    return [path for path in paths if re.fullmatch(r"step_\d{6,}", path.stem)]
 
 
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
-    """checkpoints/step_N-DIGEST.pt. The newest two are kept; files of other names are left alone.
-    """
+    """checkpoints/step_N.pt. The newest two are kept; files of other names are left alone."""
     folder = out / "checkpoints"
     folder.mkdir(exist_ok=True)
     unfinished = folder / "unfinished"  # renamed when it is complete
@@ -321,36 +320,32 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
                 torch.save(state | {"step": step}, file)
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
-        path = unfinished.rename(folder / f"step_{step:06d}-{digest_of(unfinished)}.pt")
-    before = [each for each in _checkpoints(out) if each.name < f"step_{step:06d}"]
-    for old in set(_checkpoints(out)) - {path, *before[-1:]}:
+        unfinished.replace(folder / f"step_{step:06d}.pt")
+    for old in _checkpoints(out)[:-2]:
         old.unlink()
 
 
 def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
-    """The newest checkpoint whose file is unchanged, None before the first one."""
+    """The newest checkpoint, None before the first one. Raises: ValueError if it is not of `run`,
+    `Run.fingerprint`, or cannot be read.
+    """
     paths = _checkpoints(out)
-    for path in reversed(paths):
-        if path.stem.endswith(digest_of(path)):
-            try:
-                state = torch.load(path, weights_only=True, map_location="cpu")
-            except Exception:  # of many kinds, and torch advises to trust the file
-                state = None
-            parts = {"policy", "optimizer", "source", "run", "step"}
-            whole = isinstance(state, dict) and state.keys() >= parts
-            named = whole and path.name.startswith(f"step_{str(state['step']).zfill(6)}-")
-            if not named or state["run"] != run:
-                raise ValueError(f"checkpoints must be whole and of this run, {path} is not, or is"
-                                 " of another step, other options or files; move it away, or try"
-                                 " another --out")
-            return state
-        print(f"checkpoint DAMAGED, trying the one before it: {path}", flush=True)
+    if paths:
+        try:
+            state = torch.load(paths[-1], weights_only=True, map_location="cpu")
+        except Exception:  # of many kinds, and torch advises to trust the file
+            raise ValueError(f"checkpoints must be readable, {paths[-1]} is not; move it away to go"
+                             " on from the one before it") from None
+        whole = isinstance(state, dict) and state.keys() >= {"policy", "optimizer", "source"}
+        if not whole or state["run"] != run or paths[-1].stem != f"step_{state['step']:06d}":
+            raise ValueError(f"checkpoints must be of this run, {paths[-1]} is of another step,"
+                             " other options or other files; move it away, or try another --out")
+        return state
     table = out / "metrics.jsonl"
     rows = table.read_bytes().count(b"\n") if table.exists() else 0
-    # Without a checkpoint there are step 0 and at most checkpoint_every steps.
-    if paths or rows > checkpoint_every + 1:
-        raise ValueError(f"a resumed run must have a readable checkpoint, {out} has none;"
-                         " try another --out")
+    if rows > checkpoint_every + 1:  # at most step 0 and those up to the first checkpoint
+        raise ValueError(f"a resumed run must have its checkpoints, {out} has none; try another"
+                         " --out")
     return None
 
 

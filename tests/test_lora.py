@@ -11,6 +11,7 @@ from helpers import (
     PROMPTS,
     SEEDS,
     WARM,
+    at,
     command,
     differing,
     mismatch_of,
@@ -24,28 +25,27 @@ from transformers import AutoModelForCausalLM
 
 from config import LoraConfig
 from extras.checkpointing import checkpoint_layers
-from extras.lora import AdaptedLinear, AdaptedPolicy, add_adapters
+from extras.lora import AdaptedLinear, add_adapters
 from rl import Policy, make_batch
 from rollouts import Rollout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])
-logprobs = lambda policy: policy.logprobs(BATCH, 0.7)  # noqa: E731
+logprobs = lambda policy: at(policy, 0.7).logprobs(BATCH)  # noqa: E731
 
 
-def adapted(model: torch.nn.Module, ratio: float = 0.0, **options) -> AdaptedPolicy:
-    add_adapters(model, LoraConfig(4, **options), 1)
-    policy = AdaptedPolicy(model)
+def adapted(model: torch.nn.Module, ratio: float = 0.0, **options) -> Policy:
+    policy = Policy(model, send=add_adapters(model, LoraConfig(4, **options), 1))
     if ratio:
         grow(policy, ratio)
     return policy
 
 
 @torch.no_grad()
-def grow(policy: AdaptedPolicy, ratio: float, seed: int = 0) -> None:
+def grow(policy: Policy, ratio: float, seed: int = 0) -> None:
     """A random B of each layer, such that |s B A| = ratio |W|."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in policy.layers().values():
+    for layer in policy.send.layers.values():
         b = torch.randn(layer.lora_B.shape, generator=generator)
         layer.lora_B.copy_(b * ratio * layer.weight.float().norm() / (layer.scale * b @ layer.lora_A).norm())
 
@@ -78,7 +78,7 @@ def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradien
         if count == 2:
             checkpoint_layers(policy.model)
         logprobs(policy).sum().backward()
-        for module, layer in policy.layers().items():
+        for module, layer in policy.send.layers.items():
             full = count * layer.scale * modules[module].weight.grad.float()  # (out, in)
             for found, expected in ((layer.lora_A.grad, layer.lora_B.T @ full),
                                     (layer.lora_B.grad, full @ layer.lora_A.T)):  # fmt: skip
@@ -110,7 +110,7 @@ def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folder
             monkeypatch.undo()
             assert not differing(engine, policy)
     assert len(sizes) == 3 * 3 * 14  # each load asks for shapes, for finite values, and for the tensors
-    assert max(sizes) <= sum(layer.weight.nbytes for layer in policy.layers().values()) / 2  # of two layers
+    assert max(sizes) <= sum(layer.weight.nbytes for layer in policy.send.layers.values()) / 2  # of two layers
 
 
 @pytest.mark.engine
@@ -127,7 +127,7 @@ def test_in_bfloat16_added_adapters_have_a_mismatch_of_their_own_and_merged_ones
             with started(str(tmp_path), policy) as engine:
                 rollouts = engine.generate(PROMPTS, 64, WARM, SEEDS)
             sums[ratio] += mismatch_of(policy, rollouts, WARM.temperature)["mismatch_abs_mean"]
-        for layer in policy.layers().values():
+        for layer in policy.send.layers.values():
             layer.merges = False
         sums["added"] += mismatch_of(policy, rollouts, WARM.temperature)["mismatch_abs_mean"]
     assert sums[0.03] <= 1.25 * sums[0.0]
@@ -150,12 +150,12 @@ def job(root, out) -> list[str]:
 
 
 def test_a_run_resumes_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_model(good, whole, tmp_path):
-    state = torch.load(next(whole.glob("checkpoints/step_000004-*.pt")))
+    state = torch.load(next(whole.glob("checkpoints/step_000004.pt")))
     assert state["policy"].keys() == adapted(qwen2(tied=True)).copied_weights().keys()
     assert state["optimizer"]["scaler"]["scale"] > 1  # float16 is scaled, although the adapters are in float32
     assert outcome(whole)[0][-1]["updates"] == 2
     copy = shutil.copytree(whole, tmp_path / "run")
-    next(copy.glob("checkpoints/step_000004-*.pt")).unlink()
+    next(copy.glob("checkpoints/step_000004.pt")).unlink()
     train_here([*job(good, copy), "--resume"])
     assert outcome(copy) == outcome(whole)
     saved, base = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16).state_dict()
@@ -173,7 +173,7 @@ def test_peft_reads_the_exported_adapters_and_computes_as_the_added_forward(good
 
     base = AutoModelForCausalLM.from_pretrained(good / "model", dtype=dtype)
     policy = adapted(deepcopy(base), lora_forward="added")
-    state = torch.load(next(whole.glob("checkpoints/step_000004-*.pt")))
+    state = torch.load(next(whole.glob("checkpoints/step_000004.pt")))
     policy.model.load_state_dict(state["policy"], strict=False)
     theirs = peft.PeftModel.from_pretrained(base, whole / "adapter")
     with torch.no_grad():

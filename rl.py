@@ -16,7 +16,6 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache
 
 from config import GrpoConfig
 from models import load_model
@@ -307,6 +306,8 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
 
     Prompts are padded on the left, so that all P end in one column. Gradients are included.
     """
+    from transformers import DynamicCache
+
     prompts, rows = distinct_prompts(batch)  # (P, S), (B,)
     if len(prompts) == len(rows):
         return plain_body(policy, batch, response)  # nothing to share
@@ -341,6 +342,8 @@ def default_body(model: torch.nn.Module) -> Body:
     A recurrent state would see the padding, transformers' cache keeps all keys of a window of 1,
     and a checkpointed layer has no cache.
     """
+    from transformers import DynamicCache
+
     layers = DynamicCache(config=model.config).layers
     kinds = {type(layer).__name__ for layer in layers}
     known = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"} and not model._is_stateful

@@ -12,11 +12,12 @@ import pytest
 import torch
 from helpers import DEVICES, ROUNDING, minibatches_of, qwen2
 
+import objectives
 from config import Config, GrpoConfig
 from extras.checkpointing import checkpoint_layers
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask, mask_outside
-from objectives import REJECTIONS, WEIGHTS, backend_metrics, correct
+from objectives import OBJECTIVES, REJECTIONS, WEIGHTS, backend_metrics, correct
 from probe.noise import observe_self_noise, rounded_otherwise, self_noise
 from rl import (
     Batch,
@@ -200,7 +201,7 @@ OLD = [[-0.5, -1.0, -0.3, -2.0], [-0.7, -0.2], [-0.1, -0.9, -1.2], [-0.4, -0.6, 
 MISMATCH = [[1e-3, -2e-3, 1e-3, 5e-4], [0.02, -0.03], [5.0, -0.1, 0.9], [1.1, -0.1, -0.7, 0.05]]  # old - behavior
 MOVED = [[0.3, -0.4, 0.05, 0.1], [0.1, 0.2], [-0.3, 0.3, 0.02], [0.25, 0.1, -0.3, -0.2]]  # logprobs - old
 TRAINED = [[1, 1, 1, 1], [1, 1], [1, 1, 1], [1, 0, 1, 1]]
-CLIPS = {"grpo": (0.2, 0.28), "dr_grpo": (0.1, 0.2), "gspo": (0.05, 0.1), "cispo": (None, 1.2)}
+CLIPS = {objectives.grpo: (0.2, 0.28), objectives.gspo: (0.05, 0.1), objectives.cispo: (None, 1.2)}
 
 
 def plus(rows: list, others: list, sign: int = 1) -> list:
@@ -238,7 +239,7 @@ class SeenOptimizer(Optimizer):
 
 def sums_by_hand(now: list, held: list, rows: range, known: SimpleNamespace, grpo: GrpoConfig) -> dict[str, float]:
     """Loss and weighted diagnostics of a minibatch, token by token. CISPO's ratio stays that of `held`."""
-    low, high = grpo.clip
+    (low, high), row = grpo.clip, OBJECTIVES[grpo.objective]
     tokens = {b: [t for t, trained in enumerate(TRAINED[b]) if trained and known.keep[b]] for b in rows}
     kept = {b: [t for t in tokens[b] if not known.rejected[b][t]] for b in rows}
     counted = kept if grpo.rejection.mean == "kept" else tokens
@@ -246,14 +247,14 @@ def sums_by_hand(now: list, held: list, rows: range, known: SimpleNamespace, grp
     sums = dict.fromkeys(("loss", "clip_rate", "ratio_mean", "kl_old_new", "kl_ref", "weight"), 0.0)
     for b in rows:
         for t in counted[b]:
-            share = {"grpo": 1 / total, "cispo": 1 / total, "gspo": 1 / (len(rows) * len(counted[b])),
-                     "dr_grpo": 1 / (len(rows) * grpo.max_new_tokens)}[grpo.objective]  # fmt: skip
+            share = {"token": 1 / total, "sequence": 1 / (len(rows) * len(counted[b])),
+                     "constant": 1 / (len(rows) * grpo.max_new_tokens)}[row.normalizer]  # fmt: skip
             difference, advantage, surrogate = now[b][t] - known.old[b][t], known.advantages[b][t], 0.0
             ratio, to_ref = math.exp(difference), known.ref[b][t] - now[b][t]
-            if grpo.objective == "gspo" and kept[b]:
+            if row.surrogate is objectives.gspo and kept[b]:
                 ratio = math.exp(sum(now[b][t] - known.old[b][t] for t in kept[b]) / len(kept[b]))
             clipped = ratio > 1 + high if advantage > 0 else advantage < 0 and ratio < 1 - (low or 0)
-            if grpo.objective == "cispo":
+            if row.surrogate is objectives.cispo:
                 clipped = ratio > high and advantage != 0
                 surrogate = -min(math.exp(held[b][t] - known.old[b][t]), high) * advantage * now[b][t]
             else:
@@ -336,13 +337,13 @@ def check_update(grpo: GrpoConfig, draws: random.Random, num_minibatches: int) -
     return int(corrected.rejected.sum()), with_gradient
 
 
-@pytest.mark.parametrize("objective", CLIPS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("reject", ["off", *REJECTIONS])
 def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, reject):
     """With each weight, both means, a KL term or none, one or two minibatches, micro-batches of one row or of all rows,
     an advantage per row or per token. The gradient of a rejected token, and of one without a loss, is exactly 0.
     """
-    draws, (low, high) = random.Random(f"{objective} {reject}"), CLIPS[objective]
+    draws, (low, high) = random.Random(f"{objective} {reject}"), CLIPS[OBJECTIVES[objective].surrogate]
     usual = dict(objective=objective, clip_low=low, clip_high=high, max_new_tokens=7, grad_clip=1e9)
     for tis in ("off", *WEIGHTS):
         for mean in ("all", "kept") if reject != "off" else (None,):

@@ -65,28 +65,56 @@ class Batch:
         return Batch(**{each.name: part(getattr(self, each.name)) for each in fields(self)})
 
     def minibatches(
-        self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int
+        self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int,
+        shared_prompts: bool = False,
     ) -> "Minibatches":
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
         is longer. Rows without a signal, (B,) bool, share none with the others, because `update`
-        skips the backward of a micro-batch whose advantages are all 0. Rows of similar length share
-        a micro-batch, so that there is little padding. The longest rows come first: a batch that
-        does not fit into memory fails at once. All passes over a batch use the same, so that in 16
-        bits the ratio starts at exactly 1.
+        skips the backward of a micro-batch whose advantages are all 0. Rows of similar length are
+        neighbours, so that there is little padding; with `shared_prompts` (the body computes each
+        prompt once), rows of one prompt are, where fewer positions are computed then. The longest
+        come first: a batch that does not fit into memory fails at once. All passes over a batch use
+        the same micro-batches, so that in 16 bits the ratio starts at exactly 1.
         """
+        prompts = distinct_prompts(self)[1].cpu()  # (B,)
+        longest = torch.zeros_like(prompts).scatter_reduce(0, prompts, self.lengths, "amax")
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
             minibatches.append([])
             for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
-                ordered = part[self.lengths[part].argsort(descending=True, stable=True)]
-                start = 0
-                while start < len(ordered):
-                    count = max(1, micro_batch_tokens // int(self.lengths[ordered[start]]))
-                    minibatches[-1].append(ordered[start : start + count])
-                    start += count
+                by_length = part[self.lengths[part].argsort(descending=True, stable=True)]
+                found = self._micro_batches(by_length, micro_batch_tokens)
+                if shared_prompts:
+                    siblings = part[prompts[part].argsort(stable=True)]
+                    order = longest[prompts[siblings]].argsort(descending=True, stable=True)
+                    other = self._micro_batches(siblings[order], micro_batch_tokens)
+                    found = min(found, other, key=partial(self._computed, prompts))
+                minibatches[-1] += found
         return minibatches
+
+    def _micro_batches(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+        """Neighbours in `ordered`, as many as fit."""
+        parts, start, longest = [], 0, 0
+        for end, length in enumerate(self.lengths[ordered].tolist()):
+            longest = max(longest, length)
+            if end > start and longest * (end - start + 1) > micro_batch_tokens:
+                parts.append(ordered[start:end])
+                start, longest = end, length
+        return [*parts, ordered[start:]] if len(ordered) else []
+
+    def _computed(self, prompts: Tensor, micro_batches: list[Tensor]) -> int:
+        """Positions that `prompts_once` computes; `prompts` says which one each row has: (B,)."""
+        total = 0
+        for rows in micro_batches:
+            count, starts = len(prompts[rows].unique()), self.prompt_lengths[rows]
+            if count == len(rows):
+                total += count * int(self.lengths[rows].max())
+            else:
+                responses = self.lengths[rows] - starts
+                total += count * int(starts.max()) + len(rows) * int(responses.max())
+        return total
 
     def mask_rows(self, keep: list[bool]) -> "Batch":
         """The batch without the loss of the rows that are not to `keep`.

@@ -16,7 +16,7 @@ import tyro
 import records
 from config import Config, GrpoConfig, refuse_old_names
 from objectives import OBJECTIVES, Policies, backend_metrics, centre, mismatch_metrics
-from rl import Batch, Policy, in_micro_batches, make_batch, update
+from rl import Batch, Policy, in_micro_batches, make_batch, prompts_once, update
 from rollouts import Rollout, Synchronous, reseed
 from run import (
     Run,
@@ -82,7 +82,8 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
     has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
-    minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens)
+    minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens,
+                                    shared_prompts=policy.body is prompts_once)
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name

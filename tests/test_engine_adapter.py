@@ -30,7 +30,7 @@ import engine_adapter
 from config import ParityFlags
 from engine_adapter import SETTINGS, AuditError, Engine, EngineStateError, Setting, WeightLoadError, check_vllm_version
 from examples.toys import toy_config
-from rl import Policy
+from rl import Policy, Scoring
 from rollouts import Sampling, reseed
 
 IN_FORCE = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
@@ -86,7 +86,7 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
         model.model.embed_tokens.weight[:, 0] = 4.0
         model.lm_head.weight[:, 0] = 16.0
-    fine, coarse = Policy(model, fp32_head=True), Policy(model, fp32_head=False)
+    fine, coarse = Policy(model), Policy(model, Scoring(fp32_head=False))
     with started(engine_folders[False], fine) as engine:
         check_settings(engine)
         both, one = mismatch(fine, engine)["mismatch_abs_mean"], mismatch(coarse, engine)["mismatch_abs_mean"]

@@ -83,6 +83,27 @@ def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_
     assert all(len(rows) == 1 for micros in minibatches_of(batch, 1, 1) for rows in micros)  # a longer row goes alone
 
 
+@pytest.mark.parametrize("prompt, shorter", [(30, True), (2, False)])
+def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then(prompt, shorter):
+    """Positions are counted as the model sees them."""
+    generator, policy, counts = torch.Generator().manual_seed(0), Policy(qwen2(tied=True)), []
+    draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
+    prompts = [draw(prompt) for _ in range(4)]
+    answers = [draw(length) for length in torch.randint(1, 30, (32,), generator=generator).tolist()]
+    batch = make_batch([Rollout(prompts[row // 8], None, ids, [0.0] * len(ids)) for row, ids in enumerate(answers)])
+    seen, signal, values = [], torch.ones(32) > 0, []
+    policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    for shared_prompts in (False, True):
+        minibatches = batch.minibatches(signal, 1, 160, shared_prompts)
+        assert sorted(torch.cat(minibatches[0]).tolist()) == list(range(32))
+        assert all(len(rows) == 1 or len(rows) * batch.lengths[rows].max() <= 160 for rows in minibatches[0])
+        seen.clear()
+        values.append(frozen_logprobs(policy, batch, minibatches))
+        counts.append(sum(seen))
+    assert counts[1] < 0.8 * counts[0] if shorter else counts[1] <= counts[0]
+    torch.testing.assert_close(*values, atol=ROUNDING, rtol=0)
+
+
 def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_come_first():
     batch = make_batch(rollouts([(1, n) for n in [9, 3, 7, 5, 8, 2, 6, 4]]))
     minibatches = minibatches_of(batch, 2, 100, has_signal=[0, 1, 0, 1, 1, 0, 0, 1])

@@ -33,7 +33,7 @@ from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask
 from extras.shared_engine import ExactError, why_not
 from objectives import REJECTIONS
-from rl import Batch, Optimizer, Policy
+from rl import Batch, Optimizer, Policy, Scoring
 from rollouts import Sampling
 from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
 from train import train_step
@@ -153,7 +153,7 @@ def test_every_length_mask_temperature_and_micro_batch_is_exact(tmp_path, dtype)
             while engine.num_unfinished:
                 engine.step()
             lengths |= {len(rollout.token_ids) for rollout in rollouts}
-            policy = engine.policy.changed(support=SamplingMask(sampling))
+            policy = engine.policy.changed(scoring=Scoring(support=SamplingMask(sampling)))
             for tokens in (10**6, 1500, 1):
                 batch = scored(policy, rollouts, sampling.temperature, tokens)
                 assert torch.equal(batch.old_logprobs, batch.behavior_logprobs), (mask, tokens)

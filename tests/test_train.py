@@ -234,13 +234,13 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
     rewards: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
         rewards.setdefault((sample["step"], sample["mode"]), []).append(sample["reward"])
-    answers = {"greedy": 1, "sampled": 2, "trainer": 2}  # to each held-out problem
+    answers = {"greedy": 1, "sampled": 2, "trainer_alone": 2}  # to each held-out problem
     assert {key: len(values) for key, values in rewards.items()} == {
         (step, mode): count * problems["held_out"] for step in (0, 3) for mode, count in answers.items()}
     means = {mode: fmean(rewards[3, mode]) for mode in answers}
     last = rows(out)[-1]
     assert means["sampled"] == pytest.approx(last["eval_reward"])
-    assert means["sampled"] - means["trainer"] == pytest.approx(last["eval_gap"])
+    assert means["sampled"] - means["trainer_alone"] == pytest.approx(last["eval_gap"])
     assert {bool(sample["error"]) for sample in samples} == {s["response"][:1] > "3" for s in samples}
 
 
@@ -253,7 +253,7 @@ def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new
     policy = Policy.load(str(tmp_path / "policy"), torch.float32, "cpu")
     (checkpoint,) = (tmp_path / "checkpoints").glob("*.pt")
     trained = torch.load(checkpoint, weights_only=True)["policy"]
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in policy.model.state_dict().items())
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in policy.trained().items())
     llm = LLM(str(tmp_path / "policy"), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
               logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
     defaults = llm.get_default_sampling_params()

@@ -6,9 +6,7 @@ log-probabilities; plain transformers computes a forward (old log-probabilities)
 backward (update), each prompt once for its group. There is no evaluation and no checkpoint.
 """
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,20 +17,11 @@ from transformers import DynamicCache
 from config import Config, GrpoConfig
 from engine_adapter import Engine
 from lab.memory import GIB, phases
-from records import append_rows, locked, one_sentence
+from records import Clock, append_rows
 from rl import Batch
 from rollouts import Sampling
-from run import begin, build, load_policy, prepare, start_engine
+from run import build, load_policy, prepare, start_engine
 from train import train_step
-
-
-def seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Seconds of one call; on a GPU until its kernels have finished."""
-    started = time.perf_counter()
-    function(*arguments)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def bare_generate(
@@ -84,12 +73,13 @@ def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
             yield from minibatch[kinds[minibatch] == kind].split(size)
 
 
-def measure(config: Config) -> None:
+def main(arguments: list[str]) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
     run = prepare(config)
+    run.out.mkdir(parents=True)
     policy = load_policy(run)
     engine = start_engine(run, policy)
-    state = build(run, policy, engine)
-    begin(run, state)
+    state, _ = build(run, policy, engine, None)
     grpo, model = config.grpo, policy.model
     longest = max(map(len, run.task.prompts))
     formula = phases(config, model.config, longest, policy.chunk_elements)["update"]
@@ -98,24 +88,16 @@ def measure(config: Config) -> None:
         for observe in state.observers:
             metrics.update(observe(done))
         prompts = [problem.prompt_ids for problem in problems]
-        if config.backend.engine != "transformers":
-            metrics["bare_generate_s"] = seconds(
-                bare_generate, engine, prompts, grpo.group_size, run.sampling)
-        metrics["bare_old_logprobs_s"] = seconds(bare_training, model, batch, grpo, False)
-        metrics["bare_update_s"] = seconds(bare_training, model, batch, grpo, True)
-        metrics["bare_step_s"] = sum(metrics[name] for name in metrics if name.startswith("bare_"))
+        clock = Clock()
+        with clock("bare_generate"):
+            bare_generate(engine, prompts, grpo.group_size, run.sampling)
+        with clock("bare_old_logprobs"):
+            bare_training(model, batch, grpo, backward=False)
+        with clock("bare_update"):
+            bare_training(model, batch, grpo, backward=True)
+        metrics |= clock.phases
+        metrics["bare_step_s"] = sum(
+            clock.phases[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))
         metrics["formula_gib"] = sum(formula.values()) / GIB
         append_rows(run.out / "metrics.jsonl", [metrics])
     engine.close()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Exit status: 2 for an error."""
-    config = tyro.cli(Config, args=arguments, description=__doc__)
-    out = config.run.out
-    with one_sentence(2), locked(out), one_sentence(2, out):
-        measure(config)
-
-
-if __name__ == "__main__":
-    main()

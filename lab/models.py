@@ -1,6 +1,6 @@
-"""Models that cells of a study need: written once for each study and seed."""
+"""What cells of a study need: models, written for each seed, and the task of the gpu study."""
 
-from functools import partial
+import random
 from pathlib import Path
 
 SHAPES = {
@@ -11,13 +11,19 @@ SHAPES = {
 }  # fmt: skip
 
 
-def taught_long_digits(folder: Path, seed: int) -> None:
-    from examples.long_digits import write_model
+def write_model(folder: Path, name: str, seed: int) -> None:
+    """Write a folder with a model. There is no such folder until it is complete."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    if name == "long-digits":
+        from examples.long_digits import write_model as write_long_digits
 
-    write_model(folder, seed)
+        write_long_digits(unfinished, seed)
+    else:
+        write_random_model(unfinished, name, seed)
+    unfinished.rename(folder)
 
 
-def random_weights(shape: str, folder: Path, seed: int) -> None:
+def write_random_model(folder: Path, shape: str, seed: int) -> None:
     """A random model that continues digits in order: its distribution is not uniform."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -41,5 +47,10 @@ def random_weights(shape: str, folder: Path, seed: int) -> None:
     toy_tokenizer().save_pretrained(folder)
 
 
-MODELS = {"long-digits": taught_long_digits} | {
-    shape: partial(random_weights, shape) for shape in SHAPES}
+# Of prompts of 128 tokens, with random rewards: no answer is right, and hardly a group is flat.
+def sample(rng: random.Random) -> tuple[str, str]:
+    return "".join(rng.choices("0123456789", k=127)), "none"  # <bos> is the first token
+
+
+def reward(problem, response: str) -> float:
+    return float(random.random() < 0.5)

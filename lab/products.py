@@ -1,5 +1,6 @@
 """Matrix products of 16-bit tensors on a CPU that has no instructions for them."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,14 @@ LIBRARY = torch.library.Library("aten", "IMPL")  # the kernels below live as lon
 SUPPORT = {"bfloat16": "_is_mkldnn_bf16_supported", "float16": "_is_mkldnn_fp16_supported"}
 
 
-def are_slow(dtype: str) -> bool:
-    """Whether a CPU computes here, and products of this dtype without instructions of its own."""
+def widen_if_slow(dtype: str) -> str | None:
+    """`widen` on a CPU without instructions for products of this dtype, which is then returned."""
     if torch.cuda.is_available() or dtype not in SUPPORT:
-        return False
-    return not getattr(torch.ops.mkldnn, SUPPORT[dtype])()
+        return None
+    if getattr(torch.ops.mkldnn, SUPPORT[dtype])():
+        return None
+    widen(dtype)
+    return dtype
 
 
 def widen(dtype: str) -> None:
@@ -21,17 +25,13 @@ def widen(dtype: str) -> None:
 
     The instructions do the same. PyTorch's replacement for them takes 15 times as long.
     """
-    narrow = getattr(torch, dtype)
     for name in ("mm", "bmm", "addmm"):
-        kernel = _kernel(getattr(torch.ops.aten, name).out, narrow)
-        LIBRARY.impl(name, kernel, "CPU", allow_override=True)
+        product = partial(_rounded, getattr(torch.ops.aten, name).out, getattr(torch, dtype))
+        LIBRARY.impl(name, product, "CPU", allow_override=True)
 
 
-def _kernel(out_variant: Any, narrow: torch.dtype) -> Any:
-    def kernel(*tensors: Tensor, **scalars: float) -> Tensor:
-        left = tensors[-2]
-        wide = [each.float() if each.dtype == narrow else each for each in tensors]
-        product = out_variant(*wide, **scalars, out=left.new_empty(0, dtype=wide[-1].dtype))
-        return product.to(left.dtype)
-
-    return kernel
+def _rounded(product: Any, narrow: torch.dtype, *tensors: Tensor, **scalars: float) -> Tensor:
+    left = tensors[-2]
+    wide = [each.float() if each.dtype == narrow else each for each in tensors]
+    out = left.new_empty(0, dtype=wide[-1].dtype)
+    return product(*wide, **scalars, out=out).to(left.dtype)

@@ -37,5 +37,5 @@ def test_a_file_imports_what_its_layer_may(path):
     at_the_top, everywhere = imported(tree.body), imported(list(ast.walk(tree)))
     assert at_the_top & MAY_IMPORT.keys() <= MAY_IMPORT[room] | {room}
     assert everywhere & MAY_IMPORT.keys() <= MAY_IMPORT[room] | {room} | FOR_AN_OPTION.get(room, set())
-    assert "vllm" not in at_the_top or room == "grpo" or path.name == "warm.py"
+    assert "vllm" not in at_the_top or room == "grpo"
     assert "vllm" not in everywhere or room in VLLM | {"grpo"}

@@ -228,7 +228,7 @@ class Projection:
         logits = product(hidden, weight.T, self.dtype)[:count]
         if bias is not None:
             logits = logits + bias.to(self.dtype)
-        logits = logits.float()
+        logits = logits.to(torch.promote_types(self.dtype, torch.float32))  # float64 stays
         slope = self.scale / self.temperature
         if self.softcap is not None:
             capped = torch.tanh(logits / self.softcap)
@@ -473,7 +473,7 @@ class Policy:
         restrict = self.scoring.support.restriction(batch, response)
         logprobs = TargetLogprobs.apply(
             hidden, self.head.weight, self.head_bias, batch.targets[response], restrict,
-            self._projection())
+            self.projection())
         return torch.zeros_like(batch.mask).masked_scatter(response, logprobs)
 
     def token_metrics(self, batch: Batch) -> dict[str, Tensor]:
@@ -492,7 +492,7 @@ class Policy:
             entropy = torch.special.entr(all_logprobs.exp_()).sum(dim=-1)
             return {"logprobs": logprobs, "entropy": entropy} | further
 
-        found = self._by_chunk(batch, self.body, self._projection(), measure)
+        found = self._by_chunk(batch, self.body, self.projection(), measure)
         for further in self.further_metrics:
             found |= further(self, batch)
         return found
@@ -504,7 +504,7 @@ class Policy:
             agrees = at_targets(logits, targets) == logits.amax(dim=-1)
             return {"agrees": agrees.float()}
 
-        return self._by_chunk(batch, self.free_body, self._projection(temperature=1.0), measure)
+        return self._by_chunk(batch, self.free_body, self.projection(temperature=1.0), measure)
 
     @torch.no_grad()
     def _by_chunk(
@@ -526,7 +526,7 @@ class Policy:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
         return self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
 
-    def _projection(
+    def projection(
         self, temperature: float | None = None, head_dtype: torch.dtype | None = None
     ) -> Projection:
         rows = max(1, self.chunk_elements // self.head.weight.shape[0])
@@ -537,7 +537,7 @@ class Policy:
 
     def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1; the head's dtype can be given."""
-        head = self._projection(1.0, head_dtype)
+        head = self.projection(1.0, head_dtype)
         return head.logits(hidden, self.head.weight, self.head_bias)[0]
 
     @property

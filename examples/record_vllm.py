@@ -97,10 +97,11 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
     name = "_".join(f"{'t' if key == 'temperature' else key}{value:g}"
                     for key, value in sampling.items())
     settings, unread = settings_of(config)
+    generation = "V1" if ".v1." in type(llm.llm_engine).__module__ else "V0"
     meta = {
         "format": 1, "groups": {name: sampling},
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "versions": versions(), "engine": f"vLLM {generation_of(llm)}", "device": device(),
+        "versions": versions(), "engine": f"vLLM {generation}", "device": device(),
         "python": sys.version.split()[0],
         "settings": settings, "not_read": unread, "engine_args": public(given),
         "environment": public(ENVIRONMENT),
@@ -154,11 +155,6 @@ def versions():
     return {"vllm": vllm.__version__} | others
 
 
-def generation_of(llm):
-    """V0 or V1, by the module of the live engine."""
-    return "V1" if ".v1." in type(llm.llm_engine).__module__ else "V0"
-
-
 def device():
     try:
         from vllm.platforms import current_platform
@@ -204,8 +200,9 @@ def options():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or hub name")
     parser.add_argument("--out", required=True, help="the trace, .npz")
-    parser.add_argument("--engine-args", default="{}", help="JSON: the arguments of your vllm.LLM")
-    parser.add_argument("--sampling", default=json.dumps(SAMPLING),
+    parser.add_argument("--engine-args", type=json.loads, default={},
+                        help="JSON: the arguments of your vllm.LLM")
+    parser.add_argument("--sampling", type=json.loads, default=SAMPLING,
                         help="JSON: temperature, top_p, top_k, ...")
     parser.add_argument("--prompts",
                         help="JSON file with rows of token ids, in place of random prompts")
@@ -214,27 +211,14 @@ def options():
     return parser.parse_args()
 
 
-def read(text, name, kind):
-    """JSON of one kind. Raises: ValueError that names the option."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name} must be JSON: {error}") from error
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} must be a JSON {'object' if kind is dict else 'list'}, got"
-                         f" {text[:80]}")
-    return value
-
-
 def main():
     words = options()
     try:
-        given = read(words.engine_args, "--engine-args", dict)
-        sampling = read(words.sampling, "--sampling", dict)
+        given, sampling = words.engine_args, words.sampling
         if unknown := sampling.keys() - {"temperature", *NEUTRAL}:
             raise ValueError(f"--sampling has {', '.join(sorted(unknown))}, which a trace cannot"
                              " describe")
-        prompts = words.prompts and read(Path(words.prompts).read_text(), "--prompts", list)
+        prompts = json.loads(Path(words.prompts).read_text()) if words.prompts else None
         if not words.out.endswith(".npz") or not os.access(Path(words.out).parent, os.W_OK):
             raise ValueError("--out must be a new .npz file in a folder that can be written, got"
                              f" {words.out}")

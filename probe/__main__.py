@@ -2,31 +2,27 @@
 causes it.
 
 Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse),
-2 bad input, 3 the probe itself failed.
+2 bad input, or an error of the probe itself (with a traceback).
 """
 
-import json
 import math
 import sys
-import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 import tyro
 
-from config import MANY, MAX_SEED, ParityFlags, within
+from config import MANY, ParityFlags, within
 from engine_adapter import Engine
 from examples.record_vllm import weights_of
 from probe.compare import change, cut_alike, same_workload
-from probe.diagnose import as_trace, diagnose, print_verdict, sample_trace
-from probe.layers import compare_layers, print_layers
-from probe.replay import Weights
-from probe.stress import sample_under_pressure, start_engine
+from probe.diagnose import as_trace, diagnose
+from probe.layers import compare_layers, report
 from probe.traces import Trace, load_traces, save_trace
-from records import one_line, stage
+from records import one_sentence, stage
 from rl import Policy
 from rollouts import Sampling
 
@@ -40,41 +36,34 @@ class Workload:
 
     model: str  # Folder or hub name of a Hugging Face causal language model.
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = WORKLOAD_SAMPLING
-    num_prompts: int = 64  # Concurrent requests.
+    num_prompts: int = 64  # Concurrent requests; request i has the seed 1000 + i.
     # Shortest and longest prompt, in tokens; lengths are uniform between the two.
     prompt_tokens: tuple[int, int] = (4, 48)
-    # Of the prompts; request i has the seed 1000 (seed + 1) + i (with --stress none).
-    seed: int = 0
     # The fixes; sampling_mask has no effect.
     parity: ParityFlags = field(default_factory=ParityFlags)
     dtype: Dtype = "float32"  # Of the model, in the engine too.
 
     def __post_init__(self):
         within(self, 1, MANY, "num_prompts")
-        within(self, 0, MAX_SEED, "seed")
-        within(self.sampling, 0, 2, "temperature")  # vLLM's range
         if not 1 <= self.prompt_tokens[0] <= self.prompt_tokens[1]:
             raise ValueError("prompt_tokens must be two numbers, 1 <= shortest <= longest, got"
                              f" {self.prompt_tokens}")
 
     def requests(self, vocabulary: int) -> tuple[list[list[int]], list[int]]:
         """Prompts of random tokens, and the seeds of their responses."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(0)
         low, high = self.prompt_tokens
         lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
         prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist()
                    for length in lengths]
-        return prompts, [1000 * (self.seed + 1) + index for index in range(self.num_prompts)]
+        return prompts, [1000 + index for index in range(self.num_prompts)]
 
-    def both_sides(self, stress: bool = False) -> tuple[Policy, Engine]:
+    def both_sides(self) -> tuple[Policy, Engine]:
         """The trainer, and an engine that holds its weights."""
         policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
         contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-        longest = self.prompt_tokens[1]
-        whole = longest + self.sampling.max_new_tokens
-        start = partial(Engine, self.model, contract, self.parity, dtype=policy.model.dtype,
-                        seed=self.seed)
-        engine = start_engine(start, longest, whole) if stress else start(max_model_len=whole)
+        engine = Engine(self.model, contract, self.parity, dtype=policy.model.dtype,
+                        max_model_len=self.prompt_tokens[1] + self.sampling.max_new_tokens)
         engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)
         return policy, engine
@@ -85,23 +74,17 @@ class Record(Workload):
     """Sample a workload of random prompts with the installed vLLM and write a trace."""
 
     out: str  # Output file for the trace, .npz.
-    # Put the engine under pressure: preemptions, and prompts in chunks.
-    stress: bool = False
 
     def run(self) -> int:
-        check_writable(self.out)
-        policy, engine = self.both_sides(self.stress)
+        with stage(f"opening {self.out} for writing"):
+            Path(self.out).open("ab").close()
+        policy, engine = self.both_sides()
         prompts, seeds = self.requests(policy.head.weight.shape[0])
-        if self.stress:
-            rollouts, met = sample_under_pressure(engine, prompts, self.sampling, self.seed)
-            trace = as_trace(engine, rollouts, self.sampling, stress=met)
-            print(", ".join(f"{number} {what}" for what, number in met.items()))
-        else:
-            trace = sample_trace(engine, prompts, self.sampling, seeds)
+        rollouts = engine.generate(prompts, 1, self.sampling, seeds)
+        trace = as_trace(engine, rollouts, self.sampling)
         engine.close()
         save_trace(self.out, trace)
-        tokens = sum(len(rollout.token_ids) for rollout in trace.rollouts)
-        print(f"{self.out}: {tokens} tokens, vLLM {trace.meta['vllm']}")
+        print(f"{self.out}: {trace.num_tokens} tokens, vLLM {engine.version}")
         return 0
 
 
@@ -114,21 +97,19 @@ class Layers(Workload):
     def run(self) -> int:
         policy, engine = self.both_sides()
         requests = self.requests(policy.head.weight.shape[0])
-        rows, sentence = compare_layers(policy, engine, *requests, self.sampling)
+        rows = compare_layers(policy, engine, *requests, self.sampling)
         engine.close()
-        print_layers(rows)
-        print(f"=> vLLM {engine.version}, {self.dtype}: {sentence}")
+        print(report(rows, f"vLLM {engine.version}, {self.dtype}"))
         return int(any(row["beyond"] for row in rows))
 
 
 @dataclass(frozen=True)
 class Diagnose:
-    """Name layer, cause and repair of the mismatch in traces, or list what was excluded."""
+    """Name layer, cause and repair of the mismatch in a trace, or list what was excluded."""
 
     model: str  # Folder or hub name of the trainer's weights.
-    # Trace files, .npz or .json; docs/audit.md has the layout.
-    traces: tyro.conf.Positional[tuple[str, ...]]
-    group: str | None = None  # Diagnose only this group of the traces.
+    trace: tyro.conf.Positional[str]  # File, .npz or .json; docs/audit.md has the layout.
+    group: str | None = None  # Diagnose only this group; if not given, every group.
     # Folders with the trainer's weights 1, 2, ... updates back, newest first.
     earlier: tuple[str, ...] = ()
     # Weight version of `model`; if not given, the newest version in the trace.
@@ -138,38 +119,22 @@ class Diagnose:
     trainer: Literal["processed", "temperature"] = "processed"
     # Dtype of the trainer's final projection.
     trainer_head: Literal["float32", "model"] = "float32"
-    json: str | None = None  # Write all verdicts with their figures to this file.
 
     def run(self) -> int:
-        if not self.traces:
-            raise ValueError("traces must be at least one file, got none")
-        check_writable(self.json)
-        traces = [replace(trace, name=f"{Path(path).name}, {trace.name}") for path in self.traces
-                  for trace in load_traces(path) if self.group in (None, trace.name)]
+        traces = [each for each in load_traces(self.trace) if self.group in (None, each.name)]
         if not traces:
-            raise ValueError(f"group must be one of the traces', got {self.group}")
-        trainer = cache(self._trainer)
-        records = []
+            raise ValueError(f"group must be one of the trace's, got {self.group}")
+        load = cache(partial(load_policy, fp32_head=self.trainer_head == "float32"))
+        statuses = set()
         for trace in traces:
-            policy, earlier = trainer(check_dtype(self.dtype or trace.meta.get("dtype", "float32")))
-            check_model(policy, trace, self.model)
-            verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
-            records.append(verdict.record())
-            print_verdict(verdict)
-        if self.json:
-            Path(self.json).write_text(json.dumps(records, indent=1))
-        return int(any(record["status"] not in ("exact", "parity") for record in records))
-
-    def _trainer(self, dtype: str) -> tuple[Policy, list[Weights]]:
-        """The trainer and its earlier weights in one dtype."""
-        policy = load_policy(self.model, dtype, self.trainer_head == "float32")
-        earlier = [load_policy(path, dtype, policy.scoring.fp32_head).copied_weights()
-                   for path in self.earlier]
-        shapes = {name: parameter.shape for name, parameter in policy.model.named_parameters()}
-        for path, weights in zip(self.earlier, earlier, strict=True):
-            if {name: tensor.shape for name, tensor in weights.items()} != shapes:
-                raise ValueError(f"earlier must have {self.model}'s tensors, {path} has others")
-        return policy, earlier
+            dtype = self.dtype or trace.dtype
+            check_model(self.model, trace)
+            earlier = [dict(load(path, dtype).model.named_parameters()) for path in self.earlier]
+            verdict = diagnose(
+                load(self.model, dtype), trace, earlier, self.version, self.trainer)
+            statuses.add(verdict.status)
+            print(f"\n{verdict.report}", flush=True)
+        return int(not statuses <= {"exact", "parity"})
 
 
 @dataclass(frozen=True)
@@ -180,18 +145,16 @@ class Compare:
     traces: tyro.conf.Positional[tuple[str, str]]
     model: str  # Folder or hub name of the weights that both engines had.
     group: str | None = None  # Compare only this group; if not given, every group.
-    dtype: Dtype | None = None  # Dtype of the trainer; if not given, that of each trace.
 
     def run(self) -> int:
-        pairs = same_workload(*map(load_traces, self.traces), self.group)
-        policy = cache(lambda dtype: load_policy(self.model, dtype, True))
+        before, after = map(load_traces, self.traces)
+        load = cache(partial(load_policy, self.model))
         words = []
-        for pair in pairs:
+        for pair in same_workload(before, after, self.group):
             verdicts = []
             for path, trace in zip(self.traces, cut_alike(*pair), strict=True):
-                trainer = policy(check_dtype(self.dtype or trace.meta.get("dtype", "float32")))
-                check_model(trainer, trace, self.model)
-                verdicts.append(diagnose(trainer, trace))
+                check_model(self.model, trace)
+                verdicts.append(diagnose(load(trace.dtype), trace))
                 print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
             word, details = change(*verdicts, pair)
             words.append(word)
@@ -199,28 +162,15 @@ class Compare:
         return int("worse" in words)
 
 
-def check_model(policy: Policy, trace: Trace, path: str) -> None:
-    """Raises: ValueError if the trace names a model of another size, or other weight files."""
-    stated = trace.meta.get("model", {})
-    for name, theirs in stated.get("config", {}).items():
-        ours = getattr(policy.model.config, name, None)
-        if theirs is not None and theirs != ours:
-            raise ValueError(f"model must be that of the trace, whose {name} is {theirs}; {path}"
-                             f" has {ours}")
-    recorded, present = stated.get("weights"), weights_of(path)
+def check_model(path: str, trace: Trace) -> None:
+    """Raises: ValueError if the trace names other weight files."""
+    recorded, present = trace.meta.get("model", {}).get("weights"), weights_of(path)
     if None not in (recorded, present) and recorded != present:
         raise ValueError(f"model must be that of the trace, the weight files in {path} are not"
                          " those that it names")
 
 
-def check_dtype(dtype: Any) -> str:
-    if dtype not in get_args(Dtype):
-        raise ValueError(f"meta.dtype of a trace must be one of {', '.join(get_args(Dtype))}, got"
-                         f" {dtype}")
-    return dtype
-
-
-def load_policy(path: str, dtype: str, fp32_head: bool) -> Policy:
+def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
     """The trainer of the probe. Raises: ValueError for every error in loading it."""
     from transformers.utils import logging
 
@@ -230,26 +180,12 @@ def load_policy(path: str, dtype: str, fp32_head: bool) -> Policy:
         return Policy.load(path, getattr(torch, dtype), device, fp32_head)
 
 
-def check_writable(path: str | None) -> None:
-    if path:
-        with stage(f"opening {path} for writing"):
-            Path(path).open("ab").close()
-
-
 def main(arguments: list[str] | None = None) -> None:
-    try:
-        commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "layers": Layers}
-        words = sys.argv[1:] if arguments is None else arguments
-        command = tyro.extras.subcommand_cli_from_dict(
-            commands, prog="python -m probe", description=__doc__, args=words)
-        status = command.run()
-    except ValueError as error:
-        print("error:", one_line(error).removeprefix("ValueError: "), file=sys.stderr)
-        status = 2
-    except Exception:  # Python's own exit status would be 1, which here means a mismatch
-        traceback.print_exc()
-        status = 3
-    sys.exit(status)
+    commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "layers": Layers}
+    command = tyro.extras.subcommand_cli_from_dict(
+        commands, prog="python -m probe", description=__doc__, args=arguments)
+    with one_sentence(2):
+        sys.exit(command.run())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ semantics = partial(Cause, "semantics")
 inference = partial(Cause, "inference path")
 numerics = partial(Cause, "numerics")
 
-ALONE = "send these requests again, each alone; `requests` lists them"
+ALONE = "send these requests again, each alone"
 RAW = semantics("raw log-probabilities",
                 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
 TOP_1 = semantics(

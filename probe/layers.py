@@ -58,11 +58,12 @@ def collect(modules: dict[Place, Module], run: Callable[[], Any],
 
     def visit(place: Place, states: Tensor) -> None:
         seen[place].append(states.flatten(0, -2).clone())  # vLLM's norms write in place
-        if given and (place[0], "sum") in given and place[1] == "output":
+        if not given:
+            return
+        if place[1] == "output" and (place[0], "sum") in given:
             both = given[place], given.pop((place[0], "sum"))
             given[place] = min(both, key=lambda each: (each.view_as(states) - states).norm())
-        if given:
-            states.copy_(given[place].view_as(states))
+        states.copy_(given[place].view_as(states))
 
     def enter(place: Place, _module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
@@ -88,16 +89,16 @@ def collect(modules: dict[Place, Module], run: Callable[[], Any],
 
 @torch.no_grad()
 def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], seeds: list[int],
-                   sampling: Sampling) -> tuple[list[dict[str, Any]], str]:
+                   sampling: Sampling) -> list[dict[str, Any]]:
     """Compare a live engine's layers with the trainer's, one request after another.
 
-    Returns the figures of each place and a sentence. Raises: ValueError if hooks would miss layers.
+    Returns the figures of each place. Raises: ValueError if hooks would miss layers.
     """
     model, count = engine.runner.get_model(), policy.model.config.num_hidden_layers
     _refuse_what_hooks_miss(policy, engine)
     trainers, engines = find_modules(policy.model.base_model, count), find_modules(model, count)
-    shared = [place for place in trainers if place in engines]
-    trainers, engines = ({place: side[place] for place in shared} for side in (trainers, engines))
+    trainers = {place: module for place, module in trainers.items() if place in engines}
+    engines = {place: engines[place] for place in trainers}
     figures, positions, decoded = [], [], []
     twice = twice_precise(policy, dict(policy.model.named_parameters()))
     for prompt, seed in zip(prompts, seeds, strict=True):
@@ -108,23 +109,18 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
         figures.append(values)
         positions.append(torch.arange(len(ids)))
         decoded.append(positions[-1] >= len(prompt))
-    rows, ends = [], {-1: "embedding", count: "final norm"}
-    for (layer, part), values in zip(places, torch.cat(figures, dim=2), strict=True):
-        title = ends.get(layer, f"layer {layer}, {part}")
-        rows.append({"title": title, "layer": layer, "part": part}
-                    | _row(torch.cat(positions), torch.cat(decoded), *values))
-    sentence = _verdict(rows)
-    for half in {*HALVES.values()} - {part for _, part in shared}:
-        sentence += f". Not compared: {half}, which is no module of its own on both sides"
-    if "transformers" in type(model).__module__:
-        sentence += ". vLLM serves this model through transformers' own classes"
-    return rows, sentence
+    order = torch.cat(positions).argsort()
+    decoded = torch.cat(decoded)[order]
+    phases = {"prefill": order[~decoded], "decode": order[decoded]}
+    ends = {-1: "embedding", count: "final norm"}
+    return [{"title": ends.get(layer, f"layer {layer}, {part}"), "layer": layer, "part": part}
+            | _row(phases, *values)
+            for (layer, part), values in zip(places, torch.cat(figures, dim=2), strict=True)]
 
 
 def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
     recurrent = any(hasattr(module, "chunk_size") for module in policy.model.modules())
-    for what, there in {"CUDA graphs": engine.settings["cuda_graphs"] != "NONE",
-                        "prefix cache": not engine.parity.uncached_runtime,
+    for what, there in {"prefix cache": not engine.parity.uncached_runtime,
                         "recurrent layers": recurrent}.items():
         if there:
             raise ValueError(f"engine must have no {what} (hooks do not see inside), got {what}")
@@ -158,32 +154,25 @@ def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, 
     return list(alone), torch.stack([relative(theirs), floor], dim=1).cpu()
 
 
-def _verdict(rows: list[dict[str, Any]]) -> str:
-    """The first place beyond its noise floor, and the names of some others."""
-    beyond = [row for row in rows if row["beyond"]]
-    if not beyond:
-        return "all layers are within their noise floors"
-    first, *others = beyond
-    titles = "".join(f"; also {row['title']}" for row in others[:6])
-    more = " ..." if len(others) > 6 else ""
-    return (f"{first['title']}: {first['difference']:.1e}, noise floor {first['floor']:.1e},"
-            f" in {' and '.join(first['beyond'])}{titles}{more}")
-
-
-def _row(positions: Tensor, decoded: Tensor, difference: Tensor, floor: Tensor) -> dict[str, Any]:
-    """The figures of one place, from those of N tokens: (N,) each."""
-    floors = difference / floor
-    order, means = positions.argsort(), {}
-    for phase, tokens in (("prefill", order[~decoded[order]]), ("decode", order[decoded[order]])):
-        blocks = floors[tokens].clamp(max=MOST).tensor_split(len(tokens) // BLOCK or 1)
-        means[phase] = max(block.mean().item() for block in blocks)
+def _row(phases: dict[str, Tensor], difference: Tensor, floor: Tensor) -> dict[str, Any]:
+    """The figures of one place from those of N tokens, (N,) each; `phases` has ordered tokens."""
+    worst = {}
+    for phase, tokens in phases.items():
+        floors = (difference / floor)[tokens].clamp(max=MOST)
+        blocks = floors.tensor_split(len(tokens) // BLOCK or 1)
+        worst[phase] = max(block.mean().item() for block in blocks)
     return {"difference": difference.mean().item(), "floor": floor.mean().item(),
-            "floors": max(means.values()),
-            "beyond": [phase for phase, mean in means.items() if mean > FLOORS]}
+            "floors": max(worst.values()),
+            "beyond": [phase for phase, mean in worst.items() if mean > FLOORS]}
 
 
-def print_layers(rows: list[dict[str, Any]]) -> None:
-    print(f"{'place':<28} {'differs':>8} {'floor':>8} floors")
+def report(rows: list[dict[str, Any]], title: str) -> str:
+    """A line a place (*: beyond its noise floor), and a sentence about the first one beyond."""
+    lines = [f"{'place':<28} {'differs':>8} {'floor':>8} floors"]
     for row in rows:
-        print(f"{row['title']:<28} {row['difference']:8.1e} {row['floor']:8.1e}"
-              f" {row['floors']:6.2f}{' *' * bool(row['beyond'])}")
+        lines.append(f"{row['title']:<28} {row['difference']:8.1e} {row['floor']:8.1e}"
+                     f" {row['floors']:6.2f}{' *' * bool(row['beyond'])}")
+    beyond = [f"{row['title']}: {row['difference']:.1e}, noise floor {row['floor']:.1e}, in"
+              f" {' and '.join(row['beyond'])}" for row in rows if row["beyond"]]
+    first = next(iter(beyond), "all layers are within their noise floors")
+    return "\n".join([*lines, f"=> {title}: {first}"])

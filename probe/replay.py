@@ -71,54 +71,42 @@ class Replay:
         with precisely(self.policy, weights):
             for prefix in num_old[num_old < longest].unique().tolist():
                 for rows in (num_old == prefix).nonzero()[:, 0].split(self.rows_per_pass):
-                    ids, cached = self.inputs[rows], {}
+                    ids, cached = self.inputs[rows], {"use_cache": False}
                     if prefix:
                         cached = {name: DynamicCache(config=model.config), "use_cache": True}
                         with self.policy.using(old):
                             model.base_model(input_ids=ids[:, :prefix], **cached)
-                    states = model.base_model(input_ids=ids[:, prefix:],
-                                              **cached or {"use_cache": False})
+                    states = model.base_model(input_ids=ids[:, prefix:], **cached)
                     hidden[rows, prefix:] = states.last_hidden_state
         return hidden[self.response]
 
     # ------------------------------------------------------------------------- log-probabilities
-    def logits(self, hidden: Tensor, head: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """(N, H) -> chunks of (indices (n,), logits (n, V)), from a head in a dtype."""
-        rows = max(1, self.policy.chunk_elements // self.policy.head.weight.shape[0])
-        for chunk in torch.arange(len(hidden), device=self.device).split(rows):
-            if hidden.dtype == torch.float64:
-                yield chunk, self._float64_logits(hidden[chunk])
-            else:
-                yield chunk, self.policy.logits(hidden[chunk], head)
-
-    def _float64_logits(self, hidden: Tensor) -> Tensor:
-        """(n, H) -> (n, V): rl.Projection computes in fp32 at most."""
+    def logits(self, hidden: Tensor, head: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """(N, H) -> chunks of n tokens, and their logits (n, V), from a head in a dtype."""
         policy = self.policy
-        bias = 0.0 if policy.head_bias is None else policy.head_bias
-        logits = hidden @ policy.head.weight.T + bias
-        if policy.softcap is not None:
-            logits = policy.softcap * torch.tanh(logits / policy.softcap)
-        return policy.scale * logits
+        projection = policy.projection(1.0, torch.promote_types(hidden.dtype, head))
+        for part in projection.parts(len(hidden)):
+            yield part, projection.logits(hidden[part], policy.head.weight, policy.head_bias)[0]
 
-    def logprobs(self, logits: Tensor, sampling: Sampling, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, sampling: Sampling, part: slice) -> tuple[Tensor, Tensor]:
         """What vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
 
-        Shapes: logits (n, V), indices of their tokens (n,) -> (n, V), and of the sampled ids (n,).
+        Shapes: logits (n, V) of a part of the tokens -> (n, V), and of the sampled ids (n,).
         Source: vLLM's v1/sample/sampler.py.
         """
         if replace(sampling, **NO_PENALTIES) != sampling:
-            logits = self._penalized(logits, sampling, tokens)
+            logits = self._penalized(logits, sampling, part)
         if sampling.temperature > 0:  # greedy: no temperature, no mask
             logits = masked_logits(logits / sampling.temperature, sampling)
         logprobs = logits.log_softmax(dim=-1)
-        return logprobs, at_targets(logprobs, self.targets[tokens])
+        return logprobs, at_targets(logprobs, self.targets[part])
 
-    def _penalized(self, logits: Tensor, sampling: Sampling, tokens: Tensor) -> Tensor:
+    def _penalized(self, logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
         """(n, V) -> (n, V), by the ids before each token: those of the prompt and those sampled."""
-        rows = self.rows[tokens]
+        rows = self.rows[part]
         ids, first = self.inputs[rows], self.prompt_lengths[rows, None]  # (n, L), (n, 1)
         columns = torch.arange(ids.shape[1], device=self.device)
-        before = columns < first + self.positions[tokens, None]
+        before = columns < first + self.positions[part, None]
         sampled = before & (columns >= first)
         zeros = torch.zeros_like(logits)
         seen = zeros.scatter_add(1, ids, before.to(logits.dtype)) > 0

@@ -3,7 +3,7 @@
 A hypothesis is a forward pass (which weights, which KV cache) and a readout (which distribution,
 which token, which head). All are computed in twice the trainer's precision. A hypothesis explains a
 trace if the engine's error against it is as small as the error of the trainer's own arithmetic
-under the same hypothesis (`Limit`).
+under the same hypothesis (`limit`).
 """
 
 import math
@@ -26,7 +26,7 @@ from probe.traces import Trace
 from rl import Policy
 from rollouts import Sampling
 
-TIMES, SPREADS = 1.3, 3.0  # see Limit
+TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
 MAX_CAUSES = 2  # of one explanation, beside wrong requests
 MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
@@ -37,36 +37,16 @@ SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
 NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
+
+
 # ---------------------------------------------------------------------------------- the rule
-@dataclass(frozen=True)
-class Limit:
+def limit(mean: float, spread: float, sequences: int) -> float:
     """How large the engine's mean |error| may be: the trainer's own |error| sets it.
 
-    Over n sequences: TIMES (mean + SPREADS spread / sqrt(n)) + ROUNDING. Both errors are against
-    twice the precision.
-    `spread` is the standard deviation of a sequence's mean. One sequence more, as far from the mean
-    as the RMS of single tokens, is counted for it: few sequences do not show their spread.
+    TIMES (mean + SPREADS spread / sqrt(sequences)) + ROUNDING. Both errors are against twice the
+    precision. `spread` is the standard deviation of a sequence's mean.
     """
-
-    mean: float
-    spread: float
-    sequences: int
-
-    @classmethod
-    def of(cls, replay: Replay, size: Tensor) -> "Limit":
-        mean = size.nanmean()
-        distance = (replay.row_means(size) - mean).square().sum() + size.square().nanmean()
-        spread = (distance / len(replay.lengths)).sqrt()
-        return cls(mean.item(), spread.item(), len(replay.lengths))
-
-    def of_mean(self, sequences: int | None = None) -> float:
-        n = sequences or self.sequences
-        return TIMES * (self.mean + SPREADS * self.spread / n**0.5) + ROUNDING
-
-    @property
-    def of_one(self) -> float:
-        """Of the worst sequence of all: twice that of one sequence."""
-        return 2 * self.of_mean(1)
+    return TIMES * (mean + SPREADS * spread / sequences**0.5) + ROUNDING
 
 
 # ---------------------------------------------------------------------------------- hypotheses
@@ -75,8 +55,8 @@ class Readout:
     """How reported values follow from a forward pass; each change of a default is a cause."""
 
     distribution: str = "processed"  # a key of Probe.distributions
-    token: str = "sampled"  # or "likeliest"
-    head: str = "float32"  # or "16 bits"
+    likeliest: bool = False  # token, or the sampled one
+    head: torch.dtype = torch.float32  # or the model's
 
 
 Values = dict[Readout, Tensor]  # log-probabilities (N,)
@@ -101,29 +81,64 @@ class Explanation:
     found: Pass
     readout: Readout
     mean: float  # |reported - computed|
-    limit: Limit
+    trainer_error: float
+    allowed: float  # the limit of `mean`
+    allowed_alone: float  # that of a sequence's mean
     wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
     apart: Tensor  # (B,) bool: sequences left out as wrong requests
     enough: bool = True  # False: the causes explain too little
 
     @property
     def fits(self) -> bool:
-        allowed = self.limit.of_mean(int((~self.apart).sum()))
-        return self.enough and not self.wrong.any() and self.mean <= allowed
+        return self.enough and not self.wrong.any() and self.mean <= self.allowed
 
     @property
     def order(self) -> tuple:
-        """Sort key: fewest causes (a wrong request is one), least fitted, smallest error."""
+        """Sort key: those that fit first, by fewest causes (a wrong request is one), least fitted.
+
+        Among equals, and among those that do not fit, the smallest error is first.
+        """
+        if not self.fits:
+            return True, self.mean
         further = max(0, int(self.apart.sum()) - 1)
-        return len(self.causes) + further, self.found.fitted, self.mean
+        return False, len(self.causes) + further, self.found.fitted, self.mean
 
     @property
     def name(self) -> str:
         return " + ".join(cause.name for cause in self.causes) or "nothing wrong"
 
 
+def size_of(error: Tensor) -> Tensor:
+    """|error| (N,); NaN for a few tokens at the edge of a mask, 1 nat for more than a few."""
+    outside = error.isinf()
+    few = outside.double().mean() <= EDGE
+    return error.abs().masked_fill(outside, math.nan if few else 1.0)
+
+
+def distributions_of(sampling: Sampling, model: Any,
+                     trainer: str) -> dict[str, tuple[Sampling, Cause | None]]:
+    """The sampled distribution, and those that an engine may report or draw from instead."""
+    found = {"processed": (sampling, None)}
+    alone = replace(sampling, **NO_MASK, **NO_PENALTIES)
+    if trainer == "temperature" and alone != sampling:
+        what = "mask" if has_sampling_mask(sampling) else "penalties"
+        found["temperature"] = alone, causes.NO_MASK.of(what)
+    raw = replace(alone, temperature=float(sampling.temperature > 0))
+    if raw not in [other for other, _ in found.values()]:
+        found["raw"] = raw, causes.RAW
+    config = model.generation_config.to_diff_dict()
+    neutral = NO_MASK | NO_PENALTIES
+    hidden = {name: config[name] for name in neutral if name in config
+              and getattr(sampling, name) == neutral[name] != config[name]}
+    for some in [hidden] * bool(hidden) + [{name: value} for name, value in hidden.items()]:
+        shown = ", ".join(f"{name} {value}" for name, value in some.items())
+        found[shown] = replace(sampling, **some), causes.HIDDEN.of(shown)
+    return found
+
+
+# ---------------------------------------------------------------------------------- the search
 class Probe:
-    """Forward passes and readouts of one trace. The arguments are those of `diagnose`.
+    """The search in one trace. The arguments are those of `diagnose`.
 
     Without `version` the trainer's weight version is the newest in the trace.
     """
@@ -133,126 +148,33 @@ class Probe:
                  trainer: Literal["processed", "temperature"] = "processed"):
         self.policy, self.trace, self.replay = policy, trace, Replay(policy, trace)
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
-        self.earlier = {updates: weights for updates, weights in enumerate(earlier, 1)
-                        if any(not torch.equal(self.weights[name], old)
-                               for name, old in weights.items())}
+        self.earlier = dict(enumerate(earlier, 1))  # by updates since then
         labels = [each for rollout in trace.rollouts for each in rollout.versions]
         self.version = version if version is not None else max(labels, default=0)
         self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows),
                                    device=policy.device)  # (N,)
-        self.distributions = _distributions(trace.sampling, policy.model, trainer)
-        self.heads = {"float32": torch.float32}
-        if policy.model.dtype != torch.float32:
-            self.heads["16 bits"] = policy.model.dtype
+        self.distributions = distributions_of(trace.sampling, policy.model, trainer)
+        self.heads = dict.fromkeys((torch.float32, policy.model.dtype))
         scored = "temperature" if "temperature" in self.distributions else "processed"
-        head = "float32" if policy.scoring.fp32_head else list(self.heads)[-1]
+        head = torch.float32 if policy.scoring.fp32_head else policy.model.dtype
         self.trainer = Readout(scored, head=head)
         self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
-        twice = twice_precise(policy, self.weights)
-        self.now = Pass(self._values(twice), self.read(self.replay.as_trained()))
-
-    def forward_pass(self, weights: Weights, *named: Cause, old: Weights | None = None,
-                     num_old: Tensor | None = None) -> Pass:
-        """With weights, and with the first keys and values of old ones."""
-        twice = twice_precise(self.policy, weights)
-        twice_old = old and twice_precise(self.policy, old)
-        return Pass(self._values(twice, twice_old, num_old), self._values(weights, old, num_old),
-                    named)
-
-    def _values(self, weights: Weights, old: Weights | None = None,
-                num_old: Tensor | None = None) -> Values:
-        hidden = self.replay.hidden(weights, old, num_old)
-        with self.policy.using(weights):
-            return self.read(hidden)
-
-    def read(self, hidden: Tensor) -> Values:
-        """Log-probabilities of the sampled and the likeliest token, under each readout."""
-        values, replay = defaultdict(list), self.replay
-        for head, dtype in self.heads.items():
-            states = hidden if head == "float32" else hidden.to(dtype)
-            for chunk, logits in replay.logits(states, dtype):
-                for name, (sampling, _) in self.distributions.items():
-                    logprobs, sampled = replay.logprobs(logits, sampling, chunk)
-                    values[Readout(name, "sampled", head)].append(sampled)
-                    values[Readout(name, "likeliest", head)].append(logprobs.amax(dim=-1))
-        return {readout: torch.cat(parts).double() for readout, parts in values.items()}
-
-    def causes_of(self, readout: Readout) -> tuple[Cause, ...]:
-        """One cause for each value of the readout that is not the default."""
-        named = (self.distributions[readout.distribution][1],
-                 causes.TOP_1 if readout.token == "likeliest" else None,
-                 causes.HEAD if readout.head != "float32" else None)
-        return tuple(filter(None, named))
-
-    def error(self, values: Values, readout: Readout) -> Tensor:
-        """The engine's error against a hypothesis: (N,)."""
-        return self.reported - values[readout]
-
-    def trainer_error(self, readout: Readout, found: Pass) -> Tensor:
-        """That of the trainer's own arithmetic; 0 where both sides rule the token out: (N,)."""
-        ours, exact = found.rounded[readout], found.precise[readout]
-        return (ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0)
-
-    def explain(self, found: Pass, readout: Readout, apart: Tensor | None = None) -> Explanation:
-        limit = Limit.of(self.replay, _size(self.trainer_error(readout, found)))
-        size = _size(self.error(found.precise, readout))
-        if apart is None:
-            apart = torch.zeros_like(self.replay.lengths, dtype=torch.bool)
-        size = size.masked_fill(apart[self.replay.rows], math.nan)
-        mean = size.nanmean().nan_to_num(math.inf).item()
-        wrong = self.replay.row_means(size) > limit.of_one
-        named = (*found.causes, *self.causes_of(readout))
-        return Explanation(named, found, readout, mean, limit, wrong, apart)
-
-
-def _size(error: Tensor) -> Tensor:
-    """|error| (N,); NaN for a few tokens at the edge of a mask, 1 nat for more than a few."""
-    outside = error.isinf()
-    few = outside.double().mean() <= EDGE
-    return error.abs().masked_fill(outside, math.nan if few else 1.0)
-
-
-def _distributions(sampling: Sampling, model: Any,
-                   trainer: str) -> dict[str, tuple[Sampling, Cause | None]]:
-    """The sampled distribution, and those that an engine may report or draw from instead."""
-    found = {"processed": (sampling, None)}
-    alone = replace(sampling, **NO_MASK, **NO_PENALTIES)
-    if trainer == "temperature" and alone != sampling:
-        what = "mask" if has_sampling_mask(sampling) else "penalties"
-        found["temperature"] = alone, causes.NO_MASK.of(what)
-    raw = replace(alone, temperature=0.0 if sampling.temperature == 0 else 1.0)
-    if raw not in [other for other, _ in found.values()]:
-        found["raw"] = raw, causes.RAW
-    config = model.generation_config.to_diff_dict()
-    neutral = NO_MASK | NO_PENALTIES
-    hidden = {name: config[name] for name in neutral if name in config
-              and getattr(sampling, name) == neutral[name] != config[name]}
-    for some in ([hidden] if hidden else []) + [{name: hidden[name]} for name in hidden]:
-        shown = ", ".join(f"{name} {value}" for name, value in some.items())
-        found[shown] = replace(sampling, **some), causes.HIDDEN.of(shown)
-    return found
-
-
-# ---------------------------------------------------------------------------------- the search
-class Search:
-    """Tests hypotheses by cost: readouts, weights, KV caches, a few wrong requests."""
-
-    def __init__(self, probe: Probe):
-        self.probe, self.replay = probe, probe.replay
+        precise = self._values(twice_precise(policy, self.weights))
+        self.now = Pass(precise, self._read(self.replay.as_trained()))
         self.old: list[Pass] = []  # under the earlier weights
         self.found: dict[tuple[Pass, Readout], Explanation] = {}
 
-    def run(self) -> list[Explanation]:
-        """All explanations tried, the best first; those that fit come before those that do not."""
-        probe, readouts = self.probe, list(self.probe.now.precise)
-        self._explain(probe.now, [Readout()])
+    def search(self) -> list[Explanation]:
+        """Tries readouts, weights, KV caches, a few wrong requests. Returns all, the best first."""
+        readouts = list(self.now.precise)
+        self._try(self.now, [Readout()])
         if not self._done(0):
-            self._explain(probe.now, readouts)
+            self._try(self.now, readouts)
         if not self._done(1):
-            for updates, weights in probe.earlier.items():
-                old = probe.forward_pass(weights, causes.STALE.of(updates))
+            for updates, weights in self.earlier.items():
+                old = self._forward(weights, causes.STALE.of(updates))
                 self.old.append(old)
-                self._explain(old, readouts)
+                self._try(old, readouts)
                 if not self._done(1):
                     for readout in self._promising():
                         self._kv_caches(old, weights, readout)
@@ -260,29 +182,89 @@ class Search:
         explanations = list(self.found.values())
         if not self._done(1):
             explanations += self._few_wrong()
-        return sorted(explanations, key=lambda e: (not e.fits, e.order if e.fits else e.mean))
+        return sorted(explanations, key=lambda each: each.order)
 
     def _done(self, max_causes: int) -> bool:
         """Is there an explanation by at most so many causes, with nothing fitted to the trace?"""
         return any(each.fits and not each.found.fitted and len(each.causes) <= max_causes
                    for each in self.found.values())
 
-    def _explain(self, found: Pass, readouts: list[Readout]) -> None:
+    # ------------------------------------------------------------------------------ passes
+    def _forward(self, weights: Weights, *named: Cause, old: Weights | None = None,
+                 num_old: Tensor | None = None) -> Pass:
+        """With weights, and with the first keys and values of old ones."""
+        precise = self._values(twice_precise(self.policy, weights),
+                               old and twice_precise(self.policy, old), num_old)
+        return Pass(precise, self._values(weights, old, num_old), named)
+
+    def _values(self, weights: Weights, old: Weights | None = None,
+                num_old: Tensor | None = None) -> Values:
+        hidden = self.replay.hidden(weights, old, num_old)
+        with self.policy.using(weights):
+            return self._read(hidden)
+
+    def _read(self, hidden: Tensor) -> Values:
+        """Log-probabilities of the sampled and the likeliest token, under each readout."""
+        values = defaultdict(list)
+        for head in self.heads:
+            states = hidden if head == torch.float32 else hidden.to(head)
+            for part, logits in self.replay.logits(states, head):
+                for name, (sampling, _) in self.distributions.items():
+                    logprobs, sampled = self.replay.logprobs(logits, sampling, part)
+                    values[Readout(name, False, head)].append(sampled)
+                    values[Readout(name, True, head)].append(logprobs.amax(dim=-1))
+        return {readout: torch.cat(parts).double() for readout, parts in values.items()}
+
+    # ------------------------------------------------------------------------------ explanations
+    def error(self, found: Pass, readout: Readout) -> Tensor:
+        """The engine's error against a hypothesis: (N,)."""
+        return self.reported - found.precise[readout]
+
+    def trainer_error(self, found: Pass, readout: Readout) -> Tensor:
+        """That of the trainer's own arithmetic; 0 where both sides rule the token out: (N,)."""
+        ours, exact = found.rounded[readout], found.precise[readout]
+        return (ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0)
+
+    def explain(self, found: Pass, readout: Readout, apart: Tensor | None = None) -> Explanation:
+        replay, ours = self.replay, size_of(self.trainer_error(found, readout))
+        mean = ours.nanmean()
+        # One sequence more, as far from the mean as the RMS of single tokens: few sequences do not
+        # show their spread.
+        distance = (replay.row_means(ours) - mean).square().sum() + ours.square().nanmean()
+        own = mean.item(), (distance / len(replay.lengths)).sqrt().item()
+        if apart is None:
+            apart = torch.zeros_like(replay.lengths, dtype=torch.bool)
+        size = size_of(self.error(found, readout)).masked_fill(apart[replay.rows], math.nan)
+        alone = 2 * limit(*own, 1)  # the worst sequence of all is further away than one
+        named = (self.distributions[readout.distribution][1],
+                 causes.TOP_1 if readout.likeliest else None,
+                 causes.HEAD if readout.head != torch.float32 else None)
+        return Explanation(
+            causes=(*found.causes, *filter(None, named)), found=found, readout=readout,
+            mean=size.nanmean().nan_to_num(math.inf).item(), trainer_error=own[0],
+            allowed=limit(*own, int((~apart).sum())), allowed_alone=alone,
+            wrong=replay.row_means(size) > alone, apart=apart)
+
+    def _try(self, found: Pass, readouts: list[Readout]) -> None:
         for readout in readouts:
-            each = self.probe.explain(found, readout)
+            each = self.explain(found, readout)
             if len(each.causes) <= MAX_CAUSES:
                 self.found[found, readout] = each
-                start = self.found[self.probe.now, Readout()]
-                each.enough = not each.causes or each.mean <= MOST_LEFT * start.mean
-                if readout.head != "float32":
+                if readout.head != torch.float32:
                     each.enough = self._signs_agree(found, readout)
+                elif each.causes:
+                    start = self.found[self.now, Readout()]
+                    each.enough = each.mean <= MOST_LEFT * start.mean
+
+    def _try_heads(self, found: Pass, readout: Readout) -> None:
+        self._try(found, [replace(readout, head=head) for head in self.heads])
 
     def _signs_agree(self, found: Pass, readout: Readout) -> bool:
         """Has what a 16-bit head changes the signs and the size of the engine's error without?"""
-        fine = replace(readout, head="float32")
-        values = found.rounded  # the hidden states are rounded as the engine's are
-        change = values[readout] - values[fine]
-        error = self.probe.error(values, fine)
+        fine = replace(readout, head=torch.float32)
+        # The hidden states are rounded as the engine's are.
+        change = found.rounded[readout] - found.rounded[fine]
+        error = self.error(found, fine)
         agreement = change * error
         signed = agreement.isfinite() & (agreement != 0)
         agreeing = agreement[signed] > 0
@@ -293,35 +275,31 @@ class Search:
     def _promising(self) -> list[Readout]:
         """The two fp32 readouts that bring each token closest to a version of the weights."""
         def distance(readout: Readout) -> float:
-            errors = [self.probe.error(each.precise, readout).abs()
-                      for each in (self.probe.now, *self.old)]
+            errors = [self.error(each, readout).abs() for each in (self.now, *self.old)]
             return torch.stack(errors).amin(dim=0).clamp(max=1.0).nanmean().item()
 
-        plain = [each for each in self.probe.now.precise if each.head == "float32"]
+        plain = [each for each in self.now.precise if each.head == torch.float32]
         return sorted(plain, key=distance)[:2]
-
-    def _explain_heads(self, found: Pass, readout: Readout) -> None:
-        self._explain(found, [replace(readout, head=head) for head in self.probe.heads])
 
     # ------------------------------------------------------------------------------ KV caches
     def _kv_caches(self, old: Pass, weights: Weights, readout: Readout) -> None:
         """Old weights or stale prefixes of whole blocks, in all requests or in some."""
-        probe, replay, stale = self.probe, self.replay, [old]
-        block_size = probe.trace.meta.get("audit", {}).get("block_size")
-        for block in (block_size,) if block_size else BLOCK_SIZES:
+        replay, stale = self.replay, [old]
+        block_size = self.trace.meta.get("audit", {}).get("block_size")
+        for block in [block_size] if block_size else BLOCK_SIZES:
             # (B,) a full hit leaves one token to compute.
             prefix = (replay.prompt_lengths - 1) // block * block
             if prefix.any():
-                stale.append(probe.forward_pass(probe.weights, causes.PREFIX, old=weights,
-                                                num_old=prefix))
+                stale.append(self._forward(self.weights, causes.PREFIX, old=weights,
+                                           num_old=prefix))
         for each in stale:
-            self._explain_heads(each, readout)
-            rows = self._row_errors(each, readout) <= self._row_errors(probe.now, readout)
+            self._try_heads(each, readout)
+            rows = self._row_errors(each, readout) <= self._row_errors(self.now, readout)
             if rows.any():
-                merged = _merged(rows[replay.rows], each, probe.now)
+                merged = merge(rows[replay.rows], each, self.now)
                 merged.causes, merged.fitted = each.causes, 1
                 merged.note = f"in {int(rows.sum())} of {len(rows)} requests"
-                self._explain_heads(merged, readout)
+                self._try_heads(merged, readout)
 
     def _in_flight(self, old: Pass, weights: Weights, readout: Readout) -> None:
         """An update before a token of the response: in each sequence at the place that fits best.
@@ -329,43 +307,44 @@ class Search:
         Candidates: where the old weights' values end, where those of most sequences end, and where
         the trace's versions change (or one token later: async scheduling).
         """
-        probe, replay = self.probe, self.replay
+        replay = self.replay
         ends = self._change_point(old, readout)  # (B,)
-        inside = ends[(ends > 0) & (ends < replay.lengths)]
-        if not len(inside):
+        inside = ends[(ends > 0) & (ends < replay.lengths)].tolist()
+        if not inside:
             return
         newest = torch.zeros_like(replay.lengths).scatter_reduce(
-            0, replay.rows, probe.labels, "amax")
-        labelled = replay.row_sums((probe.labels < newest[replay.rows]).long())  # (B,)
-        usual = torch.full_like(ends, mode(inside.tolist())).minimum(replay.lengths)
+            0, replay.rows, self.labels, "amax")
+        labelled = replay.row_sums((self.labels < newest[replay.rows]).long())  # (B,)
+        usual = torch.full_like(ends, mode(inside)).minimum(replay.lengths)
         for cause in (causes.RECOMPUTED, causes.KEPT):
-            best, place = probe.now, torch.zeros_like(ends)
+            best, place = self.now, torch.zeros_like(ends)
             for candidate in (ends, usual, labelled, (labelled + 1).minimum(replay.lengths)):
-                then = probe.now
+                then = self.now
                 if cause == causes.KEPT:
                     prefix = replay.prompt_lengths + candidate - 1
-                    then = probe.forward_pass(probe.weights, old=weights, num_old=prefix)
-                tried = _merged(replay.positions < candidate[replay.rows], old, then)
+                    then = self._forward(self.weights, old=weights, num_old=prefix)
+                tried = merge(replay.positions < candidate[replay.rows], old, then)
                 closer = self._row_errors(tried, readout) < self._row_errors(best, readout)
-                best = _merged(closer[replay.rows], tried, best)
+                best = merge(closer[replay.rows], tried, best)
                 place = torch.where(closer, candidate, place)
             best.causes, best.fitted = (cause,), 2
             changed = (place > 0) & (place < replay.lengths)
             late = (place - labelled)[changed & (labelled > 0)]
             if len(late) and late.median() == 1:
                 best.causes += (causes.MISLABELLED,)
-            best.note = _described(place[changed].tolist(), len(place))
-            self._explain_heads(best, readout)
+            if changed.any():
+                best.note = (f"mostly before token {mode(place[changed].tolist())} of the response"
+                             f" in {int(changed.sum())} of {len(place)} requests")
+            self._try_heads(best, readout)
 
     def _row_errors(self, found: Pass, readout: Readout) -> Tensor:
         """Mean |error| per sequence: (B,), 0 for one without known values."""
-        return self.replay.row_means(self.probe.error(found.precise, readout).abs())
+        return self.replay.row_means(self.error(found, readout).abs())
 
     def _change_point(self, old: Pass, readout: Readout) -> Tensor:
         """How many first tokens of each row are closer to the old weights' values: (B,)."""
         replay = self.replay
-        now, before = (self.probe.error(each.precise, readout).abs()
-                       for each in (self.probe.now, old))
+        now, before = (self.error(each, readout).abs() for each in (self.now, old))
         gain = (now - before).nan_to_num(0.0).clamp(-1.0, 1.0)  # (N,) positive for the old weights
         table = gain.new_zeros(len(replay.lengths), int(replay.lengths.max()))
         table[replay.rows, replay.positions] = gain
@@ -379,36 +358,27 @@ class Search:
         for each in self.found.values():
             few = 0 < each.wrong.sum() <= 0.5 * len(each.wrong)
             if few and each.enough and len(each.causes) < MAX_CAUSES:
-                rest = self.probe.explain(each.found, each.readout, apart=each.wrong)
+                rest = self.explain(each.found, each.readout, apart=each.wrong)
                 cause = causes.EXCHANGED if self._exchanged(each) else causes.WRONG_REQUESTS
                 found.append(replace(rest, causes=(*each.causes, cause)))
         return found
 
     def _exchanged(self, explanation: Explanation) -> bool:
         """Does each wrong response follow from another wrong request's prompt?"""
-        rollouts = self.probe.trace.rollouts
+        rollouts = self.trace.rollouts
         wrong = explanation.wrong.nonzero()[:, 0].tolist()
         if not 2 <= len(wrong) <= 16:
             return False
         pairs = [replace(rollouts[row], prompt_ids=rollouts[other].prompt_ids)
                  for row, other in product(wrong, wrong)]
-        swapped = Probe(self.probe.policy, replace(self.probe.trace, rollouts=pairs), [],
-                        trainer=self.probe.trainer.distribution)
-        size = _size(swapped.error(swapped.now.precise, explanation.readout))
+        swapped = Probe(self.policy, replace(self.trace, rollouts=pairs), [],
+                        trainer=self.trainer.distribution)
+        size = size_of(swapped.error(swapped.now, explanation.readout))
         closest = swapped.replay.row_means(size).view(len(wrong), len(wrong)).amin(dim=1)
-        return bool((closest <= explanation.limit.of_one).all())
+        return bool((closest <= explanation.allowed_alone).all())
 
 
-def _described(places: list[int], requests: int) -> str:
-    """The places of an in-flight update, for the verdict's sentence."""
-    if not places:
-        return ""
-    spread = f"tokens {min(places)} to {max(places)}, mostly {mode(places)},"
-    where = spread if len(set(places)) > 1 else f"token {places[0]}"
-    return f"before {where} of the response in {len(places)} of {requests} requests"
-
-
-def _merged(first: Tensor, ours: Pass, theirs: Pass) -> Pass:
+def merge(first: Tensor, ours: Pass, theirs: Pass) -> Pass:
     """A pass with the values of `ours` where `first` (N,) is true, else of `theirs`."""
     def choose(one: Values, other: Values) -> Values:
         return {readout: torch.where(first, one[readout], other[readout]) for readout in one}

@@ -4,7 +4,8 @@ vLLM need not be installed to read a trace. Log-probabilities in nats.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +32,31 @@ class Trace:
     meta: dict[str, Any] = field(default_factory=dict)
     trainer_logprobs: list[list[float]] = field(default_factory=list)
 
+    @property
+    def dtype(self) -> str:
+        return self.meta.get("dtype", "float32")
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+
+def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
+    """The rollout with that many response tokens, all of them the engine's, and without routes."""
+    return replace(rollout, token_ids=rollout.token_ids[:count], logprobs=rollout.logprobs[:count],
+                   versions=rollout.versions[:count], trained=[], routes=[])
+
 
 def save_trace(path: str, trace: Trace) -> None:
-    """Write the trace as an npz file with one group; docs/audit.md has the layout."""
-    meta = {"format": FORMAT} | trace.meta | {"groups": {trace.name: asdict(trace.sampling)}}
-    arrays = {"meta": numpy.array(json.dumps(meta))}
-    seeds = [rollout.seed for rollout in trace.rollouts]
-    if None not in seeds:
-        arrays[f"{trace.name}/seeds"] = numpy.array(seeds, numpy.int64)
-    for name, rows, padding, kind in (
-        ("prompt_ids", [each.prompt_ids for each in trace.rollouts], -1, numpy.int32),
-        (f"{trace.name}/tokens", [each.token_ids for each in trace.rollouts], -1, numpy.int32),
-        (f"{trace.name}/logprobs", [each.logprobs for each in trace.rollouts], 0.0, numpy.float32),
-        (f"{trace.name}/versions", [each.versions for each in trace.rollouts], -1, numpy.int32),
-        (f"{trace.name}/trainer_logprobs", trace.trainer_logprobs, 0.0, numpy.float32),
-    ):
-        if any(rows):  # the last two are optional
-            arrays[name] = table(rows, padding, kind)
-    numpy.savez_compressed(path, **arrays)
+    """Write an engine's trace as an npz file with one group; docs/audit.md has the layout."""
+    name, rollouts = trace.name, trace.rollouts
+    meta = {"format": FORMAT} | trace.meta | {"groups": {name: asdict(trace.sampling)}}
+    numpy.savez_compressed(path, **{
+        "meta": numpy.array(json.dumps(meta)),
+        "prompt_ids": table([each.prompt_ids for each in rollouts], -1, numpy.int32),
+        f"{name}/tokens": table([each.token_ids for each in rollouts], -1, numpy.int32),
+        f"{name}/logprobs": table([each.logprobs for each in rollouts], 0.0, numpy.float32),
+        f"{name}/versions": table([each.versions for each in rollouts], -1, numpy.int32)})
 
 
 def load_traces(path: str) -> list[Trace]:
@@ -59,16 +67,11 @@ def load_traces(path: str) -> list[Trace]:
         if meta.get("format", FORMAT) != FORMAT:
             raise ValueError(f"meta.format must be {FORMAT} (newer ones need a newer probe), got"
                              f" {meta['format']!r}")
-        for place in (*SECTIONS, "model", "model.config"):
-            value = meta
-            for name in place.split("."):
-                value = value.get(name, {})
-            if not isinstance(value, dict):
-                raise ValueError(f"meta.{place} must be a JSON object, got {value!r}")
-        prompts, groups = _ids(record["prompt_ids"], "prompt_ids"), record["groups"]
-        if not groups:
+        prompts = [row[: _length(row)] for row in _rows(record["prompt_ids"], "prompt_ids", _id)]
+        traces = [_trace(name, group, prompts, meta) for name, group in record["groups"].items()]
+        if not traces:
             raise ValueError("groups must name at least one group")
-        return [_trace(name, group, prompts, meta) for name, group in groups.items()]
+        return traces
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing ({LAYOUT})") from error
     except Exception as error:  # json, numpy and zipfile raise many types
@@ -77,53 +80,56 @@ def load_traces(path: str) -> list[Trace]:
 
 def _read_npz(path: str) -> dict[str, Any]:
     """The archive's arrays in the layout of a JSON trace."""
-    with numpy.load(path, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
-    meta = json.loads(str(arrays["meta"]))
-    groups = {name: {"sampling": sampling} for name, sampling in meta["groups"].items()}
-    for name, group in groups.items():
-        group |= {path.removeprefix(f"{name}/"): array for path, array in arrays.items()
-                  if path.startswith(f"{name}/")}
+    with numpy.load(path) as archive:
+        arrays = dict(archive)
+    meta, groups = json.loads(str(arrays["meta"])), {}
+    for name, sampling in meta["groups"].items():
+        groups[name] = {"sampling": sampling}
+        for column in COLUMNS:
+            if f"{name}/{column}" in arrays:
+                groups[name][column] = arrays[f"{name}/{column}"]
     return {"meta": meta, "prompt_ids": arrays["prompt_ids"], "groups": groups}
 
 
 def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
            meta: dict[str, Any]) -> Trace:
-    tokens, sampling = _ids(group["tokens"], f"{name}/tokens"), group["sampling"]
+    columns = {column: _rows(group[column], f"{name}/{column}", kind)
+               for column, kind in COLUMNS.items() if column in group}
+    padded = columns["tokens"]
+    for column, rows in columns.items():
+        if [len(row) for row in rows] != [len(row) for row in padded]:
+            raise ValueError(f"{name}/{column} must have the shape of {name}/tokens")
+        columns[column] = [row[: _length(ids)] for row, ids in zip(rows, padded, strict=True)]
+    tokens, logprobs = columns["tokens"], columns["logprobs"]
     if len(prompts) != len(tokens) or not all(prompts) or not all(tokens):
         raise ValueError(f"{name}/tokens must have a non-empty row for each non-empty row of"
                          " prompt_ids")
-
-    def per_token(field_name: str, kind: type) -> list[list]:
-        """One value per token; values at padding positions are cut off."""
-        rows = group[field_name]
-        if list(map(len, rows)) != list(map(len, group["tokens"])):
-            raise ValueError(f"{name}/{field_name} must have the shape of {name}/tokens")
-        try:
-            return [list(map(kind, row[: len(ids)]))
-                    for row, ids in zip(rows, tokens, strict=True)]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{name}/{field_name} must be numbers: {error}") from error
-
-    logprobs = per_token("logprobs", float)
-    versions = per_token("versions", int) if "versions" in group else [[]] * len(tokens)
-    ours = per_token("trainer_logprobs", float) if "trainer_logprobs" in group else []
-    seeds = map(int, group.get("seeds", range(len(tokens))))
-    settings = {"max_new_tokens": max(map(len, tokens)),
-                "stop_token_ids": meta.get("stop_token_ids", ())} | sampling
-    settings |= {"stop_token_ids": tuple(settings["stop_token_ids"]),
-                 "top_k": max(0, settings.get("top_k", 0))}
-    columns = zip(prompts, seeds, tokens, logprobs, versions, strict=True)
-    return Trace(name, [Rollout(*each) for each in columns], Sampling(**settings), meta, ours)
+    versions = columns.get("versions", [[]] * len(tokens))
+    rollouts = [Rollout(prompt, None, *values) for prompt, *values
+                in zip(prompts, tokens, logprobs, versions, strict=True)]
+    settings = {"max_new_tokens": max(map(len, tokens))} | group["sampling"]
+    settings["stop_token_ids"] = tuple(settings.get("stop_token_ids", ()))
+    settings["top_k"] = max(0, settings.get("top_k", 0))
+    sampling = Sampling(**settings)
+    return Trace(name, rollouts, sampling, meta, columns.get("trainer_logprobs", []))
 
 
-def _ids(given: Any, field_name: str) -> list[list[int]]:
-    """Rows of token ids without their padding of -1."""
+def _rows(given: Any, name: str, kind: Callable) -> list[list]:
     try:
-        rows = [list(row) for row in given]
-        whole = all(int(value) == value >= -1 for row in rows for value in row)
-    except (TypeError, ValueError, OverflowError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{field_name} must be rows of token ids, padded with -1")
-    return [list(map(int, row[: row.index(-1)] if -1 in row else row)) for row in rows]
+        return [list(map(kind, row)) for row in given]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be rows of numbers: {error}") from error
+
+
+def _id(value: Any) -> int:
+    if not int(value) == value >= -1:
+        raise ValueError(f"{value} is no token id, and no padding of -1")
+    return int(value)
+
+
+COLUMNS = {"tokens": _id, "logprobs": float, "versions": int, "trainer_logprobs": float}
+
+
+def _length(ids: list[int]) -> int:
+    """Without the padding."""
+    return [*ids, -1].index(-1)

@@ -625,7 +625,7 @@ def rightly_named(faults: list[str], verdict) -> tuple[bool, bool]:
     wanted = [EXPECTED[fault][1] for fault in faults]
     named = all(any(part in cause for cause in causes) for part in wanted)
     extra = len(causes) - len(wanted) - (1 if "async" in faults else 0)
-    return set(verdict.layers) == layers, named and extra <= 0
+    return {cause.layer for cause in verdict.causes} == layers, named and extra <= 0
 
 
 # ------------------------------------------------------------------------------------------------ one layer

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from helpers import qwen2, run_script
@@ -17,7 +16,7 @@ from helpers import qwen2, run_script
 from examples.record_trl import TraceRecorder
 from examples.record_vllm import public
 from probe.diagnose import diagnose
-from probe.traces import load_traces
+from probe.traces import first_tokens, load_traces
 from rl import Policy
 
 ROOT, DATA = Path(__file__).parents[1], Path(__file__).parent / "data"
@@ -91,11 +90,9 @@ def test_a_trace_has_no_secret_at_any_depth():
 
 
 @pytest.mark.parametrize("words, complaint", [
-    (["--engine-args", "{dtype"], "--engine-args must be JSON: "),
-    (["--engine-args", "[]"], "--engine-args must be a JSON object, got []"),
+    (["--engine-args", "{dtype"], "error: argument --engine-args: invalid loads value: '{dtype'"),
     (["--sampling", '{"logit_bias": 1}'], "--sampling has logit_bias, which a trace cannot describe"),
     (["--prompts", "absent.json"], "No such file or directory: 'absent.json'"),
-    (["--out", "trace.json"], "--out must be a new .npz file in a folder that can be written, got trace.json"),
     (["--out", "no/folder.npz"], "--out must be a new .npz file in a folder that can be written, got no/folder.npz"),
 ])  # fmt: skip
 def test_record_vllm_refuses_bad_input_before_vllm_is_imported(tmp_path, words, complaint):
@@ -104,44 +101,25 @@ def test_record_vllm_refuses_bad_input_before_vllm_is_imported(tmp_path, words, 
                           capture_output=True, check=False)  # fmt: skip
     assert done.returncode == 2
     assert complaint in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 # ------------------------------------------------------------------------------------------------ trainers
-@pytest.fixture(scope="module")
-def rows() -> dict[str, list]:
-    """A clean trace of vLLM 0.32.0, as rows of unequal length."""
-    (trace,) = [each for each in load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz")) if each.name == "t0.7"]
-    cut = [64 - index % 5 for index in range(64)]
-    return {"prompts": [r.prompt_ids for r in trace.rollouts],
-            "tokens": [r.token_ids[:n] for r, n in zip(trace.rollouts, cut, strict=True)],
-            "logprobs": [r.logprobs[:n] for r, n in zip(trace.rollouts, cut, strict=True)]}  # fmt: skip
+def padded(table: list[list], left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows with zeros up to the width of 70, and their mask."""
+    zeros = [[0] * (70 - len(row)) for row in table]
+    rows = [fill + row if left else row + fill for fill, row in zip(zeros, table, strict=True)]
+    return torch.tensor(rows), torch.tensor(rows) != 0
 
 
-def padded(table: list[list], width: int, left: bool = False, value: float = 0) -> torch.Tensor:
-    return torch.tensor([[value] * (width - len(row)) * left + row + [value] * (width - len(row)) * (not left)
-                         for row in table])  # fmt: skip
-
-
-def ones(table: list[list]) -> list[list[int]]:
-    return [[1] * len(row) for row in table]
-
-
-def is_the_trace(path: Path, rows: dict[str, list], name: str) -> None:
-    (trace,) = load_traces(str(path))
-    assert trace.name == name
-    assert [r.prompt_ids for r in trace.rollouts] == rows["prompts"]
-    assert [r.token_ids for r in trace.rollouts] == rows["tokens"]
-    assert verdict_of(path).status == "parity"
-
-
-def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(rows, tmp_path):
+def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tmp_path):
     """The attributes of TRL 1.16's trainer that the callback reads; docs/audit.md has the run with TRL itself."""
-    logprobs = padded(rows["logprobs"], 70)
-    batch = {"prompt_ids": padded(rows["prompts"], 10, left=True),
-             "prompt_mask": padded(ones(rows["prompts"]), 10, left=True), "completion_ids": padded(rows["tokens"], 70),
-             "completion_mask": padded(ones(rows["tokens"]), 70), "sampling_per_token_logps": logprobs,
-             "old_per_token_logps": logprobs}  # fmt: skip
+    (trace,) = [each for each in load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz")) if each.name == "t0.7"]
+    rollouts = [first_tokens(rollout, 64 - index % 5) for index, rollout in enumerate(trace.rollouts)]
+    prompts, prompt_mask = padded([each.prompt_ids for each in rollouts], left=True)
+    tokens, mask = padded([each.token_ids for each in rollouts])
+    logprobs, _ = padded([each.logprobs for each in rollouts])
+    batch = {"prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": tokens, "completion_mask": mask,
+             "sampling_per_token_logps": logprobs, "old_per_token_logps": logprobs}  # fmt: skip
     halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(32), slice(32, 64))]
     trainer = SimpleNamespace(
         _buffered_inputs=halves, save_model=lambda folder: Path(folder).mkdir(parents=True),
@@ -151,8 +129,12 @@ def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(ro
     for step in (0, 1):  # two optimizer steps on one batch
         callback.on_pre_optimizer_step(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000", "step_000000.json"]
-    is_the_trace(tmp_path / "step_000000.json", rows, "trl")
-    assert numpy.allclose(load_traces(str(tmp_path / "step_000000.json"))[0].trainer_logprobs[5], rows["logprobs"][5])
+    (again,) = load_traces(str(tmp_path / "step_000000.json"))
+    assert (again.name, again.sampling.temperature) == ("trl", 0.7)
+    assert [each.prompt_ids for each in again.rollouts] == [each.prompt_ids for each in rollouts]
+    assert [each.token_ids for each in again.rollouts] == [each.token_ids for each in rollouts]
+    assert again.trainer_logprobs[5] == pytest.approx(rollouts[5].logprobs)
+    assert verdict_of(tmp_path / "step_000000.json").status == "parity"
     trainer._buffered_inputs = [{name: batch[name] for name in batch if name != "old_per_token_logps"}]
     with pytest.raises(ValueError, match="needs use_vllm=True and vllm_importance_sampling_correction=True"):
         callback.on_pre_optimizer_step(None, SimpleNamespace(global_step=2, is_world_process_zero=True), None)

@@ -1,6 +1,5 @@
 """Routes of a mixture of experts: what the engine has chosen is recorded, compared and replayed."""
 
-import json
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -213,9 +212,9 @@ def test_a_noisy_router_raises_an_alarm_and_the_probe_names_it(run, monkeypatch,
 
     monkeypatch.setattr(RoutedEngine, "_transfer", load)
     run("noisy", "--steps 1 --replay-routes --probe-on-alarm")
-    verdict = json.loads((tmp_path / "noisy" / "probe" / "step_000001.json").read_text())
-    assert "router_noise" in verdict["why"]
-    assert verdict["causes"][0]["name"].startswith("router: ")
+    report = (tmp_path / "noisy" / "probe" / "step_000001.txt").read_text()
+    assert "router_noise" in report.splitlines()[0]
+    assert "=> numerics: router: " in report
 
 
 @pytest.mark.parametrize("parity, options, sentence", [

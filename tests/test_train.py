@@ -181,7 +181,7 @@ def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, tmp_p
     assert [row.pop("probe", None) for row in probed] == [None, "parity", "parity"]
     assert probed == timeless(tmp_path / "plain")  # the probe changes no random state and no weight
     assert any(row["updates"] for row in probed[1:])
-    assert json.loads((tmp_path / "probed" / "probe" / "step_000002.json").read_text())["status"] == "parity"
+    assert "=> parity" in (tmp_path / "probed" / "probe" / "step_000002.txt").read_text()
     assert (tmp_path / "probed" / "probe" / "step_000002.npz").exists()
 
 
@@ -190,9 +190,9 @@ def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     options = ("--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
     train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), *options))
     assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean," in capsys.readouterr().out
-    record = json.loads((tmp_path / "probe" / "step_000001.json").read_text())
-    assert record["layers"] == ["semantics"]
-    assert "--parity.processed-logprobs" in record["sentence"]
+    report = (tmp_path / "probe" / "step_000001.txt").read_text()
+    assert "=> semantics: raw log-probabilities. Repair: " in report
+    assert "--parity.processed-logprobs" in report
 
 
 # ------------------------------------------------------------------------------------------------ users' tasks

@@ -297,10 +297,16 @@ class BackendConfig:
     # run starts with an empty cache, and can then differ by rounding.
     prefix_cache: Literal["off", "versioned"] = "off"
     cuda_graphs: bool = False  # Decode with CUDA graphs, without compilation; not measured yet.
+    # Loads within which each tensor of the engine is compared with what was sent, bit for bit. The
+    # first two loads compare all.
+    verify_loads: int = 16
+    # Largest mean |trainer - engine| of the canary; if not given, by dtype: see engine_adapter.py.
+    canary_nats: float | None = None
     allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.
 
     def __post_init__(self):
-        within(self, 1, MANY, "max_num_seqs", "max_kept")
+        within(self, 1, MANY, "max_num_seqs", "max_kept", "verify_loads")
+        within(self, SMALLEST, 100, "canary_nats")
         within(self, 0, MANY, "inflight_groups", "max_staleness")
         within(self, SMALLEST, 1e6, "kv_cache_gib")
         within(self, 16, MANY, "block_size")

@@ -11,9 +11,10 @@ import ctypes
 import gc
 import itertools
 import os
+import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -28,9 +29,9 @@ from rollouts import Rollout, Sampling
 # The tests run on 0.32. docs/run.md says what 0.26 did; the versions between are untried.
 TESTED_VLLM = (0, 26), (0, 32)
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
-# Mean |trainer - engine| of the canary, in nats, that counts as "the same weights". In fp32 the two
-# agree to 1e-5, and one tensor that missed one AdamW step gives 1e-3 or more. In 16 bits rounding
-# alone gives a few 1e-2: there only a tensor shows that was never loaded.
+# Largest mean |trainer - engine| of the canary in nats. In fp32 the two agree to 1e-5, in 16 bits
+# rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
+# KV cache, windows, kernels.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
@@ -145,6 +146,96 @@ def wanted_settings(
     return wanted
 
 
+# ---------------------------------------------------------------------------------- the proof
+# Layers of vLLM that hold several of the checkpoint's, in this order of rows.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+TRANSPOSED = {"c_attn", "c_fc", "c_proj"}  # (in, out) in GPT-2's checkpoints
+IDENTITY_ROWS = 512  # of a product that reads a packed layer
+
+
+def held_and_sent(
+    name: str, module: Any, weights: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The tensors that a module of vLLM's model holds: checkpoint name, held, sent.
+
+    Fused layers are compared as the layers they are made of. Left out is what has another form
+    here: it is not proven.
+    """
+    path, _, last = name.replace(".mamba.mamba", ".mamba").rpartition(".")  # FalconH1
+    prefix = f"{path}.{last}" if path else last
+    if hasattr(module, "w13_weight"):
+        yield from _experts(path.removesuffix(".experts"), module, weights)
+        return
+    if not hasattr(module, "quant_method"):
+        for kind, held in module.named_parameters(recurse=False):
+            if kind == "A":  # of a recurrent layer
+                yield f"{prefix}.A_log", held, -weights[f"{prefix}.A_log"].float().exp()
+            elif f"{prefix}.{kind}" in weights:
+                yield f"{prefix}.{kind}", held, weights[f"{prefix}.{kind}"]
+        return
+    parts = [prefix]
+    if f"{prefix}.weight" not in weights:
+        parts = [f"{path}.{part}" for part in FUSED.get(last, ())]
+    for kind, held in _copies(module):
+        sent = {f"{part}.{kind}": weights.get(f"{part}.{kind}") for part in parts}
+        if None in sent.values():
+            continue
+        rows = held.T if last in TRANSPOSED and kind == "weight" else held
+        start = 0
+        for part, tensor in sent.items():
+            end = start + len(tensor)  # vLLM pads the vocabulary
+            yield part, rows[start:end], tensor
+            start = end
+
+
+def _copies(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Each copy of the weight that a linear layer or an embedding computes with, and the bias.
+
+    vLLM's CPU build packs the weight. The packed layer is applied to the identity, which gives the
+    weight back exactly: each value is one product by 1, plus products by 0.
+    """
+    if module.weight.numel():
+        yield "weight", module.weight
+    if hasattr(module, "cpu_linear"):
+        columns = []
+        for start in range(0, module.input_size, IDENTITY_ROWS):
+            count = min(IDENTITY_ROWS, module.input_size - start)
+            identity = torch.zeros(count, module.input_size, dtype=module.params_dtype)
+            identity.diagonal(start).fill_(1)
+            columns.append(module.quant_method.apply(module, identity))
+        yield "weight", torch.cat(columns).T
+    if getattr(module, "bias", None) is not None:
+        yield "bias", module.bias
+
+
+def _experts(
+    path: str, module: Any, weights: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """On a CPU packed again from what was sent, because no product reads them back exactly."""
+    from torch.nn.functional import pad
+
+    method = module.quant_method
+    kernel = getattr(method.moe_kernel, "fused_experts", None)
+    kernel = kernel or getattr(method, "cpu_fused_moe", None)  # vLLM 0.26
+    if not hasattr(kernel, "isa"):  # on a GPU experts have layouts of their kernels
+        return
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    experts = len(module.w13_weight)
+    for gate, up, down in EXPERT_PARTS:
+        if f"{path}.experts.0.{gate}.weight" not in weights:
+            continue
+        stacked = [torch.stack([weights[f"{path}.experts.{expert}.{part}.weight"]
+                                for expert in range(experts)]) for part in (gate, up, down)]
+        inner = module.w2_weight.numel() // (experts * stacked[2].shape[1])  # vLLM pads it
+        more = inner - stacked[2].shape[2]
+        both = torch.cat([pad(each, (0, 0, 0, more)) for each in stacked[:2]], dim=1)
+        down_rows = pad(stacked[2], (0, more))
+        for held, sent in ((module.w13_weight, both), (module.w2_weight, down_rows)):
+            yield f"{path}.experts", held, cpu_prepack_moe_weight(sent, kernel.isa)
+
+
 # ---------------------------------------------------------------------------------- the engine
 def check_vllm_version(allow_untested: bool = False) -> str:
     """The installed vLLM's version, read without importing it.
@@ -203,6 +294,7 @@ class Engine:
         kv_cache_gib: float = 0.25, block_size: int | None = None,
         prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
         kv_blocks: int | None = None, token_budget: int | None = None, seed: int = 0,
+        verify_loads: int = 16, canary_nats: float | None = None,
         allow_untested_vllm: bool = False, collect: Collect | None = None,
     ):
         if Engine.live is not None:
@@ -218,7 +310,8 @@ class Engine:
         self.parity, self.prefix_cache = parity, prefix_cache
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self._collect = collect or collect_nothing
-        self.canary_tolerance = CANARY_TOLERANCE[dtype]
+        self.canary_tolerance = canary_nats or CANARY_TOLERANCE[dtype]
+        self.verify_loads, self._loads = verify_loads, 0
         self._config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu != torch.cuda.is_available():
@@ -458,14 +551,14 @@ class Engine:
         The later log-probabilities of a kept one belong to no single set of weights: the new
         weights compute them from keys and values of the old. Weights that have not `changed` are no
         new version and do not touch unfinished rollouts. The canary's steps advance all of these.
-        No second copy of the model is made. Returns the seconds of the load and of the canary.
+        No second copy of the model is made. Returns the seconds of load, proof and canary.
 
-        Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing, unexpected,
-        wrongly shaped or not finite (the engine is unchanged then), or if vLLM refuses one or the
-        canary fails (the engine is broken then).
+        Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing or unexpected
+        (the engine is unchanged then), or if vLLM refuses one, if the engine holds other values
+        than were sent, or if the canary fails (the engine is broken then).
         """
         self._require("load", "empty", "ready")
-        self._check_weights(weights)
+        self._check_names(weights)
         aborted = self._interrupt() if changed else []
         self.state = "broken"  # until the canary has passed
         started = time.perf_counter()
@@ -473,6 +566,9 @@ class Engine:
         if self.on_gpu:
             torch.cuda.synchronize()
         load_s = time.perf_counter() - started
+        started = time.perf_counter()
+        self._prove(weights)
+        proof_s = time.perf_counter() - started
         if self._memory_released:
             torch.cuda.empty_cache()  # what the load has freed
             self.llm.wake_up(tags=["kv_cache"])
@@ -488,7 +584,8 @@ class Engine:
             self.counters["rollouts_restarted"] += 1
             rollout.restart()
             self._submit([rollout])
-        return {"load_s": load_s, "canary_s": time.perf_counter() - awake}
+        canary_s = time.perf_counter() - awake
+        return {"load_s": load_s, "proof_s": proof_s, "canary_s": canary_s}
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the tensors into vLLM's model."""
@@ -506,8 +603,40 @@ class Engine:
                 raise ValueError("its weight load does not reach the experts of"
                                  f" {self._config.model_type}")
         except Exception as error:
-            raise WeightLoadError(f"vLLM refused the weights, build a new engine: {error}"
-                                  ) from error
+            raise WeightLoadError("vLLM refused the weights, build a new engine:"
+                                  f" {_reason(error)}") from error
+
+    @torch.no_grad()
+    def _prove(self, weights: Mapping[str, Tensor]) -> None:
+        """Compare the tensors that the engine holds with those that were sent, bit for bit.
+
+        All of them at the first two loads, then a part, so that each is compared again within
+        `verify_loads` loads. Raises: WeightLoadError that names those that differ.
+        """
+        from vllm.config import set_current_vllm_config
+
+        modules = [*self.vllm_model.named_modules()]
+        if self._loads >= 2:
+            modules = modules[self._loads % self.verify_loads :: self.verify_loads]
+        self._loads += 1
+        proven, differing = set(), {}
+        with set_current_vllm_config(self.llm.vllm_config):
+            for name, module in modules:
+                for tensor, held, sent in held_and_sent(name, module, weights):
+                    proven.add(tensor)
+                    if not torch.equal(held, sent.to(held.dtype)):
+                        differing[tensor] = None
+        if differing:
+            raise WeightLoadError(f"after load {self.weight_version + 1} the engine holds other"
+                                  f" values than were sent in {', '.join(differing)}")
+        if self._loads == 1:
+            self.settings["not_proven"] = self._not_proven(proven)
+
+    def _not_proven(self, proven: set[str]) -> list[str]:
+        """The tensors of the contract that no load compares, experts by their layer."""
+        names = {re.sub(r"\.experts\..*", ".experts", name) for name in self.contract} - proven
+        names = sorted(names - {"lm_head.weight"} if self._tied else names)
+        return names if len(names) < 8 else [*names[:3], f"and {len(names) - 3} more"]
 
     def _drop_expert_kernels(self) -> list[Any]:
         """On a CPU vLLM packs experts when it makes their kernel. Returns those without one now."""
@@ -528,17 +657,11 @@ class Engine:
                 request.cache_salt, request.block_hashes = self._cache_salt, []
                 request.update_block_hashes()
 
-    def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        differing = sorted({name for name, _ in shapes.items() ^ self.contract.items()})
-        wrong = [f"{name} must be {self.contract.get(name, 'absent')}, got {shapes.get(name)}"
-                 for name in differing]
-        if not wrong:
-            finite = torch.stack([tensor.isfinite().all() for tensor in weights.values()]).tolist()
-            wrong = [f"{name} must be finite"
-                     for name, is_finite in zip(weights, finite, strict=True) if not is_finite]
-        if wrong:
-            raise WeightLoadError(f"weights do not fit the engine: {'; '.join(wrong)}")
+    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+        differing = weights.keys() ^ self.contract.keys()
+        if differing:
+            raise WeightLoadError("weights must be those that the engine was started for, missing"
+                                  f" or unknown are {', '.join(sorted(differing))}")
 
     def _interrupt(self) -> list[Rollout]:
         """What a weight update does to unfinished rollouts; returns those that it aborts."""

@@ -209,7 +209,8 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         max_model_len=run.max_model_len, max_num_seqs=backend.max_num_seqs, seed=config.run.seed,
         kv_cache_gib=backend.kv_cache_gib, block_size=backend.block_size,
         prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
-        allow_untested_vllm=backend.allow_untested_vllm,
+        allow_untested_vllm=backend.allow_untested_vllm, verify_loads=backend.verify_loads,
+        canary_nats=backend.canary_nats,
     )
     if has_sampling_mask(config.grpo):
         from extras.sampling_mask import collect_kept_sets

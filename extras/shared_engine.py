@@ -205,8 +205,8 @@ class SharedEngine(Engine):
         with set_forward_context(metadata, config, len(row), slot_mapping=mapping):
             return self.hidden(batch.inputs[computed], position, rows)[index[response]]
 
-    def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        super()._check_weights(weights)
+    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+        super()._check_names(weights)
         given = {tensor.data_ptr() for tensor in weights.values()}
         wrong = []
         for name, weight in self.policy.model.named_parameters():
@@ -220,6 +220,9 @@ class SharedEngine(Engine):
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Nothing: they are the trainer's."""
+
+    def _prove(self, weights: Mapping[str, Tensor]) -> None:
+        """Nothing: there is no copy."""
 
 
 def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:

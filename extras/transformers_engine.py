@@ -140,7 +140,7 @@ class TransformersEngine(Engine):
                                   " takes no others")
         self.weight_version += changed
         self.state = "ready"
-        return {"load_s": 0.0, "canary_s": 0.0}
+        return {"load_s": 0.0, "proof_s": 0.0, "canary_s": 0.0}
 
     def abort(self, rollouts: list[Rollout]) -> None:
         """The finish reason of what is unfinished becomes "abort"."""

@@ -51,6 +51,8 @@ def check_agreement(folder: str) -> None:
     """|trainer - engine| before and after each of two changed loads."""
     policy = Policy.load(folder, torch.float32, "cpu")
     with started(folder, policy) as engine:
+        if "GPTNeoX" not in folder:  # served under other names, through vLLM's Transformers backend
+            assert engine.settings["not_proven"] == []
         for seed in range(3):
             assert floors(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS) < AT_PARITY, folder
             move(policy, 0.02, seed)

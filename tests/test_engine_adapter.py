@@ -183,30 +183,30 @@ def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_pr
 
 
 # ------------------------------------------------------------------------------------------------ weight load
-WRONG_WEIGHTS = {  # a change of one tensor, and what is said of it
-    "missing": (None, r"must be \(32, 64\), got None"),
-    "transposed": (lambda tensor: tensor.T, r"must be \(32, 64\), got \(64, 32\)"),
-    "nan": (lambda tensor: tensor.where(torch.rand(tensor.shape) < 0.9, torch.nan), "must be finite"),
-    "infinite": (lambda tensor: tensor / 0, "must be finite"),
+WRONG_WEIGHTS = {  # a change of one tensor that the trainer has made too, and what is said of it
+    "nan": (lambda tensor: tensor.where(torch.rand(tensor.shape) < 0.9, torch.nan), "{name}|log-probabilities are"),
+    "infinite": (lambda tensor: tensor / 0, "{name}|log-probabilities are"),
+    "transposed": (lambda tensor: tensor.T, "vLLM refused the weights"),
 }
 
 
 @pytest.mark.engine
-def test_a_faulty_load_names_the_tensor_and_leaves_the_engine_as_it_was(engine_folders):
+def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it_was(engine_folders):
     policy, name = Policy(qwen2(tied=False)), "model.layers.1.self_attn.k_proj.weight"
     with started(engine_folders[False], policy) as engine:
-        version = engine.weight_version
-        for change, reason in WRONG_WEIGHTS.values():
-            weights = policy.weights()
-            tensor = weights.pop(name)
-            if change:
-                weights[name] = change(tensor)
-            with pytest.raises(WeightLoadError, match=f": {name} {reason}"):
-                engine.load(weights, policy.response_logprobs)
-        with pytest.raises(WeightLoadError, match=r": model\.layers\.7 must be absent, got"):
-            engine.load(policy.weights() | {"model.layers.7": tensor}, policy.response_logprobs)
+        version, weights = engine.weight_version, policy.weights()
+        missing = {each: tensor for each, tensor in weights.items() if each != name}
+        for wrong, word in ((missing, name), (weights | {"model.layers.7": weights[name]}, "model.layers.7")):
+            with pytest.raises(WeightLoadError, match=f"missing or unknown are {word}$"):
+                engine.load(wrong, policy.response_logprobs)
         assert (engine.weight_version, engine.state) == (version, "ready")
         assert floors(policy, engine) < AT_PARITY
+        for change, reason in WRONG_WEIGHTS.values():
+            with pytest.raises((WeightLoadError, FloatingPointError), match=reason.format(name=name)):
+                engine.load(weights | {name: change(weights[name])}, policy.response_logprobs)
+            assert engine.state == "broken"
+            engine.state = "ready"  # the test alone may go on with this engine
+        engine.close()
 
 
 @pytest.mark.engine

@@ -109,7 +109,7 @@ def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folder
             engine.load(policy.weights(), policy.response_logprobs)
             monkeypatch.undo()
             assert not differing(engine, policy)
-    assert len(sizes) == 3 * 3 * 14  # each load asks for shapes, for finite values, and for the tensors
+    assert 3 * 14 < len(sizes) <= 3 * 2 * 14  # each load merges a layer once, and once more if it is compared
     assert max(sizes) <= sum(layer.weight.nbytes for layer in policy.send.layers.values()) / 2  # of two layers
 
 

@@ -48,6 +48,7 @@ def merge_twice(engine: Engine, patch, old: dict[str, torch.Tensor]) -> None:
 
 
 # Model, options of the engine, what is done to it, and what the next load reports in float32 and in bfloat16.
+PROOF = "holds other values than were sent in "
 BUFFERS, CANARY, NOTHING = "buffers of the engine differ", "the canary's m.* nats", None
 GIVE_UP = "vLLM did not give up the KV cache"
 FAULTS = {
@@ -61,14 +62,14 @@ FAULTS = {
         "Qwen2", {}, lambda engine, *_: buffer(engine, "_k_scale").fill_(0.5), NOTHING, NOTHING),
     "alias of a convolution": ("FalconH1", {}, break_alias, BUFFERS, None),
     "tied head not sent": (
-        "Llama", dict(tied=True), lambda engine, *_: engine._names.discard("lm_head.weight"), CANARY, NOTHING),
+        "Llama", dict(tied=True), lambda engine, *_: engine._names.discard("lm_head.weight"), PROOF, PROOF),
     "experts packed once": (
-        "Qwen3Moe", {}, lambda engine, patch, _: patch.setattr(engine, "_drop_expert_kernels", list), CANARY, CANARY),
+        "Qwen3Moe", {}, lambda engine, patch, _: patch.setattr(engine, "_drop_expert_kernels", list), PROOF, PROOF),
     "gates fused once": ("Qwen3Moe", {}, fuse_gates, CANARY, NOTHING),
     "blocks of an older version": (
         "Qwen2", dict(prefix_cache="versioned"),
         lambda engine, patch, _: patch.setattr(engine, "_renew_cache_keys", lambda: None), CANARY, NOTHING),
-    "adapter merged twice": ("Qwen3", {}, merge_twice, CANARY, NOTHING),
+    "adapter merged twice": ("Qwen3", {}, merge_twice, PROOF, PROOF),
     "reset that does nothing": (
         "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",))),
         lambda engine, patch, _: patch.setattr(engine.llm, "reset_prefix_cache", lambda **_: False), GIVE_UP, GIVE_UP),

@@ -1,0 +1,145 @@
+"""Each load is proven: a tensor that the engine holds otherwise than it was sent is named, by one bit, in any dtype."""
+
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers import ALWAYS_TIED, ARCHITECTURES, dtypes_of, move, small_model, started
+from test_architectures import PATCHED
+
+from engine_adapter import WeightLoadError
+from rl import Optimizer, Policy
+
+CASES = [(name, name in ALWAYS_TIED, dtypes_of(name)[-1]) for name in ARCHITECTURES if name not in PATCHED]
+CASES += [(name, True, dtype) for name in ("Llama", "Qwen3Moe", "GPT2") for dtype in dtypes_of(name)]
+
+
+def policy_of(folder, name: str, tied: bool = False, dtype=torch.bfloat16, device: str = "cpu") -> Policy:
+    small_model(name, tied).save_pretrained(folder)
+    return Policy.load(str(folder), dtype, device)
+
+
+@contextmanager
+def sending(engine, sent: dict[str, torch.Tensor]):
+    """While it is open, a load transfers these tensors in place of the trainer's."""
+    transfer, held = engine._transfer, {name: tensor.clone() for name, tensor in sent.items()}
+    engine._transfer = lambda weights: transfer(dict(weights) | held)
+    yield
+    engine._transfer = transfer
+
+
+def named(engine, policy: Policy) -> set[str]:
+    """The tensors that a load refuses."""
+    with pytest.raises(WeightLoadError, match="holds other values than were sent in ") as refused:
+        engine.load(policy.weights(), policy.response_logprobs)
+    engine.state = "ready"  # the test alone may go on with this engine
+    return set(re.split(r" sent in |, ", str(refused.value))[1:])
+
+
+@torch.no_grad()
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    """The last bit of the largest value."""
+    number = {4: torch.int32, 2: torch.int16}[tensor.itemsize]
+    flat, largest = tensor.view(-1), tensor.abs().argmax()
+    flat.view(number)[largest] ^= 1
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name, tied, dtype", CASES)
+def test_every_tensor_that_misses_a_change_of_one_bit_is_named(tmp_path, name, tied, dtype):
+    policy = policy_of(tmp_path, name, tied, dtype)
+    with started(str(tmp_path), policy, verify_loads=1) as engine:
+        assert engine.settings["not_proven"] == []
+        old = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        for parameter in policy.model.parameters():
+            flip_a_bit(parameter.data)
+        changed = {name for name, tensor in policy.weights().items() if not torch.equal(tensor, old[name])}
+        with sending(engine, old):
+            found = named(engine, policy)
+        expected = {re.sub(r"\.experts\..*", ".experts", name) for name in changed}
+        assert found | {"lm_head.weight"} == expected | {"lm_head.weight"}  # a tied head may be the embedding
+        assert len(changed) >= len(list(policy.model.parameters()))
+        engine.load(policy.weights(), policy.response_logprobs)
+        engine.close()
+
+
+def swapped(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[[1, 0, *range(2, len(tensor))]]
+
+
+DOWN, GATE, UP, KEYS = (f"model.layers.1.{name}.weight"
+                        for name in ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.k_proj"))
+FAULTS = {
+    "two rows swapped": lambda new, old: {DOWN: swapped(new[DOWN])},
+    "a fused part left out": lambda new, old: {KEYS: old[KEYS]},
+    "parts exchanged": lambda new, old: {GATE: new[UP], UP: new[GATE]},
+    "nothing sent": lambda new, old: old,
+    "the change of an adapter twice": lambda new, old: {name: 2 * new[name] - old[name] for name in new
+                                                       if "_proj" in name},
+}  # fmt: skip
+
+
+@pytest.mark.engine
+def test_faults_are_named_by_the_load_that_makes_them_after_an_update_that_moves_few_weights(tmp_path):
+    """One step of AdamW on fp32 masters, rate 1e-6: in bfloat16 one weight in a hundred moves."""
+    policy = policy_of(tmp_path, "Qwen2")
+    optimizer = Optimizer(policy.model, 0.0)
+    with started(str(tmp_path), policy, verify_loads=1) as engine:
+        old = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        for master in optimizer.masters:
+            master.grad = torch.randn(master.shape)
+        optimizer.step(1e-6, grad_clip=1e9)
+        new = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        moved = {name for name in new if not torch.equal(new[name], old[name])}
+        assert 0 < sum((new[name] != old[name]).sum() for name in new) < 0.1 * sum(map(torch.numel, new.values()))
+        for fault, tensors in FAULTS.items():
+            with sending(engine, tensors(new, old)):
+                found = named(engine, policy)
+            wrong = {name for name, tensor in tensors(new, old).items() if not torch.equal(tensor, new[name])}
+            assert found == wrong, fault
+            assert found <= moved or fault in ("two rows swapped", "parts exchanged")
+        engine.load(policy.weights(), policy.response_logprobs)
+        engine.close()
+
+
+@pytest.mark.engine
+def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_loads_pass(tmp_path):
+    policy = policy_of(tmp_path, "Qwen2")
+    with started(str(tmp_path), policy, verify_loads=4, canary_nats=100.0) as engine:
+        seen = []
+        for load in range(9):
+            move(policy, 0.001, load)
+            figures = engine.load(policy.weights(), policy.response_logprobs)
+            assert figures["proof_s"] > 0
+        stale = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        for name in stale:
+            with sending(engine, {name: stale[name]}):
+                for load in range(1, 5):
+                    move(policy, 0.001, load)
+                    try:
+                        engine.load(policy.weights(), policy.response_logprobs)
+                    except WeightLoadError as refused:
+                        assert str(refused).endswith(f" in {name}")
+                        seen.append(load)
+                        engine.state = "ready"
+                        break
+            engine.load(policy.weights(), policy.response_logprobs)
+            stale = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        assert len(seen) == len(stale)
+        assert {1, 4} <= {*seen}
+        engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.engine
+@pytest.mark.own_process
+def test_on_a_gpu_every_tensor_that_misses_a_change_of_one_bit_is_named(tmp_path):
+    policy = policy_of(tmp_path, "Qwen2", device="cuda")
+    with started(str(tmp_path), policy, verify_loads=1) as engine:
+        assert engine.settings["not_proven"] == []
+        old = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        for parameter in policy.model.parameters():
+            flip_a_bit(parameter.data)
+        with sending(engine, old):
+            assert named(engine, policy) | {"lm_head.weight"} == old.keys() | {"lm_head.weight"}

@@ -28,7 +28,8 @@ from rollouts import Rollout, Sampling
 
 # The tests run on 0.32. docs/run.md says what 0.26 did; the versions between are untried.
 TESTED_VLLM = (0, 26), (0, 32)
-CANARY_PROMPTS, CANARY_PROMPT_TOKENS, CANARY_NEW_TOKENS = 4, 5, 3
+CANARY_PROMPTS, CANARY_PROMPT_TOKENS = 4, 5
+CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # Largest mean |trainer - engine| of the canary in nats. In fp32 the two agree to 1e-5, in 16 bits
 # rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
 # KV cache, windows, kernels.
@@ -322,7 +323,7 @@ class Engine:
         self._wanted = wanted_settings(parity, dtype, prefix_cache, cuda_graphs)
         arguments = self._arguments(
             model=model, seed=seed, block_size=block_size, num_gpu_blocks_override=kv_blocks,
-            max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_NEW_TOKENS),
+            max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_SAMPLING.max_new_tokens),
             max_num_batched_tokens=token_budget or max(8192, max_model_len),
             # The CPU cannot split the prompt of a seeded request.
             enable_chunked_prefill=self.on_gpu or token_budget is not None,
@@ -729,7 +730,7 @@ class Engine:
         if not stale and chunked == self.on_gpu:
             window = config.model_config.get_sliding_window() or 0
             spans += [config.cache_config.block_size + 1, window + 1]
-        longest = config.model_config.max_model_len - CANARY_NEW_TOKENS
+        longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
         return max(span for span in spans if span <= longest)
 
     def sample_canary(self, seed: int = 0) -> list[Rollout]:
@@ -737,8 +738,8 @@ class Engine:
         shape = (CANARY_PROMPTS, self._canary_tokens)
         generator = torch.Generator().manual_seed(seed)
         prompts = torch.randint(self._vocab_size, shape, generator=generator).tolist()
-        sampling = Sampling(temperature=1.0, max_new_tokens=CANARY_NEW_TOKENS)
-        rollouts = [Rollout(prompt, seed, sampling=sampling) for seed, prompt in enumerate(prompts)]
+        rollouts = [Rollout(prompt, seed, sampling=CANARY_SAMPLING)
+                    for seed, prompt in enumerate(prompts)]
         for rollout in rollouts:
             self._submit([rollout])
         while any(rollout.finish_reason is None for rollout in rollouts):

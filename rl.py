@@ -606,6 +606,16 @@ class Policy:
                              f" {difference:.1e}, more than {allowed:.1e}")
 
 
+def reference_logprobs(weights: dict[str, Tensor]) -> TokenMetrics:
+    """Further token metrics of a policy: `ref_logprobs`, with these weights in its parameters."""
+
+    def measure(policy: Policy, batch: Batch) -> dict[str, Tensor]:
+        with policy.using(weights):
+            return {"ref_logprobs": policy.logprobs(batch)}
+
+    return measure
+
+
 # ---------------------------------------------------------------------------------- optimizer
 class Optimizer:
     """AdamW on fp32 master weights; for an fp32 model the masters are the parameters themselves.

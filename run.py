@@ -19,12 +19,11 @@ from objectives import OBJECTIVES
 from rl import (
     VOCABULARY,
     Batch,
-    Minibatches,
     Optimizer,
     Policy,
     Scoring,
     default_body,
-    frozen_logprobs,
+    reference_logprobs,
 )
 from rollouts import Sampling, Synchronous
 from tasks import Task, encode, fitting, load_task
@@ -56,7 +55,6 @@ class TrainingState:
     """What changes from step to step, and what options add to a step."""
 
     policy: Policy
-    reference: dict[str, torch.Tensor] | None  # the first policy's weights by name, for a KL term
     optimizer: Optimizer
     engine: Engine
     source: Synchronous  # or extras.inflight.GroupsInFlight
@@ -68,15 +66,6 @@ class TrainingState:
     # Of a train.Step at its end: returns further metrics.
     observers: list[Callable[[Any], dict[str, Any]]] = field(default_factory=list)
     tensorboard: Callable[[dict[str, Any]], None] | None = None  # of a row of metrics.jsonl
-
-    def add_reference(self, batch: Batch, minibatches: Minibatches) -> Batch:
-        """The batch with `ref_logprobs`, if there is a reference."""
-        if self.reference is None:
-            return batch
-        # The same arithmetic for both sides of the divergence.
-        with self.policy.using(self.reference):
-            ref_logprobs = frozen_logprobs(self.policy, batch, minibatches)
-        return replace(batch, ref_logprobs=ref_logprobs)
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.policy.trained(), "optimizer": self.optimizer.state_dict(),
@@ -244,9 +233,10 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     config, grpo = run.config, run.config.grpo
     if config.backend.engine == "shared":
         policy = engine.policy  # of the same model, with the body and the products of the engine
-    # The first policy's, resumed or not: the checkpoint comes later.
-    needs_reference = grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference
-    reference = policy.copied_weights() if needs_reference else None
+    if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
+        # The first policy's, resumed or not: the checkpoint comes later.
+        reference = reference_logprobs(policy.copied_weights())
+        policy = policy.changed(token_metrics=(*policy.further_metrics, reference))
     make_optimizer, make_source = Optimizer, Synchronous
     if grpo.offload_optimizer:
         from extras.offload import OffloadedOptimizer as make_optimizer
@@ -258,7 +248,7 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     of_source = run.task, run.sampling, grpo.num_prompts, grpo.group_size, config.run.seed
     source = make_source(engine, *of_source)
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
-    state = TrainingState(policy, reference, optimizer, engine, source)
+    state = TrainingState(policy, optimizer, engine, source)
     if config.measure.eval_trainer_alone:
         state.trainer_alone = source
         if config.backend.engine != "transformers":  # there the trainer's modules sample anyway

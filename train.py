@@ -87,10 +87,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
-        batch = replace(batch, old_logprobs=token_metrics["logprobs"])
-        batch = state.add_reference(batch, minibatches)  # for --kl-coef
-    policies = Policies(batch.mask, batch.old_logprobs, batch.behavior_logprobs,
-                        batch.ref_logprobs)
+    old_logprobs = token_metrics.pop("logprobs")
+    ref_logprobs = token_metrics.pop("ref_logprobs", None)  # for --kl-coef
+    batch = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    policies = Policies(batch.mask, old_logprobs, batch.behavior_logprobs, ref_logprobs)
     advantages = OBJECTIVES[grpo.objective].advantages(
         scores.to(policy.device), grpo.group_size, policies)
     batch = replace(batch, advantages=advantages)  # (B, 1) or (B, T)
@@ -101,7 +101,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     metrics = {"step": step} | rollout_metrics(rollouts, grpo.group_size)
     metrics |= measure_staleness(rollouts, oldest, engine.weight_version)
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
-                for name, values in token_metrics.items() if name != "logprobs"}
+                for name, values in token_metrics.items()}
     metrics |= measure_mismatch(batch, current, grpo)
     if grpo.mask_truncated:
         batch = batch.mask_rows([each.finish_reason != "length" for each in rollouts])

@@ -29,6 +29,7 @@ RENAMED = {
     "--parity.head-otherwise": "--parity.variants both-heads",
     "--tis-over-a-broken-backend": "--correct-a-broken-backend",
 }
+ROUNDINGS = "int8", "fp8", "int6", "int5", "int4", "int3", "int2"  # of --rollout-weights
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 MANY = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # in float32
@@ -115,6 +116,9 @@ class GrpoConfig:
     clip_low: float | None = None  # Lower clip distance; if not given, usual for the objective.
     clip_high: float | None = None  # Upper clip distance (cispo: the absolute cap); the same.
     kl_coef: float = 0.0  # Weight of the KL to the initial policy, a frozen copy of it in memory.
+    # k3: the gradient of the estimator alone, as in GRPO; on policy it is that of KL(ref || pi).
+    # exact: of KL(pi || ref), by the ratio, as in TRL.
+    kl_gradient: Literal["k3", "exact"] = "k3"
     # Corrections of a mismatch, refused while a parity fix is off; docs/objectives.md.
     tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
     tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
@@ -159,6 +163,9 @@ class GrpoConfig:
         if rows % self.num_minibatches:
             raise ValueError(f"num_minibatches must divide num_prompts * group_size = {rows} (all"
                              f" optimizer steps weigh alike), got {self.num_minibatches}")
+        if not self.kl_coef and self.kl_gradient != "k3":
+            raise ValueError("kl_gradient must be given with kl_coef (it does nothing without), got"
+                             f" {self.kl_gradient}")
         if self.tis == "off" and self.tis_cap != GrpoConfig.tis_cap:
             raise ValueError("tis_cap must be given with tis (it does nothing without), got"
                              f" {self.tis_cap}; try --tis token")
@@ -288,6 +295,9 @@ class BackendConfig:
     engine: Literal["vllm", "shared", "transformers"] = "vllm"
     exact: bool = False  # With shared, on a CPU: vLLM's kernel scores; a mismatch stops the run.
     kv_cache_gib: float = 0.25  # Size of the KV cache; fixed: the trainer needs the free memory.
+    # Format of the engine's linear layers; the trainer keeps its own weights. A mismatch by choice
+    # and no fault: corrections are for it. It saves nothing here.
+    rollout_weights: Literal[("own", *ROUNDINGS)] = "own"
     inflight_groups: int = 0  # Groups in flight (N) beyond the P of a step, over weight loads.
     max_staleness: int = 8  # Largest staleness in updates; groups with an older token are dropped.
     max_kept: int | None = None  # Largest set of a mask; by default 512, or above top_k (for ties).
@@ -414,12 +424,17 @@ class Config:
             raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is"
                              " given (raw log-probabilities do not show which tokens were kept);"
                              " try --parity.no-sampling-mask")
-        if self.lora.lora_rank and (backend.engine == "shared" or self.measure.probe_every
-                                    or self.measure.probe_on_alarm):
+        probed = self.measure.probe_every or self.measure.probe_on_alarm
+        if self.lora.lora_rank and (backend.engine == "shared" or probed):
             raise ValueError("lora_rank must be 0 with engine shared, probe_every or probe_on_alarm"
                              " (they take the model's own tensors, without adapters), got"
                              f" {self.lora.lora_rank}; try --engine vllm, and python -m probe with"
                              " the saved policy")
+        if backend.rollout_weights != "own" and (
+                backend.engine != "vllm" or self.lora.lora_rank or probed):
+            raise ValueError("rollout_weights must be own with engine shared or transformers (one"
+                             " set of weights), lora_rank, probe_every and probe_on_alarm, got"
+                             f" {backend.rollout_weights}")
         task = self.run.task
         if self.data.eval_task and (task in BUILT_IN or task.endswith(".py")):
             raise ValueError(f"eval_task must not be given with task {task} (it holds out itself)")

@@ -353,8 +353,12 @@ def backend_metrics(
 def weighted_loss(
     logprobs: Tensor, denominator: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, *,
     correction: Tensor, ref_logprobs: Tensor | None, objective: str, clip: Clip, kl_coef: float,
+    kl_gradient: str = "k3",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """sum_t w_t (correction_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch.
+
+    The gradient of k3 on tokens drawn from pi is that of KL(ref || pi); with `kl_gradient` "exact"
+    k3 is multiplied by the ratio, and the gradient is that of KL(pi || ref).
 
     `denominator` is that of the ratio: `old_logprobs`, or `behavior_logprobs` with two policies.
     Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the
@@ -369,7 +373,8 @@ def weighted_loss(
     terms = {"clip_rate": clipped, "weight": torch.ones_like(weights)}
     if kl_coef:
         terms["kl_ref"] = kl_k3(logprobs, ref_logprobs)
-        loss = loss + kl_coef * terms["kl_ref"]
+        weight = torch.exp(logprobs - denominator) if kl_gradient == "exact" else 1.0
+        loss = loss + kl_coef * weight * terms["kl_ref"]
     with torch.no_grad():
         terms["ratio_mean"] = torch.exp(logprobs - denominator)
         terms["kl_old_new"] = kl_k3(denominator, logprobs)

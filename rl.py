@@ -548,14 +548,19 @@ class Policy:
     def response_logprobs(
         self, sequences: list[list[int]], prompt_length: int
     ) -> list[list[float]]:
-        """Log-probabilities at temperature 1 of all tokens after the prompt; of one length."""
+        """Log-probabilities at temperature 1 of all tokens after the prompt; of one length.
+
+        For the canary: with the weights that the engine gets.
+        """
         found = []
         at_1 = self.changed(scoring=replace(self.scoring, temperature=1.0))
-        for ids in sequences:  # one at a time: the KV cache takes memory now
-            response = ids[prompt_length:]
-            rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
-            logprobs = at_1.logprobs(make_batch([rollout], self.device))
-            found.append(logprobs[0, prompt_length - 1 :].tolist())
+        engines = getattr(self.send, "parameters", dict)()  # where they are not the policy's
+        with self.using(engines):
+            for ids in sequences:  # one at a time: the KV cache takes memory now
+                response = ids[prompt_length:]
+                rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
+                logprobs = at_1.logprobs(make_batch([rollout], self.device))
+                found.append(logprobs[0, prompt_length - 1 :].tolist())
         return found
 
     # ------------------------------------------------------------------------------ weights
@@ -789,7 +794,7 @@ def _backward(
         loss, terms = weighted_loss(
             logprobs, denominator, micro.advantages, kept, weights[:, : logprobs.shape[1]],
             correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,
-            clip=grpo.clip, kl_coef=grpo.kl_coef)
+            clip=grpo.clip, kl_coef=grpo.kl_coef, kl_gradient=grpo.kl_gradient)
     if has_gradient:
         optimizer.backward(loss)
     return loss.item(), terms

@@ -176,6 +176,10 @@ def load_policy(run: Run) -> Policy:
             from extras.lora import add_adapters
 
             parts["send"] = add_adapters(model, config.lora, config.run.seed)
+        if config.backend.rollout_weights != "own":
+            from extras.rounded_weights import RoundedWeights
+
+            parts["send"] = RoundedWeights(model, config.backend.rollout_weights)
         if config.grpo.gradient_checkpointing:
             from extras.checkpointing import checkpoint_layers
 

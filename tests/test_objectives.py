@@ -20,6 +20,7 @@ from objectives import (
     group_advantages,
     kl_k3,
     mismatch_metrics,
+    weighted_loss,
 )
 
 
@@ -52,6 +53,22 @@ def test_kl_k3_is_unbiased_by_enumeration():
     exact = (p * (p / q).log()).sum()
     assert (p * kl_k3(p.log(), q.log())).sum().item() == pytest.approx(exact.item())
     assert (kl_k3(p.log(), q.log()) >= 0).all()
+
+
+@pytest.mark.parametrize("kl_gradient, of_pi", [("k3", False), ("exact", True)])
+def test_the_gradient_of_the_kl_term_is_that_of_the_stated_divergence_by_enumeration(kl_gradient, of_pi):
+    """All tokens of a small vocabulary, each weighted with its probability."""
+    table = torch.tensor([0.3, -0.5, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log()
+    logprobs = table.log_softmax(dim=0)[:, None]  # a token is a row
+    old, ones, zeros = logprobs.detach(), torch.ones(4, 1), torch.zeros(4, 1)
+    loss, _ = weighted_loss(logprobs, old, zeros, ones, old.exp(), correction=ones, ref_logprobs=ref[:, None],
+                            objective="grpo", clip=(0.2, 0.2), kl_coef=1.0, kl_gradient=kl_gradient)  # fmt: skip
+    (ours,) = torch.autograd.grad(loss, table, retain_graph=True)
+    now = logprobs[:, 0]
+    divergence = (now.exp() * (now - ref)).sum() if of_pi else (ref.exp() * (ref - now)).sum()
+    (expected,) = torch.autograd.grad(divergence, table)
+    torch.testing.assert_close(ours, expected)
 
 
 # ------------------------------------------------------------------------------------------------ corrections

@@ -1,0 +1,70 @@
+"""`--rollout-weights`: the engine samples from rounded weights, and the trainer keeps its own.
+
+Weight-only rounding of the body's linear layers, symmetric, one scale for each output channel: a
+mismatch that people choose, for speed. Here it is for its effect on the numbers; nothing is saved.
+"""
+
+from collections import UserDict
+
+import torch
+from torch import Tensor
+from torch.nn import Linear
+
+LARGEST_FP8 = 448.0  # of e4m3
+
+
+def rounded(weight: Tensor, kind: str) -> Tensor:
+    """The nearest values of the format, in the weight's dtype: (out, in) -> (out, in).
+
+    intK: scale * n, |n| < 2^(K - 1), the scale such that the largest value of a channel is exact.
+    fp8: e4m3 with the same kind of scale.
+    """
+    values = weight.float()
+    largest = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # (out, 1)
+    if kind == "fp8":
+        scale = largest / LARGEST_FP8
+        return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
+    scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
+    return ((values / scale).round() * scale).to(weight.dtype)
+
+
+class RoundedWeights:
+    """The `send` of a policy: its tensors by checkpoint name, those of linear layers rounded.
+
+    Raises: ValueError if the body has other matrices than those of linear layers and embeddings.
+    """
+
+    def __init__(self, model: torch.nn.Module, kind: str):
+        head, self.kind = model.get_output_embeddings(), kind
+        self.layers = {f"{name}.weight": module for name, module in model.named_modules()
+                       if type(module) is Linear and module is not head}
+        others = {type(each).__name__ for each in model.base_model.modules()
+                  if type(each) is not Linear and not isinstance(each, torch.nn.Embedding)
+                  and any(own.ndim > 1 for own in each.parameters(recurse=False))}
+        if others or not self.layers:
+            raise ValueError("rollout_weights must be own for models with experts, recurrent layers"
+                             " or Conv1D (only linear layers are rounded), got"
+                             f" {type(model).__name__} with {', '.join(sorted(others))}")
+        self.__name__ = f"linear layers rounded to {kind}"  # for the audit
+
+    def __call__(self, weights: dict[str, Tensor]) -> "Rounding":
+        missing = self.layers.keys() - weights.keys()
+        assert not missing, f"stored in another form: {missing=}"
+        return Rounding(weights, self)
+
+    @torch.no_grad()
+    def parameters(self) -> dict[str, Tensor]:
+        """What the engine computes with in place of the policy's parameters, by their names."""
+        return {name: rounded(each.weight, self.kind) for name, each in self.layers.items()}
+
+
+class Rounding(UserDict):
+    """Tensors by name; a layer is rounded each time it is asked for, so there is no second copy."""
+
+    def __init__(self, weights: dict[str, Tensor], send: RoundedWeights):
+        super().__init__(weights)
+        self.send = send
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self.data[name]
+        return rounded(held.detach(), self.send.kind) if name in self.send.layers else held

@@ -1,0 +1,95 @@
+"""Rollouts from rounded weights: the engine gets them, exactly, and the trainer keeps its own."""
+
+import pytest
+import torch
+from helpers import (
+    ROUNDING,
+    WARM,
+    close_live_engine,
+    command,
+    mismatch,
+    move,
+    qwen2,
+    rows,
+    small_model,
+    started,
+    train_here,
+)
+
+from config import ROUNDINGS, Config
+from engine_adapter import WeightLoadError
+from extras.rounded_weights import RoundedWeights, rounded
+from rl import Policy
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ROUNDINGS if kind != "fp8"])
+def test_each_value_is_the_nearest_multiple_and_the_largest_of_a_channel_is_exact(kind):
+    """The oracle tries all levels in float64."""
+    weight, levels = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)), 2 ** (int(kind[3:]) - 1) - 1
+    for row, ours in zip(weight.double(), rounded(weight, kind).double(), strict=True):
+        grid = row.abs().max() / levels * torch.arange(-levels, levels + 1)
+        nearest = grid[(row[:, None] - grid).abs().argmin(dim=1)]
+        torch.testing.assert_close(ours, nearest, atol=1e-6, rtol=1e-6)
+        assert ours.abs().max() == pytest.approx(row.abs().max().item(), rel=1e-6)
+
+
+def test_fp8_has_four_bits_and_a_scale_for_each_channel():
+    scales = torch.tensor([1e-3, 1, 1, 9, 1e3, 1])[:, None]
+    weight = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)) * scales
+    error = (rounded(weight, "fp8") - weight).abs()
+    normal = weight.abs() > weight.abs().amax(dim=1, keepdim=True) / 2**14  # e4m3 has 15 binades of normal numbers
+    assert (error[normal] <= weight[normal].abs() * 2**-4 * 1.001).all()
+    assert 0.02 < (error / weight.abs())[normal].mean() < 0.03
+    assert not rounded(torch.zeros(2, 3), "fp8").any()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engine_holds_the_rounded_weights_bit_by_bit_and_the_canary_scores_with_them(tmp_path, dtype):
+    model = small_model("Llama, biases", False).to(dtype)
+    model.save_pretrained(tmp_path)
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    policy = Policy(model, send=RoundedWeights(model, "int3"))
+    with started(str(tmp_path), policy, verify_loads=1) as engine:
+        sent = policy.weights()
+        changed = {name for name in sent if not torch.equal(sent[name], own[name])}
+        assert changed == {name for name in own if "_proj.weight" in name}
+        assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+        for load in range(2):
+            move(policy, 0.01, load)
+            engine.load(policy.weights(), policy.response_logprobs)  # the proof, and in float32 a canary of 1e-4
+        assert mismatch(policy, engine, WARM)["mismatch_abs_mean"] > 100 * ROUNDING
+        assert mismatch(policy, engine, WARM)["mismatch_abs_mean"] > 0.01
+        transfer = engine._transfer
+        engine._transfer = lambda weights: transfer(model.state_dict())  # without rounding
+        with pytest.raises(WeightLoadError, match=r"holds other values than were sent in model\.layers\.0\."):
+            engine.load(policy.weights(), policy.response_logprobs)
+    close_live_engine()
+
+
+@pytest.mark.engine
+def test_a_run_with_a_correction_trains_its_own_weights_and_samples_from_rounded_ones(good, tmp_path):
+    words = "--task {root}/task.py --steps 2 --num-prompts 8 --group-size 4 --eval-problems 4 --max-new-tokens 6"
+    out = tmp_path / "run"
+    train_here(command(good, f"{words} --rollout-weights int4 --tis token --eval-trainer-alone --out {out}"))
+    for row in rows(out)[1:]:
+        assert row["mismatch_abs_mean"] > 10 * ROUNDING
+    saved = Policy.load(str(out / "policy"), torch.float32, "cpu").model
+    weight = saved.model.layers[0].mlp.down_proj.weight
+    assert all(len(row.unique()) > 15 for row in weight)  # int4 has 15 values in a channel
+
+
+@pytest.mark.parametrize("options", [
+    dict(engine="shared"), dict(engine="transformers"), dict(lora_rank=4), dict(probe_every=1),
+    dict(probe_on_alarm=True),
+], ids=str)  # fmt: skip
+def test_what_would_drop_the_rounding_is_refused(options):
+    with pytest.raises(ValueError, match="rollout_weights must be own with"):
+        Config.of(rollout_weights="int8", **options)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GPT2", "FalconH1"])
+def test_a_model_with_other_matrices_is_refused(name):
+    with pytest.raises(ValueError, match="rollout_weights must be own for models with"):
+        RoundedWeights(small_model(name, False), "int8")
+    RoundedWeights(qwen2(True), "int8")

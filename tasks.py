@@ -272,12 +272,11 @@ def split(
 
 
 # ---------------------------------------------------------------------------------- prompts
-def encode(tokenizer: Any, task: Task, limit_s: float = 10) -> Task:
+def encode(tokenizer: Any, task: Task) -> Task:
     """The task with the token ids of every question, in the model's chat template if it has one."""
-    from extras.task_file import time_limit
 
     def encoded(problem: Problem) -> Problem:
-        with stage(f"encoding the question of {problem.source}"), time_limit(limit_s):
+        with stage(f"encoding the question of {problem.source}"):
             if tokenizer.chat_template is None:
                 encoding = tokenizer(problem.question)
             else:

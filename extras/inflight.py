@@ -1,6 +1,5 @@
 """Groups in flight (`--inflight-groups N`): unfinished in the engine over weight loads."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +23,10 @@ class Group:
         """Tokens that have been sampled so far."""
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
-    @property
-    def oldest_version(self) -> float:
-        """That of its rollouts; infinity before the first token."""
-        versions = [rollout.oldest_version for rollout in self.rollouts]
-        return min((version for version in versions if version is not None), default=math.inf)
+    def is_older(self, version: int) -> bool:
+        """Whether a part of it was computed with weights before this version."""
+        oldest = [rollout.oldest_version for rollout in self.rollouts]
+        return any(each is not None and each < version for each in oldest)
 
 
 class GroupsInFlight(Synchronous):
@@ -67,9 +65,7 @@ class GroupsInFlight(Synchronous):
         """
         self._fill()
         while len(complete := [group for group in self.groups if group.complete]) < num_groups:
-            if not self.engine.num_unfinished:
-                raise RuntimeError(f"{num_groups} groups are wanted, {len(complete)} are complete,"
-                                   " none runs")
+            assert self.engine.num_unfinished, f"{num_groups=} {len(complete)=}, none runs"
             self.engine.step()
             self._fill()
         taken = complete[:num_groups]
@@ -92,7 +88,7 @@ class GroupsInFlight(Synchronous):
         Raises: RuntimeError if the engine runs other rollouts than theirs.
         """
         oldest = self.engine.weight_version - self.max_staleness
-        for group in [group for group in self.groups if group.oldest_version < oldest]:
+        for group in [group for group in self.groups if group.is_older(oldest)]:
             self.groups.remove(group)
             self.engine.abort(group.rollouts)
             self.counters["groups_dropped"] += 1

@@ -18,17 +18,16 @@ import subprocess
 import sys
 import traceback
 from collections import namedtuple
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.machinery import PathFinder, SourceFileLoader
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 PROGRAM = "import sys; sys.path = sys.argv[2:]; from extras.task_file import serve; serve()"
-ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")  # what a reward can read of it
-Problem = namedtuple("Problem", "question answer source")  # tasks.py would import torch
+# What a reward can read of its arguments. tasks.py and rollouts.py would import torch.
+Problem = namedtuple("Problem", "question answer source")
+Rollout = namedtuple("Rollout", "token_ids logprobs finish_reason versions")
 LIBRARY = f"/python3.{sys.version_info[1]}/"  # in the path of each package
 TEXTS = {}  # what this process has compiled, by module
 
@@ -52,8 +51,7 @@ class TaskFile:
 
     def reward(self, problem: Any, response: str, *rollout: Any) -> float:
         """A finite number."""
-        copies = [SimpleNamespace(**{name: getattr(each, name) for name in ROLLOUT})
-                  for each in rollout]
+        copies = [Rollout(*(getattr(each, name) for name in Rollout._fields)) for each in rollout]
         return self._call("the reward", "reward", Problem(*problem[:3]), response, *copies)
 
     def _start(self) -> None:
@@ -71,12 +69,12 @@ class TaskFile:
         if self._process.returncode is not None:
             self._start()
         try:
-            with time_limit(self.limit_s):
-                self._connection.send((name, arguments))
+            self._connection.send((name, arguments))
+            if self._connection.poll(self.limit_s):
                 result, error = self._connection.recv()
-        except TimeoutError as late:
-            self._kill()
-            error = str(late)
+            else:
+                self._kill()
+                error = f"no answer within {self.limit_s:g} s; try --reward-limit-s"
         except Exception:  # no answer, or bytes of the file's code in its place
             error = f"its process ended with status {self._kill()}"
         if error:
@@ -89,26 +87,11 @@ class TaskFile:
         return self._process.wait()
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError. For the main thread, and not for compiled code that does not return."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"no answer within {seconds:g} s; try --reward-limit-s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 # ---------------------------------------------------------------------------------- the process
 def serve() -> None:
     """Answer calls until the run ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed run ends this too
-    process, functions, connection = os.getpid(), Functions(), Connection(int(sys.argv[1]))
+    functions, connection = Functions(), Connection(int(sys.argv[1]))
     with suppress(EOFError, OSError):
         connection.send("started")
         while True:
@@ -118,9 +101,6 @@ def serve() -> None:
                 result = getattr(functions, name)(*arguments)
             except BaseException as raised:  # SystemExit, asyncio.CancelledError, KeyboardInterrupt
                 error = "".join(traceback.format_exception_only(raised))
-            if os.getpid() != process:  # a child that the user's code forked and did not end
-                os._exit(0)
-            signal.alarm(0)  # one that the user's code set and did not clear
             connection.send((result, error))
 
 
@@ -163,9 +143,10 @@ class Functions:
     def sample(self) -> tuple[str, str, str]:
         drawn = self.module.sample(self.rng)
         match drawn:
-            case tuple([str(question), str(answer), *family]) if question and len(family) < 2:
-                if all(isinstance(each, str) for each in family):
-                    return str(question), str(answer), str(*family)
+            case (str(question), str(answer)) if question:
+                return question, answer, ""
+            case (str(question), str(answer), str(family)) if question:
+                return question, answer, family
         raise TypeError(f"it must return a question and an answer, two strings, and perhaps a"
                         f" family, it returned {drawn!r:.80}")
 

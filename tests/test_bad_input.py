@@ -143,10 +143,6 @@ MODELS = {
     "int8": (tensors(lambda t: t.update({n: t[n].char() for n in t})), "must have floating-point weights"),
     "a head of its own": (tensors(lambda t: t.update({"lm_head.weight": HEAD})), "set tie_word_embeddings to false"),
     "fewer layers": (rewrite(CONFIG, num_hidden_layers=1, layer_types=None), "more tensors of Qwen2ForCausalLM"),
-    "window of one": (
-        rewrite(CONFIG, use_sliding_window=True, sliding_window=1, max_window_layers=0, layer_types=None),
-        "sliding_window must be at least 2",
-    ),
     "quantised": (rewrite(CONFIG, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
     "small vocabulary": (rewrite(CONFIG, vocab_size=8), "outside the vocabulary of 8"),
     "code of its own": (rewrite(CONFIG, **CUSTOM), "reading the model (toy, a folder or a hub name) {folder} failed:"

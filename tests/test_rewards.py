@@ -15,7 +15,7 @@ from rollouts import Rollout
 from tasks import Problem, load_task
 
 BODY = """
-import asyncio, collections, ctypes, itertools, math, os, signal, sys, threading, time
+import collections, ctypes, itertools, math, os, signal, sys, threading, time
 
 class Mute(Exception):
     def __str__(self):
@@ -31,23 +31,17 @@ def reward(problem, response):  # runs the response
 """
 FAILURES = {
     "raise KeyError('no such thing')": "KeyError: 'no such thing'", "raise Mute": "Mute", "return 1": None,
-    "raise ValueError('\\ud800')": "ValueError: \ud800", "raise asyncio.CancelledError": "CancelledError",
-    "raise GeneratorExit": "GeneratorExit", "raise KeyboardInterrupt": "KeyboardInterrupt",
+    "raise ValueError('\\ud800')": "ValueError: \ud800", "raise KeyboardInterrupt": "KeyboardInterrupt",
     "sys.exit(0)": "SystemExit: 0", "os._exit(3)": "ended with status 3", "ctypes.string_at(0)": "with status -11",
-    "os.killpg(0, 9)": "ended with status -9", "os.closerange(3, 99)": "ended with status",
     "collections.deque(itertools.repeat(0), maxlen=0)": "no answer within 2 s",  # in C: no signal handler is run
     "signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True:\n try: time.sleep(9)\n except BaseException: pass":
         "no answer within 2 s",
-    "signal.alarm(1)\ntime.sleep(9)": "ended with status -14",
-    "os.write(int(sys.argv[1]), bytes([0, 0, 0, 9, 1, 2, 3, 4]))\nwhile True: pass": "no answer within 2 s",  # half
-    "os.write(int(sys.argv[1]), bytes([0, 0, 0, 1, 9]))\nreturn 1.0": "ended with status -9",
     "return math.nan": "it returned nan", "return -math.inf": "it returned -inf", "return": "it returned None",
     "return '1.0'": "it returned '1.0'", "import torch\nreturn torch.ones(2)": "Error", "return 1e300": "1e+300",
     "return 10**5000": "OverflowError", "import numpy\nreturn numpy.float32(1)": None,
     "import torch\nreturn torch.ones(1)": None,
     "return True": None, "print('printed'); os.write(1, bytes(99)); return 1.0": None,
-    "signal.alarm(1)\nreturn 1.0": None, "time.sleep(1.2)\nreturn 1.0": None,  # the alarm of the call before
-    "if os.fork() == 0: sys.exit()\nreturn 1.0": None, "os.chdir('/')\nreturn 1.0": None,
+    "os.chdir('/')\nreturn 1.0": None,
     "threading.Thread(target=time.sleep, args=(99,)).start()\nreturn 1.0": None,
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from examples.toys import (
     take_the_smaller,
     toy_tokenizer,
 )
-from tasks import Problem, Task, encode, exact_match, last_number, load_task, numeric_match, plain_number
+from tasks import Problem, exact_match, last_number, load_task, numeric_match, plain_number
 
 
 # ------------------------------------------------------------------------------------------------ the toys
@@ -128,14 +128,6 @@ def test_a_pipe_is_no_task(tmp_path):
             load_task(paths[0], 0, *paths[1:])
     with pytest.raises(ValueError, match=r"pipe.py fails \(no answer within 0.5 s"):
         load_task(str(tmp_path / "pipe.py"), 0, limit_s=0.5)
-
-
-def test_a_chat_template_without_end_is_named():
-    tokenizer, problem = toy_tokenizer(), Problem("1+1=", "2", "line 3")
-    loop = "{% for _ in range(99999) %}"
-    tokenizer.chat_template = loop * 3 + "{% endfor %}" * 3
-    with pytest.raises(ValueError, match=r"question of line 3 failed: TimeoutError: no answer within 0.5 s"):
-        encode(tokenizer, Task([problem], [], exact_match), limit_s=0.5)
 
 
 # ------------------------------------------------------------------------------------------------ files

@@ -84,8 +84,6 @@ class GroupsInFlight(Synchronous):
         """Drop the groups that are too old.
 
         Returns counts: groups in flight now; the others since the run's first step.
-
-        Raises: RuntimeError if the engine runs other rollouts than theirs.
         """
         oldest = self.engine.weight_version - self.max_staleness
         for group in [group for group in self.groups if group.is_older(oldest)]:
@@ -95,9 +93,8 @@ class GroupsInFlight(Synchronous):
             self.engine.counters["tokens_wasted"] += group.num_tokens
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         unfinished = sum(rollout.finish_reason is None for rollout in rollouts)
-        if unfinished != self.engine.num_unfinished:
-            raise RuntimeError(f"{unfinished} rollouts are in flight, the engine runs"
-                               f" {self.engine.num_unfinished}")
+        runs = self.engine.num_unfinished
+        assert unfinished == runs, f"{unfinished} rollouts are in flight, the engine runs {runs}"
         return {"groups_in_flight": len(self.groups)} | self.counters | self.engine.counters
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,16 +23,12 @@ from rollouts import Rollout, Sampling
 def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
     """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run."""
     backend, config = run.config.backend, policy.model.config.get_text_config()
-    per_rollout = run.max_model_len * kv_bytes_per_token(config, policy.model.dtype)
-    fitting = max(1, int(backend.kv_cache_gib * 2**30 / per_rollout))
-    return TransformersEngine(policy, min(backend.max_num_seqs, fitting))
-
-
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers; with sliding windows an upper bound."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
+    # Keys and values of a rollout; with sliding windows an upper bound.
+    numbers = 2 * config.num_hidden_layers * heads * width * run.max_model_len
+    fitting = int(backend.kv_cache_gib * 2**30 / (numbers * policy.model.dtype.itemsize))
+    return TransformersEngine(policy, min(backend.max_num_seqs, max(1, fitting)))
 
 
 class TransformersEngine(Engine):

@@ -17,10 +17,6 @@ from tasks import Problem, load_task
 BODY = """
 import collections, ctypes, itertools, math, os, signal, sys, threading, time
 
-class Mute(Exception):
-    def __str__(self):
-        raise RuntimeError("not even this")
-
 def sample(rng):
     return str(rng.random()), "a"
 
@@ -30,12 +26,10 @@ def reward(problem, response):  # runs the response
     return space["body"]()
 """
 FAILURES = {
-    "raise KeyError('no such thing')": "KeyError: 'no such thing'", "raise Mute": "Mute", "return 1": None,
+    "raise KeyError('no such thing')": "KeyError: 'no such thing'", "return 1": None,
     "raise ValueError('\\ud800')": "ValueError: \ud800", "raise KeyboardInterrupt": "KeyboardInterrupt",
     "sys.exit(0)": "SystemExit: 0", "os._exit(3)": "ended with status 3", "ctypes.string_at(0)": "with status -11",
     "collections.deque(itertools.repeat(0), maxlen=0)": "no answer within 2 s",  # in C: no signal handler is run
-    "signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True:\n try: time.sleep(9)\n except BaseException: pass":
-        "no answer within 2 s",
     "return math.nan": "it returned nan", "return -math.inf": "it returned -inf", "return": "it returned None",
     "return '1.0'": "it returned '1.0'", "import torch\nreturn torch.ones(2)": "Error", "return 1e300": "1e+300",
     "return 10**5000": "OverflowError", "import numpy\nreturn numpy.float32(1)": None,

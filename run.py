@@ -134,8 +134,8 @@ def check_machine(config: Config) -> None:
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
     if config.grpo.replay_routes and torch.cuda.is_available():
-        raise ValueError("replay_routes must be off on a GPU (vLLM's own report of its routes is"
-                         " written for, but no GPU has run it)")
+        raise ValueError("replay_routes must be off on a GPU (the hook that records the engine's"
+                         " routes is for a CPU)")
     if config.measure.tensorboard and find_spec("tensorboard") is None:
         raise ValueError("tensorboard needs the package of this name, which is not installed; try"
                          " `pip install tensorboard`")
@@ -309,7 +309,7 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
     if run.config.backend.exact:
         from extras.shared_engine import observe_exact
 
-        asked.append(partial(observe_exact, state.engine))
+        asked.append(observe_exact)
     if measure.self_noise_every:
         from probe.noise import observe_self_noise
 

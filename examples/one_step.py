@@ -13,7 +13,7 @@ from config import GrpoConfig, ParityFlags
 from engine_adapter import Engine
 from examples.toys import EOS, share_of_digits
 from models import load_model, load_tokenizer
-from objectives import OBJECTIVES, Policies, loss_weights, mismatch_metrics
+from objectives import group_advantages, grpo, loss_weights, mismatch_metrics
 from rl import Optimizer, Policy, Scoring, frozen_logprobs, make_batch, update
 from rollouts import Sampling, reseed
 from tasks import encode, load_task
@@ -22,6 +22,7 @@ PAGE, MODEL = Path(__file__).parents[1] / "docs/one-step.md", "runs/page/model"
 GRPO = GrpoConfig(num_prompts=2, group_size=4, max_new_tokens=6, old_policy="rollout", lr=2e-4)
 SAMPLING = Sampling(GRPO.temperature, GRPO.max_new_tokens, stop_token_ids=(EOS,))
 MINIBATCHES = [[rows] for rows in torch.arange(8).split(4)]  # a problem each
+SHOWN = [3, 6]  # the rows whose tokens are printed
 BACKENDS = (
     ("parity", torch.float32, ParityFlags()),
     ("raw log-probabilities", torch.float32, ParityFlags(processed_logprobs=False)),
@@ -40,8 +41,7 @@ def sample(policy: Policy, engine: Engine, tokenizer, problems: list, step: int)
     rewards = [share_of_digits(problems[row // 4], text) for row, text in enumerate(texts)]
     batch = make_batch(rollouts)
     old_logprobs = frozen_logprobs(policy, batch, MINIBATCHES)  # (B, T)
-    known = Policies(batch.mask, old_logprobs, batch.behavior_logprobs)
-    advantages = OBJECTIVES["grpo"].advantages(torch.tensor(rewards, dtype=torch.double), 4, known)
+    advantages = group_advantages(torch.tensor(rewards, dtype=torch.double), 4, None)
     return replace(batch, old_logprobs=old_logprobs, advantages=advantages), texts, rewards
 
 
@@ -61,12 +61,12 @@ def one_step(tokenizer, problems: list, name: str, dtype, parity) -> tuple[list,
         found = update(policy, optimizer, batch, [minibatch], GRPO, GRPO.lr)
         figures += [found["clip_rate"], found["loss"], found["grad_norm"]]
     now, behavior, old = torch.cat(parts), batch.behavior_logprobs, batch.old_logprobs  # (B, T)
-    loss = OBJECTIVES["grpo"].surrogate(now, behavior, batch.advantages, batch.mask, GRPO.clip)
+    loss = grpo(now, behavior, batch.advantages, batch.mask, GRPO.clip)
     weights = torch.cat([loss_weights(batch.mask[rows], "token", 6) for (rows,) in MINIBATCHES])
     columns = (batch.targets, behavior, old, now, old - behavior, torch.exp(now - behavior),
                batch.advantages.expand_as(now), weights, loss.clipped)  # (B, T) each
-    shown = batch.mask * torch.tensor([0, 0, 0, 1, 0, 0, 1, 0])[:, None] > 0  # rows 3 and 6
-    tokens = zip(*(each[shown].tolist() for each in columns), strict=True)
+    shown = batch.mask[SHOWN] > 0
+    tokens = zip(*(each[SHOWN][shown].tolist() for each in columns), strict=True)
     asked = [each.question.replace("=", "") for each in problems for _ in range(4)]
     moved = mismatch_metrics(old, behavior, batch.mask)
     return ([*zip(asked, texts, rewards, batch.advantages[:, 0].tolist(), strict=True)],

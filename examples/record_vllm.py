@@ -23,7 +23,9 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 
 import numpy
@@ -83,10 +85,9 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
     seeds = [1000 * (seed + 1) + index for index in range(len(prompts))]
     requests = [SamplingParams(max_tokens=new_tokens, logprobs=0, ignore_eos=True, seed=each,
                                **NEUTRAL | sampling)
-                for each in (seeds if sampling["temperature"] else [None] * len(seeds))]
-    answers = [each.outputs[0] for each in
-               llm.generate([{"prompt_token_ids": ids} for ids in prompts], requests,
-                            use_tqdm=False)]
+                for each in seeds]
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    answers = [each.outputs[0] for each in llm.generate(inputs, requests, use_tqdm=False)]
     if any(each.logprobs is None for each in answers):
         raise ValueError("vLLM must return log-probabilities, it returned none")
     tokens = [list(each.token_ids) for each in answers]
@@ -97,6 +98,7 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
     name = "_".join(f"{'t' if key == 'temperature' else key}{value:g}"
                     for key, value in sampling.items())
     settings, unread = settings_of(config)
+    path = config.model_config.model
     generation = "V1" if ".v1." in type(llm.llm_engine).__module__ else "V0"
     meta = {
         "format": 1, "groups": {name: sampling},
@@ -105,7 +107,8 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
         "python": sys.version.split()[0],
         "settings": settings, "not_read": unread, "engine_args": public(given),
         "environment": public(ENVIRONMENT),
-        "model": model_of(config, given is not None),
+        # An engine that was passed in may hold other weights than its files.
+        "model": {"path": path, "weights": weights_of(path) if given is not None else None},
         "workload": {"seed": seed, "new_tokens": new_tokens, "ignore_eos": True},
     }
     arrays = {"prompt_ids": table(prompts, -1, numpy.int32),
@@ -129,30 +132,23 @@ def public(values):
 
 def settings_of(config):
     """The settings in force, and the names of those that this version does not show."""
-    found, unread = {}, []
+    found = {}
     for name, places in SETTINGS.items():
-        for place in places:
-            value = config
-            try:
-                for part in place.split("."):
-                    value = getattr(value, part)
-            except AttributeError:
-                continue
-            plain = isinstance(value, (bool, int, float, str, dict, type(None)))
-            found[name] = value if plain else str(value)
-            break
-        else:
-            unread.append(name)
-    return found, unread
+        for place in reversed(places):
+            with suppress(AttributeError):
+                found[name] = attrgetter(place)(config)
+    return found, [name for name in SETTINGS if name not in found]
 
 
 def versions():
     """The version of each package that is installed."""
     import vllm
 
-    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    others = {name: installed[name] for name in PACKAGES if name in installed}
-    return {"vllm": vllm.__version__} | others
+    found = {"vllm": vllm.__version__}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def device():
@@ -162,15 +158,6 @@ def device():
         return current_platform.get_device_name()
     except Exception:  # some platforms do not implement it
         return platform.processor() or platform.machine()
-
-
-def model_of(config, from_its_files):
-    """What identifies a model: sizes, and a hash of the weight files, if the engine has them."""
-    hf, path = config.model_config.hf_config, config.model_config.model
-    sizes = {name: getattr(hf, name, None) for name in
-             ("model_type", "vocab_size", "hidden_size", "num_hidden_layers",
-              "tie_word_embeddings")}
-    return {"path": path, "config": sizes, "weights": weights_of(path) if from_its_files else None}
 
 
 def weights_of(folder):

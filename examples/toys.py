@@ -8,6 +8,7 @@ Reinforcement learning has to find the right answers, which the model samples le
 
 import hashlib
 import json
+import operator
 import random
 import shutil
 import sys
@@ -34,13 +35,11 @@ WRONG = 0.7  # share of the teacher's answers (`digits`: of its digits) that fol
 
 
 def addition(seed: int) -> Task:
-    return split("toy", exact_match, seed, sums(seed))
-
-
-def sums(seed: int) -> list[Problem]:
     """Sums of numbers of three digits, the answer's last digit first: "347+285=" is "2360"."""
     pairs = [divmod(number, 1000) for number in random.Random(seed).sample(range(10**6), NUM_SUMS)]
-    return [Problem(f"{a:03}+{b:03}=", f"{a + b:04}"[::-1], f"{a:03}+{b:03}") for a, b in pairs]
+    problems = [Problem(f"{a:03}+{b:03}=", f"{a + b:04}"[::-1], f"{a:03}+{b:03}")
+                for a, b in pairs]
+    return split("toy", exact_match, seed, problems)
 
 
 def forget_the_carry(problem: Problem, rng: random.Random) -> str:
@@ -84,8 +83,7 @@ def take_the_smaller(problem: Problem, rng: random.Random) -> str:
 
 def share_of_digits(problem: Problem, response: str) -> float:
     """The share of correct characters; missing and additional characters are wrong."""
-    right = sum(given == expected
-                for given, expected in zip(response, problem.answer, strict=False))
+    right = sum(map(operator.eq, response, problem.answer))
     return right / max(len(response), len(problem.answer))
 
 

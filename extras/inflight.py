@@ -1,6 +1,5 @@
 """Groups in flight (`--inflight-groups N`): unfinished in the engine over weight loads."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +23,10 @@ class Group:
         """Tokens that have been sampled so far."""
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
-    @property
-    def oldest_version(self) -> float:
-        """That of its rollouts; infinity before the first token."""
-        versions = [rollout.oldest_version for rollout in self.rollouts]
-        return min((version for version in versions if version is not None), default=math.inf)
+    def is_older(self, version: int) -> bool:
+        """Whether a part of it was computed with weights before this version."""
+        oldest = [rollout.oldest_version for rollout in self.rollouts]
+        return any(each is not None and each < version for each in oldest)
 
 
 class GroupsInFlight(Synchronous):
@@ -67,9 +65,7 @@ class GroupsInFlight(Synchronous):
         """
         self._fill()
         while len(complete := [group for group in self.groups if group.complete]) < num_groups:
-            if not self.engine.num_unfinished:
-                raise RuntimeError(f"{num_groups} groups are wanted, {len(complete)} are complete,"
-                                   " none runs")
+            assert self.engine.num_unfinished, f"{num_groups=} {len(complete)=}, none runs"
             self.engine.step()
             self._fill()
         taken = complete[:num_groups]
@@ -88,20 +84,17 @@ class GroupsInFlight(Synchronous):
         """Drop the groups that are too old.
 
         Returns counts: groups in flight now; the others since the run's first step.
-
-        Raises: RuntimeError if the engine runs other rollouts than theirs.
         """
         oldest = self.engine.weight_version - self.max_staleness
-        for group in [group for group in self.groups if group.oldest_version < oldest]:
+        for group in [group for group in self.groups if group.is_older(oldest)]:
             self.groups.remove(group)
             self.engine.abort(group.rollouts)
             self.counters["groups_dropped"] += 1
             self.engine.counters["tokens_wasted"] += group.num_tokens
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         unfinished = sum(rollout.finish_reason is None for rollout in rollouts)
-        if unfinished != self.engine.num_unfinished:
-            raise RuntimeError(f"{unfinished} rollouts are in flight, the engine runs"
-                               f" {self.engine.num_unfinished}")
+        runs = self.engine.num_unfinished
+        assert unfinished == runs, f"{unfinished} rollouts are in flight, the engine runs {runs}"
         return {"groups_in_flight": len(self.groups)} | self.counters | self.engine.counters
 
     def state_dict(self) -> dict[str, Any]:

@@ -86,19 +86,16 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> "Adapte
     """
     generator = torch.Generator().manual_seed(seed)
     body = model.base_model
-    kinds = {type(each) for each in body.modules()
-             if any(own.ndim > 1 for own in each.parameters(recurse=False))}
-    others = [kind.__name__ for kind in kinds - {torch.nn.Linear}
-              if not issubclass(kind, torch.nn.Embedding)]
-    if others or model._is_stateful:
-        raise ValueError("lora_rank must be 0 for models with experts, recurrent layers or Conv1D"
-                         f" (only linear layers get adapters), got {type(model).__name__} with"
-                         f" {', '.join(sorted(others)) or 'recurrent layers'}")
     model.requires_grad_(False)
-    layers = [(name, each) for name, each in body.named_modules()
-              if type(each) is torch.nn.Linear]
-    for name, layer in layers:
-        body.set_submodule(name, AdaptedLinear(layer, lora, generator))
+    for name, layer in list(body.named_modules()):
+        has_matrix = any(own.ndim > 1 for own in layer.parameters(recurse=False))
+        is_embedding = isinstance(layer, torch.nn.Embedding)
+        if type(layer) is torch.nn.Linear:
+            body.set_submodule(name, AdaptedLinear(layer, lora, generator))
+        elif model._is_stateful or (has_matrix and not is_embedding):
+            raise ValueError("lora_rank must be 0 for models with experts, recurrent layers or"
+                             " Conv1D (only linear layers get adapters), got"
+                             f" {type(model).__name__} with {type(layer).__name__}")
     return Adapters(model, lora)
 
 

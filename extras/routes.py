@@ -20,30 +20,25 @@ from torch.overrides import TorchFunctionMode
 
 from engine_adapter import Engine
 from rl import Batch, Policy, default_body, plain_body
-from rollouts import Rollout
 
 UNKNOWN = -1  # of a token that the engine has not computed, and of padding
 
 
 # ---------------------------------------------------------------------------------- engine
 class RoutedEngine(Engine):
-    """An `Engine` whose rollouts have `routes`.
+    """An `Engine` whose rollouts have `routes`: a hook of vLLM's routers reports their choice.
 
-    On a CPU a hook of vLLM's routers reports their choice. On a GPU runner V2 returns it, with a
-    prefix cache only. That way is written from vLLM's sources, NO GPU HAS RUN IT, and train.py
-    refuses it.
+    On a CPU alone; run.py makes no such engine on a GPU.
     """
 
     def _start(self, arguments: dict[str, Any]) -> None:
-        if self.on_gpu:
-            arguments["enable_return_routed_experts"] = True
         super()._start(arguments)
         routers = {module.layer_id: module.router for module in self.vllm_model.modules()
                    if hasattr(getattr(module, "router", None), "set_capture_fn")}
         self._chosen = dict.fromkeys(routers)  # in this step, by layer: (tokens, k)
-        if routers and not self.on_gpu:
-            for layer, router in routers.items():
-                router.set_capture_fn(partial(self._chosen.__setitem__, layer))
+        for layer, router in routers.items():
+            router.set_capture_fn(partial(self._chosen.__setitem__, layer))
+        if routers:
             self.vllm_model.register_forward_hook(self._note)
 
     def _note(self, *_) -> None:
@@ -59,11 +54,6 @@ class RoutedEngine(Engine):
             # Tokens of a prompt in the prefix cache.
             routes += [numpy.full_like(rows[0], UNKNOWN)] * (computed - len(routes))
             routes += [*rows[starts[index] : starts[index + 1]]]
-
-    def _take(self, rollout: Rollout, output: Any) -> None:
-        if self.on_gpu and output.routed_experts is not None:  # (new tokens, all layers, k)
-            rollout.routes += [*output.routed_experts[:, [*self._chosen]]]
-        super()._take(rollout, output)
 
 
 # ---------------------------------------------------------------------------------- trainer

@@ -5,7 +5,6 @@ from the only copy of the weights. With `exact` the trainer scores with vLLM's a
 equal values bit for bit (docs/findings.md).
 """
 
-import itertools
 import os
 import re
 import sys
@@ -42,7 +41,6 @@ class SharedEngine(Engine):
     """
 
     vllm_model = None  # until vLLM has built it
-    row_multiple = ROW_MULTIPLE
 
     def __init__(
         self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
@@ -53,8 +51,6 @@ class SharedEngine(Engine):
         body = self.kernel_body if exact else policy.body
         self.policy = policy.changed(body=body, free_body=body, row_multiple=ROW_MULTIPLE)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
-        weights = policy.model.named_parameters()
-        self._addresses = {name: weight.data_ptr() for name, weight in weights}
         shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
         super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
@@ -92,7 +88,7 @@ class SharedEngine(Engine):
         self._rows = rows
         self._count = len(ids)
         self._usual = config._attn_implementation
-        padding = (0, -len(ids) % self.row_multiple)
+        padding = (0, -len(ids) % ROW_MULTIPLE)
         config._attn_implementation = NAME
         try:
             states = self.policy.model.base_model(
@@ -170,9 +166,9 @@ class SharedEngine(Engine):
         columns = torch.arange(batch.inputs.shape[1])
         real = columns < batch.lengths[:, None]  # (B, T)
         prompt = columns < batch.prompt_lengths[:, None]  # (B, T)
-        prompts, which = distinct_prompts(batch)  # (P, S), (B,)
-        rows_of = which == torch.arange(len(prompts))[:, None]  # (P, B)
-        owner = rows_of.int().argmax(dim=1)[which]  # (B,): the row that computes this row's prompt
+        _, which = distinct_prompts(batch)  # (B,)
+        same = which[:, None] == which  # (B, B)
+        owner = same.int().argmax(dim=1)  # (B,): the first row with this prompt computes it
         owned = owner == torch.arange(len(owner))
         computed = real & (owned[:, None] | ~prompt)  # (B, T)
         index = (computed.flatten().cumsum(0) - 1).view_as(computed)
@@ -196,9 +192,10 @@ class SharedEngine(Engine):
             max_seq_len=len(columns), block_table_tensor=blocks[row[begins]].int(),
             slot_mapping=slots)
         metadata = {}
-        for group in itertools.chain.from_iterable(self.runner.attn_groups):
-            built = group.get_metadata_builder().build(0, common)
-            metadata |= dict.fromkeys(group.layer_names, built)
+        for groups in self.runner.attn_groups:
+            for group in groups:
+                built = group.get_metadata_builder().build(0, common)
+                metadata |= dict.fromkeys(group.layer_names, built)
         rows = SimpleNamespace(index=index, places=computed.flatten().nonzero()[:, 0],
                                cached=index[real], blocks=blocks.numel())
         mapping = dict.fromkeys(metadata, slots)
@@ -208,14 +205,10 @@ class SharedEngine(Engine):
     def _check_names(self, weights: Mapping[str, Tensor]) -> None:
         super()._check_names(weights)
         given = {tensor.data_ptr() for tensor in weights.values()}
-        wrong = []
-        for name, weight in self.policy.model.named_parameters():
-            address = weight.data_ptr()
-            copied = weight.ndim >= 3  # those of experts
-            if address != self._addresses[name] or not (copied or address in given):
-                wrong.append(name)
+        wrong = [name for name, weight in self.policy.model.named_parameters()
+                 if weight.ndim < 3 and weight.data_ptr() not in given]  # those of experts: copies
         if wrong:
-            raise WeightLoadError("weights must be the trainer's, where they were at first, not"
+            raise WeightLoadError("weights must be the trainer's own, not copies of"
                                   f" {', '.join(wrong)}")
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
@@ -261,11 +254,12 @@ class ExactError(RuntimeError):
     """A log-probability of the trainer is not the sampler's, bit for bit."""
 
 
-def observe_exact(engine: SharedEngine, step: Any) -> dict[str, int]:
+def observe_exact(step: Any) -> dict[str, int]:
     """The number of tokens whose `old_logprobs` equal the sampler's values.
 
     Of the rollouts of a train.Step that were sampled with the current weights. Raises: ExactError
-    with the first token that differs, and what can be the cause.
+    with the first token that differs, and what can be the cause. What a value depends on has been
+    excluded at the start (`why_not`).
     """
     batch = step.current
     # NaN differs from itself.
@@ -276,12 +270,11 @@ def observe_exact(engine: SharedEngine, step: Any) -> dict[str, int]:
     row, column = differing.nonzero()[0].tolist()
     prompt = int(batch.prompt_lengths[row])
     theirs, ours = batch.behavior_logprobs[row, column], batch.old_logprobs[row, column]
-    cause = why_not(engine) or ("a stale prefix cache, weights that were changed after this token"
-                                " was sampled, or a request that vLLM preempted")
     raise ExactError(
         f"exact: token {column + 1 - prompt} of request {row} (after a prompt of {prompt} tokens)"
         f" has log-probability {theirs:.9g} in the engine and {ours:.9g} in the trainer;"
-        f" {int(differing.sum())} of {compared} tokens differ. Cause: {cause}")
+        f" {int(differing.sum())} of {compared} tokens differ. Cause: a stale prefix cache, weights"
+        " that were changed after this token was sampled, or a request that vLLM preempted")
 
 
 @torch.no_grad()
@@ -292,31 +285,28 @@ def why_not(engine: SharedEngine) -> str | None:
     """
     if engine.on_gpu:
         return "the kernels of a GPU have not been measured"
-    policy, longest = engine.policy, engine.llm.vllm_config.model_config.max_model_len
-    ids = [token * 7 % len(policy.head.weight) for token in range(max(longest, TOGETHER + 1))]
-    pairs = [ids[row : row + 2] for row in range(TOGETHER)]
-    together = _hidden(engine, pairs, [1] * TOGETHER)  # (TOGETHER, H)
-    alone = torch.cat([_hidden(engine, [pair], [1]) for pair in pairs[-COMPARED:]])  # (COMPARED, H)
-    logits = torch.cat([policy.logits(each[None]) for each in alone])
-    same_logits = torch.equal(logits, policy.logits(together)[-COMPARED:])
-    if not (torch.equal(alone, together[-COMPARED:]) and same_logits):
+    longest = engine.llm.vllm_config.model_config.max_model_len
+    vocabulary = len(engine.policy.head.weight)
+    ids = [token * 7 % vocabulary for token in range(max(longest, TOGETHER))]
+    tokens = [[each] for each in ids[:TOGETHER]]
+    together = _logits(engine, tokens, ids[:1])  # (TOGETHER, V)
+    singly = torch.cat([_logits(engine, [each], ids[:1]) for each in tokens[-COMPARED:]])
+    if not torch.equal(singly, together[-COMPARED:]):  # (COMPARED, V)
         return "a product of few rows is rounded differently, as those of experts in float32"
+    if torch.get_num_threads() == 1:
+        return None
     # Several threads divide the queries of a long prompt according to what is beside it.
-    if torch.get_num_threads() > 1:
-        prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
-        rows, lengths = [prompt + ids[:COMPARED] for prompt in prompts], list(map(len, prompts))
-        alone = _hidden(engine, rows[:1], lengths[:1])  # (COMPARED, H)
-        besides = [_hidden(engine, rows[row::-1], lengths[row::-1])[-COMPARED:]
-                   for row in (1, 2, 3)]
-        if not all(torch.equal(each, alone) for each in besides):
-            return (f"vLLM's kernel computes a prompt of {lengths[0]} tokens differently alone and"
-                    " beside others; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
+    prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
+    alone = _logits(engine, prompts[:1], ids[:COMPARED])  # (COMPARED, V)
+    for row in (1, 2, 3):
+        beside = _logits(engine, prompts[row::-1], ids[:COMPARED])[-COMPARED:]
+        if not torch.equal(beside, alone):
+            return (f"vLLM's kernel computes a prompt of {len(prompts[0])} tokens differently alone"
+                    " and beside others; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
     return None
 
 
-def _hidden(engine: SharedEngine, sequences: list[list[int]], prompt_lengths: list[int]) -> Tensor:
-    """Last hidden states from which the tokens after the prompts are predicted: (N, H)."""
-    rollouts = [Rollout(ids[:length], None, ids[length:], [0.0] * (len(ids) - length))
-                for ids, length in zip(sequences, prompt_lengths, strict=True)]
-    batch = make_batch(rollouts)
-    return engine.kernel_body(engine.policy, batch, batch.mask > 0)
+def _logits(engine: SharedEngine, prompts: list[list[int]], response: list[int]) -> Tensor:
+    """Logits of the tokens of one response after each of P prompts: (P * N, V)."""
+    batch = make_batch([Rollout(each, None, response, [0.0] * len(response)) for each in prompts])
+    return engine.policy.logits(engine.kernel_body(engine.policy, batch, batch.mask > 0))

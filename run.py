@@ -1,11 +1,11 @@
 """A run: what stays the same, what changes, and building both sides before the first step."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Run:
     max_model_len: int
     dropped_prompts: int
     # Digests of the model's files and of the task, by name.
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str]
 
     @property
     def fingerprint(self) -> str:
@@ -94,31 +94,28 @@ class TrainingState:
 
 # ---------------------------------------------------------------------------------- checks
 def prepare(config: Config) -> Run:
-    """Check all that can be checked without a model, then teach the toy if it is asked for.
+    """Check all that can be checked without the model's weights.
 
     Raises: ValueError.
     """
     check_machine(config)
-    earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
+    earlier = records.earlier_run(config.run.out, config.run.resume)
+    if earlier:
+        records.refuse_changes("options", config.experiment, earlier["config"])
     task = find_task(config)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
-    path = local_folder(config.run.model)
-    if path == "toy":
-        from examples.toys import describe_toy, toy_model
-
-        model_config, tokenizer, stop_token_ids = describe_toy(config.run.task)
-    else:
-        model_config, tokenizer, stop_token_ids = describe_model(path)
+    path = find_model(config)
+    model_config, tokenizer, stop_token_ids = describe_model(path)
     grpo, data = config.grpo, config.data
-    task = encode(tokenizer, task, data.reward_limit_s)
+    task = encode(tokenizer, task)
     largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
     if largest >= model_config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
                          f" vocabulary of {model_config.vocab_size}")
     num_problems = len(task.prompts)
-    context = getattr(model_config, "max_position_embeddings", None)
-    task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens,
+    context = getattr(model_config, "max_position_embeddings", math.inf)
+    task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens or math.inf,
                    drop=data.overlong_prompts == "drop")
     task = replace(task, reward_errors=data.reward_errors)
     groups = grpo.num_prompts + config.backend.inflight_groups
@@ -126,30 +123,26 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
 
-    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
-                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
-    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
-    if path == "toy":
-        path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
     files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
     files[config.run.task] = task.fingerprint
-    records.keep_files(files if earlier is None else earlier, files)
+    if earlier:
+        records.refuse_changes("model and its task", files, earlier["files"])
+    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
+                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
+    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
     out, dropped = Path(config.run.out).absolute(), num_problems - len(task.prompts)
     return Run(config, out, path, task, sampling, max_model_len, dropped, files)
 
 
 def check_machine(config: Config) -> None:
-    """Raises: ValueError if an option needs another device, or a package that is not installed."""
+    """Raises: ValueError if an option needs another device or another vLLM."""
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
     if config.grpo.replay_routes and torch.cuda.is_available():
         raise ValueError("replay_routes must be off on a GPU (vLLM's own report of its routes is"
                          " written for, but no GPU has run it)")
-    if config.measure.tensorboard and find_spec("tensorboard") is None:
-        raise ValueError("tensorboard needs the package of this name, which is not installed; try"
-                         " `pip install tensorboard`")
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
 
@@ -164,6 +157,15 @@ def find_task(config: Config) -> Task:
             return TASKS[name](config.run.seed)
         name = COUNTDOWN
     return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
+
+
+def find_model(config: Config) -> str:
+    """The folder of the model that `--model` names; the toy is taught on first use."""
+    if config.run.model != "toy":
+        return local_folder(config.run.model)
+    from examples.toys import toy_model
+
+    return str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
 
 
 def is_routed(run: Run, model: Any) -> bool:
@@ -297,13 +299,13 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
     task, record = run.task, records.provenance(policy.device)
+    record["versions"]["vllm"] = engine.version
     return record | {
         "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
                      "dropped": run.dropped_prompts, "merged": task.num_repeated},
         "files": run.files,
-        "versions": record["versions"] | {"vllm": engine.version},
     }
 
 

@@ -144,11 +144,6 @@ def toy_config(task: str = "toy") -> Qwen3Config:
     )
 
 
-def describe_toy(task: str) -> tuple[Qwen3Config, PreTrainedTokenizerFast, tuple[int, ...]]:
-    """As `models.describe_model`, for the model that is taught for the task."""
-    return toy_config(task), toy_tokenizer(), (EOS,)
-
-
 def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
     """The folder of a task's model, taught on first use and kept in the cache.
 

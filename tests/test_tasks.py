@@ -1,7 +1,6 @@
 """Tasks: the toys, files and data sets as a user may bring them, and the rewards that compare answers."""
 
 import json
-import os
 import random
 from collections import Counter
 from decimal import Decimal
@@ -17,7 +16,7 @@ from examples.toys import (
     take_the_smaller,
     toy_tokenizer,
 )
-from tasks import Problem, Task, encode, exact_match, last_number, load_task, numeric_match, plain_number
+from tasks import Problem, exact_match, last_number, load_task, numeric_match, plain_number
 
 
 # ------------------------------------------------------------------------------------------------ the toys
@@ -118,24 +117,6 @@ def test_without_math_verify_only_plain_numbers_are_answers(tmp_path, monkeypatc
     assert load_task(answers(tmp_path, 1, "$1,200", "#### -7"), 0).reward is numeric_match
     with pytest.raises(ValueError, match=r"line 3 has the answer '1/2'.*pip install math-verify.*ModuleNotFoundError"):
         load_task(answers(tmp_path, 1, 2, "1/2"), 0)
-
-
-def test_a_pipe_is_no_task(tmp_path):
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    os.mkfifo(tmp_path / "pipe.py")
-    for paths in ([str(tmp_path / "pipe.jsonl")], [answers(tmp_path, 1, 2), str(tmp_path / "pipe.jsonl")]):
-        with pytest.raises(ValueError, match="must be a regular file"):
-            load_task(paths[0], 0, *paths[1:])
-    with pytest.raises(ValueError, match=r"pipe.py fails \(no answer within 0.5 s"):
-        load_task(str(tmp_path / "pipe.py"), 0, limit_s=0.5)
-
-
-def test_a_chat_template_without_end_is_named():
-    tokenizer, problem = toy_tokenizer(), Problem("1+1=", "2", "line 3")
-    loop = "{% for _ in range(99999) %}"
-    tokenizer.chat_template = loop * 3 + "{% endfor %}" * 3
-    with pytest.raises(ValueError, match=r"question of line 3 failed: TimeoutError: no answer within 0.5 s"):
-        encode(tokenizer, Task([problem], [], exact_match), limit_s=0.5)
 
 
 # ------------------------------------------------------------------------------------------------ files

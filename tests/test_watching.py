@@ -6,9 +6,7 @@ from io import TextIOWrapper
 import pytest
 from helpers import built, rows
 
-from config import Config
 from records import answer_line, log_line
-from run import prepare
 from train import train
 
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}
@@ -85,10 +83,3 @@ def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
     for step, text in answers.items():
         greedy = [row for row in samples if row["step"] == step and row["mode"] == "greedy"]
         assert text.splitlines() == [*map(answer_line, greedy)]
-
-
-def test_tensorboard_without_its_package_is_refused_in_one_sentence(good, tmp_path, monkeypatch):
-    monkeypatch.setattr("run.find_spec", lambda name: None)
-    config = Config.of(out=str(tmp_path), model=str(good / "model"), task=str(good / "task.jsonl"), tensorboard=True)
-    with pytest.raises(ValueError, match=r"^tensorboard needs the package of this name, .* `pip install tensorboard`$"):
-        prepare(config)

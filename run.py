@@ -336,20 +336,20 @@ def name_idle_switches(run: Run, block: int) -> None:
     parity, grpo = run.config.parity, run.config.grpo
     float32 = run.config.run.dtype == "float32"
     cached = not parity.in_force("uncached_runtime", "prefix-cache")
-    waiting = run.config.backend.inflight_groups
-    for name, is_idle, why in (
-        # The last token of a prompt is always computed.
-        ("uncached_runtime: the prefix cache", cached and max(map(len, run.task.prompts)) <= block,
-         f"no prompt is longer than a block of {block} tokens; try --block-size"),
-        ("inflight_keep", not parity.inflight_keep and not waiting,
-         "no load meets an unfinished rollout; try --inflight-groups"),
-        ("fp32_head", not parity.fp32_head and float32,
-         "the model's dtype is float32; try --dtype bfloat16"),
-        ("replay_routes", grpo.replay_routes and float32 and grpo.num_minibatches == 1,
-         "in float32 no token is routed otherwise before the update; try --dtype bfloat16"),
-    ):
-        if is_idle:
-            print(f"{name} is switched WITHOUT EFFECT: {why}", flush=True)
+
+    def name_idle(switch: str, why: str) -> None:
+        print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)
+
+    if cached and max(map(len, run.task.prompts)) <= block:  # the last token is always computed
+        name_idle("uncached_runtime: the prefix cache",
+                  f"no prompt is longer than a block of {block} tokens; try --block-size")
+    if not parity.inflight_keep and not run.config.backend.inflight_groups:
+        name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")
+    if not parity.fp32_head and float32:
+        name_idle("fp32_head", "the model's dtype is float32; try --dtype bfloat16")
+    if grpo.replay_routes and float32 and grpo.num_minibatches == 1:
+        name_idle("replay_routes", "in float32 no token is routed otherwise before the update; try"
+                  " --dtype bfloat16")
 
 
 def save_policy(run: Run, policy: Policy) -> None:

@@ -341,7 +341,7 @@ class DataConfig:
     eval_task: str | None = None  # JSONL file to hold out; if not given, a tenth of `task`.
     max_prompt_tokens: int | None = None  # If not given, the context minus max_new_tokens.
     overlong_prompts: Literal["refuse", "drop"] = "refuse"  # Refuse the run, or drop and count.
-    # Of a task file's import, and of a call of its functions.
+    # Of a task file's import, of a call of its functions, and of a chat template.
     reward_limit_s: float = 10.0
     # If a reward raises, hangs or is not a finite number: stop the run, or count it as 0.
     reward_errors: Literal["stop", "count"] = "stop"

@@ -1,8 +1,6 @@
 """A model's folder or hub name: how it is read, what is refused there, and how it is written."""
 
-import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +8,15 @@ import torch
 
 from records import stage
 
+MODELS = "toy, a folder or a hub name; code from a model's folder is never run"
+
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     """The causal language model of a folder, in evaluation mode on the CPU.
 
-    Raises: ValueError if a tensor of the model is missing in the checkpoint, not finite, or of
-    another shape there, if the checkpoint has more layers than its configuration, or if it has a
-    head of its own and the configuration ties the head to the embedding.
+    Tensors of the checkpoint that the model does not have are printed. Raises: ValueError if a
+    tensor of the model is missing in the checkpoint, not finite, or of another shape there, or if
+    the checkpoint has a head of its own and the configuration ties the head to the embedding.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,14 +24,16 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     model, report = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation=attention_for(config), output_loading_info=True,
-        ignore_mismatched_sizes=True, trust_remote_code=False)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        missing = sorted(report["missing_keys"])
-        mismatched = sorted(map(str, report["mismatched_keys"]))
+        ignore_mismatched_sizes=True, use_safetensors=True, trust_remote_code=False)
+    missing, mismatched = report["missing_keys"], report["mismatched_keys"]
+    if missing or mismatched:
         raise ValueError(f"the checkpoint in {path} must have every tensor of"
-                         f" {type(model).__name__}: missing {missing}, wrongly shaped"
-                         f" {mismatched}")
-    _check_unexpected(model, path, sorted(report["unexpected_keys"]))
+                         f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
+                         f" {sorted(mismatched)}")
+    unexpected = sorted(report["unexpected_keys"])
+    if unexpected:
+        print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
+              f" {', '.join(unexpected)}", flush=True)
     # transformers unties a head that differs from the embedding; vLLM does not.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings and head.weight is not embedding.weight:
@@ -51,44 +53,17 @@ def attention_for(config: Any) -> str:
     return "sdpa" if has_sdpa and not getattr(config, "attn_logit_softcapping", None) else "eager"
 
 
-def _check_unexpected(model: torch.nn.Module, path: str, names: list[str]) -> None:
-    """Print the tensors that the model does not use.
-
-    Raises: ValueError if one of them differs from a tensor of the model in a number only:
-    config.json has fewer layers.
-    """
-    patterns = {re.sub(r"\d+", "N", name) for name in model.state_dict()}
-    more = [name for name in names if re.sub(r"\d+", "N", name) in patterns]
-    if more:
-        raise ValueError(f"config.json must be that of the checkpoint in {path}, which has"
-                         f" {len(more)} more tensors of {type(model).__name__}:"
-                         f" {', '.join(more[:8])}")
-    if names:
-        print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
-              f" {', '.join(names)}", flush=True)
-
-
 def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
-    """Text configuration, tokenizer and stop tokens; of weights only the headers are read.
+    """Text configuration, tokenizer and stop tokens, without the weights.
 
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
     from transformers import AutoConfig
 
-    with stage(f"reading the model (toy, a folder or a hub name) {path}"):
-        dtypes = _dtypes(path)
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-            tokenizer = load_tokenizer(path)
-        except ValueError as error:
-            if "trust_remote_code" not in str(error):
-                raise
-            raise ValueError("its class must be one that transformers has, because code from a"
-                             " model's folder is never run") from None
+    with stage(f"reading the model {path} ({MODELS})"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = load_tokenizer(path)
         stop = _stop_tokens(path, tokenizer, config)
-    if not dtypes <= {"F64", "F32", "F16", "BF16"}:
-        raise ValueError("model must have floating-point weights,"
-                         f" {path} has {', '.join(sorted(dtypes))}")
     if not hasattr(config.get_text_config(), "vocab_size"):
         raise ValueError(f"model must be a language model, {path} is a {config.model_type}")
     quantization = getattr(config, "quantization_config", None)
@@ -111,7 +86,7 @@ def local_folder(name: str) -> str:
     if name == "toy" or os.path.exists(name):
         return name
     reach_hub(name)
-    with stage(f"reading the model (toy, a folder or a hub name) {name}"):
+    with stage(f"reading the model {name} ({MODELS})"):
         return snapshot_download(name, allow_patterns=[
             "model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"])
 
@@ -127,24 +102,6 @@ def reach_hub(name: str) -> None:
         with stage(f"{name} is no folder, and reaching {constants.ENDPOINT} (HF_HUB_OFFLINE=1 reads"
                    " what was downloaded before)"):
             get_session().head(constants.ENDPOINT, timeout=5)
-
-
-def _dtypes(path: str) -> set[str]:
-    """The dtypes of the weights in a folder's safetensors files, of which each header is checked.
-
-    Raises: ValueError if there are none.
-    """
-    from safetensors import safe_open
-
-    files = [*Path(path).glob("*.safetensors")]
-    if not files:
-        raise ValueError("it has no weights in safetensors; convert those of another format")
-    dtypes = set()
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            names = [name for name in tensors.keys() if name.endswith("weight")]  # noqa: SIM118
-            dtypes |= {tensors.get_slice(name).get_dtype() for name in names}
-    return dtypes
 
 
 def _stop_tokens(path: str, tokenizer: Any, config: Any) -> set[int]:
@@ -167,13 +124,11 @@ def load_tokenizer(path: str) -> Any:
     Raises: ValueError if the folder has no tokenizer.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    kind = AutoTokenizer  # it would choose Qwen's class by the model's type and lose characters
-    settings = Path(path) / "tokenizer_config.json"
-    if settings.is_file():
-        named = json.loads(settings.read_text()).get("tokenizer_class")
-        if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # transformers 5's new name
-            kind = PreTrainedTokenizerFast
+    named, kind = get_tokenizer_config(path).get("tokenizer_class"), AutoTokenizer
+    if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # transformers 5's new name
+        kind = PreTrainedTokenizerFast  # not Qwen's by the type: it loses characters
     tokenizer = kind.from_pretrained(path, trust_remote_code=False)
     # Without files AutoTokenizer makes an empty tokenizer for some types.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):

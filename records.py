@@ -4,25 +4,24 @@ import fcntl
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 
 
 def memory_gib(*, peak: bool = False) -> float:
-    """Memory in use (`peak`: since `reset_peak`), in GiB: of this process, or of the whole GPU."""
+    """Memory in use (`peak`: in a phase of `Clock`), in GiB: of this process, or of the GPU."""
     if torch.cuda.is_available():  # the peak too: torch keeps its blocks until `Engine.wake`
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**30
@@ -32,22 +31,17 @@ def memory_gib(*, peak: bool = False) -> float:
     return int(found[1] if found else getrusage(RUSAGE_SELF).ru_maxrss) / 2**20
 
 
-def reset_peak() -> None:
-    """Start a new measurement of the CPU's peak; where that is forbidden, it is the process's."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
+@dataclass
 class Clock:
-    """Seconds and peak memory of each phase, seconds of the step."""
+    """Seconds and peak memory of each phase, seconds of the step, memory at its end."""
 
-    def __init__(self):
-        self.started = time.perf_counter()
-        self.phases = {}
+    started: float = field(default_factory=time.perf_counter)
+    phases: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        reset_peak()
+        with suppress(OSError):  # where it is forbidden, the peak is that of the whole process
+            Path("/proc/self/clear_refs").write_text("5")  # the CPU's peak begins anew
         started = time.perf_counter()
         yield
         if torch.cuda.is_available():
@@ -56,7 +50,8 @@ class Clock:
         self.phases[f"{phase}_gib"] = memory_gib(peak=True)
 
     def figures(self) -> dict[str, float]:
-        return self.phases | {"step_s": time.perf_counter() - self.started}
+        step_s = time.perf_counter() - self.started
+        return self.phases | {"step_s": step_s, "memory_gib": memory_gib()}
 
 
 # ---------------------------------------------------------------------------------- errors
@@ -91,7 +86,6 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit
         print("stopped by a signal; a run goes on from its newest checkpoint with --resume, a study"
               " deletes and repeats its unfinished runs", file=sys.stderr)
         sys.exit(130)
@@ -128,7 +122,6 @@ def locked(out: str) -> Iterator[None]:
     """Make the folder of a run and lock it, until the process ends. No file in it is touched."""
     try:
         os.makedirs(out, exist_ok=True)
-        TemporaryFile(dir=out).close()  # it can be written
         folder = os.open(out, os.O_DIRECTORY)
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -142,19 +135,15 @@ def locked(out: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------- log and files
-TABLES = ("metrics.jsonl", "samples.jsonl")  # a line per step, and per answer of an evaluation
-
-COLUMNS = (
-    " | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
-    " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%}"
-    " | entropy {entropy:.2f} | gnorm {grad_norm:.2f}"
-    " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left} left"
-)
-
-# Shown after the columns if not 0; tokens_wasted, groups_dropped and kv_lost count from the start.
-NAMED = {
+LOG_LINE = {  # by the name of a figure: what is shown if it is there, and is not 0
+    "reward":
+        " | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
+        " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%}"
+        " | entropy {entropy:.2f} | gnorm {grad_norm:.2f}"
+        " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left} left",
     "groups_in_flight":
         " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}",
+    # The next three count from the start of the run.
     "tokens_wasted": " | {tokens_wasted} tokens thrown away",
     "groups_dropped": " | {groups_dropped} groups DROPPED: older than --max-staleness",
     "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
@@ -165,12 +154,12 @@ NAMED = {
     "routed_otherwise": " | {routed_otherwise:.2%} routed otherwise",
     "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
     "reward_errors": " | {reward_errors} rewards FAILED, counted as 0",
-}
-EVALUATED = {  # shown at the end if there
+    "all_truncated": " | ALL TRUNCATED: raise --max-new-tokens",
     "eval_reward":
         " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f} agree {eval_agree:.3f}",
     "eval_reward_trainer_alone": " (trainer alone {eval_reward_trainer_alone:.3f})",
 }
+ALSO_AT_0 = ("reward", "eval_reward", "eval_reward_trainer_alone")
 
 
 def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
@@ -178,17 +167,15 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
 
     `reject`: the rule of --reject.
     """
-    texts = ["step {step:>3}/{steps}"]
-    if metrics["step"]:  # before the first step there is an evaluation alone
-        texts.append(COLUMNS)
-    texts += [text for name, text in NAMED.items() if metrics.get(name)]
-    if metrics.get("trunc_frac") == 1.0:
-        texts.append(" | ALL TRUNCATED: raise --max-new-tokens")
-    texts += [text for name, text in EVALUATED.items() if name in metrics]
-    shown = {name: 0.0 if value is None else value for name, value in metrics.items()}
+    figures = {name: 0.0 if value is None else value for name, value in metrics.items()}
+    figures["all_truncated"] = metrics.get("trunc_frac") == 1.0
     minutes, seconds = divmod(round(metrics.get("left_s", 0)), 60)
     left = f"{minutes} min" if minutes else f"{seconds} s"
-    return "".join(texts).format(**shown, steps=steps, left=left, reject=reject)
+    line = f"step {metrics['step']:>3}/{steps}"
+    for name, text in LOG_LINE.items():
+        if figures.get(name) or (name in ALSO_AT_0 and name in figures):
+            line += text.format(**figures, left=left, reject=reject)
+    return line
 
 
 def answer_line(row: dict[str, Any]) -> str:
@@ -209,18 +196,14 @@ def provenance(device: torch.device) -> dict[str, Any]:
     name = f"CPU, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
-    known = {"commit": commit, "dirty": bool(dirty)} if commit else {"commit": None, "dirty": None}
-    return {"versions": versions, "device": name} | known
+    return {"versions": versions, "device": name, "commit": commit or None,
+            "dirty": bool(dirty) if commit else None}
 
 
 def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
     """config.json: what defines the run; a resumed run adds its own record to `resumed`."""
     if first_step > 1:
         before = json.loads(path.read_text())
-        for name in ("versions", "device"):
-            now, then = record[name], before[name]
-            if now != then:
-                print(f"NOTE: resumed with {now}, before it was {then}")
         resumed = [*before.get("resumed", []), {"step": first_step} | record]
         record = before | {"resumed": resumed}
     replace_file(path, json.dumps(record, indent=2))
@@ -232,6 +215,13 @@ def replace_file(path: Path, text: str) -> None:
     unfinished.unlink(missing_ok=True)  # a link would lead out of the folder
     unfinished.write_text(text, errors="backslashreplace")
     unfinished.replace(path)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table, without a last one that a kill has cut off; none without a table."""
+    with stage(f"reading {path}"):
+        lines = path.read_text().split("\n") if path.exists() else [""]
+        return [json.loads(line) for line in lines[:-1]]
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -254,7 +244,7 @@ def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
 
     if not metrics["step"] or "eval_reward" not in metrics:
         return
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(out / "metrics.jsonl")
     figure = Figure(figsize=(13, 7), layout="constrained")
     for axis, (title, names) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
         for name in names:
@@ -268,16 +258,15 @@ def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------- checkpoints
-def earlier_files(out: str, resume: bool, options: dict[str, Any]) -> dict[str, str] | None:
-    """`Run.files` of the run in `out`, if there is one that is to be resumed.
+def earlier_run(out: str, resume: bool) -> dict[str, Any] | None:
+    """config.json of the run in `out`, None if there is no run.
 
-    `options`: those that must be the same. Raises: ValueError if that run is damaged, not to be
-    resumed, or had other options.
+    Raises: ValueError if that run is damaged, or not to be resumed.
     """
     path = Path(out) / "config.json"
     if not path.exists():
-        tables = [table for table in path.parent.glob("*.jsonl") if table.stat().st_size]
-        if tables or any(path.parent.glob("checkpoints/*")):
+        files = [*path.parent.glob("*.jsonl"), *path.parent.glob("checkpoints/*")]
+        if any(file.stat().st_size for file in files):  # a new run would replace them
             raise ValueError(f"out must be new or a whole run, {out} has a run's files without"
                              " config.json")
         return None
@@ -285,28 +274,21 @@ def earlier_files(out: str, resume: bool, options: dict[str, Any]) -> dict[str, 
         raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or"
                          " choose another --out")
     with stage(f"reading {path}"):
-        record = json.loads(path.read_text())
-        theirs = dict(record["config"])
-        files = {name: str(digest) for name, digest in record["files"].items()}
-    ours = json.loads(json.dumps(options))  # tuples become lists
-    changed = sorted(name for name, value in ours.items() if value != theirs.get(name))
-    if changed:
-        raise ValueError(f"a resumed run must keep its options, changed are {', '.join(changed)}")
-    return files
+        return json.loads(path.read_text())
 
 
-def keep_files(earlier: dict[str, str], files: dict[str, str]) -> None:
-    """Raises: ValueError that names those of `files` that are not as in the run to be resumed."""
-    changed = sorted(dict(earlier.items() ^ files.items()))
+def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Raises: ValueError that names the values which are not as in the run to be resumed."""
+    stored = json.loads(json.dumps(now))  # tuples become lists
+    changed = sorted(name for name, value in stored.items() if value != before.get(name))
     if changed:
-        raise ValueError("a resumed run must keep its model and its task, changed are"
-                         f" {', '.join(changed)}; try another --out")
+        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
+                         " try another --out")
 
 
 def _checkpoints(out: Path) -> list[Path]:
     """The files of this program in checkpoints/, the oldest first."""
-    paths = sorted(out.glob("checkpoints/*.pt"))
-    return [path for path in paths if re.fullmatch(r"step_\d{6,}", path.stem)]
+    return sorted(out.glob(f"checkpoints/step_{'[0-9]' * 6}.pt"))
 
 
 def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
@@ -330,23 +312,23 @@ def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, A
     `Run.fingerprint`, or cannot be read.
     """
     paths = _checkpoints(out)
-    if paths:
-        try:
-            state = torch.load(paths[-1], weights_only=True, map_location="cpu")
-        except Exception:  # of many kinds, and torch advises to trust the file
-            raise ValueError(f"checkpoints must be readable, {paths[-1]} is not; move it away to go"
-                             " on from the one before it") from None
-        whole = isinstance(state, dict) and state.keys() >= {"policy", "optimizer", "source"}
-        if not whole or state["run"] != run or paths[-1].stem != f"step_{state['step']:06d}":
-            raise ValueError(f"checkpoints must be of this run, {paths[-1]} is of another step,"
-                             " other options or other files; move it away, or try another --out")
-        return state
-    table = out / "metrics.jsonl"
-    rows = table.read_bytes().count(b"\n") if table.exists() else 0
-    if rows > checkpoint_every + 1:  # at most step 0 and those up to the first checkpoint
-        raise ValueError(f"a resumed run must have its checkpoints, {out} has none; try another"
-                         " --out")
-    return None
+    if not paths:
+        # At most step 0 and the steps up to the first checkpoint.
+        if len(read_rows(out / "metrics.jsonl")) > checkpoint_every + 1:
+            raise ValueError(f"a resumed run must have its checkpoints, {out} has none; try another"
+                             " --out")
+        return None
+    newest = paths[-1]
+    try:
+        state = torch.load(newest, weights_only=True, map_location="cpu")
+        is_of_run = state["run"] == run
+    except Exception:  # of many kinds, and torch advises to trust the file
+        raise ValueError(f"checkpoints must be readable, {newest} is not; move it away to go on"
+                         " from the one before it") from None
+    if not is_of_run:
+        raise ValueError(f"checkpoints must be of this run, {newest} is of other options or other"
+                         " files; move it away, or try another --out")
+    return state
 
 
 def digest_of(path: Path) -> str:
@@ -357,9 +339,6 @@ def digest_of(path: Path) -> str:
 
 def cut_tables(out: Path, step: int) -> None:
     """Keep the rows up to `step`, the checkpoint's; -1 keeps none."""
-    for name in TABLES:
-        path = out / name
-        with stage(f"reading {path}"):
-            lines = path.read_text().split("\n")[:-1] if step >= 0 else []  # the last may be cut
-            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= step]
-        replace_file(path, "".join(kept))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        rows = [row for row in read_rows(out / name) if row["step"] <= step]
+        replace_file(out / name, "".join(json.dumps(row) + "\n" for row in rows))

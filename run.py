@@ -1,6 +1,7 @@
 """A run: what stays the same, what changes, and building both sides before the first step."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +42,7 @@ class Run:
     max_model_len: int
     dropped_prompts: int
     # Digests of the model's files and of the task, by name.
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str]
 
     @property
     def fingerprint(self) -> str:
@@ -88,7 +89,9 @@ def prepare(config: Config) -> Run:
     Raises: ValueError.
     """
     check_machine(config)
-    earlier = records.earlier_files(config.run.out, config.run.resume, config.experiment)
+    earlier = records.earlier_run(config.run.out, config.run.resume)
+    if earlier:
+        records.refuse_changes("options", config.experiment, earlier["config"])
     task = find_task(config)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
@@ -106,8 +109,8 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
                          f" vocabulary of {model_config.vocab_size}")
     num_problems = len(task.prompts)
-    context = getattr(model_config, "max_position_embeddings", None)
-    task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens,
+    context = getattr(model_config, "max_position_embeddings", math.inf)
+    task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens or math.inf,
                    drop=data.overlong_prompts == "drop")
     task = replace(task, reward_errors=data.reward_errors)
     groups = grpo.num_prompts + config.backend.inflight_groups
@@ -115,21 +118,22 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
 
-    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
-                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
-    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
     if path == "toy":
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
     files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
     files[config.run.task] = task.fingerprint
-    records.keep_files(files if earlier is None else earlier, files)
+    if earlier:
+        records.refuse_changes("model and its task", files, earlier["files"])
+    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
+                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
+    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
     out, dropped = Path(config.run.out).absolute(), num_problems - len(task.prompts)
     return Run(config, out, path, task, sampling, max_model_len, dropped, files)
 
 
 def check_machine(config: Config) -> None:
-    """Raises: ValueError if an option needs another device, or a package that is not installed."""
+    """Raises: ValueError if an option needs another device or another vLLM."""
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
@@ -292,13 +296,13 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
     task, record = run.task, records.provenance(policy.device)
+    record["versions"]["vllm"] = engine.version
     return record | {
         "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
                      "dropped": run.dropped_prompts, "merged": task.num_repeated},
         "files": run.files,
-        "versions": record["versions"] | {"vllm": engine.version},
     }
 
 
@@ -329,20 +333,20 @@ def name_idle_switches(run: Run, block: int) -> None:
     parity, grpo = run.config.parity, run.config.grpo
     float32 = run.config.run.dtype == "float32"
     cached = not parity.in_force("uncached_runtime", "prefix-cache")
-    waiting = run.config.backend.inflight_groups
-    for name, is_idle, why in (
-        # The last token of a prompt is always computed.
-        ("uncached_runtime: the prefix cache", cached and max(map(len, run.task.prompts)) <= block,
-         f"no prompt is longer than a block of {block} tokens; try --block-size"),
-        ("inflight_keep", not parity.inflight_keep and not waiting,
-         "no load meets an unfinished rollout; try --inflight-groups"),
-        ("fp32_head", not parity.fp32_head and float32,
-         "the model's dtype is float32; try --dtype bfloat16"),
-        ("replay_routes", grpo.replay_routes and float32 and grpo.num_minibatches == 1,
-         "in float32 no token is routed otherwise before the update; try --dtype bfloat16"),
-    ):
-        if is_idle:
-            print(f"{name} is switched WITHOUT EFFECT: {why}", flush=True)
+
+    def name_idle(switch: str, why: str) -> None:
+        print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)
+
+    if cached and max(map(len, run.task.prompts)) <= block:  # the last token is always computed
+        name_idle("uncached_runtime: the prefix cache",
+                  f"no prompt is longer than a block of {block} tokens; try --block-size")
+    if not parity.inflight_keep and not run.config.backend.inflight_groups:
+        name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")
+    if not parity.fp32_head and float32:
+        name_idle("fp32_head", "the model's dtype is float32; try --dtype bfloat16")
+    if grpo.replay_routes and float32 and grpo.num_minibatches == 1:
+        name_idle("replay_routes", "in float32 no token is routed otherwise before the update; try"
+                  " --dtype bfloat16")
 
 
 def save_policy(run: Run, policy: Policy) -> None:

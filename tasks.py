@@ -28,7 +28,8 @@ MATH_ANSWERS = f"{Path(__file__).parent}/extras/math_answers.py"
 class Problem(NamedTuple):
     """`source` names the line of a file, for messages; `prompt_ids` come from `encode`.
 
-    Problems of one family, such as 4 + 7 and 7 + 4, are held out together.
+    Problems of one family, such as 4 + 7 and 7 + 4, are held out together. A problem without a
+    family is its own.
     """
 
     question: str
@@ -36,6 +37,10 @@ class Problem(NamedTuple):
     source: str
     prompt_ids: list[int] = []
     family: str = ""
+
+    @property
+    def split_by(self) -> str:
+        return self.family or self.question
 
 
 Reward = Callable[..., float]
@@ -144,14 +149,10 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
         task = split(name, file.reward, seed, draw_problems(file))
         text = str(sorted(file.texts.items()))
         return replace(task, takes_rollout=file.takes_rollout, text=text)
-    held_out = []
     if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
-        train = read_jsonl(name)
-    elif "/" in name or os.path.isdir(name):
-        train, held_out = read_dataset(name)
+        train, held_out = read_jsonl(name), []
     else:
-        raise ValueError("task must be toy, digits, countdown, a .py file, a JSONL file, or a"
-                         f" dataset (a folder or a reachable hub name), got {name}")
+        train, held_out = read_dataset(name)
     if eval_path is not None:
         held_out = read_jsonl(eval_path)
     return split(name, find_reward([*held_out, *train], limit_s), seed, train, held_out)
@@ -171,8 +172,9 @@ def find_reward(problems: list[Problem], limit_s: float) -> Reward:
                 file.reward(problem, "")
 
     def reward(problem: Problem, response: str) -> float:
-        grade = file.reward if plain_number(problem.answer) is None else numeric_match
-        return grade(problem, response)
+        if plain_number(problem.answer) is None:
+            return file.reward(problem, response)
+        return numeric_match(problem, response)
 
     return reward if file else numeric_match
 
@@ -193,51 +195,55 @@ def draw_problems(file: Any) -> list[Problem]:
 
 def read_dataset(name: str) -> tuple[list[Problem], list[Problem]]:
     """The splits train, and test or validation, of a folder, or of NAME or NAME:CONFIG on a hub."""
-    path, _, config = name.partition(":")
-    reach_hub(path)
     import datasets
 
-    with stage(f"loading the dataset {name}"):
+    path, _, config = name.partition(":")
+    reach_hub(path)
+    with stage(f"loading the dataset {name} (task must be toy, digits, countdown, a .py file, a"
+               " JSONL file, or a dataset: a folder or a reachable hub name)"):
         splits = datasets.load_dataset(path, config or None)
     if "train" not in splits:
         raise ValueError(f"task must have a split train, {name} has {', '.join(splits)}")
 
     def problems(part: str) -> list[Problem]:
-        rows = enumerate(splits[part], 1)
+        rows = enumerate(splits.get(part, []), 1)
         return [_problem(row, f"{name}, {part} {number}") for number, row in rows]
 
-    for held_out in ("test", "validation"):
-        if held_out in splits:
-            return problems("train"), problems(held_out)
-    return problems("train"), []
+    return problems("train"), problems("test" if "test" in splits else "validation")
 
 
 def read_jsonl(path: str) -> list[Problem]:
-    """Problems from lines {"question": ..., "answer": ...}."""
+    """The problem of each line that is not blank."""
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
-    with stage(f"reading {path} as UTF-8"):
+    with stage(f"reading the task file {path} as UTF-8"):
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines cuts at U+2028
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    problems = [_problem(line, f"{path}, line {number}") for number, line in numbered]
+    problems = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            source = f"{path}, line {number}"
+            with stage(f"reading {source} as JSON"):
+                row = json.loads(line, object_pairs_hook=_each_once)
+            problems.append(_problem(row, source))
     if not problems:
         raise ValueError(f"task must have problems, {path} has none")
     return problems
 
 
-def _problem(row: dict[str, Any] | str, source: str) -> Problem:
-    """The problem in a row of a dataset, or in a line of JSON."""
-    with stage(f"reading {source} as JSON"):
-        # A list of pairs, if a key is there twice.
-        record = json.loads(row, object_pairs_hook=lambda pairs: (
-            dict(pairs) if len(dict(pairs)) == len(pairs) else pairs)
-        ) if isinstance(row, str) else row
-    match record:
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is there twice")
+    return dict(pairs)
+
+
+def _problem(row: Any, source: str) -> Problem:
+    """The problem in a row of a dataset or a file."""
+    match row:
         case {"question": str(question), "answer": str() | int() | float() as answer}:
             if question.strip():
                 return Problem(question, str(answer), source)
     raise ValueError(f'{source} must be an object with a non-empty string "question" and an'
-                     f' "answer", a string or a number, each once, got {record!s:.80}')
+                     f' "answer", a string or a number, got {row!s:.80}')
 
 
 def split(
@@ -245,30 +251,29 @@ def split(
 ) -> Task:
     """Each question once, in one split.
 
-    Without `held_out` the seed chooses a tenth of the families; a problem without one is its own.
+    Without `held_out` the seed chooses a tenth of the families.
     """
-    first: dict[str, Problem] = {}
+    by_question: dict[str, Problem] = {}
     for problem in (*held_out, *train):
-        known = first.setdefault(problem.question.strip(), problem)
+        known = by_question.setdefault(problem.question.strip(), problem)
         same = reward is numeric_match and reward(known, problem.answer)
         if problem.answer != known.answer and not same:
             raise ValueError(f"a question must have one answer, {known.source} has"
                              f" {known.answer!r:.40} and {problem.source} has"
                              f" {problem.answer!r:.40} to the same question")
-    distinct = list(first.values())
-    num_held_out = len({problem.question.strip() for problem in held_out})
-    if not held_out:
-        shuffled = random.Random(seed).sample(distinct, len(distinct))
-        families = [each.family or each.question for each in shuffled]
-        different = list(dict.fromkeys(families))
-        chosen = set(different[: max(1, round(0.1 * len(different)))])
-        distinct = sorted(shuffled, key=lambda each: (each.family or each.question) not in chosen)
-        num_held_out = sum(family in chosen for family in families)
-    if num_held_out >= len(distinct):
-        raise ValueError(f"task must have problems left to train on, {name} has {len(distinct)}"
-                         f" without repeats and {num_held_out} held out")
-    num_repeated = len(held_out) + len(train) - len(distinct)
-    return Task(distinct[num_held_out:], distinct[:num_held_out], reward, num_repeated)
+    problems = list(by_question.values())
+    num_repeated = len(held_out) + len(train) - len(problems)
+    chosen = {problem.split_by for problem in held_out}
+    if not chosen:
+        problems = random.Random(seed).sample(problems, len(problems))
+        families = list(dict.fromkeys(problem.split_by for problem in problems))
+        chosen = set(families[: max(1, round(0.1 * len(families)))])
+    training = [problem for problem in problems if problem.split_by not in chosen]
+    if not training:
+        raise ValueError(f"task must have problems left to train on, {name} has {len(problems)}"
+                         " without repeats, all of them held out")
+    held_out = [problem for problem in problems if problem.split_by in chosen]
+    return Task(training, held_out, reward, num_repeated)
 
 
 # ---------------------------------------------------------------------------------- prompts
@@ -289,36 +294,36 @@ def encode(tokenizer: Any, task: Task, limit_s: float = 10) -> Task:
                 raise ValueError("the tokenizer makes no token of it")
         return problem._replace(prompt_ids=ids)
 
-    train, held_out = map(encoded, task.train), map(encoded, task.held_out)
-    return replace(task, train=list(train), held_out=list(held_out), tokenizer=tokenizer)
+    return replace(task, train=list(map(encoded, task.train)),
+                   held_out=list(map(encoded, task.held_out)), tokenizer=tokenizer)
 
 
 def fitting(
-    task: Task, context: int | None, response: int, longest_prompt: int | None, drop: bool
+    task: Task, context: float, response: int, longest_prompt: float, drop: bool
 ) -> Task:
     """The task without the problems whose prompts are too long, if these are to be dropped.
 
-    `context`, the model's, `response` and `longest_prompt` are in tokens. Raises: ValueError.
+    `context`, the model's, `response` and `longest_prompt` are in tokens; infinity is no limit.
+    Raises: ValueError.
     """
-    if context is not None and response >= context:
+    if response >= context:
         raise ValueError(f"max_new_tokens must be below the model's context of {context}, got"
                          f" {response}")
     limit, why = longest_prompt, "--max-prompt-tokens"
-    if context is not None and (limit is None or context - response < limit):
+    if context - response < limit:
         limit, why = context - response, f"the context of {context} less --max-new-tokens"
-    problems = task.train + task.held_out
-    overlong = [each for each in problems if limit is not None and len(each.prompt_ids) > limit]
-    if not overlong:
-        return task
-    counted = f"{len(overlong)} of {len(problems)} prompts are longer than {limit} tokens ({why})"
-    if not drop:
-        worst = max(overlong, key=lambda problem: len(problem.prompt_ids))
-        raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)};"
-                         " try --overlong-prompts drop")
     train = [problem for problem in task.train if len(problem.prompt_ids) <= limit]
     held_out = [problem for problem in task.held_out if len(problem.prompt_ids) <= limit]
+    problems = task.train + task.held_out
+    num_overlong = len(problems) - len(train) - len(held_out)
+    if not num_overlong:
+        return task
+    counted = f"{num_overlong} of {len(problems)} prompts are longer than {limit} tokens ({why})"
+    if not drop:
+        worst = max(problems, key=lambda problem: len(problem.prompt_ids))
+        raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)};"
+                         " try --overlong-prompts drop")
     if not train or not held_out:
-        part = "held-out" if train else "training"
-        raise ValueError(f"{counted}, none of the {part} problems is left")
+        raise ValueError(f"{counted}, all of the {'held-out' if train else 'training'} problems")
     print(f"{counted}: DROPPED", flush=True)
     return replace(task, train=train, held_out=held_out)

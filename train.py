@@ -120,8 +120,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         metrics |= state.source.after_update()
 
     errors = sum(row["error"] is not None for row in rows)
-    metrics |= {"lr": lr, "reward_errors": errors}
-    metrics |= {"memory_gib": records.memory_gib()} | clock.figures()
+    metrics |= {"lr": lr, "reward_errors": errors} | clock.figures()
     return Step(metrics, problems, batch, current)
 
 

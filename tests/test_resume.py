@@ -73,18 +73,8 @@ def test_a_run_goes_on_from_what_is_whole_and_leaves_a_users_files_alone(good, w
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
-def as_checkpoint(out: Path, content: bytes) -> None:
-    checkpoint(out, 5).write_bytes(content)
-
-
-def without_optimizer(out: Path) -> None:
-    state = torch.load(checkpoint(out, 4))
-    state.pop("optimizer")
-    torch.save(state | {"step": 5}, checkpoint(out, 5))
-
-
-def rename(out: Path) -> None:
-    checkpoint(out, 4).rename(checkpoint(out, 5))
+def of_another_run(out: Path) -> None:
+    torch.save(torch.load(checkpoint(out, 4)) | {"run": "another"}, checkpoint(out, 5))
 
 
 def weights(model: Path) -> None:
@@ -109,19 +99,15 @@ def test_a_hub_model_is_that_of_one_commit(good, tmp_path, monkeypatch, capsys):
 
 
 # (what is changed, the complaint); `f` is the run's folder, its parent holds model/ and task.py
-NOT_OURS = "checkpoints must be of this run, {root}/run/checkpoints/step_000005.pt"
-UNREADABLE = "checkpoints must be readable, {root}/run/checkpoints/step_000005.pt is not; move it away"
 REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
     "no files": (lambda f: change(f / "config.json", lambda c: re.sub(rb'(?s)"files": {.*?}', b'"files": {}', c)),
                  "changed are {root}/model/config.json"),
-    "files of lists": (lambda f: change(f / "config.json", lambda c: re.sub(rb'(?<=task.py": )"\w+"', b"[]", c)),
-                       "changed are {root}/task.py; try"),
     "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed: json.decoder.JSON"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have its checkpoints"),
-    "another step": (rename, NOT_OURS), "no optimizer": (without_optimizer, NOT_OURS),
-    "a pickle": (lambda f: as_checkpoint(f, pickle.dumps(Path("x"), 2)), UNREADABLE),
-    "a text": (lambda f: as_checkpoint(f, b"hello"), UNREADABLE),
+    "another run": (of_another_run, "checkpoints must be of this run, {root}/run/checkpoints/step_000005.pt"),
+    "a pickle": (lambda f: checkpoint(f, 5).write_bytes(pickle.dumps(Path("x"), 2)),
+                 "checkpoints must be readable, {root}/run/checkpoints/step_000005.pt is not; move it away"),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),
     "weights": (lambda f: weights(f.parent / "model"), "changed are {root}/model/model.safetensors; try"),
     "reward": (lambda f: change(f.parent / "task.py", lambda c: c.replace(b"% 3", b"% 2")),
@@ -153,14 +139,11 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(m
         kept.rename(moved)
 
 
-def test_with_a_constant_rate_a_run_goes_on_for_more_steps_and_another_machine_is_named(good, tmp_path, capsys):
+def test_with_a_constant_rate_a_run_goes_on_for_more_steps(good, tmp_path, capsys):
     out, words = tmp_path / "run", ("--lr-decay", "none")
     train_here(options(good, out, *words))
-    record = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(record | {"device": "CPU, 99 threads"}))
     assert "steps must be at least 4" in refusal(options(good, out, *words, "--steps", "3", "--resume"), capsys)
     train_here(options(good, out, *words, "--steps", "6", "--resume"))
-    assert "CPU, 99 threads" in capsys.readouterr().out
     train_here(options(good, tmp_path / "whole", *words, "--steps", "6"))
     assert outcome(out) == outcome(tmp_path / "whole")
     record = json.loads((out / "config.json").read_text())
@@ -211,25 +194,19 @@ def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_th
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_a_refused_command_changes_no_file_and_tables_and_errors_go_through_no_link(
-        good, tmp_path, link, capsys, monkeypatch):
-    out, users = tmp_path / "run", tmp_path / "users"
+def test_a_refused_command_changes_no_file_and_a_librarys_error_has_its_traceback(good, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "run"
     out.mkdir()
-    users.write_text("mine")
-    for name in ("lock", "error.txt", "error.txt.new", "config.json.new", "metrics.jsonl.new", "samples.jsonl.new"):
-        link(users, out / name)
+    (out / "error.txt").write_text("mine")
     before = {path: path.lstat().st_ctime_ns for path in out.iterdir()}
-    said = refusal([*options(good, out), "--task", str(tmp_path / "absent.jsonl")], capsys)
-    assert "must be a regular file" in said and "Traceback" not in said
+    refusal(options(good, out, "--task", str(tmp_path / "absent.jsonl")), capsys)
     assert {path: path.lstat().st_ctime_ns for path in out.iterdir()} == before
-    assert users.read_text() == "mine"
     # A library's error before the run is accepted: the traceback is printed.
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr("run.find_task", lambda _: [*zip([1], [], strict=True)])
+        patch.setattr("run.find_task", lambda _: {}["absent"])
         train_here(options(good, out))
     said = capsys.readouterr().err
-    assert re.search(r"^Traceback .* in prepare\b.*\nerror: zip\(\) argument 2 is shorter", said, re.DOTALL | re.M)
+    assert re.search(r"^Traceback .* in prepare\b.*\nerror: KeyError: 'absent'", said, re.DOTALL | re.M)
     # A library's ValueError in a step, without a cause.
     monkeypatch.setattr(train, "rollout_metrics", lambda *_: [*zip([1], [], strict=True)])
     with pytest.raises(SystemExit) as stop:
@@ -238,7 +215,6 @@ def test_a_refused_command_changes_no_file_and_tables_and_errors_go_through_no_l
     said = capsys.readouterr().err
     assert re.search(r"step 1 failed: ValueError: zip\(\) argument 2 is shorter .* \(traceback:", said)
     assert "in train_step" in (out / "error.txt").read_text()
-    assert (users.read_text(), (out / "lock").read_text()) == ("mine", "mine")
 
 
 def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path, capsys):

@@ -48,7 +48,7 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
     assert run.max_model_len == limit + 8
     with pytest.raises(ValueError, match=rf"longer than {limit - 1} tokens \(the context of 256 less"):
         prepare(job(tmp_path, max_new_tokens=256 - limit + 1))
-    with pytest.raises(ValueError, match="none of the training problems is left"):
+    with pytest.raises(ValueError, match="all of the training problems"):
         prepare(job(tmp_path, max_prompt_tokens=1, overlong_prompts="drop"))
 
 

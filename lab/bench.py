@@ -20,7 +20,7 @@ from lab.memory import GIB, phases
 from records import Clock, append_rows
 from rl import Batch
 from rollouts import Sampling
-from run import build, load_policy, prepare, start_engine
+from run import begin, build, load_policy, prepare, start_engine
 from train import train_step
 
 
@@ -79,7 +79,8 @@ def main(arguments: list[str]) -> None:
     run.out.mkdir(parents=True)
     policy = load_policy(run)
     engine = start_engine(run, policy)
-    state, _ = build(run, policy, engine, None)
+    state = build(run, policy, engine)
+    begin(run, state)
     grpo, model = config.grpo, policy.model
     longest = max(map(len, run.task.prompts))
     formula = phases(config, model.config, longest, policy.chunk_elements)["update"]

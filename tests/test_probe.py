@@ -337,16 +337,12 @@ def test_values_of_the_trainer_that_are_not_finite_are_a_mismatch_and_listed(tmp
 
 # ------------------------------------------------------------------------------------------------ traces and commands
 def test_a_trace_is_the_same_after_save_and_load(tmp_path):
-    rollouts = [Rollout([1, 2, 3], 2**40, [4, 5], [-0.5, -1.5], [1, 2]),
-                Rollout([7], 0, [8, 9, 2], [-0.1, -2.0, -3.0], [2, 2, 2])]
-    trace = Trace("mine", rollouts, Sampling(0.7, 3, (2,), top_k=5), {"dtype": "float32"})
+    rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5], [1, 2]),
+                Rollout([7], None, [8, 9, 2], [-0.125, -2.0, -3.0], [2, 2, 2])]
+    trace = Trace("mine", rollouts, Sampling(0.7, 3, (2,), top_k=5))
     save_trace(str(tmp_path / "trace.npz"), trace)
     (again,) = load_traces(str(tmp_path / "trace.npz"))
-    for ours, theirs in zip(trace.rollouts, again.rollouts, strict=True):
-        for name in ("prompt_ids", "token_ids", "versions"):
-            assert getattr(ours, name) == getattr(theirs, name)
-        assert theirs.logprobs == pytest.approx(ours.logprobs)
-    assert (again.name, again.sampling) == ("mine", trace.sampling)
+    assert (again.name, again.sampling, again.rollouts) == (trace.name, trace.sampling, trace.rollouts)
 
 
 def json_trace(**changes) -> dict:

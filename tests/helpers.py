@@ -256,9 +256,11 @@ def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling:
     return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
 
 
-def read_back(engine: Engine) -> dict[str, torch.Tensor]:
-    """The engine's weights by checkpoint name, read through its own layers: vLLM's CPU build keeps linear layers
-    packed, but a layer applied to the identity gives its weight back exactly (one product by 1, the others by 0)."""
+def differing(engine: Engine, policy: Policy) -> list[str]:
+    """The tensors that are not bit-identical on both sides. The engine's are read through its own layers: vLLM's CPU
+    build keeps linear layers packed, but a layer applied to the identity gives its weight back exactly (one product by
+    1, the others by 0).
+    """
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     found, contract = {}, engine.contract
     for name, module in engine.vllm_model.named_modules():
@@ -278,12 +280,7 @@ def read_back(engine: Engine) -> dict[str, torch.Tensor]:
         for kind, tensor in held.items():  # vLLM pads the vocabulary
             pieces = tensor[: sum(sizes)].split(sizes)
             found |= {f"{part}.{kind}": piece for part, piece in zip(names, pieces, strict=True)}
-    return found
-
-
-def differing(engine: Engine, policy: Policy) -> list[str]:
-    """The tensors that are not bit-identical on both sides."""
-    found, sent = read_back(engine), policy.weights()
+    sent = policy.weights()
     assert found.keys() | {"lm_head.weight"} == sent.keys() | {"lm_head.weight"}  # a tied head is the embedding
     return [name for name, tensor in found.items() if not torch.equal(tensor, sent[name].detach())]
 
@@ -373,8 +370,8 @@ def dtypes_of(name: str) -> list[torch.dtype]:
     return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
 
 
-def small_model(name: str, tied: bool, seed: int = 0, **changes) -> PreTrainedModel:
-    torch.manual_seed(seed)
+def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
+    torch.manual_seed(0)
     options = SIZES | ARCHITECTURES.get(name, {}) | changes | {"tie_word_embeddings": tied}
     config = getattr(transformers, name.split(",")[0] + "Config")(**options)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping

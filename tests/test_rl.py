@@ -30,6 +30,7 @@ from rl import (
     in_micro_batches,
     make_batch,
     plain_body,
+    product,
     update,
 )
 from rollouts import Rollout, Sampling
@@ -142,8 +143,7 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
     (3.0, 0.6, 7, False, torch.float16),
 ])  # fmt: skip
 def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, masked, dtype, device):
-    """Products of 16-bit numbers are exact in fp32, on a GPU in its tensor cores too: if not, values are 1e-3 off. With
-    kept sets of 1 to about 64 ids; one of them has a probability of about exp(-60)."""
+    """With kept sets of 1 to about 64 ids; one of them has a probability of about exp(-60)."""
     torch.manual_seed(0)
     hidden, targets, loss_weights = torch.randn(64, 48), torch.randint(500, (64,)), torch.randn(64)
     allowed = torch.rand(64, 500) < torch.arange(64)[:, None] / 500
@@ -176,6 +176,16 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
 def test_a_chunk_of_the_head_takes_at_most_a_64th_of_a_gpus_memory_and_1_gib():
     for gib, power in ((0, 25), (15.6, 25), (23.5, 26), (39.4, 27), (79.2, 28), (139.8, 28)):
         assert head_chunk(gib) == 2**power
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_16_bit_numbers_are_exact_in_fp32(dtype, device):
+    """Each single product; their sum is rounded to fp32. The GPU's way, through the tensor cores, gives the same."""
+    left, right = torch.randn(40, 300).to(device, dtype), torch.randn(300, 50).to(device, dtype)
+    truth = left.double() @ right.double()
+    assert (product(left, right, torch.float32) - truth).norm() < 1e-5 * truth.norm()
+    assert (product(left, right, dtype) - truth).norm() > 5e-5 * truth.norm()
 
 
 def test_an_unknown_operation_after_the_head_is_refused():
@@ -379,7 +389,7 @@ def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(grpo, advantages
 
 def test_a_nan_stops_the_update_before_the_weights_move():
     policy, optimizer = fresh()
-    with pytest.raises(FloatingPointError):
+    with pytest.raises(FloatingPointError, match="the loss is nan"):
         step(policy, optimizer, GrpoConfig(), advantages=(math.nan, 1.0, 0.0, 0.0))
     assert not moved(policy)
 

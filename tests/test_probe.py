@@ -14,7 +14,6 @@ from helpers import ROOT, close_live_engine, move, qwen2, refusal, started
 
 from config import ParityFlags
 from engine_adapter import Engine
-from extras.shared_engine import SharedEngine
 from probe.__main__ import main
 from probe.diagnose import alarms, as_trace, diagnose
 from probe.search import Probe
@@ -410,23 +409,17 @@ def test_a_recorded_workload_is_parity_with_every_sampling_parameter_set(tmp_pat
 
 @pytest.mark.engine
 def test_a_trace_is_exact_until_a_weight_changes(tmp_path):
-    close_live_engine()
     qwen2(tied=False).save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path), torch.bfloat16, "cpu")
-    engine = SharedEngine(policy, str(tmp_path), ParityFlags(), exact=True, max_model_len=64)
-    try:
-        policy = engine.policy
-        engine.load(policy.weights(), policy.response_logprobs)
-        prompts = [list(range(5, 8 + index)) for index in range(24)]
+    with started(str(tmp_path), policy, kind="exact", max_model_len=64) as engine:
         sampling = Sampling(0.7, 24, top_k=20)
+        prompts = [list(range(5, 8 + index)) for index in range(24)]
         trace = as_trace(engine, engine.generate(prompts, 1, sampling, [*range(24)]), sampling)
-        verdict, earlier = diagnose(policy, trace), policy.copied_weights()
+        verdict, earlier = diagnose(engine.policy, trace), engine.policy.copied_weights()
         assert verdict.sentence.startswith("exact: all 576 tokens are equal bit for bit")
         assert (verdict.sizes[0], verdict.start.mean > 0) == ("0.0e+00", True)
-        move(policy, 0.01, 1)
-        assert "1 update(s)" in diagnose(policy, trace, [earlier]).blamed
-    finally:
-        engine.close()
+        move(engine.policy, 0.01, 1)
+        assert "1 update(s)" in diagnose(engine.policy, trace, [earlier]).blamed
 
 
 def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():

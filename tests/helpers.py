@@ -1,4 +1,4 @@
-"""What several tests share, and the checks in tests/long/ with them: engines, models, runs and planted faults.
+"""What several tests share: engines, models and runs.
 
 No test file imports another one. Fixtures and the rules for markers are in conftest.py.
 """
@@ -18,8 +18,6 @@ from copy import deepcopy
 from dataclasses import replace
 from multiprocessing import Process, get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub: what asks for one fails at once
@@ -44,7 +42,6 @@ from engine_adapter import Engine
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
-from probe.traces import Trace
 from rl import Batch, Policy, frozen_logprobs, make_batch
 from rollouts import Rollout, Sampling
 from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
@@ -259,9 +256,11 @@ def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling:
     return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
 
 
-def read_back(engine: Engine) -> dict[str, torch.Tensor]:
-    """The engine's weights by checkpoint name, read through its own layers: vLLM's CPU build keeps linear layers
-    packed, but a layer applied to the identity gives its weight back exactly (one product by 1, the others by 0)."""
+def differing(engine: Engine, policy: Policy) -> list[str]:
+    """The tensors that are not bit-identical on both sides. The engine's are read through its own layers: vLLM's CPU
+    build keeps linear layers packed, but a layer applied to the identity gives its weight back exactly (one product by
+    1, the others by 0).
+    """
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     found, contract = {}, engine.contract
     for name, module in engine.vllm_model.named_modules():
@@ -281,12 +280,7 @@ def read_back(engine: Engine) -> dict[str, torch.Tensor]:
         for kind, tensor in held.items():  # vLLM pads the vocabulary
             pieces = tensor[: sum(sizes)].split(sizes)
             found |= {f"{part}.{kind}": piece for part, piece in zip(names, pieces, strict=True)}
-    return found
-
-
-def differing(engine: Engine, policy: Policy) -> list[str]:
-    """The tensors that are not bit-identical on both sides."""
-    found, sent = read_back(engine), policy.weights()
+    sent = policy.weights()
     assert found.keys() | {"lm_head.weight"} == sent.keys() | {"lm_head.weight"}  # a tied head is the embedding
     return [name for name, tensor in found.items() if not torch.equal(tensor, sent[name].detach())]
 
@@ -376,8 +370,8 @@ def dtypes_of(name: str) -> list[torch.dtype]:
     return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
 
 
-def small_model(name: str, tied: bool, seed: int = 0, **changes) -> PreTrainedModel:
-    torch.manual_seed(seed)
+def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
+    torch.manual_seed(0)
     options = SIZES | ARCHITECTURES.get(name, {}) | changes | {"tie_word_embeddings": tied}
     config = getattr(transformers, name.split(",")[0] + "Config")(**options)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping
@@ -441,297 +435,3 @@ def timeless(out: Path) -> list[dict]:
 def outcome(out: Path) -> tuple:
     """All of a run that must not depend on its being interrupted."""
     return timeless(out), (out / "samples.jsonl").read_text(), (out / "policy" / "model.safetensors").read_bytes()
-
-
-# ------------------------------------------------------------------------------------------------ planted faults
-BLOCK = 32
-STOPS = (2, 3, 4, 5)
-# fault -> (layer, part of the cause's name)
-EXPECTED = {
-    "raw": ("semantics", "raw log-probabilities"),
-    "top-1": ("semantics", "likeliest token"),
-    "trainer without mask": ("semantics", "mask applied by the sampler and not by the trainer"),
-    "trainer without penalties": ("semantics", "penalties applied by the sampler and not by the trainer"),
-    "generation config": ("semantics", "top_k 5 of generation_config.json"),
-    "stale": ("inference path", "weights 1 update(s) old"),
-    "stale by 2": ("inference path", "weights 2 update(s) old"),
-    "prefix": ("inference path", "stale prefix cache"),
-    "kept": ("inference path", "KV kept over an in-flight update"),
-    "recomputed": ("inference path", "KV recomputed"),
-    "staggered": ("inference path", "KV kept over an in-flight update"),
-    "async": ("inference path", "one token off at an update"),
-    "one request": ("inference path", "wrong requests"),
-    "exchanged": ("inference path", "requests exchanged"),
-    "head": ("numerics", "head in 16 bits in the engine"),
-    "head in trainer": ("numerics", "head in 16 bits in the trainer"),
-    "head on both sides": ("numerics", "head in 16 bits on both sides"),
-    "moved on": ("objective", "moved on by 1"),
-}
-IN_FLIGHT = {"kept", "recomputed", "async", "staggered"}
-
-
-class FaultBench:
-    """Folders of models, and the request that the newest trial has spoiled."""
-
-    def __init__(self):
-        self.folders, self.spoiled = TemporaryDirectory(), None
-
-    def get(self, policy: Policy, parity: ParityFlags) -> Engine:
-        """The live engine, if it is as the trial needs it, or a new one."""
-        folder = f"{self.folders.name}/{policy.model.config.tie_word_embeddings}{policy.model.dtype}"
-        policy.model.save_pretrained(folder)
-        with started(folder, policy, parity, max_model_len=192, block_size=BLOCK, max_num_seqs=128) as engine:
-            return engine
-
-    def close(self):
-        close_live_engine()
-
-
-def nudge(policy: Policy, seed: int, scale: float = 0.01) -> None:
-    """A random update of every weight; its size is a tenth of the initial weights' standard deviation."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_((scale * noise).to(parameter.dtype))
-
-
-def load_as(engine: Engine, policy: Policy, weights: dict | None) -> None:
-    """Load other weights in place of the policy's. The canary is scored with them, so that it passes."""
-    with policy.using(weights):
-        engine.load({name: tensor.clone() for name, tensor in policy.weights().items()}, policy.response_logprobs)
-
-
-EXTRA = {"generation config": ("top_k", 5), "top-1": ("logprobs", 1)}
-
-
-@contextmanager
-def meddler(engine: Engine, faults: set[str]) -> Iterator[SimpleNamespace]:
-    """Changes requests and outputs between the adapter and vLLM's core, but those of the canary: while not `active`."""
-    core, state, marked = engine.llm.engine_core, SimpleNamespace(active=True), set()
-    usual = core.add_request, core.get_output
-
-    def add(request):
-        if state.active:
-            marked.add(request.request_id)
-            for fault in EXTRA.keys() & faults:
-                setattr(request.sampling_params, *EXTRA[fault])
-        usual[0](request)
-
-    def output():
-        outputs = usual[1]()
-        for new in outputs.outputs:
-            if new.request_id in marked and "top-1" in faults:
-                values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
-                values[:, 0] = values.max(axis=1)
-                new.new_logprobs = new.new_logprobs._replace(logprobs=values)
-        return outputs
-
-    core.add_request, core.get_output = add, output
-    try:
-        yield state
-    finally:
-        core.add_request, core.get_output = usual
-
-
-def spoil_kv(engine: Engine, place: int) -> int:
-    """Overwrite the first KV block of one running request; returns the request's number."""
-    scheduler = engine.core.scheduler
-    request = scheduler.running[place].request_id
-    block = scheduler.kv_cache_manager.get_block_ids(request)[0][0]
-    for cache in engine.runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
-        cache[block].neg_()
-    return int(request)
-
-
-def shifted(tied: bool, seed: int, dtype: torch.dtype):
-    """The tests' model with an offset in all logits. It changes the rounding of a 16-bit head but not the softmax."""
-    model = qwen2(tied=tied, seed=seed, dtype=dtype)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 4.0
-        model.get_output_embeddings().weight[:, 0] = 4.0
-    return model
-
-
-def plant(bench: FaultBench, faults: set[str], tied: bool, dtype: torch.dtype, seed: int, batch: int = 24,
-          temperature: float = 0.7, tokens: int = 40):
-    """Sample a trace with the faults; returns (trace, policy, earlier, version, trainer) for `diagnose`."""
-    policy = Policy(shifted(tied, seed, dtype))
-    parity = ParityFlags(processed_logprobs="raw" not in faults,
-                         uncached_runtime=not faults & {"prefix", "async"},
-                         fp32_head=not (faults & {"head", "head on both sides"} and dtype == torch.bfloat16))
-    policy.scoring = replace(policy.scoring, fp32_head=parity.fp32_head)
-    engine = bench.get(policy, parity)
-    policy.scoring = replace(policy.scoring, fp32_head=True)
-    if "generation config" in faults:
-        policy.model.generation_config.top_k = 5
-    generator = torch.Generator().manual_seed(100 + seed)
-    lengths = torch.randint(3, 90 if "prefix" in faults else 30, (batch,), generator=generator)
-    prompts = [torch.randint(6, 96, (int(n),), generator=generator).tolist() for n in lengths]
-    seeds = [5000 * (seed + 1) + 7 * i for i in range(batch)]
-    sampling = Sampling(temperature, tokens, STOPS)
-    if "trainer without mask" in faults:
-        sampling = replace(sampling, top_k=8)
-    if "trainer without penalties" in faults:
-        sampling = replace(sampling, repetition_penalty=1.2, presence_penalty=0.2)
-    oldest = policy.copied_weights()
-    if "stale by 2" in faults:
-        nudge(policy, 50 + seed)
-    old = policy.copied_weights()
-    moving = {"stale", "stale by 2", "prefix", "moved on"} | IN_FLIGHT
-    rollouts = []
-    with meddler(engine, faults) as meddling:
-        if "prefix" in faults:
-            engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are sent again
-        if faults & IN_FLIGHT:
-            for prompt, sample_seed in zip(prompts, seeds, strict=True):
-                rollouts += engine.submit(prompt, 1, sampling, sample_seed)
-                if "staggered" in faults and len(rollouts) % 2:
-                    engine.step()
-            for _ in range(11):
-                engine.step()
-        if faults & moving:
-            nudge(policy, 60 + seed)
-        if "recomputed" in faults:
-            assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-        meddling.active = False
-        if "moved on" not in faults:
-            policy.scoring = replace(policy.scoring, fp32_head=parity.fp32_head)
-            load_as(engine, policy, oldest if "stale by 2" in faults else old if "stale" in faults else None)
-        meddling.active = True
-        rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
-        first = min(map(int, engine._requests))
-        steps = 0
-        while engine.num_unfinished:
-            engine.step()
-            steps += 1
-            if "one request" in faults and steps == 6:
-                bench.spoiled = spoil_kv(engine, batch // 3) - first
-    if "exchanged" in faults:
-        rollouts[3].prompt_ids, rollouts[9].prompt_ids = rollouts[9].prompt_ids, rollouts[3].prompt_ids
-    meta = {"vllm": engine.version, "dtype": str(policy.model.dtype).removeprefix("torch."),
-            "stop_token_ids": list(STOPS)}
-    policy.scoring = replace(policy.scoring, fp32_head=not faults & {"head in trainer", "head on both sides"})
-    version = engine.weight_version + ("moved on" in faults)
-    earlier = [old, oldest] if "stale by 2" in faults else [old]
-    trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"
-    return Trace("planted", rollouts, sampling, meta), policy, earlier, version, trainer
-
-
-def rightly_named(faults: list[str], verdict) -> tuple[bool, bool]:
-    """Does the verdict name the layers of the faults, and does it name their causes?"""
-    layers = {EXPECTED[fault][0] for fault in faults}
-    causes = [cause.name for cause in verdict.causes]
-    wanted = [EXPECTED[fault][1] for fault in faults]
-    named = all(any(part in cause for cause in causes) for part in wanted)
-    extra = len(causes) - len(wanted) - (1 if "async" in faults else 0)
-    return {cause.layer for cause in verdict.causes} == layers, named and extra <= 0
-
-
-# ------------------------------------------------------------------------------------------------ one layer
-LAYERS, FIRST_LATE = 4, 64
-SHAPES = {"Llama": dict(attention_bias=True, mlp_bias=True), "Qwen2": {}, "Gemma2": dict(attention_bias=True),
-          "GPT2": dict(n_layer=LAYERS), "Mixtral": {}}  # fmt: skip
-LAYER_SAMPLING = Sampling(temperature=0.7, max_new_tokens=40)
-
-
-def layered_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """Four layers. Norm weights and biases are random too: transformers starts with 1 and 0."""
-    model = small_model(name, name in ALWAYS_TIED, seed, num_hidden_layers=LAYERS, **SHAPES[name])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-def layer_requests(seed: int, requests: int = 3) -> tuple[list[list[int]], list[int]]:
-    """Prompts of 50 to 90 tokens and the seeds of their responses."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(50, 91, (requests,), generator=generator).tolist()
-    prompts = [torch.randint(3, 96, (length,), generator=generator).tolist() for length in lengths]
-    return prompts, [100 * seed + row for row in range(requests)]
-
-
-def of_layer(weights: dict[str, torch.Tensor], layer: int, *parts: str) -> list[str]:
-    """The names of a layer's tensors that contain one of these parts."""
-    own = [name for name in weights if re.search(rf"\.(layers|h)\.{layer}\.", name)]
-    return [name for name in own if not parts or any(part in name for part in parts)]
-
-
-def named_layers(rows: list[dict]) -> dict[int, list[str]]:
-    """The halves that `compare_layers` finds beyond the noise floor, by layer, the first one first."""
-    named: dict[int, list[str]] = {}
-    for row in rows:
-        if row["beyond"]:
-            halves = named.setdefault(row["layer"], [])
-            half = "attention" if row["part"].endswith("attention") else "MLP"
-            if half not in halves and row["title"] not in ("embedding", "final norm"):
-                halves.append(half)
-    return named
-
-
-def faulty_weights(fault: str, policy: Policy, layer: int, seed: int) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The weights that the engine is given, and the halves of the layer that are wrong in them."""
-    weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
-    halves = ["attention"]
-    if fault == "rows of a head swapped":
-        (name,) = of_layer(weights, layer, "q_proj.weight", "attn.c_attn.weight")
-        rows = weights[name].T if "c_attn" in name else weights[name]  # (out, in)
-        rows[:32] = rows[:32].roll(16, dims=0)
-    elif fault == "bias dropped":
-        names = of_layer(weights, layer, "q_proj.bias", "k_proj.bias", "v_proj.bias", "c_attn.bias")
-        if seed % 2 and of_layer(weights, layer, "down_proj.bias", "mlp.c_proj.bias"):
-            names, halves = of_layer(weights, layer, "down_proj.bias", "mlp.c_proj.bias"), ["MLP"]
-        for name in names:
-            weights[name].zero_()
-    elif fault == "MLP in 8 bits":
-        halves = ["MLP"]
-        for name in of_layer(weights, layer, "mlp", "experts"):
-            if weights[name].dim() == 2:  # a scale for each output
-                step = weights[name].abs().amax(dim=0 if ".c_" in name else 1, keepdim=True) / 127
-                weights[name] = (weights[name] / step).round() * step
-    elif fault == "stale layer":
-        halves = ["attention", "MLP"]
-        torch.manual_seed(seed)
-        for name in of_layer(weights, layer):
-            weights[name] += 0.01 * torch.randn_like(weights[name])
-    return weights, halves
-
-
-@contextmanager
-def layer_fault(fault: str, name: str, engine: Engine, policy: Policy, layer: int, seed: int) -> Iterator[tuple]:
-    """A fault in one layer of a live engine. Yields the layer and the halves to be named."""
-    weights, halves = faulty_weights(fault, policy, layer, seed)
-    engine.canary_tolerance = math.inf
-    engine.load(weights, policy.response_logprobs)
-    model = engine.runner.get_model()
-    module = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))[layer]
-    if fault == "rope base x 1.2":
-        shared_rope = module.self_attn.rotary_emb
-        rope = module.self_attn.rotary_emb = deepcopy(shared_rope)
-        rope.base *= 1.2
-        rope.cos_sin_cache = rope._compute_cos_sin_cache().to(rope.cos_sin_cache)
-        rope.cos_sin_cache_bf16 = rope.cos_sin_cache.bfloat16()
-        yield layer, halves
-        module.self_attn.rotary_emb = shared_rope
-    elif fault == "window one short":
-        module.self_attn.attn.impl.sliding_window -= 1
-        yield layer, halves
-        module.self_attn.attn.impl.sliding_window += 1
-    elif fault == "norm x 1.01":
-        norms = [("input_layernorm", "ln_1"), ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2")]
-        norm = next(getattr(module, each) for each in norms[seed % 2] if hasattr(module, each))
-        offset = float(name == "Gemma2")  # its weight is added to 1
-        with torch.no_grad():
-            norm.weight.add_(offset).mul_(1.01).sub_(offset)
-        yield layer, ["MLP"] if seed % 2 else ["attention"]
-    elif fault == "positions + 1 from 64":
-        def later(_module, _args, kwargs):
-            return _args, kwargs | {"positions": kwargs["positions"] + (kwargs["positions"] >= FIRST_LATE)}
-
-        hook = model.register_forward_pre_hook(later, with_kwargs=True)
-        yield (-1, []) if name == "GPT2" else (0, ["attention"])
-        hook.remove()
-    else:
-        yield layer, halves

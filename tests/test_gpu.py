@@ -24,14 +24,18 @@ def test_each_gpu_test_that_starts_an_engine_in_its_process_has_the_marker(reque
                      "test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error"}  # fmt: skip
 
 
+def run(*program: object) -> None:
+    words = [sys.executable, *map(str, program)]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
 @pytest.mark.gpu
 @pytest.mark.engine
 def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_than_noise(good):
     options = ("--dtype bfloat16 --steps 2 --max-new-tokens 16 --kv-cache-gib 1 --offload-optimizer"
                " --gradient-checkpointing --self-noise-every 1 --out {root}/gpu")  # fmt: skip
-    program = [sys.executable, "train.py", *command(good, options)]
-    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run("train.py", *command(good, options))
     steps = rows(good / "gpu")[1:]
     assert len(steps) == 2
     assert all(0 < step["mismatch_abs_mean"] < 3 * step["self_noise_abs_mean"] for step in steps)
@@ -42,9 +46,7 @@ def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_t
 @pytest.mark.engine
 def test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error(good, tmp_path):
     size = "--num-prompts 4 --max-new-tokens 8 --kv-cache-gib 2"
-    program = [sys.executable, "-m", "lab.study", "gpu", "--cells", "parity", "--steps", "3", "--out", str(tmp_path),
-               f"--train-args=--model {good / 'model'} {size}"]  # fmt: skip
-    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert result.returncode == 0, result.stdout[-3000:]
+    run("-m", "lab.study", "gpu", "--cells", "parity", "--steps", "3", "--out", tmp_path,
+        f"--train-args=--model {good / 'model'} {size}")  # fmt: skip
     measured = json.loads((tmp_path / "gpu.json").read_text())["cells"]["parity"]["metrics"]
     assert measured["freed"][0] > 1.9

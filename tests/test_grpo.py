@@ -123,19 +123,19 @@ def options(tmp_path_factory) -> dict:
 @pytest.mark.engine
 def test_page_and_core_make_the_same_three_steps(options):
     """The importance weights of the first job are all 0.9. In the second job a minibatch is a group of odd size, so
-    that some have no signal. The third job has the two-policy form with raw values, the fourth a chat template."""
+    that some have no signal, and there is a chat template. The third job has the two-policy form with raw values."""
     chat = str(Path(options["model"]).with_name("chat"))
     jobs = [of_both(options, **changes) for changes in (
-        {"tis_cap": 0.9}, {"group_size": 5, "num_minibatches": 4}, {"two_policy": True, "processed_logprobs": False},
-        {"model": chat})]  # fmt: skip
+        {"tis_cap": 0.9}, {"group_size": 5, "num_minibatches": 4, "model": chat},
+        {"two_policy": True, "processed_logprobs": False})]  # fmt: skip
     for page, core in jobs:
         for page_row, core_row in zip(page, core, strict=True):
             assert_equal(page_row, core_row)
         assert page[-1]["held_out"] == core[-1]["held_out"]
-    with_tis, by_group, raw, template = (page for page, _ in jobs)
+    with_tis, by_group, raw = (page for page, _ in jobs)
     assert any(row.get("clip_rate") for row in raw)
     assert all(row["mismatch_abs_mean"] > 0.1 for row in raw)
-    for page in (with_tis, by_group, template):
+    for page in (with_tis, by_group):
         assert all(row["mismatch_abs_mean"] < ROUNDING for row in page)
     nine = toy_tokenizer().convert_tokens_to_ids("9")
     responses = [response for page, _ in jobs for row in page for response in row["tokens"]]
@@ -202,10 +202,10 @@ def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, capsy
 
 ROW = '{"question": "1+1=", "answer": 2}'
 FILES = {
-    "": "line 1, ", f"{ROW}\n\n{ROW}": "line 2, ", f'{ROW}\n{{"answer": 2}}': "line 2, .*question",
-    '{"question": "1+1="}': "line 1, .*answer", '{"question": " ", "answer": 2}': "line 1, ",
-    '{"question": "1+1=", "answer": null}': "line 1, ", f"{ROW}\n[1]": "line 2, ", ROW[:-3]: "line 1, ",
-} | {f'{ROW}\n{ROW[:-2]}"{answer}"}}': "line 2, .*plain num" for answer in ("1/2", "2 or 3", "0,5", "#### 50%", "=2")}
+    "": "line 1, ", f'{ROW}\n{{"answer": 2}}': "line 2, .*question", '{"question": "1+1="}': "line 1, .*answer",
+    '{"question": " ", "answer": 2}': "line 1, ", '{"question": "1+1=", "answer": null}': "line 1, ",
+    f"{ROW}\n[1]": "line 2, ", '{"question": "1+1=", "answer": "2 or 3"}': "line 1, .*plain num",
+}
 
 
 def in_config(**changes):
@@ -230,9 +230,9 @@ MODELS = {
     "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no file named model.safeten"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
 }
-WRONG = [("tis_cap", -1.0), ("clip", math.nan), ("lr", -1e-3), ("lr", math.inf), ("temperature", 0.0)]
 COUNTS = "num_prompts", "group_size", "num_minibatches", "steps", "eval_every", "max_new_tokens"
-WRONG += [(name, 0) for name in COUNTS]
+WRONG = dict.fromkeys(COUNTS, 0) | {"clip": math.nan, "lr": math.inf, "temperature": 0.0}
+OFF = dict(fp32_head=False), dict(uncached_runtime=False), dict(processed_logprobs=False), dict(two_policy=True)
 
 
 @pytest.mark.engine  # it starts none, but the page imports vllm
@@ -258,11 +258,8 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "File exists" in refusal(out=str(tmp_path / "file"))
     for changes, complaint in (
-        (dict(tis_cap=2.0, fp32_head=False), "tis_cap needs all fixes"),
-        (dict(tis_cap=2.0, uncached_runtime=False), "tis_cap needs all fixes"),
-        (dict(tis_cap=2.0, processed_logprobs=False), "tis_cap needs all fixes"),
-        (dict(tis_cap=2.0, two_policy=True), "tis_cap needs all fixes to be on, and two_policy off"),
-        *((dict([each]), f"{each[0]} must be positive and finite, got {each[1]}") for each in WRONG),
+        *((dict(tis_cap=2.0) | off, "tis_cap needs all fixes to be on, and two_policy off") for off in OFF),
+        *(({name: value}, f"{name} must be positive and finite, got {value}") for name, value in WRONG.items()),
         (dict(dtype="float16"), "dtype must be float32, or bfloat16 with lr >= 1e-3"),
         (dict(dtype="bfloat16", lr=1e-6), "dtype must be float32, or bfloat16 with lr >= 1e-3"),
         (dict(num_minibatches=5), "num_minibatches must divide the 24 rows"),

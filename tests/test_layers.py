@@ -1,56 +1,123 @@
 """`probe layers`: faults in one layer of the live vLLM."""
 
+import math
 import re
-from pathlib import Path
+from copy import deepcopy
 
 import pytest
 import torch
-from helpers import (
-    LAYER_SAMPLING,
-    ROUNDING,
-    close_live_engine,
-    layer_fault,
-    layer_requests,
-    layered_model,
-    named_layers,
-    qwen2,
-    small_model,
-    started,
-)
+from helpers import ALWAYS_TIED, ROUNDING, close_live_engine, qwen2, small_model, started
 
 from config import ParityFlags
 from probe.__main__ import main
 from probe.layers import compare_layers, find_modules, report
 from rl import Policy
+from rollouts import Sampling
+
+Weights = dict[str, torch.Tensor]
+draw = torch.Generator().manual_seed(0)
+PROMPTS = [torch.randint(3, 96, (length,), generator=draw).tolist() for length in (50, 70, 90)]
+REQUESTS = PROMPTS, [0, 1, 2], Sampling(temperature=0.7, max_new_tokens=40)
+OPTIONS = {"Llama": dict(attention_bias=True), "Gemma2": dict(attention_bias=True), "GPT2": dict(n_layer=4)}
 
 
-def layered_policy(folder: Path, name: str, dtype: torch.dtype) -> Policy:
-    layered_model(name).save_pretrained(folder)
-    return Policy.load(str(folder), dtype, "cpu")
+# ------------------------------------------------------------------------------------------------ faults in layer 2
+def of_layer(weights: Weights, *parts: str) -> list[torch.Tensor]:
+    return [tensor for name, tensor in weights.items()
+            if re.search(r"\.(layers|h)\.2\.", name) and any(part in name for part in parts)]  # fmt: skip
+
+
+def scale_norm(weights: Weights) -> None:
+    (norm,) = of_layer(weights, "input_layernorm")
+    norm.mul_(1.01)
+
+
+def scale_gemmas_norm(weights: Weights) -> None:
+    (norm,) = of_layer(weights, "pre_feedforward_layernorm")
+    norm.add_(1).mul_(1.01).sub_(1)  # the weight is added to 1
+
+
+def swap_rows_of_a_head(weights: Weights) -> None:
+    (rows,) = of_layer(weights, "q_proj.weight")
+    rows[:32] = rows[:32].roll(16, dims=0)
+
+
+def drop_biases(weights: Weights) -> None:
+    for bias in of_layer(weights, "q_proj.bias", "k_proj.bias", "v_proj.bias"):
+        bias.zero_()
+
+
+def round_experts_to_8_bits(weights: Weights) -> None:
+    for matrix in of_layer(weights, "experts"):
+        step = matrix.abs().amax(dim=1, keepdim=True) / 127  # a scale for each output
+        matrix.copy_((matrix / step).round() * step)
+
+
+def leave_stale(weights: Weights) -> None:
+    for tensor in of_layer(weights, ""):
+        tensor.add_(0.01 * torch.randn_like(tensor))
+
+
+def turn_faster(model, patch) -> None:
+    attention = model.model.layers[2].self_attn
+    patch.setitem(attention._modules, "rotary_emb", deepcopy(attention.rotary_emb))  # all layers share one
+    attention.rotary_emb.base *= 1.2
+    attention.rotary_emb.cos_sin_cache.copy_(attention.rotary_emb._compute_cos_sin_cache())
+
+
+def shorten_window(model, patch) -> None:
+    implementation = model.model.layers[2].self_attn.attn.impl
+    patch.setattr(implementation, "sliding_window", implementation.sliding_window - 1)
+
+
+def shift_positions_from_64_on(model, patch) -> None:
+    usual = model.forward
+    patch.setattr(model, "forward", lambda *given, positions, **more: usual(
+        *given, positions=positions + (positions >= 64), **more))  # fmt: skip
+
+
+def named(rows: list[dict]) -> set[str]:
+    """The halves beyond the noise floor."""
+    titles = {row["title"].replace("input of ", "").replace("output", "MLP") for row in rows if row["beyond"]}
+    return titles - {"final norm"}
+
+
+ATTENTION, MLP = "layer 2, attention", "layer 2, MLP"
+IN_ENGINE = turn_faster, shorten_window, shift_positions_from_64_on
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name, dtype, faults", [
-    ("Llama", torch.bfloat16, ("norm x 1.01", "rows of a head swapped", "bias dropped")),
-    ("GPT2", torch.float32, ("positions + 1 from 64", "stale layer")),
-    ("Mixtral", torch.bfloat16, ("MLP in 8 bits", "window one short", "positions + 1 from 64")),
-    ("Gemma2", torch.float32, ("rope base x 1.2", "norm x 1.01")),
+    ("Llama", torch.bfloat16, {scale_norm: {ATTENTION}, swap_rows_of_a_head: {ATTENTION}, drop_biases: {ATTENTION}}),
+    ("GPT2", torch.float32, {shift_positions_from_64_on: {"embedding"}, leave_stale: {ATTENTION, MLP}}),
+    ("Mixtral", torch.bfloat16, {round_experts_to_8_bits: {MLP}, shorten_window: {ATTENTION},
+                                 shift_positions_from_64_on: {f"layer {layer}, attention" for layer in range(4)}}),
+    ("Gemma2", torch.float32, {turn_faster: {ATTENTION}, scale_gemmas_norm: {MLP}}),
 ])  # fmt: skip
 def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_path, name, dtype, faults):
-    policy = layered_policy(tmp_path, name, dtype)
+    model = small_model(name, name in ALWAYS_TIED, num_hidden_layers=4, **OPTIONS.get(name, {}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # transformers starts with 1 and 0
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    policy = Policy.load(str(tmp_path), dtype, "cpu")
     with started(str(tmp_path), policy) as engine:
-        rows = compare_layers(policy, engine, *layer_requests(0), LAYER_SAMPLING)
-        assert named_layers(rows) == {}, report(rows, "")
-        for seed, fault in enumerate(faults):
-            with layer_fault(fault, name, engine, policy, 2, seed) as (layer, halves):
-                rows = compare_layers(policy, engine, *layer_requests(seed), LAYER_SAMPLING)
-            named, text = named_layers(rows), report(rows, fault)
-            assert next(iter(named)) == layer, text
-            assert named[layer] == halves, text
-            # Positions are wrong in every layer that has rope.
-            everywhere = fault.startswith("positions") and name != "GPT2"
-            assert list(named) == (list(range(4)) if everywhere else [layer]), text
-            assert ("=> " + fault + (": embedding: " if layer < 0 else f": layer {layer}, ")) in text
+        rows = compare_layers(policy, engine, *REQUESTS)
+        assert named(rows) == set(), report(rows, "")
+        engine.canary_tolerance = math.inf
+        for fault, halves in faults.items():
+            weights = {name: tensor.detach().clone() for name, tensor in policy.weights().items()}
+            if fault not in IN_ENGINE:
+                fault(weights)
+            engine.load(weights, policy.response_logprobs)
+            with pytest.MonkeyPatch.context() as patch:
+                if fault in IN_ENGINE:
+                    fault(engine.runner.get_model(), patch)
+                rows = compare_layers(policy, engine, *REQUESTS)
+            text = report(rows, "vLLM")
+            assert named(rows) == halves, text
+            assert re.search(f"=> vLLM: {min(halves)[:7]}", text), text
 
 
 @pytest.mark.engine
@@ -59,19 +126,24 @@ def test_a_layer_that_has_added_its_residual_itself_is_read_as_it_is(tmp_path):
     small_model("Cohere", True).save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path), torch.float32, "cpu")
     with started(str(tmp_path), policy) as engine:
-        rows = compare_layers(policy, engine, *layer_requests(0), LAYER_SAMPLING)
-    assert named_layers(rows) == {}
+        rows = compare_layers(policy, engine, *REQUESTS)
+    assert named(rows) == set()
     assert max(row["difference"] for row in rows) < ROUNDING
+
+
+def printed_by_command(model, folder, capsys) -> tuple[int, list[str]]:
+    """The exit status, and the lines of the table and the sentence."""
+    close_live_engine()
+    model.save_pretrained(folder)
+    with pytest.raises(SystemExit) as stop:
+        main(["layers", "--model", str(folder), "--num-prompts", "3", "--max-new-tokens", "20"])
+    return stop.value.code, capsys.readouterr().out.splitlines()[-1 - (1 + 2 * 5 + 1) - 1 :]
 
 
 @pytest.mark.engine
 def test_the_command_prints_each_place(tmp_path, capsys):
-    close_live_engine()
-    layered_model("Qwen2").save_pretrained(tmp_path / "model")
-    with pytest.raises(SystemExit) as stop:
-        main(["layers", "--model", str(tmp_path / "model"), "--num-prompts", "3", "--max-new-tokens", "20"])
-    assert stop.value.code == 0
-    title, *rows, sentence = capsys.readouterr().out.splitlines()[-1 - (1 + 4 * 5 + 1) - 1 :]
+    status, (title, *rows, sentence) = printed_by_command(qwen2(tied=False), tmp_path, capsys)
+    assert status == 0
     places = [row[:28].rstrip() for row in rows]
     assert [places[0], places[1], places[-1]] == ["embedding", "layer 0, input of attention", "final norm"]
     assert title.split() == ["place", "differs", "floor", "floors"]
@@ -81,25 +153,21 @@ def test_the_command_prints_each_place(tmp_path, capsys):
 @pytest.mark.engine
 def test_parallel_residuals_that_vllms_stablelm_computes_in_sequence_give_exit_status_1(tmp_path, capsys):
     """A difference that nobody planted: vLLM's class does not read `use_parallel_residual`."""
-    close_live_engine()
-    small_model("StableLm", False, use_parallel_residual=True).save_pretrained(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        main(["layers", "--model", str(tmp_path), "--num-prompts", "2"])
-    assert stop.value.code == 1
-    assert re.search(r"float32: layer 0, input of MLP: .* in prefill and decode\n$",
-                     capsys.readouterr().out)  # fmt: skip
+    model = small_model("StableLm", False, use_parallel_residual=True)
+    status, (*_, sentence) = printed_by_command(model, tmp_path, capsys)
+    assert status == 1
+    assert re.search("float32: layer 0, input of MLP: .* in prefill and decode$", sentence)
 
 
 @pytest.mark.engine
 def test_what_hooks_do_not_see_is_refused_in_a_sentence(tmp_path):
-    qwen2(tied=False).save_pretrained(tmp_path / "qwen2")
-    small_model("FalconH1", False).save_pretrained(tmp_path / "falcon")
-    for folder, parity, what in (("qwen2", ParityFlags(uncached_runtime=False), "prefix cache"),
-                                 ("falcon", ParityFlags(), "recurrent layers")):  # fmt: skip
-        policy = Policy.load(str(tmp_path / folder), torch.float32, "cpu")
-        with started(str(tmp_path / folder), policy, parity) as engine, \
-                pytest.raises(ValueError, match=f"engine must have no {what}"):
-            compare_layers(policy, engine, *layer_requests(0), LAYER_SAMPLING)
+    for model, parity, what in ((qwen2(tied=False), ParityFlags(uncached_runtime=False), "prefix cache"),
+                                (small_model("FalconH1", False), ParityFlags(), "recurrent layers")):  # fmt: skip
+        folder = str(tmp_path / what)
+        model.save_pretrained(folder)
+        policy = Policy.load(folder, torch.float32, "cpu")
+        with started(folder, policy, parity) as engine, pytest.raises(ValueError, match=f"engine must have no {what}"):
+            compare_layers(policy, engine, *REQUESTS)
         close_live_engine()
     with pytest.raises(ValueError, match="model must have its 7 decoder layers in a list"):
         find_modules(policy.model, 7)

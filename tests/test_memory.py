@@ -26,15 +26,22 @@ def terms(phase: str, **options) -> dict[str, float]:
 
 
 def test_full_training_in_16_bits_has_18_bytes_a_parameter_in_the_update():
-    update = terms("update")
-    names = "weights", "masters", "moments", "gradients"
-    assert [update[name] / PARAMETERS for name in names] == [2, 4, 8, 4]
-    assert [terms("update", dtype="float32")[name] / PARAMETERS for name in names] == [4, 0, 8, 4]
-    assert terms("update", kl_coef=0.1)["weights"] / PARAMETERS == 4  # and the first policy's
-    assert update["activations"] == 4 * 4096 * (16 * 256 + 2 * (8 * 256 + 4 * 1024))
+    weights, optimizer = 2 * PARAMETERS, {"masters": 4 * PARAMETERS, "moments": 8 * PARAMETERS}
+    activations = 4 * 4096 * (16 * 256 + 2 * (8 * 256 + 4 * 1024))
+    update = {"weights": weights, "adapters": 0, "context": CONTEXT, "gradients": 4 * PARAMETERS,
+              "activations": activations, "head": 4 * 2**25 * 4} | optimizer  # fmt: skip
+    assert terms("update") == update
+    generate = {"weights": weights, "adapters": 0, "context": CONTEXT, "engine": weights, "kv cache": 2 * GIB,
+                "sampler": 4 * 10 * 1000 * 4} | optimizer  # fmt: skip
+    assert terms("generate") == generate
+    wide = terms("update", dtype="float32")
+    assert [wide[name] / PARAMETERS for name in ("weights", "masters", "moments", "gradients")] == [4, 0, 8, 4]
+    assert terms("update", kl_coef=0.1)["weights"] == 2 * weights  # and the first policy's
     checkpointed = terms("update", gradient_checkpointing=True)["activations"]
-    assert checkpointed == 4 * 4096 * 2 * 256 + update["activations"] / 4
-    assert "engine" not in update
+    assert checkpointed == 4 * 4096 * 2 * 256 + activations / 4
+    assert not terms("generate", offload_optimizer=True).keys() & optimizer.keys()
+    assert terms("generate", engine="shared") == generate | {"engine": 0}
+    assert terms("update", inflight_groups=4) == update | {"engine": weights, "kv cache": 2 * GIB}
 
 
 def test_adapters_have_16_bytes_each_and_the_frozen_model_2_a_parameter():
@@ -42,44 +49,30 @@ def test_adapters_have_16_bytes_each_and_the_frozen_model_2_a_parameter():
     # Of a layer: queries and output, keys and values, the MLP
     adapters = 8 * 4 * (2 * 512 + 2 * (256 + 128) + 3 * (256 + 1024))
     names = "weights", "adapters", "masters", "moments", "gradients"
-    expected = 2 * PARAMETERS + 16 * adapters + 4 * adapters  # the KL's reference
-    assert sum(update[name] for name in names) == expected
-    assert terms("update")["adapters"] == 0
-
-
-def test_the_engine_is_there_while_it_samples_and_stays_with_kept_requests():
-    generate = terms("generate")
-    assert generate == {"weights": 2 * PARAMETERS, "adapters": 0, "context": CONTEXT, "masters": 4 * PARAMETERS,
-                        "moments": 8 * PARAMETERS, "engine": 2 * PARAMETERS, "kv cache": 2 * GIB,
-                        "sampler": 4 * 10 * 1000 * 4}  # fmt: skip
-    assert "moments" not in terms("generate", offload_optimizer=True)
-    assert terms("generate", engine="shared")["engine"] == 0
-    assert terms("update", inflight_groups=4)["kv cache"] == 2 * GIB
+    assert sum(update[name] for name in names) == 2 * PARAMETERS + (16 + 4) * adapters  # with the KL's reference
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_activations_are_what_autograd_keeps(dtype):
     model, kept = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(getattr(torch, dtype)), {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = model.model(input_ids=torch.zeros(4, 1024, dtype=torch.long)).last_hidden_state
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
     assert terms("update", dtype=dtype)["activations"] / sum(kept.values()) == pytest.approx(1.0, abs=0.15)
     assert hidden.requires_grad  # the graph was alive while the bytes were counted
 
 
 def test_the_command_says_whether_a_job_fits(capsys):
-    words = ["--dtype", "bfloat16", "--kv-cache-gib", "2"]
-    assert main([*words, "--gib", "8"]) == 0
-    assert ": fits 8 GiB" in capsys.readouterr().out
-    assert main([*words, "--gib", "3"]) == 1
-    assert ": does NOT fit 3 GiB" in capsys.readouterr().out
+    for gib, status, words in (("8", 0, ": fits 8 GiB"), ("3", 1, ": does NOT fit 3 GiB")):
+        assert main(["--dtype", "bfloat16", "--kv-cache-gib", "2", "--gib", gib]) == status
+        assert words in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--model", "/absent"])
     assert "reading a model folder or a reachable hub name, /absent, failed" in capsys.readouterr().err

@@ -16,9 +16,7 @@ from objectives import (
     Policies,
     correct,
     correction_metrics,
-    effective_sample_size,
     group_advantages,
-    kl_k3,
     mismatch_metrics,
     weighted_loss,
 )
@@ -30,29 +28,15 @@ def advantages(rewards: list[float], group_size: int, divide_by_std: bool = True
     return group_advantages(scores, group_size, unused, divide_by_std)[:, 0].tolist()
 
 
-def test_group_advantages_equal_hand_computed_values():
-    rewards = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    std = math.sqrt(4 * 0.25 / 3)  # four rewards half a point from their mean, unbiased
-    expected = [0.5 / (std + 1e-4), -0.5 / (std + 1e-4), -0.5 / (std + 1e-4), 0.5 / (std + 1e-4), 0, 0, 0, 0]
-    assert advantages(rewards, 4) == pytest.approx(expected)
-    assert advantages(rewards, 4, divide_by_std=False) == [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("divide_by_std", [True, False])
-def test_equal_rewards_have_no_advantage_and_nearly_equal_ones_have(divide_by_std):
+def test_group_advantages_equal_hand_computed_values_and_equal_rewards_have_none(divide_by_std):
     for value, group_size in product([0.1, 0.7, 1 / 3, -0.6, 1e-8, 1e6 + 0.3], range(2, 70, 3)):
         assert not any(advantages([value] * 2 * group_size, group_size, divide_by_std)), (value, group_size)
-    for value, apart in ((0.1, 1e-6), (1e8, 1.0)):
-        last = advantages([value] * 7 + [value + apart], 8, divide_by_std)[-1]
+    for value, apart in ((0.1, 1e-6), (0.0, 1.0), (1e8, 1.0)):  # and a group of equal rewards beside
         std = apart / math.sqrt(8)  # of seven equal numbers and one that is `apart` from them
-        assert last == pytest.approx(7 / 8 * apart / (std + 1e-4 if divide_by_std else 1), rel=1e-6)
-
-
-def test_kl_k3_is_unbiased_by_enumeration():
-    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
-    exact = (p * (p / q).log()).sum()
-    assert (p * kl_k3(p.log(), q.log())).sum().item() == pytest.approx(exact.item())
-    assert (kl_k3(p.log(), q.log()) >= 0).all()
+        unit = apart / 8 / (std + 1e-4 if divide_by_std else 1)
+        found = advantages([value] * 7 + [value + apart] + [value] * 8, 8, divide_by_std)
+        assert found == pytest.approx([-unit] * 7 + [7 * unit] + [0] * 8, rel=1e-6)
 
 
 @pytest.mark.parametrize("kl_gradient, of_pi", [("k3", False), ("exact", True)])
@@ -90,6 +74,7 @@ def ragged(seed: int) -> Ragged:
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (int(torch.randint(2, 9, (), generator=generator)) for _ in range(2))
     lengths = torch.randint(0, columns + 1, (rows, 1), generator=generator)  # an empty row too
+    lengths[0] = columns
     start = torch.randint(0, columns, (rows, 1), generator=generator).clamp(max=columns - lengths)
     at = torch.arange(columns)
     mask = ((at >= start) & (at < start + lengths)).double()
@@ -99,30 +84,27 @@ def ragged(seed: int) -> Ragged:
     return (behavior + noise).clamp(max=-1e-3) * mask, behavior.where(mask > 0, 50.0), mask
 
 
-def rows_of(batch: Ragged) -> list[list[tuple[float, float]]]:
-    """By row, of each response token: log pi_old, log mu."""
-    rows = [zip(*row, strict=True) for row in zip(*(each.tolist() for each in batch), strict=True)]
-    return [[(pi, mu) for pi, mu, inside in row if inside] for row in rows]
-
-
 BATCHES = [ragged(seed) for seed in range(60)]
-RATIO = lambda pi, mu: math.exp(pi) / math.exp(mu)  # noqa: E731
-PRODUCT = lambda row: math.prod(RATIO(*each) for each in row)  # noqa: E731
-# By rule: its usual bounds, and the statistic of each token of a response, from the definition in its source.
-ORACLES = {
-    "token": ((0.5, 2), lambda row: [RATIO(*each) for each in row]),
-    "sequence": ((0.5, 2), lambda row: [PRODUCT(row)] * len(row)),
-    "geometric": ((0.99, 1.01), lambda row: [PRODUCT(row) ** (1 / len(row))] * len(row)),
-    "worst": ((1e-4, 100), lambda row: [RATIO(*each) for each in row]),
-    "trm": ((-math.inf, 0.05), lambda row: [max(RATIO(*each) - 1 - math.log(RATIO(*each)) for each in row)] * len(row)),
-    "binary_tv": ((-math.inf, 0.2), lambda row: [abs(math.exp(pi) - math.exp(mu)) for pi, mu in row]),
-}
+BOUNDS = {"token": (0.5, 2), "sequence": (0.5, 2), "geometric": (0.99, 1.01), "worst": (1e-4, 100),
+          "trm": (-math.inf, 0.05), "binary_tv": (-math.inf, 0.2)}  # fmt: skip
 
 
-def rejected_by_hand(name: str, row: list[tuple[float, float]]) -> list[bool]:
-    (low, high), statistic = ORACLES[name]
-    outside = [not low <= value <= high for value in statistic(row)] if row else []
-    return [any(outside)] * len(row) if name == "worst" else outside
+def by_hand(old: torch.Tensor, behavior: torch.Tensor, tis: str, name: str) -> tuple[torch.Tensor, ...]:
+    """Weights, what is truncated and what is rejected, of one response's tokens (N,), from the definitions in the
+    sources of the rules.
+    """
+    ratio, (low, high) = old.exp() / behavior.exp(), BOUNDS[name]
+    whole = ratio.prod().expand_as(ratio)
+    statistic = {"token": ratio, "sequence": whole, "geometric": whole ** (1 / len(ratio)), "worst": ratio,
+                 "trm": (ratio - 1 - ratio.log()).max().expand_as(ratio),
+                 "binary_tv": (old.exp() - behavior.exp()).abs()}[name]  # fmt: skip
+    rejected = (statistic < low) | (statistic > high)
+    if name == "worst":
+        rejected = rejected.any().expand_as(ratio)
+    # The least product is verl's and SkyRL's limit.
+    weights = {"off": torch.ones_like(ratio), "token": ratio,
+               "sequence": whole.clamp(min=math.exp(-20))}[tis]  # fmt: skip
+    return weights.clamp(max=1.5) * ~rejected, (weights > 1.5) & ~rejected, rejected
 
 
 @pytest.mark.parametrize("name", REJECTIONS)
@@ -130,29 +112,22 @@ def rejected_by_hand(name: str, row: list[tuple[float, float]]) -> list[bool]:
 def test_each_weight_with_each_rejection_equals_its_definition_on_60_ragged_batches(tis, name):
     seen = []
     for batch in BATCHES:
-        corrected = correct(*batch, tis, 1.5, REJECTIONS[name])
-        weights, truncated, rejected = [], [], []
-        for row in rows_of(batch):
-            rejected += rejected_by_hand(name, row)
-            product_of_row = max(math.exp(-20), PRODUCT(row))  # verl's and SkyRL's limit
-            for each, reject in zip(row, rejected[len(weights) :], strict=True):
-                ratio = {"off": 1.0, "token": RATIO(*each), "sequence": product_of_row}[tis]
-                weights.append(0.0 if reject else min(ratio, 1.5))
-                truncated.append(ratio > 1.5 and not reject)
-        inside = batch[2] > 0
-        assert corrected.rejected[inside].tolist() == rejected
+        corrected, inside = correct(*batch, tis, 1.5, REJECTIONS[name]), batch[2] > 0
+        rows = [by_hand(old[at], behavior[at], tis, name)
+                for old, behavior, at in zip(*batch[:2], inside, strict=True) if at.any()]  # fmt: skip
+        weights, truncated, rejected = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        torch.testing.assert_close(corrected.weights[inside], weights, rtol=1e-9, atol=0)
+        assert torch.equal(corrected.truncated[inside], truncated)
+        assert torch.equal(corrected.rejected[inside], rejected)
         assert not corrected.rejected[~inside].any()
         assert not REJECTIONS[name].rejects(batch[0], batch[0], batch[2]).any()  # without a mismatch
-        assert corrected.weights[inside].tolist() == pytest.approx(weights, rel=1e-9)
-        assert corrected.truncated[inside].tolist() == truncated
-        metrics, tokens = correction_metrics(corrected, *batch), len(weights)
+        metrics = correction_metrics(corrected, *batch)
         assert metrics["rejected_frac"] == metrics[f"rejected_frac_{name}"]
-        assert metrics["rejected_frac"] == pytest.approx(sum(rejected) / max(1, tokens))
-        assert metrics["tis_clip_frac"] == pytest.approx(sum(truncated) / max(1, tokens))
-        squares = sum(weight**2 for weight in weights)
-        expected = sum(weights) ** 2 / (tokens * squares) if squares else 0.0
-        assert metrics["weights_ess"] == pytest.approx(expected, rel=1e-9)
-        seen += rejected
+        assert metrics["rejected_frac"] == pytest.approx(rejected.double().mean().item())
+        assert metrics["tis_clip_frac"] == pytest.approx(truncated.double().mean().item())
+        expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
+        assert metrics["weights_ess"] == pytest.approx(expected.nan_to_num().item(), rel=1e-9)
+        seen.append(rejected.double().mean())
     assert 0.001 < sum(seen) / len(seen) < 0.9, name
 
 
@@ -165,7 +140,6 @@ def test_mismatch_metrics_equal_the_divergence_by_enumeration_and_hand_computed_
     assert metrics["mismatch_max"] == pytest.approx(math.log(2), rel=1e-5)
     assert metrics["mismatch_ratio"] == pytest.approx((0.5 + 0.5 + 1 + 2) / 4, rel=1e-5)
     assert metrics["ess"] == pytest.approx((0.5 + 0.5 + 1 + 2) ** 2 / (4 * (0.25 + 0.25 + 1 + 4)), rel=1e-5)
-    assert effective_sample_size(torch.tensor([1.0, 0, 0, 0])).item() == 0.25
 
 
 def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():

@@ -4,7 +4,7 @@ import copy
 import math
 import random
 from dataclasses import replace
-from functools import partial
+from statistics import fmean
 from types import SimpleNamespace
 
 import numpy
@@ -17,7 +17,7 @@ from config import Config, GrpoConfig
 from extras.checkpointing import checkpoint_layers
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask, mask_outside
-from objectives import OBJECTIVES, REJECTIONS, WEIGHTS, backend_metrics, correct
+from objectives import OBJECTIVES, REJECTIONS, WEIGHTS, Correction, backend_metrics, correct
 from probe.noise import observe_self_noise, self_noise
 from rl import (
     Batch,
@@ -49,12 +49,6 @@ def plain_logits(model, rollout: Rollout) -> torch.Tensor:
     return logits[len(rollout.prompt_ids) - 1 : -1]
 
 
-def plain_logprobs(model, rollout: Rollout, temperature: float) -> torch.Tensor:
-    logits = plain_logits(model, rollout) / temperature
-    tokens = torch.tensor(rollout.token_ids)[:, None]
-    return (logits.gather(1, tokens) - torch.logsumexp(logits, 1, keepdim=True))[:, 0]
-
-
 # ------------------------------------------------------------------------------------------------ batch
 def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
     a = Rollout([5, 6], 0, [7, 8], [-0.1, -0.2], [1, 1], "stop", trained=[False, True])
@@ -68,39 +62,33 @@ def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
 
 
 def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_unsorted_ones():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, 40, (64,), generator=generator).tolist()
-    batch = make_batch(rollouts([(3, n) for n in lengths]))
+    batch = make_batch(rollouts([(3, 2 + 23 * row % 38) for row in range(64)]))
     steps = minibatches_of(batch, 2, 128)
     assert [sorted(torch.cat(micros).tolist()) for micros in steps] == [list(range(32)), list(range(32, 64))]
-    padded = 0
-    for micros in steps:
-        longest = [int(batch.lengths[rows].max()) for rows in micros]
-        assert longest == sorted(longest, reverse=True)
-        assert all(len(rows) * width <= 128 for rows, width in zip(micros, longest, strict=True))
-        padded += sum(len(rows) * width for rows, width in zip(micros, longest, strict=True))
-    assert batch.lengths.sum() <= padded < 0.8 * 64 * batch.lengths.max()
+    sizes = [len(rows) * int(batch.lengths[rows].max()) for micros in steps for rows in micros]
+    assert max(sizes) <= 128
+    assert sum(sizes) < 0.8 * 64 * batch.lengths.max()
     assert all(len(rows) == 1 for micros in minibatches_of(batch, 1, 1) for rows in micros)  # a longer row goes alone
 
 
-@pytest.mark.parametrize("prompt, shorter", [(30, True), (2, False)])
+@pytest.mark.parametrize("prompt, shorter", [(100, True), (2, False)])
 def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then(prompt, shorter):
     """Positions are counted as the model sees them."""
-    generator, policy, counts = torch.Generator().manual_seed(0), Policy(qwen2(tied=True)), []
-    draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
+    policy, counts = Policy(qwen2(tied=True)), []
+    draw = lambda count: torch.randint(96, (count,)).tolist()  # noqa: E731
     prompts = [draw(prompt) for _ in range(4)]
-    answers = [draw(length) for length in torch.randint(1, 30, (32,), generator=generator).tolist()]
+    answers = [draw(length) for length in torch.randint(1, 30, (32,)).tolist()]
     batch = make_batch([Rollout(prompts[row // 8], None, ids, [0.0] * len(ids)) for row, ids in enumerate(answers)])
     seen, signal, values = [], torch.ones(32) > 0, []
     policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     for shared_prompts in (False, True):
-        minibatches = batch.minibatches(signal, 1, 160, shared_prompts)
+        minibatches = batch.minibatches(signal, 1, 480, shared_prompts)
         assert sorted(torch.cat(minibatches[0]).tolist()) == list(range(32))
-        assert all(len(rows) == 1 or len(rows) * batch.lengths[rows].max() <= 160 for rows in minibatches[0])
+        assert all(len(rows) == 1 or len(rows) * batch.lengths[rows].max() <= 480 for rows in minibatches[0])
         seen.clear()
         values.append(frozen_logprobs(policy, batch, minibatches))
         counts.append(sum(seen))
-    assert counts[1] < 0.8 * counts[0] if shorter else counts[1] <= counts[0]
+    assert counts[1] < 0.9 * counts[0] if shorter else counts[1] <= counts[0]
     torch.testing.assert_close(*values, atol=ROUNDING, rtol=0)
 
 
@@ -122,12 +110,12 @@ def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_c
         assert torch.equal(policy.logprobs(batch), measured["logprobs"])
         assert not any(values[batch.mask == 0].any() for values in (*measured.values(), agrees))
         for row, rollout in enumerate(rows):
-            inside, logits = batch.mask[row] > 0, plain_logits(model, rollout)
-            p = torch.softmax(logits / temperature, -1)
-            found = torch.stack([measured["logprobs"][row][inside], measured["entropy"][row][inside]])
-            expected = torch.stack([plain_logprobs(model, rollout, temperature), -(p * p.log()).sum(-1)])
+            inside, tokens, logits = batch.mask[row] > 0, torch.tensor(rollout.token_ids), plain_logits(model, rollout)
+            logprobs = (logits / temperature).log_softmax(-1)
+            found = torch.stack([measured["logprobs"], measured["entropy"]])[:, row, inside]
+            expected = torch.stack([logprobs[range(len(tokens)), tokens], -(logprobs.exp() * logprobs).sum(-1)])
             torch.testing.assert_close(found.double(), expected, atol=ROUNDING, rtol=0)
-            assert agrees[row][inside].tolist() == (logits.argmax(-1) == torch.tensor(rollout.token_ids)).tolist()
+            assert agrees[row][inside].tolist() == (logits.argmax(-1) == tokens).tolist()
     assert agrees.sum() > 0
 
 
@@ -152,19 +140,20 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("softcap, scale, rows, masked, dtype", [
     (None, 1.0, 7, False, torch.bfloat16), (None, 1.4, 64, True, torch.float32), (3.0, 0.6, 1, True, torch.float32),
-    (3.0, 0.6, 7, False, torch.float32),
+    (3.0, 0.6, 7, False, torch.float16),
 ])  # fmt: skip
 def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, masked, dtype, device):
-    """With kept sets of 1 to 64 ids; one of them has a probability of about exp(-60)."""
+    """With kept sets of 1 to about 64 ids; one of them has a probability of about exp(-60)."""
     torch.manual_seed(0)
     hidden, targets, loss_weights = torch.randn(64, 48), torch.randint(500, (64,)), torch.randn(64)
+    allowed = torch.rand(64, 500) < torch.arange(64)[:, None] / 500
+    allowed[range(64), targets] = True
+    kept = [row.nonzero()[:, 0].int().numpy() for row in allowed]
     policy = Policy(qwen2(tied=False), chunk_elements=500 * rows)
     policy.head, policy.softcap, policy.scale = torch.nn.Linear(48, 500), softcap, scale
     policy.head.weight.data.copy_(torch.randn(500, 48) / 3)
-    sets = [torch.cat([targets[i : i + 1], torch.randint(500, (i,))]).unique() for i in range(64)]
     row = policy.head.weight[targets[3]].detach()
     hidden[3] = -60 / row.square().sum() * row
-    kept = [ids.int().numpy() for ids in sets]
     restrict = lambda logits, part: mask_outside(logits, kept[part]) if masked else logits  # noqa: E731
     policy.head.to(device, dtype)
     targets, loss_weights = targets.to(device), loss_weights.to(device)
@@ -174,10 +163,9 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     (logprobs * loss_weights).sum().backward()
     logits = exact[0] @ exact[1].T + exact[2]
     logits = scale / 0.7 * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
-    for row, ids in enumerate(sets if masked else []):
-        logits[row, [token for token in range(500) if token not in ids]] = -math.inf
-    expected = torch.log_softmax(logits, dim=-1)
-    expected = expected[torch.arange(64), targets]
+    if masked:
+        logits = logits.masked_fill(~allowed.to(device), -math.inf)
+    expected = logits.log_softmax(dim=-1)[range(64), targets]
     (expected * loss_weights.double()).sum().backward()
     relative = lambda value, truth: ((value.double() - truth).norm() / truth.norm()).item()  # noqa: E731
     assert relative(logprobs.detach(), expected.detach()) < 1e-5
@@ -188,19 +176,16 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
 def test_a_chunk_of_the_head_takes_at_most_a_64th_of_a_gpus_memory_and_1_gib():
     for gib, power in ((0, 25), (15.6, 25), (23.5, 26), (39.4, 27), (79.2, 28), (139.8, 28)):
         assert head_chunk(gib) == 2**power
-        if 25 < power < 28:  # the next larger chunk would take more
-            assert 4 * 2**power <= gib * 2**30 / 64 < 8 * 2**power
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_of_16_bit_numbers_are_exact_in_fp32(dtype):
+def test_products_of_16_bit_numbers_are_exact_in_fp32(dtype, device):
     """Each single product; their sum is rounded to fp32. The GPU's way, through the tensor cores, gives the same."""
-    left, right = torch.randn(40, 300).to(dtype), torch.randn(300, 50).to(dtype)
+    left, right = torch.randn(40, 300).to(device, dtype), torch.randn(300, 50).to(device, dtype)
     truth = left.double() @ right.double()
-    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
-        found = product(left.to(device), right.to(device), torch.float32)
-        assert (found.cpu() - truth).norm() < 1e-5 * truth.norm()
-        assert (product(left.to(device), right.to(device), dtype).cpu() - truth).norm() > 5e-5 * truth.norm()
+    assert (product(left, right, torch.float32) - truth).norm() < 1e-5 * truth.norm()
+    assert (product(left, right, dtype) - truth).norm() > 5e-5 * truth.norm()
 
 
 def test_an_unknown_operation_after_the_head_is_refused():
@@ -208,12 +193,6 @@ def test_an_unknown_operation_after_the_head_is_refused():
     model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * 1.01)
     with pytest.raises(ValueError, match="does more after its head"):
         Policy(model)
-
-
-def test_fp32_head_differs_from_the_model_dtype_head_as_rounding_does():
-    model, batch = qwen2(tied=False, dtype=torch.bfloat16), make_batch(rollouts())
-    fine, coarse = (Policy(model, Scoring(0.7, fp32_head)).logprobs(batch) for fp32_head in (True, False))
-    assert 1e-4 < (fine - coarse).abs().max() < 1
 
 
 # ------------------------------------------------------------------------------------------------ one update, by hand
@@ -258,56 +237,41 @@ class SeenOptimizer(Optimizer):
         return super().step(lr, grad_clip)
 
 
-def sums_by_hand(now: list, held: list, rows: range, known: SimpleNamespace, grpo: GrpoConfig) -> dict[str, float]:
-    """Loss and weighted diagnostics of a minibatch, token by token. CISPO's ratio stays that of `held`."""
+def sums_by_hand(now: torch.Tensor, rows: range, batch: Batch, corrected: Correction, grpo: GrpoConfig) -> dict:
+    """Loss and weighted diagnostics of a minibatch, token by token in float64."""
     (low, high), row = grpo.clip, OBJECTIVES[grpo.objective]
-    tokens = {b: [t for t, trained in enumerate(TRAINED[b]) if trained and known.keep[b]] for b in rows}
-    kept = {b: [t for t in tokens[b] if not known.rejected[b][t]] for b in rows}
-    counted = kept if grpo.rejection.mean == "kept" else tokens
-    total = sum(map(len, counted.values()))
+    old = (batch.behavior_logprobs if grpo.old_policy == "rollout" else batch.old_logprobs).double()
+    kept = (batch.mask > 0) & ~corrected.rejected
+    counted = kept if grpo.rejection.mean == "kept" else batch.mask > 0
     sums = dict.fromkeys(("loss", "clip_rate", "ratio_mean", "kl_old_new", "kl_ref", "weight"), 0.0)
-    for b in rows:
-        for t in counted[b]:
-            share = {"token": 1 / total, "sequence": 1 / (len(rows) * len(counted[b])),
-                     "constant": 1 / (len(rows) * grpo.max_new_tokens)}[row.normalizer]  # fmt: skip
-            difference, advantage, surrogate = now[b][t] - known.old[b][t], known.advantages[b][t], 0.0
-            ratio, to_ref = math.exp(difference), known.ref[b][t] - now[b][t]
-            if row.surrogate is objectives.gspo and kept[b]:
-                ratio = math.exp(sum(now[b][t] - known.old[b][t] for t in kept[b]) / len(kept[b]))
-            clipped = ratio > 1 + high if advantage > 0 else advantage < 0 and ratio < 1 - (low or 0)
-            if row.surrogate is objectives.cispo:
-                clipped = ratio > high and advantage != 0
-                surrogate = -min(math.exp(held[b][t] - known.old[b][t]), high) * advantage * now[b][t]
-            else:
-                surrogate = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
-            divergence = math.expm1(to_ref) - to_ref
-            loss = (t in kept[b]) * known.weights[b][t] * surrogate + grpo.kl_coef * divergence
-            terms = loss, clipped, math.exp(difference), math.expm1(difference) - difference, divergence, 1.0
-            for name, term in zip(sums, terms, strict=True):
-                sums[name] += share * term
+    for b, t in counted.nonzero().tolist():
+        if b not in rows:
+            continue
+        share = {"token": 1 / counted[rows].sum(), "sequence": 1 / (len(rows) * counted[b].sum()),
+                 "constant": 1 / (len(rows) * grpo.max_new_tokens)}[row.normalizer]  # fmt: skip
+        log_ratio, advantage = now[b, t] - old[b, t], batch.advantages.expand(4, 4)[b, t]
+        ratio, to_ref = log_ratio.exp(), batch.ref_logprobs[b, t] - now[b, t]
+        if row.surrogate is objectives.gspo and kept[b].any():
+            ratio = (now[b] - old[b])[kept[b]].mean().exp()
+        if row.surrogate is objectives.cispo:
+            clipped = ratio > high and advantage != 0
+            surrogate = -min(ratio.item(), high) * advantage * now[b, t]
+        else:
+            clipped = ratio > 1 + high if advantage > 0 else advantage < 0 and ratio < 1 - low
+            surrogate = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+        divergence = torch.expm1(to_ref) - to_ref
+        loss = kept[b, t] * corrected.weights[b, t] * surrogate + grpo.kl_coef * divergence
+        terms = loss, clipped, log_ratio.exp(), torch.expm1(log_ratio) - log_ratio, divergence, 1.0
+        for name, term in zip(sums, terms, strict=True):
+            sums[name] += share * term
     return sums
-
-
-def gradient_by_hand(now: list, of_minibatch, step: float = 1e-6) -> torch.Tensor:
-    gradient = torch.zeros(4, 4, dtype=torch.float64)
-    for b in range(4):
-        for t in range(4):
-            values = []
-            for sign in (1, -1):
-                moved = copy.deepcopy(now)
-                moved[b][t] += sign * step
-                values.append(of_minibatch(moved, now)["loss"])
-            gradient[b, t] = (values[0] - values[1]) / (2 * step)
-    return gradient
 
 
 def check_update(grpo: GrpoConfig, draws: random.Random, num_minibatches: int) -> tuple[int, int]:
     """Returns the numbers of tokens that are rejected, and kept with a gradient."""
-    behavior = plus(OLD, MISMATCH, -1)
     batch = make_batch([Rollout([b], None, [5] * len(row), row, trained=list(map(bool, TRAINED[b])))
-                        for b, row in enumerate(behavior)])  # fmt: skip
-    keep = [True, draws.choice([True, False]), True, True]
-    batch, policy = batch.mask_rows(keep), TablePolicy()
+                        for b, row in enumerate(plus(OLD, MISMATCH, -1))])  # fmt: skip
+    batch, policy = batch.mask_rows([True, draws.choice([True, False]), True, True]), TablePolicy()
     old = torch.tensor(pad(OLD)) * batch.mask
     per_row = torch.tensor([[1.3], [draws.choice([0.0, -0.7])], [0.4], [-1.1]])
     advantages = draws.choice([per_row, per_row * torch.tensor([1.0, -0.5, 0.0, 2.0])])  # (B, 1) or (B, T)
@@ -318,26 +282,20 @@ def check_update(grpo: GrpoConfig, draws: random.Random, num_minibatches: int) -
     minibatches = minibatches_of(batch, num_minibatches, 1 if alone else 4096, signal)
     metrics = update(policy, optimizer, batch, minibatches, grpo, lr=0.0)
 
-    of_engine = grpo.old_policy == "rollout"
     corrected = correct(old, batch.behavior_logprobs, batch.mask, grpo.tis, grpo.tis_cap, grpo.rejection)
-    known = SimpleNamespace(
-        keep=keep, old=pad(behavior if of_engine else OLD), ref=(old - 0.1).tolist(),
-        advantages=advantages.expand(4, 4).tolist(), weights=corrected.weights.tolist(),
-        rejected=corrected.rejected.tolist())  # fmt: skip
-    passes, signal = 0, ((batch.advantages != 0).any(dim=1) | (grpo.kl_coef > 0)).tolist()
-    now, width, expected, found = policy.table.tolist(), 4 // num_minibatches, [], iter(getattr(optimizer, "seen", []))
-    with_gradient = 0
     kept = (batch.mask > 0) & ~corrected.rejected
+    counted = kept if grpo.rejection.mean == "kept" else batch.mask > 0
+    now, width, passes, with_gradient = policy.table.detach().double().requires_grad_(), 4 // num_minibatches, 0, 0
+    expected, found = [], iter(getattr(optimizer, "seen", []))
     for first in range(0, 4, width):
         rows = range(first, first + width)
-        counted = kept if grpo.rejection.mean == "kept" else batch.mask > 0
         if not (kept * advantages)[rows].any() and not (grpo.kl_coef and counted[rows].any()):
             continue  # no signal: no step
-        of_minibatch = partial(sums_by_hand, rows=rows, known=known, grpo=grpo)
-        expected.append(of_minibatch(now, now))
-        passes += sum(signal[first : first + width])
+        expected.append(sums_by_hand(now, rows, batch, corrected, grpo))
+        passes += width if grpo.kl_coef else sum(signal[first : first + width])
         gradient = next(found)
-        torch.testing.assert_close(gradient.double(), gradient_by_hand(now, of_minibatch), atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(gradient.double(), *torch.autograd.grad(expected[-1]["loss"], now), atol=1e-6,
+                                   rtol=1e-4)  # fmt: skip
         if not grpo.kl_coef:
             assert not gradient[~kept].any(), "a token that is rejected or not trained has a gradient"
         with_gradient += int((gradient[kept] != 0).sum())
@@ -345,16 +303,17 @@ def check_update(grpo: GrpoConfig, draws: random.Random, num_minibatches: int) -
     assert optimizer.passes == passes if alone else optimizer.passes <= num_minibatches * (1 + bool(grpo.kl_coef))
     assert metrics["skipped_updates"] == num_minibatches - len(expected)
     if expected:
-        assert metrics["loss"] == pytest.approx(sum(each["loss"] for each in expected) / len(expected), rel=1e-4)
+        assert metrics["loss"] == pytest.approx(fmean(each["loss"].item() for each in expected), rel=1e-4)
     if grpo.reject == "off" and num_minibatches == 1:
         for name in {"clip_rate", "ratio_mean", "kl_old_new", "kl_ref"} & metrics.keys():
-            assert metrics[name] == pytest.approx(expected[0][name] / expected[0]["weight"], rel=1e-4, abs=1e-6), name
-        if of_engine:  # the first minibatch of two policies, had no weight moved before
-            options = dict(objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)
-            moved = policy.table.detach() * batch.mask
-            backend = backend_metrics(moved, batch.behavior_logprobs, advantages, batch.mask, **options)
-            assert metrics["clip_rate"] == pytest.approx(backend["backend_clip_rate"], rel=1e-5)
-            assert metrics["ratio_mean"] == pytest.approx(backend["backend_ratio_mean"], rel=1e-5)
+            by_hand = (expected[0][name] / expected[0]["weight"]).item()
+            assert metrics[name] == pytest.approx(by_hand, rel=1e-4, abs=1e-6), name
+    if grpo.old_policy == "rollout":  # the first minibatch of two policies, had no weight moved before
+        options = dict(objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)
+        moved = policy.table.detach() * batch.mask
+        backend = backend_metrics(moved, batch.behavior_logprobs, advantages, batch.mask, **options)
+        for name in ("clip_rate", "ratio_mean"):
+            assert metrics[name] == pytest.approx(backend[f"backend_{name}"], rel=1e-5)
     return int(corrected.rejected.sum()), with_gradient
 
 
@@ -406,11 +365,11 @@ def test_in_16_bits_the_ratio_starts_at_exactly_1_whatever_the_micro_batches(dty
 
 
 def test_a_masked_row_with_extreme_log_probabilities_changes_no_figure_to_nan():
-    policy, batch = Policy(qwen2(tied=True)), make_batch(rollouts())
+    batch = make_batch(rollouts())
     unlikely = torch.tensor([[-200.0], [-200.0], [-200.0], [-2.0]]) * batch.mask  # exp(200) is infinite in fp32
     one = replace(batch, old_logprobs=unlikely, ref_logprobs=unlikely).mask_rows([False, False, False, True])
     one = replace(one, advantages=torch.ones(4, 1))
-    metrics = update(policy, Optimizer(policy.model, 0.0), one, minibatches_of(one), GrpoConfig(kl_coef=0.1), 1e-3)
+    metrics = update(*fresh(), one, minibatches_of(one), GrpoConfig(kl_coef=0.1), 1e-3)
     assert all(value is None or math.isfinite(value) for value in metrics.values())
 
 
@@ -429,10 +388,9 @@ def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(grpo, advantages
 
 
 def test_a_nan_stops_the_update_before_the_weights_move():
-    policy, batch = Policy(qwen2(tied=True)), make_batch(rollouts())
-    batch = replace(batch, old_logprobs=batch.mask * -1, advantages=torch.tensor([[math.nan], [1.0], [0.0], [0.0]]))
-    with pytest.raises(FloatingPointError):
-        update(policy, Optimizer(policy.model, 0.0), batch, minibatches_of(batch), GrpoConfig(), 1e-3)
+    policy, optimizer = fresh()
+    with pytest.raises(FloatingPointError, match="the loss is nan"):
+        step(policy, optimizer, GrpoConfig(), advantages=(math.nan, 1.0, 0.0, 0.0))
     assert not moved(policy)
 
 
@@ -469,9 +427,9 @@ def test_gradient_checkpointing_computes_each_layer_again_and_changes_no_gradien
 
 
 # ------------------------------------------------------------------------------------------------ optimizer
-def one_parameter(dtype: torch.dtype, size: int = 8, kind: type = Optimizer) -> tuple[torch.nn.Parameter, Optimizer]:
-    parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype))
-    return parameter, kind(torch.nn.ParameterList([parameter]), weight_decay=0.0)
+def one_parameter(dtype: torch.dtype) -> tuple[torch.nn.Parameter, Optimizer]:
+    parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    return parameter, Optimizer(torch.nn.ParameterList([parameter]), weight_decay=0.0)
 
 
 def test_bf16_masters_add_up_steps_too_small_for_bf16_and_micro_batches_in_fp32():
@@ -492,14 +450,14 @@ def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
         optimizer.backward((parameter.float() * slope).sum())
         return optimizer.step(lr=0.1, grad_clip=1e9)
 
-    parameter, optimizer = one_parameter(torch.float16, size=4)
+    parameter, optimizer = one_parameter(torch.float16)
     assert not math.isfinite(minibatch(1.5))  # 1.5 * 2^16 is beyond fp16
     assert torch.equal(parameter, torch.ones_like(parameter))
     assert minibatch(1.5) == pytest.approx(3.0)  # at half the scale, and unscaled again
     assert parameter[0].item() == pytest.approx(0.9, abs=1e-3)
     tiny = 2.0**-30  # no fp16 number: the scale carries it
     assert minibatch(tiny) == pytest.approx(2 * tiny, rel=1e-3)
-    _, resumed = one_parameter(torch.float16, size=4)
+    _, resumed = one_parameter(torch.float16)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert resumed.scaler.get_scale() == optimizer.scaler.get_scale() == 2**15
     with pytest.raises(FloatingPointError):
@@ -546,12 +504,11 @@ def test_the_moments_are_there_at_the_start_as_torch_would_create_them_and_a_loa
     for master in optimizer.masters:
         master.grad = torch.zeros_like(master)
     theirs.step()
-    form = lambda each: (each.dtype, each.device, each.shape, each.stride(), each.requires_grad, each.any().item())  # noqa: E731
     for master in optimizer.masters:
-        ours, expected = ({name: form(value) for name, value in adamw.state[master].items()}
-                          for adamw in (optimizer.adamw, theirs))  # fmt: skip
-        expected["step"] = (*expected["step"][:-1], False)  # it has counted one step
-        assert list(ours.items()) == list(expected.items())
+        ours, expected = optimizer.adamw.state[master], theirs.state[master]
+        assert list(ours) == list(expected)
+        for name, value in ours.items():
+            torch.testing.assert_close(value, torch.zeros_like(expected[name]), check_stride=True)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.adamw.register_load_state_dict_pre_hook(lambda adamw, _: held.append(len(adamw.state)))
     optimizer.load_state_dict(state)

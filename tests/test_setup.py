@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
@@ -18,6 +19,16 @@ esac
 """
 
 
+def write(path: Path, text: str = "#!/bin/sh\n") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def finished(folder: Path, *program: object) -> subprocess.CompletedProcess:
+    return subprocess.run(program, cwd=folder, env={"PATH": str(folder)}, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("cuda, compiler, headers, said", [
     ("Version: 12.4", "gcc", True, "the NVIDIA driver supports CUDA 12, these builds of torch and vLLM need CUDA 13"),
     ("UMD Version: 12.9", "gcc", True, "the NVIDIA driver supports CUDA 12"),  # as of driver 610
@@ -28,22 +39,16 @@ esac
 def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sentence(
     tmp_path, cuda, compiler, headers, said
 ):
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-
     for name in ("sh", "uname", "sed"):
         (tmp_path / name).symlink_to(shutil.which(name))
-    write("python", PYTHON.format(python=sys.executable))
+    write(tmp_path / "python", PYTHON.format(python=sys.executable))
     if headers:
-        (tmp_path / "Python.h").write_text("")
+        write(tmp_path / "Python.h")
     if compiler:
-        write(compiler, "#!/bin/sh\n")
+        write(tmp_path / compiler)
     if cuda:
-        write("nvidia-smi", f"#!/bin/sh\necho '{SMI.format(cuda)}'\n")
-    environment = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": str(tmp_path)}
-    program = ["sh", str(ROOT / "setup.sh"), "python"]
-    result = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        write(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{SMI.format(cuda)}'\n")
+    result = finished(tmp_path, "sh", ROOT / "setup.sh", "python")
     (sentence,) = result.stderr.splitlines()
     assert said in sentence
     assert result.returncode == (9 if said == "ENOUGH" else 1)
@@ -53,18 +58,14 @@ def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sent
 @pytest.mark.parametrize("compiler, headers", [(None, True), ("cc", False)])
 def test_make_real_says_that_a_compiler_or_pythons_headers_are_missing(tmp_path, compiler, headers):
     for name in (".venv/bin/python", ".venv/.ready", "examples/requirements-real.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(PYTHON.format(python=sys.executable))
-        (tmp_path / name).chmod(0o755)
+        write(tmp_path / name, PYTHON.format(python=sys.executable))
     for name in ("setup.sh", "requirements.txt", "requirements-cpu.txt"):  # older than .venv/.ready
-        (tmp_path / name).touch()
+        write(tmp_path / name)
         os.utime(tmp_path / name, (0, 0))
     if headers:
-        (tmp_path / "Python.h").touch()
+        write(tmp_path / "Python.h")
     for name in filter(None, ("sh", compiler)):
         (tmp_path / name).symlink_to(shutil.which("sh"))
-    program = [shutil.which("make"), "-f", str(ROOT / "Makefile"), ".venv/.ready-real"]
-    environment = {"PATH": str(tmp_path)}
-    result = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    result = finished(tmp_path, shutil.which("make"), "-f", ROOT / "Makefile", ".venv/.ready-real")
     assert "real: pip builds a package, which needs a C compiler and Python's headers" in result.stderr
     assert result.returncode == 2

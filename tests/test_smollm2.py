@@ -55,9 +55,8 @@ def test_the_folder_holds_the_wheels_weights_in_float32_and_a_second_call_does_n
     assert list(tmp_path.glob("model*")) == [tmp_path / "model"]
     model = load_model(str(tmp_path / "model"), torch.float32)
     layer = model.model.layers[0]
-    off = abs(layer.mlp.down_proj.weight.detach().numpy() - written["blk.0.ffn_down"]).reshape(-1, 32)
-    step = numpy.ptp(written["blk.0.ffn_down"].reshape(-1, 32), axis=1) / 15  # Q4_1: 16 values for each 32
-    assert (off.max(axis=1) <= 0.51 * step + 1e-2).all()
+    down = torch.tensor(written["blk.0.ffn_down"])
+    assert (layer.mlp.down_proj.weight - down).abs().max() < 0.3  # Q4_1: 16 values for each 32, here about 0.3 apart
     assert torch.equal(layer.input_layernorm.weight, torch.tensor(written["blk.0.attn_norm"]))
     assert model.lm_head.weight is model.get_input_embeddings().weight
     make(tmp_path / "model", tmp_path / "no such file")

@@ -1,6 +1,6 @@
 """A run's folder: held by one process, resumed from what is whole, left whole by kills and by a full disk.
 
-tests/long/kills.py kills whole jobs with a real engine at random moments.
+tests/long/kills.py of commit aae883d kills whole jobs with a real engine at random moments.
 """
 
 import json

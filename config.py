@@ -22,7 +22,7 @@ VARIANTS = {
 # Old names of options, named in an error for one release.
 RENAMED = {
     "--eval-with-trainer": "--eval-trainer-alone",
-    "--parity.uncached-runtime": "--parity.uncached-runtime",
+    "--parity.explicit-runtime": "--parity.uncached-runtime",
     "--parity.no-explicit-runtime": "--parity.no-uncached-runtime",
     "--parity.runtime-otherwise": "--parity.variants",
     "--parity.inflight-otherwise": "--parity.variants",
@@ -164,16 +164,16 @@ class GrpoConfig:
             raise ValueError(f"num_minibatches must divide num_prompts * group_size = {rows} (all"
                              f" optimizer steps weigh alike), got {self.num_minibatches}")
         if not self.kl_coef and self.kl_gradient != "k3":
-            raise ValueError("kl_gradient must be given with kl_coef (it does nothing without), got"
+            raise ValueError("kl_gradient needs kl_coef (without it there is no KL term), got"
                              f" {self.kl_gradient}")
         if self.tis == "off" and self.tis_cap != GrpoConfig.tis_cap:
-            raise ValueError("tis_cap must be given with tis (it does nothing without), got"
+            raise ValueError("tis_cap needs tis (without it there is no weight), got"
                              f" {self.tis_cap}; try --tis token")
         if self.reject == "off" and self.rejection != NO_REJECTION:
-            raise ValueError("reject must be given with reject_low, reject_high and reject_mean"
-                             " (which do nothing without it), got off")
-        equal = torch.zeros(1, 1)
-        if self.rejection.rejects(equal, equal, equal + 1).any():
+            raise ValueError("reject_low, reject_high and reject_mean need reject (without it they"
+                             " do nothing), got off")
+        equal, mask = torch.zeros(1, 1), torch.ones(1, 1)
+        if self.rejection.rejects(equal, equal, mask).any():
             raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
                              " ratio is 1, its divergence 0), got"
                              f" {self.reject_low} and {self.reject_high} with {self.reject}")
@@ -212,17 +212,17 @@ class LoraConfig:
     lora_rank: int = 0  # R: fp32 adapters B A on all linear layers of the body; 0: full training.
     lora_alpha: float = 32.0  # The product B A counts lora_alpha / R times.
     # merged: the trainer computes with the rounded weight that the engine gets. added: with the
-    # model's weight and the adapter apart, as in most libraries; counts as a fix that is off.
+    # model's weight and the adapter apart, as in most libraries; with vLLM a fix that is off.
     lora_forward: Literal["merged", "added"] = "merged"
     lora_export: bool = False  # Write the adapters to `out`/adapter too, in the format of peft.
 
     def __post_init__(self):
         within(self, 0, MANY, "lora_rank")
         within(self, SMALLEST, LARGEST, "lora_alpha")
-        # A class has the defaults as attributes.
-        if not self.lora_rank and not vars(self).items() <= vars(LoraConfig).items():
-            raise ValueError("lora_rank must be given with lora_alpha, lora_forward and lora_export"
-                             " (which do nothing without it), got 0; try --lora-rank 16")
+        others = self.lora_alpha, self.lora_forward, self.lora_export
+        if not self.lora_rank and others != (32.0, "merged", False):
+            raise ValueError("lora_alpha, lora_forward and lora_export need lora_rank (without it"
+                             " there are no adapters), got 0; try --lora-rank 16")
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class ParityFlags:
     # that the sampler kept, which travel with each token; off: over the vocabulary, as in most
     # trainers.
     sampling_mask: bool = True
-    # Otherwise than by V1's defaults. prefix-cache, async-scheduling, cascade-attention,
+    # In place of V1's defaults. prefix-cache, async-scheduling, cascade-attention,
     # generation-config: without uncached_runtime these alone go back to V1's defaults. recompute:
     # without inflight_keep, unfinished requests stay and their KV cache is computed again under the
     # new weights. both-heads: without fp32_head, the trainer's head in the model's dtype too.
@@ -283,7 +283,9 @@ class ParityFlags:
         return "both-heads" not in self.variants
 
     def off(self) -> list[str]:
-        return [name for name, on in vars(self).items() if not on and getattr(type(self), name)]
+        """The fixes that are off; a flag that is off by default is none."""
+        flags = [each for each in fields(self) if each.type is bool and each.default]
+        return [each.name for each in flags if not getattr(self, each.name)]
 
 
 @dataclass(frozen=True)
@@ -327,9 +329,13 @@ class BackendConfig:
             raise ValueError("max_staleness needs inflight_groups (without them nothing is stale),"
                              f" got {self.max_staleness}; try --inflight-groups")
         if self.engine == "transformers" and (
-                self.prefix_cache != "off" or self.cuda_graphs or self.block_size):
-            raise ValueError("prefix_cache, cuda_graphs and block_size must not be given with"
-                             " engine transformers")
+                self.prefix_cache != "off" or self.cuda_graphs or self.block_size
+                or self.canary_nats):
+            raise ValueError("prefix_cache, cuda_graphs, block_size and canary_nats must not be"
+                             " given with engine transformers")
+        if self.engine != "vllm" and self.verify_loads != BackendConfig.verify_loads:
+            raise ValueError("verify_loads must not be given without engine vllm (there is one copy"
+                             f" of the weights), got {self.verify_loads}")
         if self.exact and self.engine != "shared":
             raise ValueError(f"exact must be off without --engine shared, got engine {self.engine}")
 

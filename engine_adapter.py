@@ -4,7 +4,8 @@ Token ids in, token ids and behaviour log-probabilities out; the engine knows no
 tokenizer. It starts with random weights and samples only from weights that the trainer has loaded
 into it. So a tensor that is never loaded shows at once, and is not hidden by a checkpoint on disk.
 
-In reading order: the fixes as settings of vLLM (`SETTINGS`), and the `Engine`.
+In reading order: the fixes as settings of vLLM (`SETTINGS`), the proof of a load
+(`held_and_sent`), and the `Engine`.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -179,14 +180,15 @@ def held_and_sent(
     if f"{prefix}.weight" not in weights:
         parts = [f"{path}.{part}" for part in FUSED.get(last, ())]
     for kind, held in _copies(module):
-        sent = {f"{part}.{kind}": weights.get(f"{part}.{kind}") for part in parts}
-        if None in sent.values():
+        names = [f"{part}.{kind}" for part in parts]
+        if not weights.keys() >= set(names):
             continue
         rows = held.T if last in TRANSPOSED and kind == "weight" else held
         start = 0
-        for part, tensor in sent.items():
-            end = start + len(tensor)  # vLLM pads the vocabulary
-            yield part, rows[start:end], tensor
+        for tensor_name in names:
+            sent = weights[tensor_name]
+            end = start + len(sent)  # vLLM pads the vocabulary
+            yield tensor_name, rows[start:end], sent
             start = end
 
 
@@ -281,7 +283,7 @@ class Engine:
 
     States: "empty" (at start and after `wake`: weights there, but not the trainer's), "ready"
     (after `load`), "asleep", "broken" (after a failed load, or `close`). `contract` names every
-    tensor of a load, with its shape.
+    tensor of a load.
 
     Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the
     model; AuditError if a parity flag is not in force in the live engine.
@@ -290,7 +292,7 @@ class Engine:
     live: ClassVar["Engine | None"] = None  # one in a process: vLLM's parallel groups are global
 
     def __init__(
-        self, model: str, contract: Mapping[str, torch.Size], parity: ParityFlags, *,
+        self, model: str, contract: Iterable[str], parity: ParityFlags, *,
         max_model_len: int, dtype: torch.dtype = torch.float32, max_num_seqs: int = 256,
         kv_cache_gib: float = 0.25, block_size: int | None = None,
         prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
@@ -307,7 +309,7 @@ class Engine:
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.platforms import current_platform
 
-        self.contract = {name: tuple(shape) for name, shape in contract.items()}
+        self.contract = set(contract)
         self.parity, self.prefix_cache = parity, prefix_cache
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
         self._collect = collect or collect_nothing
@@ -400,7 +402,7 @@ class Engine:
         self._experts = [method for method in methods if hasattr(method, "moe_kernel")]
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
-        if self._names and "lm_head.bias" in self.contract.keys() - self._names:  # none if shared
+        if self._names and "lm_head.bias" in self.contract - self._names:  # none if shared
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                              " into a live engine")
         self._canary_tokens = self._canary_length(config, arguments["enable_chunked_prefill"])
@@ -623,10 +625,10 @@ class Engine:
         proven, differing = set(), {}
         with set_current_vllm_config(self.llm.vllm_config):
             for name, module in modules:
-                for tensor, held, sent in held_and_sent(name, module, weights):
-                    proven.add(tensor)
+                for tensor_name, held, sent in held_and_sent(name, module, weights):
+                    proven.add(tensor_name)
                     if not torch.equal(held, sent.to(held.dtype)):
-                        differing[tensor] = None
+                        differing[tensor_name] = None
         if differing:
             raise WeightLoadError(f"after load {self.weight_version + 1} the engine holds other"
                                   f" values than were sent in {', '.join(differing)}")
@@ -659,7 +661,7 @@ class Engine:
                 request.update_block_hashes()
 
     def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        differing = weights.keys() ^ self.contract.keys()
+        differing = weights.keys() ^ self.contract
         if differing:
             raise WeightLoadError("weights must be those that the engine was started for, missing"
                                   f" or unknown are {', '.join(sorted(differing))}")
@@ -727,27 +729,27 @@ class Engine:
         """
         spans = [CANARY_PROMPT_TOKENS]
         stale = self._wanted["enable_prefix_caching"] and self.prefix_cache == "off"
-        if not stale and chunked == self.on_gpu:
+        if not stale and (self.on_gpu or not chunked):
             window = config.model_config.get_sliding_window() or 0
             spans += [config.cache_config.block_size + 1, window + 1]
         longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
         return max(span for span in spans if span <= longest)
 
-    def sample_canary(self, seed: int = 0) -> list[Rollout]:
+    def sample_canary(self, prompt_seed: int = 0) -> list[Rollout]:
         """A few tokens of decode, at temperature 1, where raw and processed values agree."""
         shape = (CANARY_PROMPTS, self._canary_tokens)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(prompt_seed)
         prompts = torch.randint(self._vocab_size, shape, generator=generator).tolist()
-        rollouts = [Rollout(prompt, seed, sampling=CANARY_SAMPLING)
-                    for seed, prompt in enumerate(prompts)]
+        rollouts = [Rollout(prompt, row, sampling=CANARY_SAMPLING)
+                    for row, prompt in enumerate(prompts)]
         for rollout in rollouts:
             self._submit([rollout])
         while any(rollout.finish_reason is None for rollout in rollouts):
             self.step()
         return rollouts
 
-    def _check_canary(self, trainer_logprobs: TrainerLogprobs, seed: int = 0) -> None:
-        rollouts = self.sample_canary(seed)
+    def _check_canary(self, trainer_logprobs: TrainerLogprobs, prompt_seed: int = 0) -> None:
+        rollouts = self.sample_canary(prompt_seed)
         sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
         theirs = torch.tensor(trainer_logprobs(sequences, self._canary_tokens))
         ours = torch.tensor([rollout.logprobs for rollout in rollouts])  # (prompts, new tokens)
@@ -758,8 +760,8 @@ class Engine:
         difference = middle(differences).item()
         if not difference <= self.canary_tolerance:
             # A tie of two experts changes a few tokens, and is not there with other prompts.
-            if self._experts and not seed and differences.median() <= self.canary_tolerance:
-                self._check_canary(trainer_logprobs, seed=1)
+            if self._experts and not prompt_seed and differences.median() <= self.canary_tolerance:
+                self._check_canary(trainer_logprobs, prompt_seed=1)
                 return
             other = ""
             if self.weight_version == 1:

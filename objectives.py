@@ -336,7 +336,7 @@ def backend_metrics(
     """Clip rate and mean of the ratio old / behavior: what the backend alone does to a loss.
 
     With two policies the first minibatch of an update has this ratio, before any weight has moved.
-    The mean is that of tokens, for GSPO too. In a batch without rows both are nan.
+    The mean is that of tokens, for GSPO too. Without a response token both are nan.
     """
     row = OBJECTIVES[objective]
     weights = loss_weights(mask, row.normalizer, max_length)
@@ -373,8 +373,8 @@ def weighted_loss(
     terms = {"clip_rate": clipped, "weight": torch.ones_like(weights)}
     if kl_coef:
         terms["kl_ref"] = kl_k3(logprobs, ref_logprobs)
-        weight = torch.exp(logprobs - denominator) if kl_gradient == "exact" else 1.0
-        loss = loss + kl_coef * weight * terms["kl_ref"]
+        ratio = torch.exp(logprobs - denominator) if kl_gradient == "exact" else 1.0
+        loss = loss + kl_coef * ratio * terms["kl_ref"]
     with torch.no_grad():
         terms["ratio_mean"] = torch.exp(logprobs - denominator)
         terms["kl_old_new"] = kl_k3(denominator, logprobs)

@@ -5,6 +5,7 @@ response tokens.
 """
 
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -67,7 +68,7 @@ class Batch:
     def minibatches(
         self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int,
         shared_prompts: bool = False,
-    ) -> "Minibatches":
+    ) -> Minibatches:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
@@ -78,21 +79,30 @@ class Batch:
         come first: a batch that does not fit into memory fails at once. All passes over a batch use
         the same micro-batches, so that in 16 bits the ratio starts at exactly 1.
         """
-        prompts = distinct_prompts(self)[1].cpu()  # (B,)
-        longest = torch.zeros_like(prompts).scatter_reduce(0, prompts, self.lengths, "amax")
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
             minibatches.append([])
             for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
                 by_length = part[self.lengths[part].argsort(descending=True, stable=True)]
                 found = self._micro_batches(by_length, micro_batch_tokens)
-                if shared_prompts:
-                    siblings = part[prompts[part].argsort(stable=True)]
-                    order = longest[prompts[siblings]].argsort(descending=True, stable=True)
-                    other = self._micro_batches(siblings[order], micro_batch_tokens)
+                if shared_prompts and len(part):
+                    prompts, by_prompt = self._by_prompt(part)
+                    other = self._micro_batches(by_prompt, micro_batch_tokens)
                     found = min(found, other, key=partial(self._computed, prompts))
                 minibatches[-1] += found
         return minibatches
+
+    def _by_prompt(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of each row's prompt, (B,), and the rows of `part` with siblings together.
+
+        The prompt with the longest row comes first.
+        """
+        prompts = distinct_prompts(self)[1].cpu()  # (B,)
+        longest = torch.zeros_like(prompts).scatter_reduce(
+            0, prompts[part], self.lengths[part], "amax")
+        siblings = part[prompts[part].argsort(stable=True)]
+        order = longest[prompts[siblings]].argsort(descending=True, stable=True)
+        return prompts, siblings[order]
 
     def _micro_batches(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
         """Neighbours in `ordered`, as many as fit."""
@@ -381,12 +391,29 @@ def default_body(model: torch.nn.Module) -> Body:
 
 
 # ---------------------------------------------------------------------------------- policy
-Send = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # tensors by checkpoint name
+class Send:
+    """What the engine gets of a policy's weights: all tensors as they are. Options have others."""
+
+    name = "weights as they are"  # for the audit
+
+    def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors by checkpoint name."""
+        return weights
+
+    def engine_parameters(self) -> dict[str, Tensor]:
+        """By parameter name: those that the engine has otherwise than the policy computes."""
+        return {}
 
 
-def as_it_is(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The default of `Policy.send`."""
-    return weights
+class LazyWeights(UserDict):
+    """Tensors by name, or functions that compute one each time it is asked for.
+
+    So a load needs memory for a layer, and not for a second model.
+    """
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self.data[name]
+        return held() if callable(held) else held
 
 
 class Policy:
@@ -397,8 +424,8 @@ class Policy:
 
     What options change is given: the `scoring`; the `body` (extras/shared_engine.py calls vLLM's
     attention kernel), and the `free_body`, whose choices are the trainer's own; what the engine
-    gets of the weights (`send`: extras/lora.py merges adapters); functions of policy and batch for
-    more `token_metrics`.
+    gets of the weights (`send`: extras/lora.py merges adapters); functions of policy and batch
+    (`further_metrics`), which are called after the forward pass, in their order.
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that
     does more after the head than soft-capping and scaling). `check=False` skips that.
@@ -407,16 +434,16 @@ class Policy:
     def __init__(
         self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body | None = None,
         free_body: Body | None = None, send: Send | None = None, row_multiple: int = 1,
-        token_metrics: tuple[TokenMetrics, ...] = (), chunk_elements: int | None = None,
+        further_metrics: tuple[TokenMetrics, ...] = (), chunk_elements: int | None = None,
         check: bool = True,
     ):
         self.model = model.eval()  # no dropout
         self.scoring = scoring or Scoring()
         self.body = body or default_body(model)
         self.free_body = free_body or self.body
-        self.send = send or as_it_is
+        self.send = send or Send()
         self.row_multiple = row_multiple
-        self.further_metrics = token_metrics
+        self.further_metrics = further_metrics
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, and so the trainer's body too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
@@ -443,9 +470,14 @@ class Policy:
     def changed(self, **parts: Any) -> "Policy":
         """A policy of the same model with other parts."""
         own = dict(scoring=self.scoring, body=self.body, free_body=self.free_body, send=self.send,
-                   row_multiple=self.row_multiple, token_metrics=self.further_metrics,
+                   row_multiple=self.row_multiple, further_metrics=self.further_metrics,
                    chunk_elements=self.chunk_elements)
         return Policy(self.model, **own | parts, check=False)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the body computes each prompt of a micro-batch once."""
+        return self.body is prompts_once
 
     @property
     def device(self) -> torch.device:
@@ -456,7 +488,7 @@ class Policy:
         return {
             "attention": self.model.config._attn_implementation,
             "body": self.body.__name__,
-            "engine_gets": self.send.__name__,
+            "engine_gets": self.send.name,
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self._head_dtype).removeprefix("torch."),
             "gradient_checkpointing": self.model.is_gradient_checkpointing,
@@ -535,9 +567,9 @@ class Policy:
         return Projection(head_dtype or self._head_dtype, rows, self.scale, self.softcap,
                           temperature, self.row_multiple)
 
-    def logits(self, hidden: Tensor, head_dtype: torch.dtype | None = None) -> Tensor:
-        """(N, H) -> (N, V) in fp32 at temperature 1; the head's dtype can be given."""
-        head = self.projection(1.0, head_dtype)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, H) -> (N, V) in fp32 at temperature 1."""
+        head = self.projection(temperature=1.0)
         return head.logits(hidden, self.head.weight, self.head_bias)[0]
 
     @property
@@ -554,8 +586,7 @@ class Policy:
         """
         found = []
         at_1 = self.changed(scoring=replace(self.scoring, temperature=1.0))
-        engines = getattr(self.send, "parameters", dict)()  # where they are not the policy's
-        with self.using(engines):
+        with self.using(self.send.engine_parameters()):
             for ids in sequences:  # one at a time: the KV cache takes memory now
                 response = ids[prompt_length:]
                 rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
@@ -743,8 +774,8 @@ def update(
     """
     losses, norms = [], []
     sums: dict[str, Tensor] = {}
-    policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
-    correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
+    both_sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    correction = correct(*both_sides, grpo.tis, grpo.tis_cap, grpo.rejection)
     batch = replace(batch, correction=correction.weights)
     kept = batch.mask * ~correction.rejected  # (B, T)
     counted = kept if grpo.rejection.mean == "kept" else batch.mask  # (B, T)
@@ -771,7 +802,7 @@ def update(
     weight = sums.pop("weight", None)
     unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "kl_old_new"))
     measured = {name: float(value / weight) for name, value in sums.items()}
-    return unmeasured | measured | correction_metrics(correction, *policies) | {
+    return unmeasured | measured | correction_metrics(correction, *both_sides) | {
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite),
@@ -790,7 +821,7 @@ def _backward(
         logprobs = policy.logprobs(micro)  # (rows, T)
         three_policies = grpo.old_policy == "recompute"
         denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
-        kept = micro.mask * (micro.correction > 0)  # a sequence ratio has no rejected tokens
+        kept = micro.mask * (micro.correction > 0)  # GSPO's mean leaves rejected tokens out
         loss, terms = weighted_loss(
             logprobs, denominator, micro.advantages, kept, weights[:, : logprobs.shape[1]],
             correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,

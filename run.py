@@ -133,7 +133,7 @@ def prepare(config: Config) -> Run:
 
 
 def check_machine(config: Config) -> None:
-    """Raises: ValueError if an option needs another device or another vLLM."""
+    """Raises: ValueError if an option needs another device, another vLLM, or a package."""
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
@@ -219,9 +219,11 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
     make_engine = Engine
     if is_routed(run, policy.model):
-        from extras.routes import RoutedEngine as make_engine
-    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    return make_engine(run.model_path, contract, config.parity, dtype=policy.model.dtype, **options)
+        from extras.routes import RoutedEngine
+
+        make_engine = RoutedEngine
+    return make_engine(
+        run.model_path, policy.weights(), config.parity, dtype=policy.model.dtype, **options)
 
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:
@@ -244,10 +246,13 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
         # The first policy's, resumed or not: the checkpoint comes later.
         reference = reference_logprobs(policy.copied_weights())
-        policy = policy.changed(token_metrics=(*policy.further_metrics, reference))
+        # It comes last: Routes.metrics reads the forward pass before it.
+        policy = policy.changed(further_metrics=(*policy.further_metrics, reference))
     make_optimizer, make_source = Optimizer, Synchronous
     if grpo.offload_optimizer:
-        from extras.offload import OffloadedOptimizer as make_optimizer
+        from extras.offload import OffloadedOptimizer
+
+        make_optimizer = OffloadedOptimizer
     if config.backend.inflight_groups:
         from extras.inflight import GroupsInFlight
 
@@ -298,7 +303,7 @@ def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
     task, record = run.task, records.provenance(policy.device)
     record["versions"]["vllm"] = engine.version
     return record | {
-        "config": run.config.flat(), "audit": engine.settings, "seed": run.config.run.seed,
+        "config": run.config.flat(), "audit": engine.settings,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
                      "dropped": run.dropped_prompts, "merged": task.num_repeated},

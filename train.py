@@ -16,7 +16,7 @@ import tyro
 import records
 from config import Config, GrpoConfig, refuse_old_names
 from objectives import OBJECTIVES, Policies, backend_metrics, centre, mismatch_metrics
-from rl import Batch, Policy, in_micro_batches, make_batch, prompts_once, update
+from rl import Batch, Policy, in_micro_batches, make_batch, update
 from rollouts import Rollout, Synchronous, reseed
 from run import (
     Run,
@@ -58,8 +58,8 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
 class Step(NamedTuple):
     """What a step has done: its metrics, the P problems, the batch (B, T) that was trained on.
 
-    `current` is the batch before any mask on rows, reduced to those that were sampled with the
-    weights before the update alone.
+    `current` is the batch with the loss of stale rows masked out, truncated rows included: what is
+    left was sampled with the weights before the update alone.
     """
 
     metrics: dict[str, Any]
@@ -81,9 +81,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         rows = run.task.score(problems, rollouts)
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
-    minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens,
-                                    shared_prompts=policy.body is prompts_once)
+    # For packing only: `update` decides which minibatch takes a step.
+    differ = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
+    minibatches = batch.minibatches(differ, grpo.num_minibatches, grpo.micro_batch_tokens,
+                                    shared_prompts=policy.shares_prompts)
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
@@ -100,6 +101,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     current = batch.mask_rows([version == engine.weight_version for version in oldest])
     metrics = {"step": step} | rollout_metrics(rollouts, grpo.group_size)
     metrics |= measure_staleness(rollouts, oldest, engine.weight_version)
+    # The entropy; kept_mass, outside_frac, routed_otherwise and router_noise with their options.
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
                 for name, values in token_metrics.items()}
     metrics |= measure_mismatch(batch, current, grpo)
@@ -157,11 +159,11 @@ def measure_mismatch(batch: Batch, current: Batch, grpo: GrpoConfig) -> dict[str
     metrics = mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
     if not current.mask.any():
         return metrics
-    policies = current.old_logprobs, current.behavior_logprobs
-    backend = mismatch_metrics(*policies, current.mask)
+    both_sides = current.old_logprobs, current.behavior_logprobs
+    backend = mismatch_metrics(*both_sides, current.mask)
     metrics |= {f"current_{name}": value for name, value in backend.items()}
     return metrics | backend_metrics(
-        *policies, current.advantages, current.mask,
+        *both_sides, current.advantages, current.mask,
         objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)
 
 

@@ -49,8 +49,7 @@ def one_step(tokenizer, problems: list, name: str, dtype, parity) -> tuple[list,
     """Rows of the three tables: responses, shown tokens, and the summary of the step."""
     policy = Policy(load_model(MODEL, dtype), Scoring(GRPO.temperature))
     optimizer = Optimizer(policy.model, weight_decay=0.0)
-    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    engine = Engine(MODEL, contract, parity, dtype=dtype, max_model_len=64, block_size=32)
+    engine = Engine(MODEL, policy.weights(), parity, dtype=dtype, max_model_len=64, block_size=32)
     earlier, _, _ = sample(policy, engine, tokenizer, problems, step=1)  # computes the prompts
     update(policy, optimizer, earlier, MINIBATCHES, replace(GRPO, old_policy="recompute"), GRPO.lr)
     batch, texts, rewards = sample(policy, engine, tokenizer, problems, step=2)

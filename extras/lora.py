@@ -6,7 +6,6 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 """
 
 import json
-from collections import UserDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from config import LoraConfig
+from rl import LazyWeights, Send
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -99,33 +99,22 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> "Adapte
     return Adapters(model, lora)
 
 
-class MergedWeights(UserDict):
-    """Tensors by checkpoint name, and layers, which are merged each time they are asked for.
-
-    So a load needs memory for the merged weights of a layer, not of the model.
-    """
-
-    def __getitem__(self, name: str) -> Tensor:
-        held = self.data[name]
-        return held.merged() if isinstance(held, AdaptedLinear) else held
-
-
-class Adapters:
-    """The adapters of a model. As the `send` of a policy: its tensors, with merged layers."""
+class Adapters(Send):
+    """The adapters of a model. The engine gets its tensors, with merged layers."""
 
     def __init__(self, model: torch.nn.Module, lora: LoraConfig):
         self.model, self.lora = model, lora
         self.layers = {name: each for name, each in model.named_modules()
                        if isinstance(each, AdaptedLinear)}
-        self.__name__ = f"{lora.lora_forward} adapters of rank {lora.lora_rank}"  # for the audit
+        self.name = f"{lora.lora_forward} adapters of rank {lora.lora_rank}"
 
     def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        adapted = {layer.weight.data_ptr(): layer for layer in self.layers.values()}
+        adapted = {layer.weight.data_ptr(): layer.merged for layer in self.layers.values()}
         held = {name: adapted.get(tensor.data_ptr(), tensor)
                 for name, tensor in weights.items() if ".lora_" not in name}
-        found = sum(isinstance(each, AdaptedLinear) for each in held.values())
+        found = sum(map(callable, held.values()))
         assert found == len(adapted), f"{found=} {len(adapted)=}: stored in another form"
-        return MergedWeights(held)
+        return LazyWeights(held)
 
     @torch.no_grad()
     def merge(self) -> None:

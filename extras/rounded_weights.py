@@ -4,11 +4,13 @@ Weight-only rounding of the body's linear layers, symmetric, one scale for each 
 mismatch that people choose, for speed. Here it is for its effect on the numbers; nothing is saved.
 """
 
-from collections import UserDict
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Linear
+
+from rl import LazyWeights, Send
 
 LARGEST_FP8 = 448.0  # of e4m3
 
@@ -28,8 +30,8 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
     return ((values / scale).round() * scale).to(weight.dtype)
 
 
-class RoundedWeights:
-    """The `send` of a policy: its tensors by checkpoint name, those of linear layers rounded.
+class RoundedWeights(Send):
+    """The engine gets the tensors of a policy, those of linear layers rounded.
 
     Raises: ValueError if the body has other matrices than those of linear layers and embeddings.
     """
@@ -45,26 +47,15 @@ class RoundedWeights:
             raise ValueError("rollout_weights must be own for models with experts, recurrent layers"
                              " or Conv1D (only linear layers are rounded), got"
                              f" {type(model).__name__} with {', '.join(sorted(others))}")
-        self.__name__ = f"linear layers rounded to {kind}"  # for the audit
+        self.name = f"linear layers rounded to {kind}"
 
-    def __call__(self, weights: dict[str, Tensor]) -> "Rounding":
+    def __call__(self, weights: dict[str, Tensor]) -> LazyWeights:
         missing = self.layers.keys() - weights.keys()
         assert not missing, f"stored in another form: {missing=}"
-        return Rounding(weights, self)
+        return LazyWeights({
+            name: partial(rounded, tensor.detach(), self.kind) if name in self.layers else tensor
+            for name, tensor in weights.items()})
 
     @torch.no_grad()
-    def parameters(self) -> dict[str, Tensor]:
-        """What the engine computes with in place of the policy's parameters, by their names."""
+    def engine_parameters(self) -> dict[str, Tensor]:
         return {name: rounded(each.weight, self.kind) for name, each in self.layers.items()}
-
-
-class Rounding(UserDict):
-    """Tensors by name; a layer is rounded each time it is asked for, so there is no second copy."""
-
-    def __init__(self, weights: dict[str, Tensor], send: RoundedWeights):
-        super().__init__(weights)
-        self.send = send
-
-    def __getitem__(self, name: str) -> Tensor:
-        held = self.data[name]
-        return rounded(held.detach(), self.send.kind) if name in self.send.layers else held

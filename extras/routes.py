@@ -95,7 +95,7 @@ def routes_of(batch: Batch) -> Tensor | None:
 class Routes:
     """The routers of a mixture: their choice is compared with the engine's, or replaced by it.
 
-    `metrics` are a policy's further `token_metrics`; with `replay`, `replayed` is its `body`.
+    `metrics` are a policy's `further_metrics`; with `replay`, `replayed` is its `body`.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -119,7 +119,7 @@ class Routes:
         """
         known = self.are_known()
         if not replay:
-            return {"token_metrics": (self.metrics,)} if known else {}
+            return {"further_metrics": (self.metrics,)} if known else {}
         if not known:
             raise ValueError(f"replay_routes must be off with {type(self.model).__name__} (it has"
                              " no routers that choose experts with topk), got True")
@@ -127,7 +127,7 @@ class Routes:
             again = lambda: (nullcontext(), self.following(self.given))  # noqa: E731
             self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
         # The trainer's own choice: `eval_agree` shows what replay hides.
-        return {"token_metrics": (self.metrics,), "body": self.replayed,
+        return {"further_metrics": (self.metrics,), "body": self.replayed,
                 "free_body": default_body(self.model)}
 
     @contextmanager

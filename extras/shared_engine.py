@@ -51,8 +51,7 @@ class SharedEngine(Engine):
         body = self.kernel_body if exact else policy.body
         self.policy = policy.changed(body=body, free_body=body, row_multiple=ROW_MULTIPLE)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
-        shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
-        super().__init__(model, shapes, parity, dtype=policy.model.dtype, **options)
+        super().__init__(model, policy.weights(), parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
             if reason := why_not(self):

@@ -61,8 +61,7 @@ class Workload:
     def both_sides(self) -> tuple[Policy, Engine]:
         """The trainer, and an engine that holds its weights."""
         policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
-        contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-        engine = Engine(self.model, contract, self.parity, dtype=policy.model.dtype,
+        engine = Engine(self.model, policy.weights(), self.parity, dtype=policy.model.dtype,
                         max_model_len=self.prompt_tokens[1] + self.sampling.max_new_tokens)
         engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)

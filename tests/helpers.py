@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import examples.toys as toys
 import train
 from config import Config, ParityFlags
-from engine_adapter import Engine
+from engine_adapter import Engine, held_and_sent
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
@@ -257,32 +257,16 @@ def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling:
 
 
 def differing(engine: Engine, policy: Policy) -> list[str]:
-    """The tensors that are not bit-identical on both sides. The engine's are read through its own layers: vLLM's CPU
-    build keeps linear layers packed, but a layer applied to the identity gives its weight back exactly (one product by
-    1, the others by 0).
-    """
-    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    found, contract = {}, engine.contract
-    for name, module in engine.vllm_model.named_modules():
-        if not hasattr(module, "quant_method"):
-            found |= {f"{name}.{kind}": tensor for kind, tensor in module.named_parameters(recurse=False)}
-            continue
-        if "embed" in name:
-            found[f"{name}.weight"] = module(torch.arange(contract[f"{name}.weight"][0]))
-            continue
-        path, _, last = name.rpartition(".")
-        names = [f"{path}.{part}" if path else part for part in parts.get(last, (last,))]
-        identity = torch.eye(contract[f"{names[0]}.weight"][1], dtype=engine.dtype)
-        held = {"weight": module.quant_method.apply(module, identity, None).T}  # (all parts' outputs, inputs)
-        if getattr(module, "bias", None) is not None:
-            held["bias"] = module.bias  # (all parts' outputs,)
-        sizes = [contract[f"{part}.weight"][0] for part in names]
-        for kind, tensor in held.items():  # vLLM pads the vocabulary
-            pieces = tensor[: sum(sizes)].split(sizes)
-            found |= {f"{part}.{kind}": piece for part, piece in zip(names, pieces, strict=True)}
-    sent = policy.weights()
+    """The tensors that the engine holds otherwise than the policy, as the proof of a load reads them."""
+    from vllm.config import set_current_vllm_config
+
+    sent, found = policy.weights(), {}
+    with set_current_vllm_config(engine.llm.vllm_config), torch.no_grad():
+        for name, module in engine.vllm_model.named_modules():
+            for tensor, held, theirs in held_and_sent(name, module, sent):
+                found[tensor] = found.get(tensor, True) and torch.equal(held, theirs.to(held.dtype))
     assert found.keys() | {"lm_head.weight"} == sent.keys() | {"lm_head.weight"}  # a tied head is the embedding
-    return [name for name, tensor in found.items() if not torch.equal(tensor, sent[name].detach())]
+    return [name for name, equal in found.items() if not equal]
 
 
 # ------------------------------------------------------------------------------------------------ in flight

@@ -735,12 +735,15 @@ class Engine:
         longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
         return max(span for span in spans if span <= longest)
 
-    def sample_canary(self, prompt_seed: int = 0) -> list[Rollout]:
-        """A few tokens of decode, at temperature 1, where raw and processed values agree."""
+    def sample_canary(
+        self, prompt_seed: int = 0, sampling: Sampling = CANARY_SAMPLING
+    ) -> list[Rollout]:
+        """A few tokens of decode; usually at temperature 1, where raw and processed values agree.
+        """
         shape = (CANARY_PROMPTS, self._canary_tokens)
         generator = torch.Generator().manual_seed(prompt_seed)
         prompts = torch.randint(self._vocab_size, shape, generator=generator).tolist()
-        rollouts = [Rollout(prompt, row, sampling=CANARY_SAMPLING)
+        rollouts = [Rollout(prompt, row, sampling=sampling)
                     for row, prompt in enumerate(prompts)]
         for rollout in rollouts:
             self._submit([rollout])

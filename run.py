@@ -14,7 +14,13 @@ import torch
 
 import records
 from config import BUILT_IN, Config, has_sampling_mask
-from engine_adapter import Engine, check_vllm_version
+from engine_adapter import (
+    CANARY_SAMPLING,
+    CANARY_TOLERANCE,
+    AuditError,
+    Engine,
+    check_vllm_version,
+)
 from models import describe_model, load_model, local_folder, save_model
 from objectives import OBJECTIVES
 from rl import (
@@ -23,7 +29,9 @@ from rl import (
     Optimizer,
     Policy,
     Scoring,
+    at_targets,
     default_body,
+    make_batch,
     reference_logprobs,
 )
 from rollouts import Sampling, Synchronous
@@ -283,6 +291,8 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     policy, engine = state.policy, state.engine
     records.cut_tables(run.out, first_step - 1 if checkpoint else -1)
     engine.load(policy.weights(), policy.response_logprobs)
+    if run.config.backend.engine != "transformers":
+        check_distribution(run, policy, engine)
     state.observers = observers(run, state)
     if run.config.measure.tensorboard:
         from extras.tensorboard import TensorBoard
@@ -297,6 +307,35 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         without = "" if checkpoint else ": there was no checkpoint"
         print(f"resumed at step {first_step}{without}", flush=True)
     return first_step
+
+
+@torch.no_grad()
+def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
+    """Compare both sides with log softmax(logits / temperature), computed apart.
+
+    The canary samples at temperature 1 and without a mask, and a mismatch does not show what both
+    sides forget. Raises: AuditError that names the side whose distribution is not the stated one.
+    """
+    from extras.sampling_mask import masked_logits
+
+    parity = run.config.parity
+    sampling = replace(run.sampling, max_new_tokens=CANARY_SAMPLING.max_new_tokens)
+    batch = make_batch(engine.sample_canary(sampling=sampling), policy.device)
+    response = batch.mask > 0  # (B, T)
+    with policy.using(policy.send.engine_parameters()):
+        ours = policy.logprobs(batch)[response]
+        logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
+    scaled = logits / sampling.temperature
+    masked = masked_logits(scaled, sampling)
+    sides = {"trainer": (ours, masked if parity.sampling_mask else scaled),
+             "engine": (batch.behavior_logprobs[response],
+                        masked if parity.processed_logprobs else logits)}
+    for side, (values, expected) in sides.items():
+        stated = at_targets(expected.log_softmax(dim=-1), batch.targets[response])
+        difference = (values - stated).abs().median().item()
+        if not difference <= CANARY_TOLERANCE[policy.model.dtype]:
+            raise AuditError(f"the {side}'s log-probabilities are not those of the stated"
+                             f" distribution ({sampling}): they differ by {difference:.2e} nats")
 
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:

@@ -735,16 +735,17 @@ class Engine:
         longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
         return max(span for span in spans if span <= longest)
 
-    def sample_canary(
-        self, prompt_seed: int = 0, sampling: Sampling = CANARY_SAMPLING
-    ) -> list[Rollout]:
-        """A few tokens of decode; usually at temperature 1, where raw and processed values agree.
-        """
+    def sample_canary(self, prompt_seed: int = 0) -> list[Rollout]:
+        """A few tokens of decode, at temperature 1, where raw and processed values agree."""
         shape = (CANARY_PROMPTS, self._canary_tokens)
         generator = torch.Generator().manual_seed(prompt_seed)
         prompts = torch.randint(self._vocab_size, shape, generator=generator).tolist()
-        rollouts = [Rollout(prompt, row, sampling=sampling)
-                    for row, prompt in enumerate(prompts)]
+        return self.sample_beside(prompts, CANARY_SAMPLING)
+
+    def sample_beside(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        """A seeded response to each prompt, in any state that computes. Others advance meanwhile.
+        """
+        rollouts = [Rollout(prompt, row, sampling=sampling) for row, prompt in enumerate(prompts)]
         for rollout in rollouts:
             self._submit([rollout])
         while any(rollout.finish_reason is None for rollout in rollouts):

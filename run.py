@@ -15,6 +15,7 @@ import torch
 import records
 from config import BUILT_IN, Config, has_sampling_mask
 from engine_adapter import (
+    CANARY_PROMPTS,
     CANARY_SAMPLING,
     CANARY_TOLERANCE,
     AuditError,
@@ -320,7 +321,9 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
 
     parity = run.config.parity
     sampling = replace(run.sampling, max_new_tokens=CANARY_SAMPLING.max_new_tokens)
-    batch = make_batch(engine.sample_canary(sampling=sampling), policy.device)
+    # Too short to fill a block of V1's prefix cache.
+    prompts = [problem.prompt_ids[:31] for problem in run.task.train[:CANARY_PROMPTS]]
+    batch = make_batch(engine.sample_beside(prompts, sampling), policy.device)
     response = batch.mask > 0  # (B, T)
     with policy.using(policy.send.engine_parameters()):
         ours = policy.logprobs(batch)[response]

@@ -165,11 +165,12 @@ def test_replay_leaves_the_noise_floor_and_hides_a_noisy_router_that_the_share_s
                                         for body in ("prompts_once", "replayed"))
     assert replay["mismatch"][1] < plain["mismatch"][1] / 2  # 99.9th percentile
     assert replay["mismatch"][0] / 1.3 < replay["floor"][0] < plain["floor"][0]
-    assert hidden["mismatch"][0] < 1.5 * replay["mismatch"][0] < plain["mismatch"][0]
+    assert replay["mismatch"][0] < plain["mismatch"][0]
+    assert hidden["mismatch"][0] < noisy["mismatch"][0] / 1.4  # 0.39 to 0.48 of it with five seeds
     for clean, planted in ((plain, noisy), (replay, hidden)):
         assert planted["routed_otherwise"] > 2 * clean["routed_otherwise"]
     assert replay["router_noise"] < ALARMS["router_noise"] < hidden["router_noise"]
-    assert hidden["router_noise"] == pytest.approx(0.02, rel=0.2)
+    assert hidden["router_noise"] == pytest.approx(0.02, rel=0.3)
 
 
 # ------------------------------------------------------------------------------------------------ runs

@@ -108,6 +108,7 @@ def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_load
     policy = policy_of(tmp_path, "Qwen2")
     with started(str(tmp_path), policy, verify_loads=4, canary_nats=100.0) as engine:
         seen = []
+        assert engine.settings["not_proven"] == []  # the first load compares all
         for load in range(9):
             move(policy, 0.001, load)
             figures = engine.load(policy.weights(), policy.response_logprobs)
@@ -128,6 +129,18 @@ def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_load
             stale = {name: tensor.clone() for name, tensor in policy.weights().items()}
         assert len(seen) == len(stale)
         assert {1, 4} <= {*seen}
+        engine.close()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_one_stale_part_of_one_expert_is_named_by_its_layer(tmp_path, part):
+    policy, name = policy_of(tmp_path, "Qwen3Moe"), f"model.layers.1.mlp.experts.2.{part}.weight"
+    with started(str(tmp_path), policy, verify_loads=1) as engine:
+        stale = {name: policy.weights()[name].clone()}
+        move(policy, 0.001)
+        with sending(engine, stale):
+            assert named(engine, policy) == {"model.layers.1.mlp.experts"}
         engine.close()
 
 

@@ -1,5 +1,7 @@
 """Rollouts from rounded weights: the engine gets them, exactly, and the trainer keeps its own."""
 
+import json
+
 import pytest
 import torch
 from helpers import (
@@ -74,6 +76,8 @@ def test_a_run_with_a_correction_trains_its_own_weights_and_samples_from_rounded
     train_here(command(good, f"{words} --rollout-weights int4 --tis token --eval-trainer-alone --out {out}"))
     for row in rows(out)[1:]:
         assert row["mismatch_abs_mean"] > 10 * ROUNDING
+    record = json.loads((out / "config.json").read_text())
+    assert record["trainer"]["engine_gets"] == "linear layers rounded to int4"
     saved = Policy.load(str(out / "policy"), torch.float32, "cpu").model
     weight = saved.model.layers[0].mlp.down_proj.weight
     assert all(len(row.unique()) > 15 for row in weight)  # int4 has 15 values in a channel

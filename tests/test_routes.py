@@ -81,6 +81,8 @@ def test_replay_uses_the_given_choice_with_the_models_own_weights_and_gradients(
         expected = plain.logprobs(batch)
     logprobs, weight, sums = with_routes(foreign), routers[0].weight, []
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=ROUNDING)
+    assert torch.equal(*(each.agreement(batch)["agrees"] for each in (policy, plain)))  # of the trainer's own choice
+    assert policy.free_body is plain.body
     logprobs.sum().backward()
     change = 1e-2 * torch.randn(weight.shape, generator=generator)
     for step in (change, -2 * change):

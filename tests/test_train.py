@@ -142,6 +142,14 @@ def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):
     assert calls == [(4, 2, 0.7), (5, 1, 0.0), (5, 3, 0.7)]
 
 
+def test_each_step_draws_other_problems_and_a_source_of_the_same_state_the_same(good, tmp_path):
+    _, state, _ = built(good, tmp_path, task=str(good / "task.py"))
+    before = state.source.state_dict()
+    first, second = (state.source.next(step)[0] for step in (1, 2))
+    state.source.load_state_dict(before)
+    assert state.source.next(1)[0] == first != second
+
+
 def test_a_function_before_the_update_adds_metrics_and_scales_the_learning_rate(good, tmp_path):
     run, state, _ = built(good, tmp_path, task=str(good / "task.py"))
     seen = []

@@ -1,4 +1,4 @@
-"""The reference backend: the trainer's own modules sample, token by token, with a KV cache.
+"""`--engine transformers`: the trainer's own modules sample, token by token, with a KV cache.
 
 It is slow, and by construction it has no mismatch: there is one set of weights and one head. It is
 the plainest statement of what an engine must do for the loop.
@@ -123,8 +123,8 @@ class TransformersEngine(Engine):
         own = self.policy.weights()
         same = own.keys() == weights.keys()
         if not same or not all(torch.equal(own[name], weights[name]) for name in own):
-            raise WeightLoadError("the reference engine samples with its policy's own weights and"
-                                  " takes no others")
+            raise WeightLoadError("the transformers engine samples with its policy's own weights"
+                                  " and takes no others")
         self.weight_version += changed
         self.state = "ready"
         return {"load_s": 0.0, "proof_s": 0.0, "canary_s": 0.0}

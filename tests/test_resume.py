@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 
-# The reference engine: what is tested here is the same for both, and it starts at once.
+# The transformers engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
          " --num-minibatches 1 --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 2")  # fmt: skip
 

@@ -422,7 +422,7 @@ def test_gradient_checkpointing_computes_each_layer_again_and_changes_no_gradien
     (calls, gradients), (calls_again, gradients_again) = run(plain), run(again)
     assert (calls, calls_again) == (0, 1)
     assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
-    with torch.no_grad():  # and only there: the reference engine samples from the same modules with a KV cache
+    with torch.no_grad():  # only there: the transformers engine samples from the same modules with a KV cache
         assert again(torch.tensor([[5, 6]]), use_cache=True).past_key_values.get_seq_length() == 2
 
 

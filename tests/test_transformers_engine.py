@@ -1,4 +1,4 @@
-"""The reference backend against the trainer's own forward, plain counting, and the vLLM contract."""
+"""The transformers engine against the trainer's own forward, plain counting, and the vLLM contract."""
 
 import math
 from collections import Counter

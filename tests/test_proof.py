@@ -11,8 +11,8 @@ from test_architectures import PATCHED
 from engine_adapter import WeightLoadError
 from rl import Optimizer, Policy
 
-CASES = [(name, name in ALWAYS_TIED, dtypes_of(name)[-1]) for name in ARCHITECTURES if name not in PATCHED]
-CASES += [(name, True, dtype) for name in ("Llama", "Qwen3Moe", "GPT2") for dtype in dtypes_of(name)]
+CASES = [(name, tied, dtype) for name in ARCHITECTURES if name not in PATCHED
+         for tied in ((True,) if name in ALWAYS_TIED else (False, True)) for dtype in dtypes_of(name)]
 
 
 def policy_of(folder, name: str, tied: bool = False, dtype=torch.bfloat16, device: str = "cpu") -> Policy:

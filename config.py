@@ -17,7 +17,7 @@ from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Reje
 VARIANTS = {
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
     "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
-    "recompute": "inflight_keep", "both-heads": "fp32_head",
+    "recompute": "inflight_keep", "both-heads": "fp32_head", "both-raw": "processed_logprobs",
 }  # fmt: skip
 # Old names of options, named in an error for one release.
 RENAMED = {
@@ -29,7 +29,9 @@ RENAMED = {
     "--parity.head-otherwise": "--parity.variants both-heads",
     "--tis-over-a-broken-backend": "--correct-a-broken-backend",
 }
-ROUNDINGS = "int8", "fp8", "int6", "int5", "int4", "int3", "int2"  # of --rollout-weights
+# Of --rollout-weights; the widths between whole ones are for the study of doses.
+ROUNDINGS = ("int8", "fp8", "int6", "int5", "int4.5", "int4", "int3.75", "int3.5", "int3.25",
+             "int3", "int2.75", "int2.5", "int2.4", "int2.3", "int2")
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 MANY = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # in float32
@@ -251,6 +253,7 @@ class ParityFlags:
     # generation-config: without uncached_runtime these alone go back to V1's defaults. recompute:
     # without inflight_keep, unfinished requests stay and their KV cache is computed again under the
     # new weights. both-heads: without fp32_head, the trainer's head in the model's dtype too.
+    # both-raw: without processed_logprobs, the trainer forgets the temperature too: no mismatch.
     variants: tuple[Literal[tuple(VARIANTS)], ...] = ()
 
     def __post_init__(self):
@@ -281,6 +284,11 @@ class ParityFlags:
     @property
     def trainer_fp32_head(self) -> bool:
         return "both-heads" not in self.variants
+
+    @property
+    def trainer_temperature(self) -> bool:
+        """Whether the trainer applies the temperature of the sampling."""
+        return "both-raw" not in self.variants
 
     def off(self) -> list[str]:
         """The fixes that are off; a flag that is off by default is none."""

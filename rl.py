@@ -483,7 +483,7 @@ class Policy:
     def device(self) -> torch.device:
         return self.head.weight.device
 
-    def audit(self) -> dict[str, str | bool]:
+    def audit(self) -> dict[str, str | bool | float]:
         """What is in force on the trainer's side."""
         return {
             "attention": self.model.config._attn_implementation,
@@ -491,6 +491,7 @@ class Policy:
             "engine_gets": self.send.name,
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self._head_dtype).removeprefix("torch."),
+            "temperature": self.scoring.temperature,
             "gradient_checkpointing": self.model.is_gradient_checkpointing,
         }
 

@@ -182,7 +182,8 @@ def load_policy(run: Run) -> Policy:
         from extras.sampling_mask import SamplingMask
 
         support = SamplingMask(run.sampling)
-    scoring = Scoring(config.grpo.temperature, config.parity.trainer_fp32_head, support)
+    temperature = config.grpo.temperature if config.parity.trainer_temperature else 1.0
+    scoring = Scoring(temperature, config.parity.trainer_fp32_head, support)
     with records.stage(f"loading the model in {run.model_path}"):
         model = load_model(run.model_path, getattr(torch, config.run.dtype)).to(device)
         if config.lora.lora_rank:
@@ -330,7 +331,9 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
         logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
     scaled = logits / sampling.temperature
     masked = masked_logits(scaled, sampling)
-    sides = {"trainer": (ours, masked if parity.sampling_mask else scaled),
+    unmasked = scaled if parity.trainer_temperature else logits
+    sides = {"trainer": (ours, masked if has_sampling_mask(sampling) and parity.sampling_mask
+                         else unmasked),
              "engine": (batch.behavior_logprobs[response],
                         masked if parity.processed_logprobs else logits)}
     for side, (values, expected) in sides.items():
@@ -339,6 +342,7 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
         if not difference <= CANARY_TOLERANCE[policy.model.dtype]:
             raise AuditError(f"the {side}'s log-probabilities are not those of the stated"
                              f" distribution ({sampling}): they differ by {difference:.2e} nats")
+    engine.settings["temperature"] = sampling.temperature if parity.processed_logprobs else 1.0
 
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:

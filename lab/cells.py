@@ -10,7 +10,7 @@ from statistics import fmean as mean
 from statistics import median
 from typing import Any, NamedTuple
 
-from config import VARIANTS
+from config import ROUNDINGS, VARIANTS
 
 ROOT = Path(__file__).parents[1]
 Rows = list[dict[str, Any]]  # of metrics.jsonl; step 0 is the evaluation before training
@@ -65,6 +65,7 @@ METRICS = {
     "kl_old_new": column("KL(old, new)", ".1e", "kl_old_new"),
     "ratio_mean": column("mean ratio", ".3f", "ratio_mean"),
     "mismatch": column("mean mismatch", ".1e", "mismatch_abs_mean"),
+    "mismatch_first": column("mismatch, step 1", ".1e", "mismatch_abs_mean", steps=slice(1)),
     "mismatch_current": column("mean mismatch, current weights", ".1e",
                                "current_mismatch_abs_mean"),
     "mismatch_max": column("largest mismatch", ".1e", "mismatch_max", max),
@@ -246,6 +247,47 @@ def corrections_cells() -> dict[str, Cell]:
     return cells
 
 
+# Engine's weights, by how far they are rounded, and forms: a dose and a response. In float32 and
+# without groups in flight nothing else is a mismatch.
+DOSE = f"{LADDER} --dtype float32 --inflight-groups 0 --eval-every 1000000"
+FORMS = {"two": "", "two-wide": "--clip-low 1 --clip-high 1e6", "three": THREE} | {
+    name: f"{THREE} {CORRECTIONS[name]}"
+    for name in ("tis-token", "icepop", "mis", "tis-sequence", "geometric")
+}  # fmt: skip
+CORRECTED = "int6", "int4", "int3.5", "int3", "int2.75", "int2.5", "int2.4", "int2.3", "int2"
+DOSE_FAULTS = {"raw": RAW, "stale-cache": RUNTIME, "raw-stale-cache": f"{RAW} {RUNTIME}"}
+BOTH_RAW = f"{RAW} --parity.variants both-raw"
+
+
+def dose_cells() -> dict[str, Cell]:
+    cells = {}
+    for form, words in FORMS.items():
+        baseline = "two.own" if form.startswith("two") else "three.own"
+        kinds = ROUNDINGS if form in ("two", "three") else CORRECTED
+        if not words.startswith(f"{THREE} "):  # at parity a correction does nothing
+            kinds = ("own", *kinds)
+        for kind in kinds:
+            cells[f"{form}.{kind}"] = Cell(f"{words} --rollout-weights {kind}", baseline)
+    for form in ("two", "three"):
+        cells |= against(f"{form}.own", {
+            f"{form}.{fault}": f"{FORMS[form]} {words}" for fault, words in DOSE_FAULTS.items()})
+    del cells["three.raw"]  # its loss does not use the engine's values: it is three.own
+    return cells
+
+
+def temperature_cells() -> dict[str, Cell]:
+    """The temperature forgotten by the engine, or by both sides, which no mismatch shows."""
+    cells = {}
+    for workload, (job, _, model) in WORKLOADS.items():
+        for temperature in (0.3, 0.7, 1.5):
+            for form, words in (("two", ""), ("two.one-raw", RAW), ("two.both-raw", BOTH_RAW),
+                                ("three", THREE), ("three.both-raw", f"{THREE} {BOTH_RAW}")):
+                name = f"{workload}.{temperature}."
+                cells[name + form] = Cell(f"{job} --temperature {temperature} {words}",
+                                          name + form.partition(".")[0], model=model)
+    return cells
+
+
 # SmolLM2; `make real` runs parity+three. All prompts begin with the same KV block.
 REAL = ("--model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py"
         " --reward-limit-s 60 --dtype bfloat16 --num-prompts 8 --inflight-groups 4"
@@ -300,6 +342,13 @@ STUDIES = {
         f"{LADDER} {THREE} --correct-a-broken-backend --inflight-groups 0", corrections_cells(),
         ("reward", "eval_trainer_alone", "rejected", "updates", "weights_ess", "mismatch",
          "staleness")),
+    "dose": Study(
+        DOSE, dose_cells(),
+        ("mismatch_first", "reward", "eval_trainer_alone", "mismatch", "clip_rate", "ess",
+         "weights_ess", "rejected", "updates"), seeds=10),
+    "temperature": Study(
+        DOSE, temperature_cells(),
+        ("mismatch_first", "reward", "eval_trainer_alone", "mismatch", "clip_rate"), seeds=10),
     "real": Study(
         REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
         ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,

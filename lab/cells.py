@@ -302,6 +302,16 @@ REAL_CELLS = (
     } | {"float16+three": f"{THREE} --dtype float16"})
 )  # fmt: skip
 
+# The same doses for a model of 135 million parameters, with raw values as the point to compare.
+REAL_DOSE = f"{REAL} --dtype float32 --inflight-groups 0"
+REAL_DOSE_CELLS = {
+    f"{form}.{kind}": Cell(f"{FORMS[form]} --rollout-weights {kind}", f"{form}.own")
+    for form in ("two", "three") for kind in ("own", "int8", "fp8", "int6", "int5", "int4")
+} | against("three.own", {
+    f"tis-token.{kind}": f"{FORMS['tis-token']} --rollout-weights {kind}"
+    for kind in ("int8", "fp8", "int6", "int5", "int4")
+}) | against("two.own", {"two.raw": RAW})  # fmt: skip
+
 # The learning rate is too small to change the policy: all steps sample from one.
 BENCH = "--lr 1e-12 --eval-every 1000000 --checkpoint-every 1000000"
 BENCH_CELLS = against("vllm", {
@@ -353,6 +363,10 @@ STUDIES = {
         REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
         ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,
         jobs=1),
+    "real-dose": Study(
+        REAL_DOSE, REAL_DOSE_CELLS,
+        ("mismatch_first", "reward", "eval_trainer_alone", "eval_greedy", "mismatch", "clip_rate",
+         "ess"), steps=20),
     "bench": Study(
         BENCH, BENCH_CELLS, ("step_s", "step_bare", "generate_s", "generate_bare",
                              "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",

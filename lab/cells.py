@@ -250,7 +250,8 @@ def corrections_cells() -> dict[str, Cell]:
 # Engine's weights, by how far they are rounded, and forms: a dose and a response. In float32 and
 # without groups in flight nothing else is a mismatch.
 DOSE = f"{LADDER} --dtype float32 --inflight-groups 0 --eval-every 1000000"
-FORMS = {"two": "", "two-wide": "--clip-low 1 --clip-high 1e6", "three": THREE} | {
+FORMS = {"two": "", "two-wide": "--clip-low 1 --clip-high 1e6", "two-upper": "--clip-low 1",
+         "two-lower": "--clip-high 1e6", "three": THREE} | {
     name: f"{THREE} {CORRECTIONS[name]}"
     for name in ("tis-token", "icepop", "mis", "tis-sequence", "geometric")
 }  # fmt: skip
@@ -264,12 +265,14 @@ def dose_cells() -> dict[str, Cell]:
     for form, words in FORMS.items():
         baseline = "two.own" if form.startswith("two") else "three.own"
         kinds = ROUNDINGS if form in ("two", "three") else CORRECTED
-        if not words.startswith(f"{THREE} "):  # at parity a correction does nothing
+        if form in ("two-upper", "two-lower"):  # which side of the clip does the harm
+            kinds = ("int3",)
+        elif not words.startswith(f"{THREE} "):  # at parity a correction does nothing
             kinds = ("own", *kinds)
         for kind in kinds:
             cells[f"{form}.{kind}"] = Cell(f"{words} --rollout-weights {kind}", baseline)
-    for form in ("two", "three"):
-        cells |= against(f"{form}.own", {
+    for form in ("two", "two-wide", "two-upper", "two-lower", "three"):
+        cells |= against(f"{form.split('-')[0]}.own", {
             f"{form}.{fault}": f"{FORMS[form]} {words}" for fault, words in DOSE_FAULTS.items()})
     del cells["three.raw"]  # its loss does not use the engine's values: it is three.own
     return cells

@@ -30,6 +30,13 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
     return ((values / scale).round() * scale).to(weight.dtype)
 
 
+def linear_layers(model: torch.nn.Module) -> dict[str, Linear]:
+    """Those of the body, by the names of their weights; the head is not one of them."""
+    head = model.get_output_embeddings()
+    return {f"{name}.weight": module for name, module in model.named_modules()
+            if type(module) is Linear and module is not head}
+
+
 class RoundedWeights(Send):
     """The engine gets the tensors of a policy, those of linear layers rounded.
 
@@ -37,9 +44,7 @@ class RoundedWeights(Send):
     """
 
     def __init__(self, model: torch.nn.Module, kind: str):
-        head, self.kind = model.get_output_embeddings(), kind
-        self.layers = {f"{name}.weight": module for name, module in model.named_modules()
-                       if type(module) is Linear and module is not head}
+        self.kind, self.layers = kind, linear_layers(model)
         others = {type(each).__name__ for each in model.base_model.modules()
                   if type(each) is not Linear and not isinstance(each, torch.nn.Embedding)
                   and any(own.ndim > 1 for own in each.parameters(recurse=False))}

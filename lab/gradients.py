@@ -5,14 +5,15 @@
 A policy so small that all its answers can be enumerated: a table of logits, 8 words at each of the
 73 beginnings of an answer of 3 words, in float64. An answer's reward is its share of right words,
 and the policy prefers a wrong one. `luck` is added to it or taken from it, whatever the words: it
-stands for the other tokens of a long answer, which decide most of the reward of each. The losses
-are those of objectives.py. Two limits make it exact: a group is infinitely large, and so is a batch.
+stands for the other tokens of a longer answer, which decide most of its reward. The losses are
+those of objectives.py. Groups and batches are infinitely large, so that all is exact.
 
 S = 73 states (beginnings), V = 8 words, T = 3 words in an answer, Y = 1,024 answers: each of the
-512 with luck and without.
+512 with good luck and with bad luck.
 """
 
 from collections.abc import Callable
+from math import log
 from statistics import fmean as mean
 from typing import NamedTuple
 
@@ -29,21 +30,17 @@ S = 1 + V + V**2
 RIGHT, WRONG = torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])
 SHARE = (ANSWERS == RIGHT).double().mean(dim=1)  # (Y,)
 SIGN = torch.tensor([1.0, -1.0]).double().repeat_interleave(V**T)  # (Y,)
-TEMPERATURE, LUCK, SEEDS = 0.7, 0.5, range(10)
+MASK = torch.ones(len(ANSWERS), T).double()
+TEMPERATURE, LUCK, SEEDS = 0.7, 0.5, range(20)
 
 
 def first_policy(seed: int) -> Tensor:
-    """Logits (S, V): the wrong word is the likeliest, the right one the second.
-
-    Of some states it is nearly sure. It has the entropy of the ladder's first policy, and the same
-    mismatch of raw values: 0.13 nats.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    logits = 0.5 * torch.randn(S, V, generator=generator).double()
+    """Logits (S, V): the wrong word is the likeliest of each state, the right one the second."""
+    logits = 0.5 * torch.randn(S, V, generator=torch.Generator().manual_seed(seed)).double()
     position = torch.tensor([0] + [1] * V + [2] * V**2)
     logits[torch.arange(S), WRONG[position]] += 2.0
     logits[torch.arange(S), RIGHT[position]] += 1.3
-    return logits * 10 ** torch.rand(S, 1, generator=generator).double()
+    return logits
 
 
 # ---------------------------------------------------------------------------------- mismatches
@@ -55,8 +52,7 @@ class Backend(NamedTuple):
     temperature: float = TEMPERATURE  # of the trainer
 
 
-# Of logits (S, V), noise (S, V) and a size. A sampler with other logits reports its own values.
-Kind = Callable[[Tensor, Tensor, float], Backend]
+Kind = Callable[[Tensor, Tensor, float], Backend]  # of logits and noise, (S, V), and a size
 
 
 def at(logits: Tensor, temperature: float = TEMPERATURE) -> Tensor:
@@ -64,24 +60,20 @@ def at(logits: Tensor, temperature: float = TEMPERATURE) -> Tensor:
 
 
 def sampler(logits: Tensor) -> Backend:
+    """A sampler with other logits reports its own values."""
     return Backend(at(logits), at(logits))
-
-
-def unlikely(logits: Tensor) -> Tensor:
-    return at(logits).exp() < 0.1
 
 
 WHOLE = torch.zeros(S, 1)  # the states of the answers that begin with the wrong word
 WHOLE[STATES[ANSWERS[:, 0] == WRONG[0], 1:]] = 1
 KINDS: dict[str, Kind] = {
-    "rounding": lambda logits, noise, size: sampler(logits + size * noise),
-    "unlikely words": lambda logits, noise, size: sampler(logits + size * noise * unlikely(logits)),
-    "whole answers": lambda logits, noise, size: sampler(logits + size * noise * WHOLE),
-    "stale policy": lambda logits, noise, size: sampler(logits - size * true_gradient(logits)),
-    "raw values": lambda logits, noise, size: Backend(
-        at(logits), at(logits, TEMPERATURE * (1 + size))),
-    "raw on both sides": lambda logits, noise, size: Backend(
-        at(logits), at(logits, TEMPERATURE * (1 + size)), TEMPERATURE * (1 + size)),
+    "rounding": lambda z, noise, size: sampler(z + size * noise),
+    "unlikely words": lambda z, noise, size: sampler(z + size * noise * (at(z) < log(0.1))),
+    "whole answers": lambda z, noise, size: sampler(z + size * noise * WHOLE),
+    "stale policy": lambda z, noise, size: sampler(z - size * true_gradient(z)),
+    "raw values": lambda z, _, size: Backend(at(z), at(z, TEMPERATURE * (1 + size))),
+    "raw on both sides": lambda z, _, size: Backend(
+        at(z), at(z, TEMPERATURE * (1 + size)), TEMPERATURE * (1 + size)),
 }  # fmt: skip
 
 
@@ -96,21 +88,22 @@ def chances(logprobs: Tensor) -> Tensor:
 
 
 def nats(logits: Tensor, backend: Backend) -> float:
-    """The mean |trainer - reported| of the words that are drawn, the right temperature in it."""
+    """The mean |stated - reported| of the words that are drawn."""
     difference = of_answers(at(logits) - backend.reported).abs().mean(dim=1)
     return (chances(backend.drawn) @ difference).item()
 
 
-def size_of(kind: Kind, logits: Tensor, noise: Tensor, wanted: float) -> float:
-    """The size at which the mismatch is `wanted` nats, by bisection."""
-    low, high = 0.0, 1e4
-    for _ in range(60):
-        middle = (low + high) / 2 if low else high / 10
-        if nats(logits, kind(logits, noise, middle)) < wanted:
-            low = middle
-        else:
-            high = middle
-    return high
+def setting(kind: Kind, wanted: float, seed: int) -> tuple[Tensor, Tensor, float]:
+    """Logits, noise, and the size at which the mismatch is `wanted` nats, by bisection."""
+    logits, low, high = first_policy(seed), 0.0, 1e-3
+    noise = torch.randn(S, V, generator=torch.Generator().manual_seed(1000 + seed)).double()
+    while nats(logits, kind(logits, noise, high)) < wanted:
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        enough = nats(logits, kind(logits, noise, middle)) >= wanted
+        low, high = (low, middle) if enough else (middle, high)
+    return logits, noise, high
 
 
 # ---------------------------------------------------------------------------------- gradients
@@ -122,15 +115,13 @@ class Form(NamedTuple):
     clip: Clip = (0.2, 0.2)
 
 
+ICEPOP = REJECTIONS["token"]._replace(bounds=(0.5, 5.0))
 FORMS = {
-    "two": Form("rollout"), "two, upper clip": Form("rollout", clip=(1.0, 0.2)),
-    "two, lower clip": Form("rollout", clip=(0.2, 1e6)),
-    "two, no clip": Form("rollout", clip=(1.0, 1e6)), "three": Form(),
-    "TIS": Form(tis="token"), "IcePop": Form("recompute", "token",
-                                             REJECTIONS["token"]._replace(bounds=(0.5, 5.0)), 5.0),
-    "sequence": Form(tis="sequence"),
+    "two": Form("rollout"), "upper clip": Form("rollout", clip=(1.0, 0.2)),
+    "lower clip": Form("rollout", clip=(0.2, 1e6)), "no clip": Form("rollout", clip=(1.0, 1e6)),
+    "three": Form(), "TIS": Form(tis="token"), "IcePop": Form("recompute", "token", ICEPOP, 5.0),
+    "sequence": Form(tis="sequence"), "geometric": Form(rejection=REJECTIONS["geometric"]),
     "MIS": Form(tis="sequence", rejection=REJECTIONS["sequence"]),
-    "geometric": Form(rejection=REJECTIONS["geometric"]),
 }  # fmt: skip
 
 
@@ -142,45 +133,31 @@ def advantages_of(chance: Tensor, luck: float) -> Tensor:
 
 
 def true_gradient(logits: Tensor) -> Tensor:
-    """Of the expected reward of the policy that should be sampled: (S, V)."""
+    """Of the expected reward of the stated policy: (S, V)."""
     logits = logits.detach().requires_grad_()
     return torch.autograd.grad(chances(at(logits)) @ SHARE, logits)[0]
 
 
-def gradient(
-    logits: Tensor, old_logits: Tensor, backend: Backend, form: Form, luck: float,
-) -> tuple[Tensor, float]:
+def gradient(logits: Tensor, old_logits: Tensor, backend: Backend, form: Form, luck: float):
     """The mean (S, V) and the variance of one answer's gradient, summed over all logits."""
-    chance = chances(backend.drawn)
-    mask = torch.ones(len(ANSWERS), T).double()
-    policy = at(logits, backend.temperature)  # (S, V)
+    logits = logits.detach().requires_grad_()
+    policy, chance = at(logits, backend.temperature), chances(backend.drawn)
     old, behavior = of_answers(at(old_logits, backend.temperature)), of_answers(backend.reported)
-    correction = correct(old, behavior, mask, form.tis, form.cap, form.rejection)
-    logprobs = of_answers(policy).requires_grad_()  # (Y, T)
-    denominator = behavior if form.old_policy == "rollout" else old
+    correction = correct(old, behavior, MASK, form.tis, form.cap, form.rejection)
+    logprobs, denominator = of_answers(policy), behavior if form.old_policy == "rollout" else old
     loss, _ = OBJECTIVES["grpo"].surrogate(
-        logprobs, denominator, advantages_of(chance, luck), mask, form.clip)
-    slopes = -torch.autograd.grad((correction.weights * loss).sum(), logprobs)[0]  # (Y, T)
-    # Of a word's log-probability, by the logits of its state: (one - policy) / temperature.
-    weights = torch.zeros(S, V).double()
-    weights.index_put_((STATES, ANSWERS), chance[:, None] * slopes, accumulate=True)
-    expected = (weights - weights.sum(dim=1, keepdim=True) * policy.exp()) / backend.temperature
-    squares = 1 - 2 * of_answers(policy.exp()) + (policy.exp()**2).sum(dim=1)[STATES]  # (Y, T)
+        logprobs, denominator, advantages_of(chance, luck), MASK, form.clip)
+    gain = -correction.weights * loss  # (Y, T)
+    expected, = torch.autograd.grad(chance @ gain.sum(dim=1), logits, retain_graph=True)
+    slopes, = torch.autograd.grad(gain.sum(), logprobs)  # (Y, T)
+    chosen = policy.detach().exp()  # by logits, a word's slope is (one - this) / temperature
+    squares = 1 - 2 * of_answers(chosen) + (chosen**2).sum(dim=1)[STATES]
     second = (chance[:, None] * slopes**2 * squares).sum() / backend.temperature**2
     return expected, (second - (expected**2).sum()).item()
 
 
-def setting(kind: Kind, wanted: float, seed: int) -> tuple[Tensor, Tensor, float]:
-    logits = first_policy(seed)
-    noise = torch.randn(S, V, generator=torch.Generator().manual_seed(1000 + seed)).double()
-    return logits, noise, size_of(kind, logits, noise, wanted)
-
-
 def direction(kind: Kind, form: Form, wanted: float, luck: float, seed: int) -> tuple[float, ...]:
-    """Cosine, ratio of the norms and of the variances, against three policies at parity.
-
-    Their expected gradient has the direction of `true_gradient`.
-    """
+    """Cosine, ratio of the norms and of the variances, against three policies at parity."""
     logits, noise, size = setting(kind, wanted, seed)
     ours, variance = gradient(logits, logits, kind(logits, noise, size), form, luck)
     right, usual = gradient(logits, logits, sampler(logits), Form(), luck)
@@ -189,15 +166,11 @@ def direction(kind: Kind, form: Form, wanted: float, luck: float, seed: int) -> 
 
 
 def outcome(kind: Kind, form: Form, wanted: float, luck: float, seed: int) -> tuple[float, ...]:
-    """Expected reward and entropy (nats a token) after 100 batches of two steps of Adam each.
-
-    The sampler follows: it gets the new logits, and its error grows with them.
-    """
+    """Expected reward and entropy (nats a token) after 100 batches of two steps of Adam each."""
     logits, noise, size = setting(kind, wanted, seed)
-    scale = logits.std()
-    optimizer = torch.optim.Adam([logits], lr=0.1)
+    scale, optimizer = logits.std(), torch.optim.Adam([logits], lr=0.1)
     for _ in range(100):
-        old = logits.clone()
+        old = logits.clone()  # the sampler follows, and its error grows with the logits
         backend = kind(old, noise * old.std() / scale, size)
         for _ in range(2):
             logits.grad = -gradient(logits, old, backend, form, luck)[0]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from config import has_sampling_mask
+from extras.rounded_weights import linear_layers, rounded
 from probe import causes
 from probe.causes import Cause
 from probe.noise import twice_precise
@@ -35,6 +36,7 @@ MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 # same, so that it may leave the mean error as it is.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
+ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
 NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
 
@@ -170,6 +172,11 @@ class Probe:
         self._try(self.now, [Readout()])
         if not self._done(0):
             self._try(self.now, readouts)
+        if not self._done(1):
+            for kind in ROUNDINGS:
+                weights = {name: rounded(each.weight.detach(), kind)
+                           for name, each in linear_layers(self.policy.model).items()}
+                self._try(self._forward(self.weights | weights, causes.ROUNDED.of(kind)), readouts)
         if not self._done(1):
             for updates, weights in self.earlier.items():
                 old = self._forward(weights, causes.STALE.of(updates))

@@ -13,6 +13,7 @@ OPTIONS = [
     {}, dict(top_p=0.8, temperature=1.4), dict(parity=ParityFlags(processed_logprobs=False)),
     dict(parity=ParityFlags(sampling_mask=False), min_p=0.1), dict(engine="shared", exact=True), dict(lora_rank=4),
     dict(rollout_weights="int3"), dict(dtype="bfloat16", temperature=0.5),
+    dict(parity=ParityFlags(processed_logprobs=False, variants=("both-raw",))),
 ]  # fmt: skip
 
 
@@ -21,6 +22,9 @@ OPTIONS = [
 def test_the_stated_distribution_passes_under_its_name(good, tmp_path, options):
     close_live_engine()
     _, state, _ = built(good, tmp_path, **{"engine": "vllm", "temperature": 0.7} | options)
+    parity, stated = options.get("parity", ParityFlags()), options.get("temperature", 0.7)
+    assert state.engine.settings["temperature"] == (stated if parity.processed_logprobs else 1.0)
+    assert state.policy.audit()["temperature"] == (1.0 if parity.variants else stated)
     state.engine.close()
 
 

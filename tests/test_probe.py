@@ -14,6 +14,7 @@ from helpers import ROOT, close_live_engine, move, qwen2, refusal, started
 
 from config import ParityFlags
 from engine_adapter import Engine
+from extras.rounded_weights import RoundedWeights
 from probe.__main__ import main
 from probe.diagnose import alarms, as_trace, diagnose
 from probe.search import Probe
@@ -31,6 +32,7 @@ STALE = "inference path: weights 1 update(s) old"
 PREFIX = "inference path: prompt KV computed under earlier weights (stale prefix cache)"
 KEPT = "inference path: KV kept over an in-flight update"
 HALF = "numerics: head in 16 bits in the engine"
+ROUNDED = "numerics: linear layers rounded to {}, one scale for each output channel"
 EXPECTED = {
     "raw": [RAW],
     "top-1": [LIKELIEST],
@@ -54,6 +56,9 @@ EXPECTED = {
     "top-1+prefix": [PREFIX, LIKELIEST],
     "raw+head": [RAW, HALF],
     "head+stale": [STALE, HALF],
+    "int8": [ROUNDED.format("int8")],
+    "fp8": [ROUNDED.format("fp8")],
+    "raw+int4": [ROUNDED.format("int4"), RAW],
 }
 
 
@@ -217,7 +222,10 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
             assert engine.llm.reset_prefix_cache(reset_running_requests=True)
         if "moved on" not in faults:
             with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
-                engine.load(policy.weights(), policy.response_logprobs)
+                weights = policy.weights()
+                for kind in faults & {"int8", "fp8", "int4"}:
+                    weights = RoundedWeights(model, kind)(weights)
+                engine.load(weights, policy.response_logprobs)
         rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         first, steps = min(map(int, engine._requests)), 0
         while engine.num_unfinished:

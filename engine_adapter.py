@@ -16,6 +16,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -337,6 +338,7 @@ class Engine:
         self._cache_salt: str | None = None
         # Requests that kept their KV cache at the last load, and their preemptions then.
         self._kept: list[tuple[Any, int]] = []
+        self._places: dict[str, Any] = {}  # of `holding`
         self.weight_version = 0
         # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has
         # lost to preemption.
@@ -471,6 +473,35 @@ class Engine:
             self.llm.engine_core.add_request(request)
             self._requests[request.request_id] = rollout
         return rollouts
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Unfinished requests stay as they are, while others run to their end.
+
+        vLLM's scheduler does not see them meanwhile; their KV cache and their places in the
+        runner's batch, whose order decides which random numbers a row gets, come back.
+
+        Raises: EngineStateError if they leave no KV cache for one row of full length.
+        """
+        from vllm.v1.core.sched.request_queue import create_request_queue
+
+        scheduler = self.core.scheduler
+        cache = self.llm.vllm_config.cache_config
+        longest = -(-self.llm.vllm_config.model_config.max_model_len // cache.block_size)
+        if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest:
+            raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
+                                   " more --kv-cache-gib or fewer --inflight-groups")
+        batch = getattr(self.runner, "input_batch", None)  # V1's
+        # A row that has finished keeps its place until the next step.
+        states = self._places | self.runner.requests if batch else {}
+        self._places = {name: states[name] for name in batch.req_ids} if batch else {}
+        running, waiting = scheduler.running, scheduler.waiting
+        scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
+        yield
+        self.step()  # The runner forgets the finished rows.
+        scheduler.running, scheduler.waiting = running, waiting
+        for place in self._places.values():
+            batch.add_request(place)
 
     def sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
         """vLLM's SamplingParams of one request."""

@@ -15,6 +15,7 @@ included, else 0.0. Log-probabilities in nats.
 
 from collections.abc import Callable
 from functools import partial
+from math import exp
 from typing import Literal, NamedTuple
 
 import torch
@@ -156,6 +157,8 @@ OBJECTIVES: dict[str, Objective] = {
     "dr_grpo": Objective(grpo, "constant", partial(group_advantages, divide_by_std=False)),
     "gspo": Objective(gspo, "sequence", clip=(3e-4, 4e-4)),
     "cispo": Objective(cispo, clip=(None, 5.0)),
+    # REINFORCE with untruncated importance weights, -sg(r) A logprobs: CISPO without its cap.
+    "reinforce": Objective(cispo, clip=(None, exp(MAX_LOG_WEIGHT))),
 }
 
 

@@ -23,10 +23,10 @@ class Group:
         """Tokens that have been sampled so far."""
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
 
-    def is_older(self, version: int) -> bool:
-        """Whether a part of it was computed with weights before this version."""
+    def oldest_version(self, version: int) -> int:
+        """The oldest weights from which a part of it was computed; `version` if it has none."""
         oldest = [rollout.oldest_version for rollout in self.rollouts]
-        return any(each is not None and each < version for each in oldest)
+        return min((each for each in oldest if each is not None), default=version)
 
 
 class GroupsInFlight(Synchronous):
@@ -34,14 +34,15 @@ class GroupsInFlight(Synchronous):
 
     Groups are in the order of submission; a step takes the first P that are complete. N more stay
     in flight, so that the engine never waits for the longest rollout of a batch. Every group
-    submitted is trained on, dropped for its age, or in flight.
+    submitted is trained on, dropped for its age, or in flight. With `pace` none is dropped: a step
+    waits for those first groups that would become too old, and takes them before others.
 
     Source: PipelineRL, arXiv 2509.19128, on two sets of devices; here the two sides take turns.
     """
 
-    def __init__(self, *source: Any, num_waiting: int, max_staleness: int):
+    def __init__(self, *source: Any, num_waiting: int, max_staleness: int, pace: bool = False):
         super().__init__(*source)
-        self.num_waiting, self.max_staleness = num_waiting, max_staleness
+        self.num_waiting, self.max_staleness, self.pace = num_waiting, max_staleness, pace
         self.groups: list[Group] = []
         self.counters = dict(groups_submitted=0, groups_trained=0, groups_dropped=0)
 
@@ -54,6 +55,11 @@ class GroupsInFlight(Synchronous):
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return [group.problem for group in groups], rollouts
 
+    def answer(self, *asked: Any) -> list[Rollout]:
+        """As `Synchronous.answer`, for an evaluation: the groups in flight stay as they are."""
+        with self.engine.holding():
+            return super().answer(*asked)
+
     def submit(self, problems: list[Problem]) -> None:
         self.groups += [Group(problem) for problem in problems]
         self.counters["groups_submitted"] += len(problems)
@@ -64,14 +70,27 @@ class GroupsInFlight(Synchronous):
         Groups with long answers come later and are staler.
         """
         self._fill()
-        while len(complete := [group for group in self.groups if group.complete]) < num_groups:
-            assert self.engine.num_unfinished, f"{num_groups=} {len(complete)=}, none runs"
+        due = self._due(num_groups) if self.pace else []
+        while True:
+            late = [group for group in self.groups if group.complete and group not in due]
+            if all(group.complete for group in due) and len(due) + len(late) >= num_groups:
+                break
+            assert self.engine.num_unfinished, f"{num_groups=} {len(due)=} {len(late)=}, none runs"
             self.engine.step()
             self._fill()
-        taken = complete[:num_groups]
+        taken = due + late[: num_groups - len(due)]
         self.groups = [group for group in self.groups if group not in taken]
         self.counters["groups_trained"] += num_groups
         return taken
+
+    def _due(self, num_groups: int) -> list[Group]:
+        """The first groups that this step must take, if each step takes so many and one update
+        follows it, so that none becomes too old."""
+        version, due = self.engine.weight_version, 0
+        for count, group in enumerate(self.groups, 1):
+            left = group.oldest_version(version) + self.max_staleness - version  # updates
+            due = max(due, count - num_groups * left)
+        return self.groups[:due]
 
     def _fill(self) -> None:
         """Submit groups to the engine while it has room."""
@@ -86,7 +105,8 @@ class GroupsInFlight(Synchronous):
         Returns counts: groups in flight now; the others since the run's first step.
         """
         oldest = self.engine.weight_version - self.max_staleness
-        for group in [group for group in self.groups if group.is_older(oldest)]:
+        for group in [group for group in self.groups
+                      if group.oldest_version(oldest) < oldest]:
             self.groups.remove(group)
             self.engine.abort(group.rollouts)
             self.counters["groups_dropped"] += 1

@@ -4,7 +4,8 @@ It is slow, and by construction it has no mismatch: there is one set of weights 
 the plainest statement of what an engine must do for the loop.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import Any
 
@@ -110,6 +111,13 @@ class TransformersEngine(Engine):
                 cache.batch_select_indices(torch.tensor(left, dtype=torch.long, device=device))
             ids = tokens[left, None]  # (N, 1)
             mask = torch.cat([mask[left], mask.new_ones(len(left), 1)], dim=1)  # (N, S + 1)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """What is queued waits while others run."""
+        queue, self._queue = self._queue, []
+        yield
+        self._queue = queue
 
     def load(
         self, weights: Mapping[str, Tensor], _: TrainerLogprobs, changed: bool = True

@@ -147,6 +147,25 @@ def test_what_is_too_old_is_dropped_and_counted(engine_folders):
 
 
 @pytest.mark.engine
+def test_with_pace_no_group_is_dropped_and_none_becomes_too_old(engine_folders):
+    dropped, ages = {}, []
+    for pace in (False, True):
+        with backend("vllm", engine_folders, room=6) as (policy, engine):
+            flight = in_flight(engine, 3, replace(LONG_TAIL, stop_token_ids=(2, 3)), max_staleness=1)
+            flight.pace = pace
+            for step in range(8):
+                submit(flight, 4 + 3 - len(flight.groups))
+                groups = flight.take(4)
+                assert questions(groups) == sorted(questions(groups))
+                ages += [engine.weight_version - r.oldest_version for g in groups for r in g.rollouts]
+                move_and_load(policy, engine, seed=step)
+                counts = flight.after_update()
+            dropped[pace] = counts["groups_dropped"]
+    assert dropped[False] > dropped[True] == 0
+    assert max(ages) == 1
+
+
+@pytest.mark.engine
 def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folders):
     with backend("vllm", engine_folders, room=8) as (policy, engine):
         flight = in_flight(engine, 2, LONG_TAIL, max_staleness=8, groups=9)

@@ -1,0 +1,90 @@
+"""Groups in flight: an evaluation leaves them as they are, and without a mismatch staleness is all that differs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import built, close_live_engine, command, qwen2, rows, started, train_here
+
+import train
+from config import ParityFlags
+from engine_adapter import EngineStateError
+from rl import Policy
+from rollouts import Sampling
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("options", [
+    "--engine vllm", "--engine shared", "--engine vllm --parity.no-inflight-keep",
+    "--engine vllm --parity.no-inflight-keep --parity.variants recompute",
+])  # fmt: skip
+def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_at_its_end(good, tmp_path, options):
+    words = ("--task {root}/task.py --steps 6 --inflight-groups 6 --max-num-seqs 12 --max-new-tokens 24 --lr 1e-2"
+             f" --eval-problems 3 --eval-samples 2 --temperature 1.3 --max-staleness 20 {options}")  # fmt: skip
+    found = []
+    for every in (1, 3, 6):
+        out = tmp_path / str(every)
+        train_here(command(good, words, "--eval-every", str(every), "--out", str(out)))
+        found.append([{name: value for name, value in row.items() if not name.startswith("eval_")
+                       and not name.endswith(("_s", "_gib"))} for row in rows(out)[1:]])  # fmt: skip
+    assert found[0] == found[1] == found[2]
+    assert sum(row["updates"] > 0 and row["staleness_max"] > 0 for row in found[0]) > 2
+
+
+@pytest.mark.engine
+def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is_lost(tmp_path):
+    model = qwen2(tied=False)
+    model.save_pretrained(tmp_path)
+    with started(str(tmp_path), Policy(model), block_size=32, kv_cache_gib=0.0006) as engine:
+        rollouts = [engine.submit([5, 6, 7 + n], 2, Sampling(1.0, 150), n)[0] for n in range(8)]
+        while engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= 5:  # 160 tokens
+            engine.step()
+        with pytest.raises(EngineStateError, match="more --kv-cache-gib or fewer --inflight-groups"), engine.holding():
+            raise AssertionError("not reached")
+        while engine.num_unfinished:
+            engine.step()
+        assert all(len(rollout.token_ids) == 150 for rollout in rollouts)
+
+
+def of_own_versions(run, state, num_steps: int) -> list[tuple]:
+    """By step: log-probabilities (N,) under the weights of each token's own version, those that were reported, versions
+    (N,), and the weight version of the step.
+    """
+    history, found, take = {state.engine.weight_version: state.policy.copied_weights()}, [], state.source.next
+
+    def kept(step):
+        problems, rollouts = take(step)
+        found.append([version for rollout in rollouts for version in rollout.versions])
+        return problems, rollouts
+
+    state.source.next = kept
+    for step in range(1, num_steps + 1):
+        version = state.engine.weight_version
+        batch = train.train_step(run, state, step).batch
+        response = batch.mask > 0
+        versions = torch.tensor(found[-1])
+        own = torch.zeros(len(versions))
+        for each in versions.unique().tolist():
+            with torch.no_grad(), state.policy.using(history[each]):
+                values = state.policy.logprobs(replace(batch, old_logprobs=None))[response]
+            own = torch.where(versions == each, values, own)
+        found[-1] = own, batch.behavior_logprobs[response], versions, version
+        history[state.engine.weight_version] = state.policy.copied_weights()
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("parity", [
+    ParityFlags(inflight_keep=False), ParityFlags(inflight_keep=False, variants=("recompute",)), ParityFlags(),
+], ids=lambda parity: parity.inflight_update)  # fmt: skip
+def test_exactly_every_token_has_the_value_of_its_own_version_unless_its_cache_was_kept(good, tmp_path, parity):
+    close_live_engine()
+    run, state, _ = built(good, tmp_path, engine="shared", exact=True, task=str(good / "task.py"), inflight_groups=6,
+                          max_num_seqs=12, max_new_tokens=24, lr=1e-2, temperature=1.3, parity=parity)  # fmt: skip
+    found = of_own_versions(run, state, 6)
+    state.engine.close()
+    ages = torch.cat([step - versions for _, _, versions, step in found])
+    own, reported = (torch.cat(each) for each in list(zip(*found, strict=True))[:2])
+    assert (ages > 0).sum() > 50
+    assert torch.equal(own[ages == 0], reported[ages == 0]) or parity.inflight_keep
+    assert torch.equal(own, reported) != parity.inflight_keep

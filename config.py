@@ -84,7 +84,7 @@ class RunConfig:
     out: str = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
     resume: bool = False  # Go on from the newest checkpoint in `out`, with the same options.
     seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
-    steps: int = 60  # Batches of rollouts; with --lr-decay none a resumed run may have more.
+    steps: int = 60  # Batches; 0: one evaluation. With --lr-decay none a resumed run may have more.
     model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
     # `toy` (addition), `digits`, `countdown`; a JSONL file of {"question", "answer"}; a Python file
     # with `sample` and `reward`; a folder or hub name of a dataset with such columns.
@@ -96,7 +96,8 @@ class RunConfig:
 
     def __post_init__(self):
         printable(self, "out", "model", "task", "cache_dir")
-        within(self, 1, MANY, "steps", "checkpoint_every")
+        within(self, 0, MANY, "steps")
+        within(self, 1, MANY, "checkpoint_every")
         within(self, 0, MAX_SEED, "seed")
 
 

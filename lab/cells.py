@@ -48,6 +48,21 @@ def freed_by_sleep(rows: Rows) -> float:
     return median(row["generate_gib"] - row["sleep_gib"] for row in rows if row["step"])
 
 
+def after_updates(field: str, wanted: int, last: int) -> Callable[[Rows], Any]:
+    """The mean of the field's last values when so many optimizer steps have been taken."""
+
+    def measure(rows: Rows) -> Any:
+        taken, values = 0, []
+        for row in rows[1:]:
+            taken += row["updates"]
+            values += [row[field]] if row.get(field) is not None else []
+            if taken >= wanted and row.get("eval_reward") is not None:
+                return mean(values[-last:])
+        return None
+
+    return measure
+
+
 LAST5, LAST = slice(-5, None), slice(-1, None)
 WARM = slice(2, None)  # without the first two steps
 METRICS = {
@@ -80,6 +95,10 @@ METRICS = {
     "ess": column("ESS", ".2f", "ess"),
     "weights_ess": column("ESS of the weights", ".2f", "weights_ess"),
     "rejected": column("rejected tokens", ".1%", "rejected_frac"),
+    "reward_60": Metric("reward after 60 updates", ".2f", after_updates("reward", 60, 5)),
+    "alone_60": Metric("trainer alone after 60 updates", ".2f",
+                       after_updates("eval_reward_trainer_alone", 60, 1)),
+    "dropped": column("dropped groups", ".0f", "groups_dropped", steps=LAST),
     "updates": column("optimizer steps", ".0f", "updates", sum),
     "overflowed": column("overflowed updates", ".0f", "overflowed_updates", sum),
     "staleness": column("mean staleness", ".2f", "staleness_mean"),
@@ -122,6 +141,7 @@ class Cell(NamedTuple):
     baseline: str = "transformers"  # the cell whose runs of the same seeds are subtracted
     program: str = "train"  # a module whose `main` takes the options: this, or lab.bench
     model: str | None = None  # of lab/models.py: written for each seed before the runs
+    policy_of: str | None = None  # another cell, whose policy is the model
 
 
 class Study(NamedTuple):
@@ -291,6 +311,40 @@ def temperature_cells() -> dict[str, Cell]:
     return cells
 
 
+# Staleness alone: K batches in flight, what a load does to them, and the form of the loss. Three
+# prompts, so that 17 batches of them are different problems.
+STALENESS = f"{DOSE} --eval-every 10 --eval-problems 64 --correct-a-broken-backend"
+LOADS = {"keep": "", "recompute": f"{PAUSE} --parity.variants recompute", "abort": PAUSE}
+LATE_FORMS = {name: FORMS[name] for name in ("two", "three", "tis-token", "mis")} | {
+    "reinforce": "--objective reinforce"}  # fmt: skip
+STALENESS_CELLS = {
+    f"{batches}.{load}.{form}": Cell(f"{stale(batches, 3, 64)} {of_load} {words}",
+                                     f"{batches}.{load}.two")
+    for batches in (1, 4, 8, 16) for load, of_load in LOADS.items()
+    for form, words in LATE_FORMS.items()
+} | {
+    f"{batches}.exact.{form}": Cell(f"{stale(batches, 3, 64)} {EXACT} {words}",
+                                    f"{batches}.keep.{form}")
+    for batches in (1, 16) for form, words in LATE_FORMS.items()
+}  # fmt: skip
+
+# Trained under one backend (three policies), served under another, which evaluates at once.
+TRAINED = {
+    "reference": TRANSFORMERS, "parity": "", "stale-cache": RUNTIME, "raw": RAW, "v1-defaults": V1,
+    "16-bit-head": HEAD, "lora": LORA, "lora-added": f"{LORA} --lora-forward added",
+}  # fmt: skip
+FORMATS = {"float16": "--dtype float16", "float32": "--dtype float32"} | {
+    kind: f"--rollout-weights {kind}" for kind in ("int8", "fp8", "int4", "int3", "int2.4", "int2")}  # fmt: skip
+SERVED = {"reference": TRANSFORMERS, "parity": "", "16-bit-head": HEAD} | FORMATS
+TRANSFER_CELLS = against("parity", {
+    name: f"{THREE} --inflight-groups {'0' if name == 'reference' else '16'} {words}"
+    for name, words in (TRAINED | FORMATS).items()
+}) | {
+    f"{trained}.{served}": Cell(f"{words} --steps 0 --inflight-groups 0 --no-eval-trainer-alone", f"{trained}.parity",
+                                policy_of=trained)
+    for trained in TRAINED | FORMATS for served, words in SERVED.items()
+}  # fmt: skip
+
 # SmolLM2; `make real` runs parity+three. All prompts begin with the same KV block.
 REAL = ("--model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py"
         " --reward-limit-s 60 --dtype bfloat16 --num-prompts 8 --inflight-groups 4"
@@ -362,6 +416,12 @@ STUDIES = {
     "temperature": Study(
         DOSE, temperature_cells(),
         ("mismatch_first", "reward", "eval_trainer_alone", "mismatch", "clip_rate"), seeds=10),
+    "transfer": Study(
+        LADDER, TRANSFER_CELLS, ("eval_reward", "eval_greedy", "reward"), seeds=10),
+    "staleness": Study(
+        STALENESS, STALENESS_CELLS,
+        ("reward_60", "alone_60", "reward", "eval_trainer_alone", "staleness", "mismatch",
+         "clip_rate", "ess", "updates", "dropped"), steps=60, seeds=10),
     "real": Study(
         REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
         ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,

@@ -118,6 +118,8 @@ class Plan:
         words = shlex.split(f"{self.study.workload} --steps {steps}")
         if cell.model:
             words += ["--model", str(self.models / f"{cell.model}-seed{seed}")]
+        if cell.policy_of:
+            words += ["--model", str(self.folder(cell.policy_of, seed) / "policy")]
         words += shlex.split(f"{self.options.train_args} {cell.options}")
         words += ["--out", str(folder), "--seed", str(seed)]
         return Run(folder, cell, words, tyro.cli(Config, args=words))
@@ -221,7 +223,10 @@ def run_all(plan: Plan, command: str) -> dict[str, str]:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
     crashed = in_processes(list(models.values()), jobs)
-    return crashed | in_processes([(execute, run.folder, run, command) for run in runs], jobs)
+    for served in (False, True):  # a policy is served after it has been trained
+        crashed |= in_processes([(execute, run.folder, run, command) for run in runs
+                                 if bool(run.cell.policy_of) == served], jobs)
+    return crashed
 
 
 # ---------------------------------------------------------------------------------- the record

@@ -17,8 +17,8 @@ from rl import Policy
 
 # ------------------------------------------------------------------------------------------------ options
 OPTIONS = {
-    "--steps 0": "steps must be in [1, 2147483647], got 0", "--steps x": "invalid literal for int()",
-    f"--steps {'9' * 400}": "steps must be in [1, 2147483647]",
+    "--steps -1": "steps must be in [0, 2147483647], got -1", "--steps x": "invalid literal for int()",
+    f"--steps {'9' * 400}": "steps must be in [0, 2147483647]",
     "--seed -1": "seed must be in [0, 4294967295]", "--group-size 1": "group_size must be in [2, 65536]",
     "--num-prompts 37": "must be at most 36 (all there are)", "--inflight-groups 33": "must be at most 36",
     "--max-new-tokens 256": "below the model's context of 256", "--num-minibatches 3": "num_minibatches must divide",

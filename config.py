@@ -429,8 +429,8 @@ class Config:
             raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint,"
                              " and an empty cache has no stale block); try another --out")
         if backend.exact and (set(off) - {"inflight_keep"} or grpo.gradient_checkpointing):
-            raise ValueError("exact must be off if a fix is off (but inflight_keep, whose tokens are"
-                             " stale and not wrong), and with gradient_checkpointing")
+            raise ValueError("exact must be off if a fix other than inflight_keep is off, and with"
+                             " gradient_checkpointing")
         if backend.prefix_cache != "off" and "uncached_runtime" in off:
             raise ValueError("prefix_cache must be off without uncached_runtime (which switches"
                              f" V1's own cache on), got {backend.prefix_cache}")

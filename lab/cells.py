@@ -334,14 +334,15 @@ TRAINED = {
     "16-bit-head": HEAD, "lora": LORA, "lora-added": f"{LORA} --lora-forward added",
 }  # fmt: skip
 FORMATS = {"float16": "--dtype float16", "float32": "--dtype float32"} | {
-    kind: f"--rollout-weights {kind}" for kind in ("int8", "fp8", "int4", "int3", "int2.4", "int2")}  # fmt: skip
+    kind: f"--rollout-weights {kind}" for kind in ("int8", "fp8", "int4", "int3", "int2.4", "int2")
+}  # fmt: skip
+SERVE = "--steps 0 --inflight-groups 0 --no-eval-trainer-alone"
 SERVED = {"reference": TRANSFORMERS, "parity": "", "16-bit-head": HEAD} | FORMATS
 TRANSFER_CELLS = against("parity", {
     name: f"{THREE} --inflight-groups {'0' if name == 'reference' else '16'} {words}"
     for name, words in (TRAINED | FORMATS).items()
 }) | {
-    f"{trained}.{served}": Cell(f"{words} --steps 0 --inflight-groups 0 --no-eval-trainer-alone", f"{trained}.parity",
-                                policy_of=trained)
+    f"{trained}.{served}": Cell(f"{SERVE} {words}", f"{trained}.parity", policy_of=trained)
     for trained in TRAINED | FORMATS for served, words in SERVED.items()
 }  # fmt: skip
 

@@ -105,19 +105,15 @@ class Routes:
                         if type(module).__name__.lower().endswith("topkrouter")]
 
     @torch.no_grad()
-    def are_known(self) -> bool:
-        """Whether all routers choose with `topk`: the model computes one token."""
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
-        self.model.base_model(input_ids=token, use_cache=False)
-        return bool(self.routers) and all(router.own is not None for router in self.routers)
-
     def parts(self, replay: bool) -> dict[str, Any]:
         """What a `Policy` of the model is given. Replay computes each row whole: copies of a prompt
         can be routed differently.
 
         Raises: ValueError with `replay` if a router does not choose with `topk`.
         """
-        known = self.are_known()
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        self.model.base_model(input_ids=token, use_cache=False)  # shows which routers use `topk`
+        known = self.routers and all(router.own is not None for router in self.routers)
         if not replay:
             return {"further_metrics": (self.metrics,)} if known else {}
         if not known:

@@ -142,8 +142,7 @@ def test_what_is_too_old_is_dropped_and_counted(engine_folders):
             assert len(flight.groups) == left
         assert (counts["groups_dropped"], counts["groups_submitted"]) == (3, 3)
         assert counts["tokens_wasted"] >= 6
-        assert engine.num_unfinished == 0
-        assert len(engine.generate([[5, 6]], 2, LONG_TAIL)) == 2  # the engine is free again
+        assert engine.num_unfinished == 0  # the engine is free again
 
 
 @pytest.mark.engine
@@ -153,25 +152,13 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         flight.take(3)
         move_and_load(policy, engine)
         flight.after_update()
-        state, before = flight.state_dict(), [group.problem for group in flight.groups]
-        rollouts = [rollout for group in flight.groups for rollout in group.rollouts]
-        engine.abort(rollouts)  # as if the process had died
-        engine.counters = dict.fromkeys(engine.counters, 0)
+        state, tokens = flight.state_dict(), sum(group.num_tokens for group in flight.groups)
+        engine.abort([each for group in flight.groups for each in group.rollouts])  # as if the process had died
         restored = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         restored.load_state_dict(state)
-        assert [group.problem for group in restored.groups] == before
-        assert engine.counters["tokens_wasted"] == sum(len(rollout.token_ids) for rollout in rollouts) > 0
-        assert [group.problem for group in restored.take(6)] == before
+        assert engine.counters["tokens_wasted"] == tokens > 0
+        assert [each.problem for each in restored.take(6)] == [each.problem for each in flight.groups]
         assert restored.after_update()["groups_trained"] == 9
-
-
-def test_rollouts_that_belong_to_no_group_stop_the_run(engine_folders):
-    with backend("transformers", engine_folders) as (_, engine):
-        flight = in_flight(engine, 2, ENDLESS, max_staleness=8, groups=4)
-        flight._fill()
-        engine.submit([5, 6], 2, LONG_TAIL)
-        with pytest.raises(AssertionError, match="8 rollouts are in flight, the engine runs 10"):
-            flight.after_update()
 
 
 # ------------------------------------------------------------------------------------------------ what a load does

@@ -162,12 +162,12 @@ class Functions:
 
     def sample(self) -> tuple[str, str, str]:
         drawn = self.module.sample(self.rng)
-        texts = isinstance(drawn, tuple) and all(isinstance(each, str) for each in drawn)
-        if not texts or len(drawn) not in (2, 3) or not drawn[0]:
-            raise TypeError(f"it must return a question and an answer, two strings, and perhaps a"
-                            f" family, it returned {drawn!r:.80}")
-        question, answer, *family = map(str, drawn)
-        return question, answer, *(family or [""])
+        match drawn:
+            case tuple([str(question), str(answer), *family]) if question and len(family) < 2:
+                if all(isinstance(each, str) for each in family):
+                    return str(question), str(answer), str(*family)
+        raise TypeError(f"it must return a question and an answer, two strings, and perhaps a"
+                        f" family, it returned {drawn!r:.80}")
 
     def reward(self, *arguments: Any) -> float:
         value = self.module.reward(*arguments)

@@ -17,15 +17,10 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
         raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers"
                          " that support it")
 
-    # transformers checkpoints in training mode only. What is inside the layers stays in evaluation
-    # mode: there is no dropout.
+    # transformers checkpoints in training mode only, and a forward pass without gradients needs a
+    # cache. What is inside the layers stays in evaluation mode: there is no dropout.
     def before(*_: Any) -> None:
         for layer in layers:
             layer.training = torch.is_grad_enabled()
 
-    def after(*_: Any) -> None:
-        for layer in layers:
-            layer.training = False
-
     model.base_model.register_forward_pre_hook(before)
-    model.base_model.register_forward_hook(after, always_call=True)

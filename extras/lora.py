@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from config import LoraConfig
+from extras.rounded_weights import only_linear_layers
 from rl import LazyWeights, Send
 
 
@@ -85,17 +86,11 @@ def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> "Adapte
     Raises: ValueError if the body has other matrices than those of linear layers and embeddings.
     """
     generator = torch.Generator().manual_seed(seed)
-    body = model.base_model
+    layers = only_linear_layers(model, "lora_rank must be 0", "get adapters")
     model.requires_grad_(False)
-    for name, layer in list(body.named_modules()):
-        has_matrix = any(own.ndim > 1 for own in layer.parameters(recurse=False))
-        is_embedding = isinstance(layer, torch.nn.Embedding)
-        if type(layer) is torch.nn.Linear:
-            body.set_submodule(name, AdaptedLinear(layer, lora, generator))
-        elif model._is_stateful or (has_matrix and not is_embedding):
-            raise ValueError("lora_rank must be 0 for models with experts, recurrent layers or"
-                             " Conv1D (only linear layers get adapters), got"
-                             f" {type(model).__name__} with {type(layer).__name__}")
+    for name, layer in layers.items():
+        adapted = AdaptedLinear(layer, lora, generator)
+        model.set_submodule(name.removesuffix(".weight"), adapted)
     return Adapters(model, lora)
 
 

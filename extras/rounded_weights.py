@@ -37,6 +37,22 @@ def linear_layers(model: torch.nn.Module) -> dict[str, Linear]:
             if type(module) is Linear and module is not head}
 
 
+def only_linear_layers(model: torch.nn.Module, rule: str, reason: str) -> dict[str, Linear]:
+    """`linear_layers`, for an option whose `rule` is that the body has no other matrices.
+
+    Raises: ValueError if it has, embeddings aside.
+    """
+    layers = linear_layers(model)
+    others = {type(each).__name__ for each in model.base_model.modules()
+              if type(each) is not Linear and not isinstance(each, torch.nn.Embedding)
+              and any(own.ndim > 1 for own in each.parameters(recurse=False))}
+    if others or not layers:
+        raise ValueError(f"{rule} for models with experts, recurrent layers or Conv1D (only linear"
+                         f" layers {reason}), got {type(model).__name__} with"
+                         f" {', '.join(sorted(others))}")
+    return layers
+
+
 class RoundedWeights(Send):
     """The engine gets the tensors of a policy, those of linear layers rounded.
 
@@ -44,22 +60,15 @@ class RoundedWeights(Send):
     """
 
     def __init__(self, model: torch.nn.Module, kind: str):
-        self.kind, self.layers = kind, linear_layers(model)
-        others = {type(each).__name__ for each in model.base_model.modules()
-                  if type(each) is not Linear and not isinstance(each, torch.nn.Embedding)
-                  and any(own.ndim > 1 for own in each.parameters(recurse=False))}
-        if others or not self.layers:
-            raise ValueError("rollout_weights must be own for models with experts, recurrent layers"
-                             " or Conv1D (only linear layers are rounded), got"
-                             f" {type(model).__name__} with {', '.join(sorted(others))}")
+        self.kind = kind
+        self.layers = only_linear_layers(model, "rollout_weights must be own", "are rounded")
         self.name = f"linear layers rounded to {kind}"
 
     def __call__(self, weights: dict[str, Tensor]) -> LazyWeights:
         missing = self.layers.keys() - weights.keys()
         assert not missing, f"stored in another form: {missing=}"
-        return LazyWeights({
-            name: partial(rounded, tensor.detach(), self.kind) if name in self.layers else tensor
-            for name, tensor in weights.items()})
+        return LazyWeights(weights | {
+            name: partial(rounded, weights[name].detach(), self.kind) for name in self.layers})
 
     @torch.no_grad()
     def engine_parameters(self) -> dict[str, Tensor]:

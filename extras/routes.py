@@ -33,16 +33,17 @@ class RoutedEngine(Engine):
 
     def _start(self, arguments: dict[str, Any]) -> None:
         super()._start(arguments)
-        routers = {module.layer_id: module.router for module in self.vllm_model.modules()
-                   if hasattr(getattr(module, "router", None), "set_capture_fn")}
-        self._chosen = dict.fromkeys(routers)  # in this step, by layer: (tokens, k)
-        for layer, router in routers.items():
-            router.set_capture_fn(partial(self._chosen.__setitem__, layer))
-        if routers:
-            self.vllm_model.register_forward_hook(self._note)
+        self._chosen = {}  # in this step, by layer in their order: (tokens, k)
+        for module in self.vllm_model.modules():
+            router = getattr(module, "router", None)
+            if hasattr(router, "set_capture_fn"):
+                router.set_capture_fn(partial(self._chosen.__setitem__, module.layer_id))
+        self.vllm_model.register_forward_hook(self._note)
 
     def _note(self, *_) -> None:
         """Called after each forward pass. A preempted request computes its first tokens again."""
+        if not self._chosen:  # vLLM's model has no such routers
+            return
         rows = torch.stack([*self._chosen.values()], dim=1).short().numpy()  # (tokens, layers, k)
         batch, starts = self.runner.input_batch, self.runner.query_start_loc.np
         for index, name in enumerate(batch.req_ids):
@@ -105,19 +106,15 @@ class Routes:
                         if type(module).__name__.lower().endswith("topkrouter")]
 
     @torch.no_grad()
-    def are_known(self) -> bool:
-        """Whether all routers choose with `topk`: the model computes one token."""
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
-        self.model.base_model(input_ids=token, use_cache=False)
-        return bool(self.routers) and all(router.own is not None for router in self.routers)
-
     def parts(self, replay: bool) -> dict[str, Any]:
         """What a `Policy` of the model is given. Replay computes each row whole: copies of a prompt
         can be routed differently.
 
         Raises: ValueError with `replay` if a router does not choose with `topk`.
         """
-        known = self.are_known()
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        self.model.base_model(input_ids=token, use_cache=False)  # shows which routers use `topk`
+        known = self.routers and all(router.own is not None for router in self.routers)
         if not replay:
             return {"further_metrics": (self.metrics,)} if known else {}
         if not known:

@@ -78,10 +78,8 @@ class SamplingMask(Support):
 
     def restriction(self, batch: Batch, response: Tensor) -> Any:
         """A function of (n, V) logits and the slice of the N response tokens they belong to."""
-        rows = response.any(dim=1).nonzero()[:, 0].tolist()
         kept = []
-        for row in rows:
-            rollout = batch.rollouts[row]
+        for rollout in batch.rollouts[response.any(dim=1).numpy(force=True)]:
             trained = rollout.trained or [True] * len(rollout.kept)
             kept += compress(rollout.kept, trained)
         if not kept:

@@ -76,7 +76,7 @@ class SharedEngine(Engine):
         # A new one: vLLM remembers the class of a folder and a name.
         name = f"{NAME}_{len(ModelRegistry.models)}"
         ModelRegistry.register_model(name, _vllm_class(self))
-        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {"architectures": [name]}
+        arguments["hf_overrides"] |= {"architectures": [name]}
         super()._start(arguments)
         self._experts = [weight for weight in model.parameters() if weight.ndim == 3]
 
@@ -102,11 +102,18 @@ class SharedEngine(Engine):
     ) -> tuple[Tensor, None]:
         """Attention of a layer: (1, heads, N, size), keys, values -> (1, N, heads, size).
 
-        With rows, the gradient is that of the trainer's usual attention at these queries, keys and
-        values, in fp32.
+        The first pass, without a model of vLLM, notes the arguments of vLLM's Attention. With rows,
+        the gradient is that of the trainer's usual attention at these queries, keys and values, in
+        fp32.
         """
         if self.vllm_model is None:
-            self._note_layer(module.layer_idx, query, key, value, options)
+            if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
+                size = query.shape[3]
+                self._layers[module.layer_idx] = dict(
+                    num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=size,
+                    scale=options.get("scaling") or size**-0.5,
+                    logits_soft_cap=options.get("softcap"),
+                    per_layer_sliding_window=options.get("sliding_window"))
             return torch.zeros_like(query).transpose(1, 2), None
         layer, rows = self.vllm_model.layers[module.layer_idx], self._rows
         inputs = [rearrange(each, "1 h n d -> n h d")[: self._count].contiguous()
@@ -126,26 +133,13 @@ class SharedEngine(Engine):
         padding = query.shape[2] - self._count
         return pad(attended, (0, 0, 0, 0, 0, padding))[None], None
 
-    def _note_layer(
-        self, index: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-    ) -> None:
-        """The arguments of vLLM's Attention, from the first forward pass."""
-        if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
-            size = query.shape[3]
-            self._layers[index] = dict(
-                num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=size,
-                scale=options.get("scaling") or size**-0.5, logits_soft_cap=options.get("softcap"),
-                per_layer_sliding_window=options.get("sliding_window"))
-
     def _usual_attention(
         self, module: Any, inputs: list[Tensor], rows: SimpleNamespace, options: dict[str, Any]
     ) -> Tensor:
         """That of the trainer without `exact`, row by row: (N, heads, size) each -> the same."""
         size = rows.index.shape[1]
-        window = self.vllm_model.layers[module.layer_idx].impl.sliding_window
-        visible = torch.ones(size, size, dtype=torch.bool).tril()
-        if window > 0:
-            visible = visible.triu(1 - window)
+        window = options.get("sliding_window") or size
+        visible = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - window)
         mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
         by_row = []
         for each in inputs:
@@ -236,10 +230,7 @@ def _vllm_class(engine: SharedEngine) -> type[torch.nn.Module]:
         def embed_input_ids(self, input_ids: Tensor) -> Tensor:
             return engine.policy.model.get_input_embeddings()(input_ids)
 
-        # vLLM looks for these names.
-        def forward(
-            self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **_
-        ) -> Tensor:
+        def forward(self, input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
             return engine.hidden(input_ids, positions)
 
         def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -280,7 +271,7 @@ def observe_exact(step: Any) -> dict[str, int]:
 def why_not(engine: SharedEngine) -> str | None:
     """Why a value depends on what is computed beside it; None if it does not.
 
-    Single tokens are computed alone and beside others; with several threads the longest prompt too.
+    Single tokens are computed alone and beside others; with several threads long prompts too.
     """
     if engine.on_gpu:
         return "the kernels of a GPU have not been measured"
@@ -288,24 +279,23 @@ def why_not(engine: SharedEngine) -> str | None:
     vocabulary = len(engine.policy.head.weight)
     ids = [token * 7 % vocabulary for token in range(max(longest, TOGETHER))]
     tokens = [[each] for each in ids[:TOGETHER]]
-    together = _logits(engine, tokens, ids[:1])  # (TOGETHER, V)
-    singly = torch.cat([_logits(engine, [each], ids[:1]) for each in tokens[-COMPARED:]])
-    if not torch.equal(singly, together[-COMPARED:]):  # (COMPARED, V)
+    if _depends(engine, tokens, ids[:1]):
         return "a product of few rows is rounded differently, as those of experts in float32"
-    if torch.get_num_threads() == 1:
-        return None
     # Several threads divide the queries of a long prompt according to what is beside it.
-    prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in range(4)]
-    alone = _logits(engine, prompts[:1], ids[:COMPARED])  # (COMPARED, V)
-    for row in (1, 2, 3):
-        beside = _logits(engine, prompts[row::-1], ids[:COMPARED])[-COMPARED:]
-        if not torch.equal(beside, alone):
-            return (f"vLLM's kernel computes a prompt of {len(prompts[0])} tokens differently alone"
-                    " and beside others; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
+    prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in (3, 2, 1, 0)]
+    if torch.get_num_threads() > 1 and _depends(engine, prompts, ids[:COMPARED]):
+        return (f"vLLM's kernel computes a prompt of {len(prompts[-1])} tokens or less differently"
+                " alone and beside others; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
     return None
 
 
-def _logits(engine: SharedEngine, prompts: list[list[int]], response: list[int]) -> Tensor:
-    """Logits of the tokens of one response after each of P prompts: (P * N, V)."""
-    batch = make_batch([Rollout(each, None, response, [0.0] * len(response)) for each in prompts])
-    return engine.policy.logits(engine.kernel_body(engine.policy, batch, batch.mask > 0))
+def _depends(engine: SharedEngine, prompts: list[list[int]], response: list[int]) -> bool:
+    """Whether the logits of the response after each of the last COMPARED prompts differ alone."""
+
+    def logits(some: list[list[int]]) -> Tensor:
+        rollouts = [Rollout(each, None, response, [0.0] * len(response)) for each in some]
+        batch = make_batch(rollouts)
+        return engine.policy.logits(engine.kernel_body(engine.policy, batch, batch.mask > 0))
+
+    alone = torch.cat([logits([prompt]) for prompt in prompts[-COMPARED:]])  # (n, V)
+    return not torch.equal(alone, logits(prompts)[-len(alone):])

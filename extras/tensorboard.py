@@ -27,11 +27,9 @@ class TensorBoard:
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, step)
         if "eval_reward" in metrics:
-            self.writer.add_text("answers", self._answers(step), step)
+            rows = map(json.loads, self.samples.read_text().splitlines())
+            greedy = [row for row in rows if (row["step"], row["mode"]) == (step, "greedy")]
+            # A line each, which Markdown shows unchanged.
+            lines = map(answer_line, greedy[:ANSWERS])
+            self.writer.add_text("answers", "\n".join(lines), step)
         self.writer.flush()
-
-    def _answers(self, step: int) -> str:
-        """Greedy answers of the evaluation, a line each, as Markdown shows them unchanged."""
-        rows = map(json.loads, self.samples.read_text().splitlines())
-        greedy = [row for row in rows if (row["step"], row["mode"]) == (step, "greedy")]
-        return "\n".join(map(answer_line, greedy[:ANSWERS]))

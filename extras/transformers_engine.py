@@ -69,21 +69,20 @@ class TransformersEngine(Engine):
         asked = rollouts[0].sampling
         penalties = asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty
         assert penalties == (1, 0, 0), f"{penalties=}: only vLLM has them"
+        assert rollouts[0].seed is None, "only vLLM has seeds of its requests; call reseed"
         self._queue += rollouts
         return rollouts
 
     @torch.no_grad()
     def step(self) -> None:
         """Sample N queued rollouts with one `Sampling` to their end, at most `max_num_seqs`."""
-        sampling, device = self._queue[0].sampling, self.policy.device
+        sampling = self._queue[0].sampling
         alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
         rollouts = list(islice(alike, self.max_num_seqs))  # N
         del self._queue[: len(rollouts)]
-        generators = [None if each.seed is None else torch.Generator(device).manual_seed(each.seed)
-                      for each in rollouts]
         prompts = [torch.tensor(rollout.prompt_ids) for rollout in rollouts]
         padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
-        padded = padded.to(device)  # (N, S)
+        padded = padded.to(self.policy.device)  # (N, S)
         ids, mask = padded.clamp(min=0), (padded >= 0).long()
         cache = DynamicCache(config=self.policy.model.config)
         while rollouts:
@@ -92,7 +91,7 @@ class TransformersEngine(Engine):
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
                 use_cache=True).last_hidden_state
             logits = self.policy.logits(states[:, -1])  # (N, V)
-            tokens, logprobs = _draw(logits, sampling, generators)  # (N,), (N, V)
+            tokens, logprobs = _draw(logits, sampling)  # (N,), (N, V)
             chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
             for rollout, token, logprob in zip(rollouts, tokens.tolist(), chosen, strict=True):
                 rollout.append([token], [logprob], self.weight_version)
@@ -107,8 +106,7 @@ class TransformersEngine(Engine):
             left = [row for row, each in enumerate(rollouts) if each.finish_reason is None]
             if len(left) < len(rollouts):
                 rollouts = [rollouts[row] for row in left]
-                generators = [generators[row] for row in left]
-                cache.batch_select_indices(torch.tensor(left, dtype=torch.long, device=device))
+                cache.batch_select_indices(tokens.new_tensor(left))
             ids = tokens[left, None]  # (N, 1)
             mask = torch.cat([mask[left], mask.new_ones(len(left), 1)], dim=1)  # (N, S + 1)
 
@@ -151,21 +149,13 @@ class TransformersEngine(Engine):
         """Nothing to free: the weights are the trainer's."""
 
 
-def _draw(
-    logits: Tensor, sampling: Sampling, generators: list[torch.Generator | None]
-) -> tuple[Tensor, Tensor]:
-    """Tokens (N,), the likeliest at temperature 0, and all log-probabilities (N, V), masked.
-
-    A row with a generator of its own is repeatable, whatever is sampled beside it.
-    """
+def _draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Tokens (N,), the likeliest at temperature 0, and all log-probabilities (N, V), masked."""
     if not sampling.temperature:
         return logits.argmax(dim=-1), logits.log_softmax(dim=-1)
     logits = masked_logits(logits / sampling.temperature, sampling)
     logprobs = logits.log_softmax(dim=-1)  # (N, V)
     # Argmax of p / noise draws from p, if the noise is exponential.
     noise = torch.empty_like(logprobs).exponential_()
-    for row, generator in enumerate(generators):
-        if generator:
-            noise[row].exponential_(generator=generator)
     noise = noise.clamp(min=torch.finfo(noise.dtype).tiny)
     return (logprobs - noise.log()).argmax(dim=-1), logprobs

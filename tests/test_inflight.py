@@ -68,10 +68,8 @@ def in_flight(engine, group_size: int, sampling: Sampling, max_staleness: int, g
 def submit(flight: GroupsInFlight, count: int) -> None:
     """Groups with consecutive numbers, as their questions."""
     first = flight.counters["groups_submitted"]
-    numbers = range(first, first + count)
-    prompts = [torch.randint(12, 96, (3 + number % 7,), generator=torch.Generator().manual_seed(number)).tolist()
-               for number in numbers]  # fmt: skip
-    flight.submit([Problem(str(number), "0", "test", ids) for number, ids in zip(numbers, prompts, strict=True)])
+    for number in range(first, first + count):
+        flight.submit([Problem(str(number), "0", "test", [12 + number % 80] * (3 + number % 7))])
 
 
 def steps_of(flight: GroupsInFlight, count: int) -> None:
@@ -142,8 +140,7 @@ def test_what_is_too_old_is_dropped_and_counted(engine_folders):
             assert len(flight.groups) == left
         assert (counts["groups_dropped"], counts["groups_submitted"]) == (3, 3)
         assert counts["tokens_wasted"] >= 6
-        assert engine.num_unfinished == 0
-        assert len(engine.generate([[5, 6]], 2, LONG_TAIL)) == 2  # the engine is free again
+        assert engine.num_unfinished == 0  # the engine is free again
 
 
 @pytest.mark.engine
@@ -172,25 +169,13 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         flight.take(3)
         move_and_load(policy, engine)
         flight.after_update()
-        state, before = flight.state_dict(), [group.problem for group in flight.groups]
-        rollouts = [rollout for group in flight.groups for rollout in group.rollouts]
-        engine.abort(rollouts)  # as if the process had died
-        engine.counters = dict.fromkeys(engine.counters, 0)
+        state, tokens = flight.state_dict(), sum(group.num_tokens for group in flight.groups)
+        engine.abort([each for group in flight.groups for each in group.rollouts])  # as if the process had died
         restored = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         restored.load_state_dict(state)
-        assert [group.problem for group in restored.groups] == before
-        assert engine.counters["tokens_wasted"] == sum(len(rollout.token_ids) for rollout in rollouts) > 0
-        assert [group.problem for group in restored.take(6)] == before
+        assert engine.counters["tokens_wasted"] == tokens > 0
+        assert [each.problem for each in restored.take(6)] == [each.problem for each in flight.groups]
         assert restored.after_update()["groups_trained"] == 9
-
-
-def test_rollouts_that_belong_to_no_group_stop_the_run(engine_folders):
-    with backend("transformers", engine_folders) as (_, engine):
-        flight = in_flight(engine, 2, ENDLESS, max_staleness=8, groups=4)
-        flight._fill()
-        engine.submit([5, 6], 2, LONG_TAIL)
-        with pytest.raises(AssertionError, match="8 rollouts are in flight, the engine runs 10"):
-            flight.after_update()
 
 
 # ------------------------------------------------------------------------------------------------ what a load does

@@ -19,6 +19,7 @@ from helpers import (
     SEEDS,
     WARM,
     at,
+    built,
     close_live_engine,
     move,
     qwen2,
@@ -27,7 +28,7 @@ from helpers import (
     started,
 )
 
-from config import Config, has_sampling_mask
+from config import has_sampling_mask
 from engine_adapter import Engine, WeightLoadError
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask
@@ -35,7 +36,7 @@ from extras.shared_engine import ExactError
 from objectives import REJECTIONS
 from rl import Batch, Optimizer, Policy, Scoring
 from rollouts import Sampling
-from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
+from run import Run, TrainingState
 from train import train_step
 
 pytestmark = pytest.mark.engine
@@ -99,8 +100,6 @@ def test_optimizer_steps_and_a_checkpoint_in_place_are_seen_and_copied_weights_r
     with started(engine_folders[False], plain, kind="exact") as engine:
         policy = engine.policy
         load = lambda: engine.load(policy.weights(), policy.response_logprobs)  # noqa: E731
-        assert not list(torch.nn.Module.named_parameters(engine.vllm_model))  # nothing that a load could write to
-        assert engine.settings["module"] == "the trainer's Qwen2ForCausalLM"
         optimizer, first = make_optimizer(policy.model, 0.0), deepcopy(policy.model.state_dict())
         batch, version = scored(policy, engine.generate(PROMPTS, 4, WARM, SEEDS), 0.7), engine.weight_version
         engine.sleep()
@@ -118,10 +117,9 @@ def test_optimizer_steps_and_a_checkpoint_in_place_are_seen_and_copied_weights_r
         again = engine.generate(PROMPTS, 4, WARM, SEEDS)
         assert [each.token_ids for each in again] == [each.token_ids for each in batch.rollouts]
 
-        version = engine.weight_version
         with pytest.raises(WeightLoadError, match=r"must be the trainer's own, not copies of .*up_proj"):
             engine.load({n: w.clone() for n, w in policy.weights().items()}, policy.response_logprobs)
-        assert (engine.weight_version, engine.state) == (version, "ready")
+        assert engine.state == "ready"
 
 
 # ------------------------------------------------------------------------------------------------ exact at length
@@ -171,18 +169,12 @@ def job(good: Path, out: Path, **changes) -> Iterator[tuple[Run, TrainingState]]
     """All of train.py up to its first step."""
     task = out / "task.py"
     task.write_text(LONG_TASK)
-    usual = dict(model=str(good / "model"), task=str(task), out=str(out / "run"), engine="shared", exact=True, steps=9,
-                 num_prompts=4, group_size=4, max_new_tokens=12, temperature=1.3, lr=3e-3, lr_warmup_steps=0)
+    usual = dict(task=str(task), engine="shared", exact=True, steps=9, group_size=4, max_new_tokens=12, temperature=1.3,
+                 lr=3e-3, lr_warmup_steps=0)  # fmt: skip
     close_live_engine()
-    run = prepare(Config.of(**usual | changes))
-    run.out.mkdir()
-    policy = load_policy(run)
-    live = build(run, policy, start_engine(run, policy))
-    begin(run, live, find_checkpoint(run))
-    try:
-        yield run, live
-    finally:
-        live.engine.close()
+    run, live, _ = built(good, out / "run", **usual | changes)
+    yield run, live
+    close_live_engine()
 
 
 def steps(run: Run, live: TrainingState, *numbers: int) -> list[dict[str, Any]]:
@@ -206,7 +198,7 @@ def from_the_start(run: Run, live: TrainingState, state: dict[str, Any], count: 
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    return all(map(torch.equal, left.values(), right.values()))
 
 
 # Each rejection, each weighting and each mean; in bf16 two of them over three steps.
@@ -249,7 +241,7 @@ def test_without_exact_a_correction_changes_the_weights(good, tmp_path):
 def test_fresh_rollouts_are_exact_with_groups_in_flight(good, tmp_path):
     """Answers end at one of many tokens, so that some groups take longer than a step."""
     with job(good, tmp_path, inflight_groups=3, max_num_seqs=12, max_new_tokens=24) as (run, live):
-        live.source.run = replace(run, sampling=replace(run.sampling, stop_token_ids=tuple(range(2, 8))))
+        live.source.sampling = replace(run.sampling, stop_token_ids=tuple(range(2, 8)))
         table = steps(run, live, *range(1, 7))
     assert {row["current_mismatch_max"] for row in table if row["exact_tokens"]} == {0}
     assert any(0 < row["exact_tokens"] < row["tokens"] for row in table)
@@ -274,21 +266,15 @@ def forget_the_cache_salt(engine: Engine) -> None:
     engine.prefix_cache, engine._canary_tokens = "off", 5
 
 
-FAULTS = [  # how it is planted, before which step, and the options of the run
-    (forget_the_cache_salt, 1, dict(dtype="bfloat16") | VERSIONED),
-    (change_a_weight_while_asleep, 2, {}),
-]  # fmt: skip
 TOLD = (r"^exact: token \d+ of request \d+ \(after a prompt of \d+ tokens\) has log-probability -\d.* in the engine and"
         r" -\d.* in the trainer; \d+ of \d+ tokens differ. Cause: a stale prefix cache, weights")  # fmt: skip
 
 
-@pytest.mark.parametrize("plant, step, options", FAULTS, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_planted_fault_stops_the_run_and_is_named(good, tmp_path, plant, step, options):
+@pytest.mark.parametrize("plant, options", [
+    (forget_the_cache_salt, dict(dtype="bfloat16") | VERSIONED), (change_a_weight_while_asleep, {}),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+def test_a_planted_fault_stops_the_run_and_is_named(good, tmp_path, plant, options):
     with job(good, tmp_path, **options) as (run, live):
-        for number in (1, 2):
-            if number == step:
-                plant(live.engine)
-            if number == 1:
-                steps(run, live, 1)
+        plant(live.engine)
         with pytest.raises(ExactError, match=TOLD):
-            steps(run, live, 2)
+            steps(run, live, 1, 2)

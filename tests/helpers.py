@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub: what asks f
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -363,6 +364,26 @@ def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(3)
     return model.eval()
+
+
+# ------------------------------------------------------------------------------------------------ a spoilt model folder
+def rewrite(name: str, **changes) -> Callable[[Path], None]:
+    """Change a JSON file of the folder."""
+    def change(folder: Path) -> None:
+        known = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(known | changes))
+
+    return change
+
+
+def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Change the table of tensors."""
+    def rewrite(folder: Path) -> None:
+        table = load_file(folder / "model.safetensors")
+        change(table)
+        save_file(table, folder / "model.safetensors", {"format": "pt"})
+
+    return rewrite
 
 
 # ------------------------------------------------------------------------------------------------ a small run

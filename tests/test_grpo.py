@@ -16,8 +16,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from helpers import ROOT, ROUNDING, close_live_engine, qwen2, run_script
-from safetensors.torch import load_file, save_file
+from helpers import ROOT, ROUNDING, close_live_engine, qwen2, rewrite, run_script, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -208,25 +207,10 @@ FILES = {
 }
 
 
-def in_config(**changes):
-    """Change a model's config.json."""
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
-
-    return change
-
-
-def without_a_norm(folder: Path) -> None:
-    table = load_file(folder / "model.safetensors")
-    table.pop("model.norm.weight")
-    save_file(table, folder / "model.safetensors", {"format": "pt"})
-
-
 MODELS = {
-    "a head of its own": (in_config(tie_word_embeddings=True), "not of config.json, untied=True, set()"),
-    "fewer layers": (in_config(num_hidden_layers=1, layer_types=None), "untied=False, {'model.layers.1."),
-    "a tensor missing": (without_a_norm, "untied=False, {'model.norm.weight'}"),
+    "a head of its own": (rewrite("config.json", tie_word_embeddings=True), "not of config.json, untied=True, set()"),
+    "fewer layers": (rewrite("config.json", num_hidden_layers=1, layer_types=None), "untied=False, {'model.layers.1."),
+    "a tensor missing": (tensors(lambda table: table.pop("model.norm.weight")), "untied=False, {'model.norm.weight'}"),
     "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no file named model.safeten"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
 }

@@ -134,6 +134,11 @@ def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
     return run, state, begin(run, state, find_checkpoint(run))
 
 
+def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
+    """The seconds that the load took, by part."""
+    return engine.load(policy.weights(), policy.response_logprobs)
+
+
 @contextmanager
 def started(
     folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, kind: str = "vllm", **options
@@ -160,7 +165,7 @@ def started(
     trainer = policy if kind == "vllm" else engine.policy
     try:
         if load:
-            engine.load(trainer.weights(), trainer.response_logprobs)
+            load_into(engine, trainer)
         yield engine
     except BaseException:  # a failed test may leave anything behind
         close_live_engine()
@@ -276,7 +281,7 @@ def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) ->
     engine.sleep()
     move(policy, scale, seed)
     engine.wake()
-    engine.load(policy.weights(), policy.response_logprobs)
+    load_into(engine, policy)
 
 
 def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:

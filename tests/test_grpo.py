@@ -16,15 +16,14 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from helpers import ROOT, ROUNDING, close_live_engine, qwen2, rewrite, run_script, tensors
+from helpers import ROOT, ROUNDING, built, close_live_engine, qwen2, rewrite, run_script, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from config import Config, ParityFlags
+from config import ParityFlags
 from examples.toys import toy_tokenizer
 from models import describe_model
 from rl import plain_body
-from run import begin, build, load_policy, prepare, start_engine
 from tasks import last_number, load_task
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
@@ -44,22 +43,21 @@ def rows_of_page(job: dict) -> list[dict]:
 
 def rows_of_core(job: dict) -> list[dict]:
     """One for each step, the last one with the held-out reward."""
+    job.pop("out")
     parity = ParityFlags(**{name: job.pop(name) for name in vars(ParityFlags()) if name in job})
     cap, two_policies = job.pop("tis_cap", 0), job.pop("two_policy", False)
     if cap:
         job |= {"tis": "token", "tis_cap": cap}
-    config = Config.of(parity, task=job.pop("problems"), old_policy="rollout" if two_policies else "recompute",
-                       micro_batch_tokens=1000, **job | {"out": mkdtemp()})  # fmt: skip
-    run = prepare(config)
-    policy = load_policy(run).changed(body=plain_body)  # as on the page
-    state = build(run, policy, start_engine(run, policy))
-    begin(run, state)
+    old_policy = "rollout" if two_policies else "recompute"
+    run, state, _ = built(Path(job["model"]).parent, Path(mkdtemp()), parity=parity, engine="vllm",
+                          task=job.pop("problems"), old_policy=old_policy, micro_batch_tokens=1000, **job)  # fmt: skip
+    state.policy = state.policy.changed(body=plain_body)  # as on the page
     rows = []
-    for step in range(1, config.run.steps + 1):
+    for step in range(1, job["steps"] + 1):
         metrics, _, batch, _ = train.train_step(run, state, step)
         pairs = zip(batch.targets, batch.mask, strict=True)
         rows.append(metrics | {"tokens": [targets[mask > 0].tolist() for targets, mask in pairs]})
-    rows[-1]["held_out"] = train.evaluate(run, state, config.run.steps)["eval_reward_greedy"]
+    rows[-1]["held_out"] = train.evaluate(run, state, step)["eval_reward_greedy"]
     state.engine.close()
     return rows
 
@@ -104,7 +102,8 @@ def options(tmp_path_factory) -> dict:
             if 4 <= count <= 12:
                 rows.append({"question": question, "answer": forms[len(rows) % len(forms)].format(number)})
     (root / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    tokenizer.chat_template = "{% for message in messages %}1+{{ message.content }}={% endfor %}"
+    tokenizer.chat_template = ("{% for message in messages %}1+{{ message.content }}{% endfor %}"
+                               "{% if add_generation_prompt %}={% endif %}")  # fmt: skip
     model.config.eos_token_id, model.generation_config.eos_token_id = stop, tokenizer.eos_token_id
     model.save_pretrained(root / "chat")
     tokenizer.save_pretrained(root / "chat")

@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, MATRIX_PROMPTS, WARM, mismatch, move, small_model, started
+from helpers import ALWAYS_TIED, MATRIX_PROMPTS, WARM, load_into, mismatch, move, small_model, started
 from torch.nn.functional import linear
 
 from config import ParityFlags
@@ -92,7 +92,7 @@ def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, 
         report = reports[DTYPES.index(dtype)]
         refused = pytest.raises((WeightLoadError, EngineStateError), match=report) if report else nullcontext()
         with refused:
-            engine.load(policy.weights(), policy.response_logprobs)
+            load_into(engine, policy)
         engine.close()
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, ARCHITECTURES, dtypes_of, move, small_model, started
+from helpers import ALWAYS_TIED, ARCHITECTURES, dtypes_of, load_into, move, small_model, started
 from test_architectures import PATCHED
 
 from engine_adapter import WeightLoadError
@@ -37,7 +37,7 @@ def sending(engine, sent: dict[str, torch.Tensor]):
 def named(engine, policy: Policy) -> set[str]:
     """The tensors that a load refuses."""
     with pytest.raises(WeightLoadError, match="holds other values than were sent in ") as refused:
-        engine.load(policy.weights(), policy.response_logprobs)
+        load_into(engine, policy)
     engine.state = "ready"  # the test alone may go on with this engine
     return set(re.split(r" sent in |, ", str(refused.value))[1:])
 
@@ -64,7 +64,7 @@ def test_every_tensor_that_misses_a_change_of_one_bit_is_named(tmp_path, name, t
         expected = {re.sub(r"\.experts\..*", ".experts", name) for name in changed}
         assert found | {"lm_head.weight"} == expected | {"lm_head.weight"}  # a tied head may be the embedding
         assert len(changed) >= len(list(policy.model.parameters()))
-        engine.load(policy.weights(), policy.response_logprobs)
+        load_into(engine, policy)
         engine.close()
 
 
@@ -103,7 +103,7 @@ def test_faults_are_named_by_the_load_that_makes_them_after_an_update_that_moves
             wrong = {name for name, tensor in tensors(new, old).items() if not torch.equal(tensor, new[name])}
             assert found == wrong, fault
             assert found <= moved or fault in ("two rows swapped", "parts exchanged")
-        engine.load(policy.weights(), policy.response_logprobs)
+        load_into(engine, policy)
         engine.close()
 
 
@@ -115,20 +115,20 @@ def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_load
         assert engine.settings["not_proven"] == []  # the first load compares all
         for load in range(9):
             move(policy, 0.001, load)
-            assert engine.load(policy.weights(), policy.response_logprobs)["proof_s"] > 0
+            assert load_into(engine, policy)["proof_s"] > 0
         stale = copied(policy)
         for name in stale:
             with sending(engine, {name: stale[name]}):
                 for load in range(1, 5):
                     move(policy, 0.001, load)
                     try:
-                        engine.load(policy.weights(), policy.response_logprobs)
+                        load_into(engine, policy)
                     except WeightLoadError as refused:
                         assert str(refused).endswith(f" in {name}")
                         seen.append(load)
                         engine.state = "ready"
                         break
-            engine.load(policy.weights(), policy.response_logprobs)
+            load_into(engine, policy)
             stale = copied(policy)
         assert len(seen) == len(stale)
         assert {1, 4} <= {*seen}

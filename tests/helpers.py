@@ -371,6 +371,14 @@ def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
     return model.eval()
 
 
+def policy_of(
+    folder: Path, name: str, tied: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes
+) -> Policy:
+    """The policy of a small model that is saved in the folder."""
+    small_model(name, tied or name in ALWAYS_TIED, **changes).save_pretrained(folder)
+    return Policy.load(str(folder), dtype, device)
+
+
 # ------------------------------------------------------------------------------------------------ a spoilt model folder
 def rewrite(name: str, **changes) -> Callable[[Path], None]:
     """Change a JSON file of the folder."""

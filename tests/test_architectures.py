@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from helpers import (
     forked,
     load_into,
     move,
+    policy_of,
     rows,
     small_model,
     started,
@@ -43,20 +45,14 @@ CASES = [(name, name in ALWAYS_TIED) for name in ARCHITECTURES]
 CASES += [(name, True) for name in ("Llama", "Qwen3Moe", "FalconH1")]
 
 
-def model_folder(path, name: str, tied: bool = False, **changes) -> str:
-    small_model(name, tied, **changes).save_pretrained(path)
-    toy_tokenizer().save_pretrained(path)  # 15 of the model's 96 tokens: the others are sampled too
-    return str(path)
-
-
-def check_agreement(folder: str) -> None:
+def check_agreement(folder: Path, name: str, tied: bool = False) -> None:
     """|trainer - engine| before and after each of two changed loads."""
-    policy = Policy.load(folder, torch.float32, "cpu")
-    with started(folder, policy) as engine:
-        if "GPTNeoX" not in folder:  # served under other names, through vLLM's Transformers backend
+    policy = policy_of(folder, name, tied)
+    with started(str(folder), policy) as engine:
+        if name != "GPTNeoX":  # served under other names, through vLLM's Transformers backend
             assert engine.settings["not_proven"] == []
         for seed in range(3):
-            assert floors(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS) < AT_PARITY, folder
+            assert floors(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS) < AT_PARITY, name
             move(policy, 0.02, seed)
             load_into(engine, policy)
 
@@ -64,13 +60,13 @@ def check_agreement(folder: str) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("name, tied", [case for case in CASES if case[0] not in PATCHED])
 def test_trainer_and_engine_agree_before_and_after_two_loads(name, tied, tmp_path):
-    check_agreement(model_folder(tmp_path, name, tied))
+    check_agreement(tmp_path, name, tied)
 
 
 @pytest.mark.engine
 def test_trainer_and_engine_agree_where_vllm_patches_the_models_python_class(tmp_path):
     for name in PATCHED:
-        process = forked(check_agreement, model_folder(tmp_path / name, name))
+        process = forked(check_agreement, tmp_path / name, name)
         process.join()
         assert process.exitcode == 0
 
@@ -153,10 +149,9 @@ def test_every_expert_that_was_routed_to_and_no_other_gets_its_gradient(name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on a GPU needs a process of its own")
 def test_consecutive_loads_pack_the_experts_once_each_bit_by_bit(tmp_path):
     """The third load of an engine leaves what the first one of another engine does."""
-    folder, found = model_folder(tmp_path, "Qwen3Moe"), []
-    policy = Policy.load(folder, torch.bfloat16, "cpu")
+    policy, found = policy_of(tmp_path, "Qwen3Moe", dtype=torch.bfloat16), []
     for loads in (3, 1):
-        with started(folder, policy) as engine:
+        with started(str(tmp_path), policy) as engine:
             for seed in range(1, loads):
                 move(policy, 0.02, seed)
                 load_into(engine, policy)
@@ -171,10 +166,9 @@ def test_consecutive_loads_pack_the_experts_once_each_bit_by_bit(tmp_path):
 @pytest.mark.engine
 def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_stale_expert(tmp_path):
     """With this seed one of the canary's 12 tokens differs by 0.5 nats in fp16, the mean by 0.12 (allowed: 0.05)."""
-    folder = model_folder(tmp_path, "Qwen3Moe")
     for dtype, faulty, word in ((torch.float16, "experts.", "median"), (torch.float32, "0.mlp.experts.1.down", "mean")):
-        policy = Policy.load(folder, dtype, "cpu")
-        with started(folder, policy) as engine:
+        policy = policy_of(tmp_path, "Qwen3Moe", dtype=dtype)
+        with started(str(tmp_path), policy) as engine:
             stale = {name: tensor.clone() for name, tensor in policy.weights().items()}
             move(policy, 0.02, seed=26)
             load_into(engine, policy)
@@ -187,7 +181,9 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
 @pytest.mark.engine
 @pytest.mark.parametrize("name, body", [("Qwen3Moe", "prompts_once"), ("FalconH1", "plain_body")])
 def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_path, name, body):
-    out, folder = tmp_path / "run", model_folder(tmp_path / "model", name)
+    out, folder = tmp_path / "run", tmp_path / "model"
+    first = policy_of(folder, name).weights()
+    toy_tokenizer().save_pretrained(folder)  # 15 of the model's 96 tokens: the others are sampled too
     train_here(command(good, f"--model {folder} --task {{root}}/task.py --out {out} --steps 10 --max-new-tokens 12"
                        " --group-size 4 --lr 1e-3 --num-minibatches 1 --eval-problems 2"))  # fmt: skip
     steps = rows(out)[1:]
@@ -196,8 +192,8 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     assert sorted(row["mismatch_abs_mean"] for row in steps)[5] <= ROUNDING
     assert all(row["mismatch_abs_mean"] <= ROUNDING and row["mismatch_max"] <= 100 * ROUNDING for row in steps
                if not row.get("routed_otherwise"))  # fmt: skip
-    trained, first = Policy.load(str(out / "policy"), torch.float32, "cpu").weights(), small_model(name, False)
-    assert all((trained[each] != tensor).any() for each, tensor in Policy(first).weights().items())  # expert by expert
+    trained = Policy.load(str(out / "policy"), torch.float32, "cpu").weights()
+    assert all((trained[each] != tensor).any() for each, tensor in first.items())  # expert by expert
     assert json.loads((out / "config.json").read_text())["trainer"]["body"] == body
 
 
@@ -222,9 +218,8 @@ REFUSED = [
 def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name(
     name, changes, dtype, options, sentence, tmp_path
 ):
-    folder = model_folder(tmp_path, name, name in ALWAYS_TIED, **changes)
-    policy = Policy.load(folder, getattr(torch, dtype), "cpu")
-    with pytest.raises((ValueError, WeightLoadError), match=sentence), started(folder, policy, **options):
+    policy = policy_of(tmp_path, name, dtype=getattr(torch, dtype), **changes)
+    with pytest.raises((ValueError, WeightLoadError), match=sentence), started(str(tmp_path), policy, **options):
         pass
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, ARCHITECTURES, dtypes_of, load_into, move, small_model, started
+from helpers import ALWAYS_TIED, ARCHITECTURES, dtypes_of, load_into, move, policy_of, started
 from test_architectures import PATCHED
 
 from engine_adapter import WeightLoadError
@@ -18,11 +18,6 @@ GPU = pytest.param("Qwen2", False, torch.bfloat16, "cuda", marks=[pytest.mark.gp
 
 def copied(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.weights().items()}
-
-
-def policy_of(folder, name: str, tied: bool = False, dtype=torch.bfloat16, device: str = "cpu") -> Policy:
-    small_model(name, tied).save_pretrained(folder)
-    return Policy.load(str(folder), dtype, device)
 
 
 @contextmanager
@@ -79,15 +74,15 @@ FAULTS = {
     "a fused part left out": lambda new, old: {KEYS: old[KEYS]},
     "parts exchanged": lambda new, old: {GATE: new[UP], UP: new[GATE]},
     "nothing sent": lambda new, old: old,
-    "the change of an adapter twice": lambda new, old: {name: 2 * new[name] - old[name] for name in new
-                                                       if "_proj" in name},
 }  # fmt: skip
 
 
 @pytest.mark.engine
 def test_faults_are_named_by_the_load_that_makes_them_after_an_update_that_moves_few_weights(tmp_path):
-    """One step of AdamW on fp32 masters, rate 1e-6: in bfloat16 one weight in a hundred moves."""
-    policy = policy_of(tmp_path, "Qwen2")
+    """One step of AdamW on fp32 masters, rate 1e-6: in bfloat16 one weight in a hundred moves. An adapter that is
+    merged twice is in test_planted.py.
+    """
+    policy = policy_of(tmp_path, "Qwen2", dtype=torch.bfloat16)
     optimizer = Optimizer(policy.model, 0.0)
     with started(str(tmp_path), policy, verify_loads=1) as engine:
         old = copied(policy)
@@ -95,21 +90,19 @@ def test_faults_are_named_by_the_load_that_makes_them_after_an_update_that_moves
             master.grad = torch.randn(master.shape)
         optimizer.step(1e-6, grad_clip=1e9)
         new = copied(policy)
-        moved = {name for name in new if not torch.equal(new[name], old[name])}
         assert 0 < sum((new[name] != old[name]).sum() for name in new) < 0.1 * sum(map(torch.numel, new.values()))
         for fault, tensors in FAULTS.items():
-            with sending(engine, tensors(new, old)):
+            sent = tensors(new, old)
+            with sending(engine, sent):
                 found = named(engine, policy)
-            wrong = {name for name, tensor in tensors(new, old).items() if not torch.equal(tensor, new[name])}
-            assert found == wrong, fault
-            assert found <= moved or fault in ("two rows swapped", "parts exchanged")
+            assert found == {name for name in sent if not torch.equal(sent[name], new[name])}, fault
         load_into(engine, policy)
         engine.close()
 
 
 @pytest.mark.engine
 def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_loads_pass(tmp_path):
-    policy = policy_of(tmp_path, "Qwen2")
+    policy = policy_of(tmp_path, "Qwen2", dtype=torch.bfloat16)
     with started(str(tmp_path), policy, verify_loads=4, canary_nats=100.0) as engine:
         seen = []
         assert engine.settings["not_proven"] == []  # the first load compares all
@@ -137,7 +130,7 @@ def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_load
 
 @pytest.mark.engine
 def test_one_stale_part_of_one_expert_is_named_by_its_layer(tmp_path):
-    policy = policy_of(tmp_path, "Qwen3Moe")
+    policy = policy_of(tmp_path, "Qwen3Moe", dtype=torch.bfloat16)
     with started(str(tmp_path), policy, verify_loads=1) as engine:
         for part in ("gate_proj", "up_proj", "down_proj"):
             name = f"model.layers.1.mlp.experts.2.{part}.weight"

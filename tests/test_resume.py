@@ -60,7 +60,7 @@ def test_a_run_goes_on_from_what_is_whole_and_leaves_a_users_files_alone(root, t
     users = [copy / "checkpoints" / name for name in ("best.pt", "step_12abc.pt")]
     for path in users:
         path.write_text("mine")
-    train_here([*options(root, copy), "--resume"])
+    train_here(options(root, copy, "--resume"))
     assert "resumed at step 4" in capsys.readouterr().out
     assert outcome(copy) == outcome(root / "run")
     assert all(path.read_text() == "mine" for path in users)
@@ -116,7 +116,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(r
     try:
         spoil(root / "run")
         before = {path: path.read_bytes() for path in root.glob("run/*.jsonl")}
-        assert complaint.format(root=root) in refusal([*options(root, root / "run"), "--resume"], capsys)
+        assert complaint.format(root=root) in refusal(options(root, root / "run", "--resume"), capsys)
         assert {path: path.read_bytes() for path in root.glob("run/*.jsonl")} == before
     finally:
         shutil.rmtree(root)
@@ -148,7 +148,7 @@ def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(root, tmp_path, nu
     out, said = tmp_path / "run", tmp_path / "said"
     process = forked(signalled_run, options(root, out), signal.SIGSTOP, said)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    complaint = refusal([*options(root, out), "--resume"], capsys)
+    complaint = refusal(options(root, out, "--resume"), capsys)
     assert f"out must not be in use, another process holds {out}" in complaint
     os.kill(process.pid, number)
     os.kill(process.pid, signal.SIGCONT)
@@ -156,7 +156,7 @@ def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(root, tmp_path, nu
     if number != signal.SIGKILL:
         assert process.exitcode == 130
         assert said.read_text().startswith("stopped by a signal; a run goes on from its newest checkpoint")
-    train_here([*options(root, out), "--resume"])  # a dead process holds nothing
+    train_here(options(root, out, "--resume"))  # a dead process holds nothing
     assert outcome(out) == outcome(root / "run")
 
 
@@ -211,5 +211,5 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(root, tmp_pat
     assert re.search(r"^error: writing a checkpoint in .* failed: OSError: \[Errno 27\] File too large", said, re.M)
     assert f"(traceback: {out}/error.txt)" in said
     assert "Traceback" not in said
-    train_here([*options(root, out), "--resume"])
+    train_here(options(root, out, "--resume"))
     assert outcome(out) == outcome(root / "run")

@@ -36,9 +36,9 @@ from rl import (
 from rollouts import Rollout, Sampling
 
 
-def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1)), vocabulary: int = 90) -> list[Rollout]:
+def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
     generator = torch.Generator().manual_seed(1)
-    draw = lambda n: torch.randint(3, vocabulary, (n,), generator=generator).tolist()  # noqa: E731
+    draw = lambda n: torch.randint(3, 90, (n,), generator=generator).tolist()  # noqa: E731
     return [Rollout(draw(p), 0, draw(r), [-0.1 * (i + 1) for i in range(r)], [1] * r, "stop") for p, r in lengths]
 
 
@@ -195,17 +195,6 @@ MOVED = torch.tensor([[0.3, -0.4, 0.05, 0.1], [0.1, 0.2, 0, 0], [-0.3, 0.3, 0.02
 CLIPS = {objectives.grpo: (0.2, 0.28), objectives.gspo: (0.05, 0.1), objectives.cispo: (None, 1.2)}
 
 
-class TablePolicy(torch.nn.Module):
-    """Its parameters are the log-probabilities themselves, so a gradient is that of a token's log-probability."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Parameter(OLD + MOVED)  # (4, 4)
-
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self.table[batch.inputs[:, 0], : batch.mask.shape[1]] * batch.mask
-
-
 def sums_by_hand(now, rows: range, batch: Batch, weights, kept, counted, grpo: GrpoConfig) -> dict[str, torch.Tensor]:
     """Loss and weighted diagnostics of a minibatch, token by token in float64."""
     (low, high), row = grpo.clip, OBJECTIVES[grpo.objective]
@@ -239,21 +228,24 @@ def check_update(grpo: GrpoConfig, draws: random.Random, num_minibatches: int) -
     behavior = (OLD - MISMATCH).tolist()
     batch = make_batch([Rollout([b], None, [5] * length, behavior[b][:length], trained=TRAINED[b])
                         for b, length in enumerate(LENGTHS)])  # fmt: skip
-    batch, policy = batch.mask_rows([True, draws.choice([True, False]), True, True]), TablePolicy()
+    batch = batch.mask_rows([True, draws.choice([True, False]), True, True])
     per_row = torch.tensor([[1.3], [draws.choice([0.0, -0.7])], [0.4], [-1.1]])
     advantages = draws.choice([per_row, per_row * torch.tensor([1.0, -0.5, 0.0, 2.0])])  # (B, 1) or (B, T)
     old, signal = OLD * batch.mask, advantages.any(dim=1).tolist()
     batch = replace(batch, old_logprobs=old, ref_logprobs=old - 0.1 * batch.mask, advantages=advantages)
     micro_batch_tokens = draws.choice([1, 4096])  # each row alone, or all together
     minibatches = minibatches_of(batch, num_minibatches, micro_batch_tokens, signal)
-    gradients = []  # of each backward pass
-    policy.table.register_hook(gradients.append)
-    metrics = update(policy, Optimizer(policy, weight_decay=0.0), batch, minibatches, grpo, lr=0.0)
+    # The parameters are the log-probabilities themselves, so a gradient is that of a token's log-probability.
+    table, gradients = torch.nn.Parameter(OLD + MOVED), []  # of each backward pass
+    table.register_hook(gradients.append)
+    policy = SimpleNamespace(logprobs=lambda micro: table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask)
+    optimizer = Optimizer(torch.nn.ParameterList([table]), weight_decay=0.0)
+    metrics = update(policy, optimizer, batch, minibatches, grpo, lr=0.0)
 
     corrected = correct(old, batch.behavior_logprobs, batch.mask, grpo.tis, grpo.tis_cap, grpo.rejection)
     kept = (batch.mask > 0) & ~corrected.rejected
     counted = kept if grpo.rejection.mean == "kept" else batch.mask > 0
-    now, width, passes, expected = policy.table.detach().double().requires_grad_(), 4 // num_minibatches, 0, []
+    now, width, passes, expected = table.detach().double().requires_grad_(), 4 // num_minibatches, 0, []
     for first in range(0, 4, width):
         rows = range(first, first + width)
         if (kept * advantages)[rows].any() or (grpo.kl_coef and counted[rows].any()):  # else no step
@@ -273,7 +265,7 @@ def check_update(grpo: GrpoConfig, draws: random.Random, num_minibatches: int) -
             assert metrics[name] == pytest.approx(by_hand, rel=1e-4, abs=1e-6), name
     if grpo.old_policy == "rollout":  # the first minibatch of two policies, had no weight moved before
         options = dict(objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)
-        moved = policy.table.detach() * batch.mask
+        moved = table.detach() * batch.mask
         backend = backend_metrics(moved, batch.behavior_logprobs, advantages, batch.mask, **options)
         for name in ("clip_rate", "ratio_mean"):
             assert metrics[name] == pytest.approx(backend[f"backend_{name}"], rel=1e-5)
@@ -469,7 +461,6 @@ def test_the_moments_are_there_at_the_start_as_torch_would_create_them_and_a_loa
     for master in optimizer.masters:
         expected = theirs.state[master] | {"step": torch.tensor(0.0)}
         torch.testing.assert_close(optimizer.adamw.state[master], expected, check_stride=True)
-    state = copy.deepcopy(optimizer.state_dict())
     optimizer.adamw.register_load_state_dict_pre_hook(lambda adamw, _: held.append(len(adamw.state)))
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(optimizer.state_dict())
     assert held == [0]

@@ -12,18 +12,15 @@ import pytest
 import torch
 from helpers import (
     AT_PARITY,
-    PROMPTS,
     ROUNDING,
     SHIFT,
     SMALL,
     built,
     command,
     floors_of,
-    move,
     qwen2,
     rows,
     run_script,
-    started,
     timeless,
     train_here,
 )
@@ -61,23 +58,6 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
-@pytest.mark.engine
-def test_greedy_agreement_is_1_at_parity_and_falls_where_the_engines_weights_or_logits_differ(engine_folders):
-    policy, grpo = Policy(qwen2(tied=False)), GrpoConfig(micro_batch_tokens=40)
-    prompts = [[token, *PROMPTS[token % 4]] for token in range(20, 36)]
-    answers = lambda: engine.generate(prompts, 1, Sampling(0.0, 6))  # noqa: E731
-    with started(engine_folders[False], policy) as engine:
-        usual = answers()
-        assert greedy_agreement(policy, usual, grpo) == 1
-        never = torch.tensor(usual[0].token_ids[:1])
-        hook = engine.vllm_model.logits_processor.register_forward_hook(
-            lambda _module, _inputs, logits: logits.index_fill(1, never, -100.0))
-        assert greedy_agreement(policy, answers(), grpo) < 1
-        hook.remove()
-        move(policy)  # the engine does not
-        assert greedy_agreement(policy, answers(), grpo) < 1
-
-
 @torch.no_grad()
 def test_greedy_agreement_counts_a_tie_as_agreement_and_one_wrong_token_as_none():
     model = qwen2(tied=False)

@@ -71,6 +71,7 @@ def ragged(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     mask = (draw(6, 8) < 2 * draw(6, 1) - 0.5).double()
+    mask[0] = 1.0  # a batch has tokens
     behavior = -7 * draw(6, 8) - 0.01
     mismatch = 10 ** (4 * draw(6, 1) - 3) * (2 * draw(6, 8) - 1)
     return (behavior + mismatch).clamp(max=-1e-3) * mask, behavior.where(mask > 0, 50.0), mask

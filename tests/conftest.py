@@ -8,7 +8,6 @@ needs a GPU has the marker `own_process` too.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,23 +68,14 @@ def seeded():
 
 # ------------------------------------------------------------------------------------------------ small models
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> dict[bool, str]:
-    """Model folders by `tied`."""
-    root = tmp_path_factory.mktemp("models")
-    for tied in (False, True):
-        qwen2(tied).save_pretrained(root / str(tied))
-    return {tied: str(root / str(tied)) for tied in (False, True)}
-
-
-@pytest.fixture(scope="session")
-def engine_folders(folders, tmp_path_factory) -> dict[bool, str]:
-    """The same models with a generation_config.json that asks for another distribution in every way it can."""
+def engine_folders(tmp_path_factory) -> dict[bool, str]:
+    """Model folders by `tied`. Their generation_config.json asks for another distribution in every way it can."""
     traps = {"repetition_penalty": 1.8, "top_k": 3, "top_p": 0.5, "temperature": 0.2, "min_p": 0.3, "eos_token_id": 50}
     root = tmp_path_factory.mktemp("engine")
-    for tied, folder in folders.items():
-        shutil.copytree(folder, root / str(tied))
+    for tied in (False, True):
+        qwen2(tied).save_pretrained(root / str(tied))
         (root / str(tied) / "generation_config.json").write_text(json.dumps(traps))
-    return {tied: str(root / str(tied)) for tied in folders}
+    return {tied: str(root / str(tied)) for tied in (False, True)}
 
 
 # ------------------------------------------------------------------------------------------------ a small run

@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a hub: what asks f
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -133,6 +134,11 @@ def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
     return run, state, begin(run, state, find_checkpoint(run))
 
 
+def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
+    """The seconds that the load took, by part."""
+    return engine.load(policy.weights(), policy.response_logprobs)
+
+
 @contextmanager
 def started(
     folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, kind: str = "vllm", **options
@@ -159,7 +165,7 @@ def started(
     trainer = policy if kind == "vllm" else engine.policy
     try:
         if load:
-            engine.load(trainer.weights(), trainer.response_logprobs)
+            load_into(engine, trainer)
         yield engine
     except BaseException:  # a failed test may leave anything behind
         close_live_engine()
@@ -275,7 +281,7 @@ def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) ->
     engine.sleep()
     move(policy, scale, seed)
     engine.wake()
-    engine.load(policy.weights(), policy.response_logprobs)
+    load_into(engine, policy)
 
 
 def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -363,6 +369,34 @@ def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(3)
     return model.eval()
+
+
+def policy_of(
+    folder: Path, name: str, tied: bool = False, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes
+) -> Policy:
+    """The policy of a small model that is saved in the folder."""
+    small_model(name, tied or name in ALWAYS_TIED, **changes).save_pretrained(folder)
+    return Policy.load(str(folder), dtype, device)
+
+
+# ------------------------------------------------------------------------------------------------ a spoilt model folder
+def rewrite(name: str, **changes) -> Callable[[Path], None]:
+    """Change a JSON file of the folder."""
+    def change(folder: Path) -> None:
+        known = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(known | changes))
+
+    return change
+
+
+def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Change the table of tensors."""
+    def rewrite(folder: Path) -> None:
+        table = load_file(folder / "model.safetensors")
+        change(table)
+        save_file(table, folder / "model.safetensors", {"format": "pt"})
+
+    return rewrite
 
 
 # ------------------------------------------------------------------------------------------------ a small run

@@ -1,6 +1,8 @@
 """Each architecture as a small random model of its real configuration class: trainer and live engine agree."""
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from helpers import (
     dtypes_of,
     floors,
     forked,
+    load_into,
     move,
+    policy_of,
     rows,
     small_model,
     started,
@@ -41,36 +45,38 @@ CASES = [(name, name in ALWAYS_TIED) for name in ARCHITECTURES]
 CASES += [(name, True) for name in ("Llama", "Qwen3Moe", "FalconH1")]
 
 
-def model_folder(path, name: str, tied: bool = False, **changes) -> str:
-    small_model(name, tied, **changes).save_pretrained(path)
-    toy_tokenizer().save_pretrained(path)  # 15 of the model's 96 tokens: the others are sampled too
-    return str(path)
-
-
-def check_agreement(folder: str) -> None:
+def check_agreement(folder: Path, name: str, tied: bool = False) -> None:
     """|trainer - engine| before and after each of two changed loads."""
-    policy = Policy.load(folder, torch.float32, "cpu")
-    with started(folder, policy) as engine:
-        if "GPTNeoX" not in folder:  # served under other names, through vLLM's Transformers backend
+    policy = policy_of(folder, name, tied)
+    with started(str(folder), policy) as engine:
+        if name != "GPTNeoX":  # served under other names, through vLLM's Transformers backend
             assert engine.settings["not_proven"] == []
         for seed in range(3):
-            assert floors(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS) < AT_PARITY, folder
+            assert floors(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS) < AT_PARITY, name
             move(policy, 0.02, seed)
-            engine.load(policy.weights(), policy.response_logprobs)
+            load_into(engine, policy)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name, tied", [case for case in CASES if case[0] not in PATCHED])
 def test_trainer_and_engine_agree_before_and_after_two_loads(name, tied, tmp_path):
-    check_agreement(model_folder(tmp_path, name, tied))
+    check_agreement(tmp_path, name, tied)
 
 
 @pytest.mark.engine
 def test_trainer_and_engine_agree_where_vllm_patches_the_models_python_class(tmp_path):
     for name in PATCHED:
-        process = forked(check_agreement, model_folder(tmp_path / name, name))
+        process = forked(check_agreement, tmp_path / name, name)
         process.join()
         assert process.exitcode == 0
+
+
+def assert_gradients_agree(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> None:
+    """Some have a gradient of rounding alone, such as the bias of the keys."""
+    pairs = list(zip(ours, theirs, strict=True))
+    largest = max(truth.norm() for _, truth in pairs)
+    for value, truth in pairs:
+        assert (value - truth).norm() <= 1e-3 * truth.norm() + ROUNDING * largest
 
 
 @pytest.mark.parametrize("name, device", [
@@ -86,24 +92,20 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradient
     policy, seen = Policy(model.to(device)), []
     draw = lambda count: torch.randint(96, (count,), generator=generator).tolist()  # noqa: E731
     groups = {40: (30, 7, 1), 1: (5, 20), 13: (9,), 27: (30, 30)}
-    rows = [(prompt, draw(length)) for size, lengths in groups.items() for prompt in [draw(size)] for length in lengths]
-    batch = make_batch([Rollout(prompt, None, ids, [0.0] * len(ids)) for prompt, ids in rows], device)
-    batch = batch.mask_rows([True] * 7 + [False])
+    rollouts = [Rollout(list(range(5, 5 + size)), None, draw(length), [0.0] * length)
+                for size, lengths in groups.items() for length in lengths]
+    batch = make_batch(rollouts, device).mask_rows([True] * 7 + [False])
     weights, found = torch.randn(batch.mask.shape, generator=generator).to(device), []
     assert policy.body is prompts_once
     model.get_input_embeddings().register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape))
     for each in (policy.changed(body=plain_body), policy):
-        model.zero_grad()
         logprobs = at(each, 0.7).logprobs(batch)
-        (logprobs * weights).sum().backward()
-        gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-        found.append((logprobs.detach(), gradients))
+        gradients = torch.autograd.grad(logprobs, list(model.parameters()), weights, allow_unused=True)
+        found.append((logprobs.detach(), [each for each in gradients if each is not None]))
     (alone, alone_gradients), (shared, shared_gradients) = found
     assert seen == [(8, 69), (4, 40), (8, 29)]  # the responses without their last tokens
     torch.testing.assert_close(shared, alone, atol=ROUNDING if device == "cpu" else 1e-3, rtol=0)
-    largest = max(each.norm() for each in alone_gradients)  # the bias of the keys has a gradient of rounding alone
-    for ours, theirs in zip(shared_gradients, alone_gradients, strict=True):
-        assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + ROUNDING * largest
+    assert_gradients_agree(shared_gradients, alone_gradients)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -123,61 +125,51 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_expert_that_was_routed_to_and_no_other_gets_its_gradient(name):
     """The oracle is transformers' loop over the experts, in float64."""
-    routed, gradients = [], []
+    gradients = []
     for kernel, dtype in (("grouped_mm", torch.float32), ("eager", torch.float64)):
         model = small_model(name, False, num_experts=16, num_local_experts=16).to(dtype)
         assert model.config._experts_implementation == "grouped_mm"  # the default, which train.py uses
         model.set_experts_implementation(kernel)
-        policy = Policy(model)
-        hooks = [each.register_forward_hook(lambda _module, _inputs, output: routed.append(output[2].unique()))
-                 for each in model.modules() if type(each).__name__.endswith("Router")]  # fmt: skip
         batch = make_batch([Rollout([5], None, [6, 7, 8], [0.0, 0.0, 0.0])])
-        policy.logprobs(batch).sum().backward()
-        for hook in hooks:
-            hook.remove()
-        gradients.append({n: p.grad for n, p in model.named_parameters()})
-    assert len(routed) == 4
-    assert all(2 <= len(chosen) <= 6 for chosen in routed)  # 3 tokens choose 2 each
-    largest = max(each.norm() for each in gradients[1].values())
-    for name_of, ours in gradients[0].items():
-        theirs = gradients[1][name_of]
-        assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + ROUNDING * largest
-        if ".experts." in name_of:  # (experts, ...)
-            layer = int(name_of.split(".")[2])
-            assert torch.equal(ours.flatten(1).norm(dim=1).nonzero()[:, 0], routed[layer])
+        Policy(model).logprobs(batch).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    ours, theirs = gradients
+    assert_gradients_agree(ours.values(), theirs.values())
+    experts = [name for name in ours if ".experts." in name]
+    assert len(experts) == 4  # two layers with two tensors (experts, ...) each
+    for name in experts:
+        routed = theirs[name].flatten(1).any(dim=1)
+        assert torch.equal(ours[name].flatten(1).any(dim=1), routed)
+        assert 2 <= routed.sum() <= 6  # 3 tokens choose 2 each
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU build keeps experts in another layout")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on a GPU needs a process of its own")
 def test_consecutive_loads_pack_the_experts_once_each_bit_by_bit(tmp_path):
-    folder = model_folder(tmp_path, "Qwen3Moe")
-    policy = Policy.load(folder, torch.bfloat16, "cpu")
-    with started(folder, policy) as engine:
-        from vllm._custom_ops import cpu_prepack_moe_weight as pack
-
-        layers = [each for each in engine.vllm_model.modules() if hasattr(each, "w13_weight")]
-        for seed in range(3):
-            move(policy, 0.02, seed)
-            engine.load(policy.weights(), policy.response_logprobs)
-            for layer, ours in zip(layers, policy.model.model.layers, strict=True):
-                kernel, experts = layer.quant_method, ours.mlp.experts
-                isa = getattr(kernel.moe_kernel, "fused_experts", None) or kernel.cpu_fused_moe  # vLLM 0.32, 0.26
-                packed = [pack(weight.data, isa.isa) for weight in (experts.gate_up_proj, experts.down_proj)]
-                assert torch.equal(layer.w13_weight, packed[0])
-                assert torch.equal(layer.w2_weight, packed[1])
-                assert not torch.equal(packed[0], experts.gate_up_proj)
+    """The third load of an engine leaves what the first one of another engine does."""
+    policy, found = policy_of(tmp_path, "Qwen3Moe", dtype=torch.bfloat16), []
+    for loads in (3, 1):
+        with started(str(tmp_path), policy) as engine:
+            for seed in range(1, loads):
+                move(policy, 0.02, seed)
+                load_into(engine, policy)
+            layers = [each for each in engine.vllm_model.modules() if hasattr(each, "w13_weight")]
+            found.append([weight.clone() for each in layers for weight in (each.w13_weight, each.w2_weight)])
+            engine.close()
+    assert len(found[0]) == 4
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(found[0][0], policy.model.model.layers[0].mlp.experts.gate_up_proj)  # not packed
 
 
 @pytest.mark.engine
 def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_stale_expert(tmp_path):
     """With this seed one of the canary's 12 tokens differs by 0.5 nats in fp16, the mean by 0.12 (allowed: 0.05)."""
-    folder = model_folder(tmp_path, "Qwen3Moe")
     for dtype, faulty, word in ((torch.float16, "experts.", "median"), (torch.float32, "0.mlp.experts.1.down", "mean")):
-        policy = Policy.load(folder, dtype, "cpu")
-        with started(folder, policy) as engine:
+        policy = policy_of(tmp_path, "Qwen3Moe", dtype=dtype)
+        with started(str(tmp_path), policy) as engine:
             stale = {name: tensor.clone() for name, tensor in policy.weights().items()}
             move(policy, 0.02, seed=26)
-            engine.load(policy.weights(), policy.response_logprobs)
+            load_into(engine, policy)
             move(policy, 0.02, seed=27)
             weights = {name: (stale if faulty in name else policy.weights())[name] for name in stale}
             with pytest.raises(WeightLoadError, match=f"the canary's {word} "):
@@ -187,7 +179,9 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
 @pytest.mark.engine
 @pytest.mark.parametrize("name, body", [("Qwen3Moe", "prompts_once"), ("FalconH1", "plain_body")])
 def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_path, name, body):
-    out, folder = tmp_path / "run", model_folder(tmp_path / "model", name)
+    out, folder = tmp_path / "run", tmp_path / "model"
+    first = policy_of(folder, name).weights()
+    toy_tokenizer().save_pretrained(folder)  # 15 of the model's 96 tokens: the others are sampled too
     train_here(command(good, f"--model {folder} --task {{root}}/task.py --out {out} --steps 10 --max-new-tokens 12"
                        " --group-size 4 --lr 1e-3 --num-minibatches 1 --eval-problems 2"))  # fmt: skip
     steps = rows(out)[1:]
@@ -196,8 +190,8 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     assert sorted(row["mismatch_abs_mean"] for row in steps)[5] <= ROUNDING
     assert all(row["mismatch_abs_mean"] <= ROUNDING and row["mismatch_max"] <= 100 * ROUNDING for row in steps
                if not row.get("routed_otherwise"))  # fmt: skip
-    trained, first = Policy.load(str(out / "policy"), torch.float32, "cpu").weights(), small_model(name, False)
-    assert all((trained[each] != tensor).any() for each, tensor in Policy(first).weights().items())  # expert by expert
+    trained = Policy.load(str(out / "policy"), torch.float32, "cpu").weights()
+    assert all((trained[each] != tensor).any() for each, tensor in first.items())  # expert by expert
     assert json.loads((out / "config.json").read_text())["trainer"]["body"] == body
 
 
@@ -222,9 +216,8 @@ REFUSED = [
 def test_a_model_that_vllm_cannot_run_or_computes_differently_is_refused_by_name(
     name, changes, dtype, options, sentence, tmp_path
 ):
-    folder = model_folder(tmp_path, name, name in ALWAYS_TIED, **changes)
-    policy = Policy.load(folder, getattr(torch, dtype), "cpu")
-    with pytest.raises((ValueError, WeightLoadError), match=sentence), started(folder, policy, **options):
+    policy = policy_of(tmp_path, name, dtype=getattr(torch, dtype), **changes)
+    with pytest.raises((ValueError, WeightLoadError), match=sentence), started(str(tmp_path), policy, **options):
         pass
 
 

@@ -3,14 +3,11 @@
 import json
 import shutil
 import socket
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import PYTHON, TASK, close_live_engine, command, qwen2, refusal
+from helpers import PYTHON, TASK, close_live_engine, command, qwen2, refusal, rewrite, tensors
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
 
 from models import reach_hub
 from rl import Policy
@@ -115,25 +112,6 @@ def test_a_task_file(good, tmp_path, kind, capsys):
 
 
 # ------------------------------------------------------------------------------------------------ models
-def rewrite(name: str, **changes) -> Callable[[Path], None]:
-    """Change a JSON file of the folder."""
-    def change(folder: Path) -> None:
-        known = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-        (folder / name).write_text(json.dumps(known | changes))
-
-    return change
-
-
-def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    """Change the table of tensors."""
-    def rewrite(folder: Path) -> None:
-        table = load_file(folder / "model.safetensors")
-        change(table)
-        save_file(table, folder / "model.safetensors", {"format": "pt"})
-
-    return rewrite
-
-
 NORM, HEAD = "model.norm.weight", torch.ones(96, 64)
 CONFIG, WEIGHTS, SETTINGS = "config.json", "model.safetensors", "generation_config.json"
 CUSTOM = {"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "nonsense"}

@@ -16,16 +16,14 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from helpers import ROOT, ROUNDING, close_live_engine, qwen2, run_script
-from safetensors.torch import load_file, save_file
+from helpers import ROOT, ROUNDING, built, close_live_engine, qwen2, rewrite, run_script, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from config import Config, ParityFlags
+from config import ParityFlags
 from examples.toys import toy_tokenizer
 from models import describe_model
 from rl import plain_body
-from run import begin, build, load_policy, prepare, start_engine
 from tasks import last_number, load_task
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
@@ -45,22 +43,21 @@ def rows_of_page(job: dict) -> list[dict]:
 
 def rows_of_core(job: dict) -> list[dict]:
     """One for each step, the last one with the held-out reward."""
+    job.pop("out")
     parity = ParityFlags(**{name: job.pop(name) for name in vars(ParityFlags()) if name in job})
     cap, two_policies = job.pop("tis_cap", 0), job.pop("two_policy", False)
     if cap:
         job |= {"tis": "token", "tis_cap": cap}
-    config = Config.of(parity, task=job.pop("problems"), old_policy="rollout" if two_policies else "recompute",
-                       micro_batch_tokens=1000, **job | {"out": mkdtemp()})  # fmt: skip
-    run = prepare(config)
-    policy = load_policy(run).changed(body=plain_body)  # as on the page
-    state = build(run, policy, start_engine(run, policy))
-    begin(run, state)
+    old_policy = "rollout" if two_policies else "recompute"
+    run, state, _ = built(Path(job["model"]).parent, Path(mkdtemp()), parity=parity, engine="vllm",
+                          task=job.pop("problems"), old_policy=old_policy, micro_batch_tokens=1000, **job)  # fmt: skip
+    state.policy = state.policy.changed(body=plain_body)  # as on the page
     rows = []
-    for step in range(1, config.run.steps + 1):
+    for step in range(1, job["steps"] + 1):
         metrics, _, batch, _ = train.train_step(run, state, step)
         pairs = zip(batch.targets, batch.mask, strict=True)
         rows.append(metrics | {"tokens": [targets[mask > 0].tolist() for targets, mask in pairs]})
-    rows[-1]["held_out"] = train.evaluate(run, state, config.run.steps)["eval_reward_greedy"]
+    rows[-1]["held_out"] = train.evaluate(run, state, step)["eval_reward_greedy"]
     state.engine.close()
     return rows
 
@@ -105,7 +102,8 @@ def options(tmp_path_factory) -> dict:
             if 4 <= count <= 12:
                 rows.append({"question": question, "answer": forms[len(rows) % len(forms)].format(number)})
     (root / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    tokenizer.chat_template = "{% for message in messages %}1+{{ message.content }}={% endfor %}"
+    tokenizer.chat_template = ("{% for message in messages %}1+{{ message.content }}{% endfor %}"
+                               "{% if add_generation_prompt %}={% endif %}")  # fmt: skip
     model.config.eos_token_id, model.generation_config.eos_token_id = stop, tokenizer.eos_token_id
     model.save_pretrained(root / "chat")
     tokenizer.save_pretrained(root / "chat")
@@ -208,25 +206,10 @@ FILES = {
 }
 
 
-def in_config(**changes):
-    """Change a model's config.json."""
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
-
-    return change
-
-
-def without_a_norm(folder: Path) -> None:
-    table = load_file(folder / "model.safetensors")
-    table.pop("model.norm.weight")
-    save_file(table, folder / "model.safetensors", {"format": "pt"})
-
-
 MODELS = {
-    "a head of its own": (in_config(tie_word_embeddings=True), "not of config.json, untied=True, set()"),
-    "fewer layers": (in_config(num_hidden_layers=1, layer_types=None), "untied=False, {'model.layers.1."),
-    "a tensor missing": (without_a_norm, "untied=False, {'model.norm.weight'}"),
+    "a head of its own": (rewrite("config.json", tie_word_embeddings=True), "not of config.json, untied=True, set()"),
+    "fewer layers": (rewrite("config.json", num_hidden_layers=1, layer_types=None), "untied=False, {'model.layers.1."),
+    "a tensor missing": (tensors(lambda table: table.pop("model.norm.weight")), "untied=False, {'model.norm.weight'}"),
     "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no file named model.safeten"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
 }

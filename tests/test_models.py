@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from helpers import CACHE, CHILD, ROOT, SHIFT, forked, prompt_ids
-from torch.nn.utils.rnn import pad_sequence
 
 from examples.toys import EOS, TOYS, addition, digits, teach, toy_config, toy_model, toy_tokenizer
 from models import describe_model, load_model, load_tokenizer
@@ -17,12 +16,11 @@ def test_the_model_for_digits_starts_with_the_wrong_habit_unsure_and_with_offset
     model = load_model(str(toy_model(str(ROOT / ".cache"), 0, "digits")), torch.float32)
     task, tokenizer = digits(0), toy_tokenizer()
     answers = [tokenizer(p.answer, add_special_tokens=False)["input_ids"] for p in task.held_out]
-    rows = [torch.tensor(prompt_ids(tokenizer, p) + ids) for p, ids in zip(task.held_out, answers, strict=True)]
-    ids = pad_sequence(rows, True, -1)
-    with torch.no_grad():
-        logits = model(input_ids=ids[:, :-1].clamp(min=0)).logits[:, 34:]  # (256, 16, V), the answers' positions
-    answered = ids[:, 35:] >= 0
-    logits, right = logits[answered], ids[:, 35:][answered]  # (N, V), (N,)
+    questions = [prompt_ids(tokenizer, p) for p in task.held_out]  # of 35 tokens
+    with torch.no_grad():  # of the answers' positions: (N, V)
+        logits = torch.cat([model(torch.tensor([question + answer])).logits[0, 34:-1]
+                            for question, answer in zip(questions, answers, strict=True)])
+    right = torch.tensor([token for answer in answers for token in answer])  # (N,)
     assert logits.mean() > 5  # the offset
     assert 0.1 < torch.softmax(logits / 0.7, dim=-1).gather(-1, right[:, None]).mean() < 0.5
     assert (logits.argmax(dim=-1) == right).float().mean() < 0.5
@@ -83,12 +81,3 @@ def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_p
     for text in ("a", "1 2"):  # also after a round trip through a folder: AutoTokenizer would drop them in silence
         with pytest.raises(Exception, match="WordLevel"):
             tokenizer(text)
-
-
-def test_chat_template_is_used_where_there_is_one():
-    tokenizer = toy_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-    )
-    equals = toy_tokenizer().convert_tokens_to_ids("=")
-    assert prompt_ids(tokenizer, Problem("1+1", "2", ""))[-1] == equals

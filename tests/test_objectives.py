@@ -64,24 +64,17 @@ def test_a_correction_survives_disjoint_policies():
             assert weights[0].tolist() == pytest.approx([expected] * 4, rel=1e-4)
 
 
-Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def ragged(seed: int) -> Ragged:
-    """old_logprobs, behavior_logprobs, mask (B, T), float64. The mismatch is small in some rows, large in others, and
-    outside the mask it is huge.
+def ragged(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """old_logprobs, behavior_logprobs, mask (6, 8), float64. The mismatch is small in some rows, large in others, and
+    outside the mask it is huge. A row has 0 to 8 tokens.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows, columns = (int(torch.randint(2, 9, (), generator=generator)) for _ in range(2))
-    lengths = torch.randint(0, columns + 1, (rows, 1), generator=generator)  # an empty row too
-    lengths[0] = columns
-    start = torch.randint(0, columns, (rows, 1), generator=generator).clamp(max=columns - lengths)
-    at = torch.arange(columns)
-    mask = ((at >= start) & (at < start + lengths)).double()
-    spread = 10 ** (4 * torch.rand(rows, 1, generator=generator, dtype=torch.float64) - 3)
-    behavior = -7 * torch.rand(rows, columns, generator=generator, dtype=torch.float64) - 0.01
-    noise = spread * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-    return (behavior + noise).clamp(max=-1e-3) * mask, behavior.where(mask > 0, 50.0), mask
+    draw = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    mask = (draw(6, 8) < 2 * draw(6, 1) - 0.5).double()
+    mask[0] = 1.0  # a batch has tokens
+    behavior = -7 * draw(6, 8) - 0.01
+    mismatch = 10 ** (4 * draw(6, 1) - 3) * (2 * draw(6, 8) - 1)
+    return (behavior + mismatch).clamp(max=-1e-3) * mask, behavior.where(mask > 0, 50.0), mask
 
 
 BATCHES = [ragged(seed) for seed in range(60)]

@@ -5,19 +5,13 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, MATRIX_PROMPTS, WARM, mismatch, move, small_model, started
+from helpers import MATRIX_PROMPTS, WARM, load_into, mismatch, move, policy_of, started
 from torch.nn.functional import linear
 
 from config import ParityFlags
 from engine_adapter import Engine, EngineStateError, WeightLoadError
-from rl import Policy
 
 BLOCK = 32  # the CPU build's smallest; the canary's prompts then have 33 tokens
-
-
-def policy_of(folder, name: str, dtype=torch.float32, device: str = "cpu", tied: bool = False) -> Policy:
-    small_model(name, tied or name in ALWAYS_TIED).save_pretrained(folder)
-    return Policy.load(str(folder), dtype, device)
 
 
 def buffer(engine: Engine, name: str) -> torch.Tensor:
@@ -85,14 +79,14 @@ CASES = [(fault, dtype) for fault, (_, _, _, *reports) in FAULTS.items() for dty
 def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, monkeypatch, fault, dtype):
     name, options, plant, *reports = FAULTS[fault]
     options = dict(block_size=BLOCK) | options
-    policy = policy_of(tmp_path, name, dtype, tied=options.pop("tied", False))
+    policy = policy_of(tmp_path, name, options.pop("tied", False), dtype)
     with started(str(tmp_path), policy, **options) as engine:
         plant(engine, monkeypatch, deepcopy(policy).weights())
         move(policy, 0.0005 if dtype == torch.bfloat16 else 0.005)
         report = reports[DTYPES.index(dtype)]
         refused = pytest.raises((WeightLoadError, EngineStateError), match=report) if report else nullcontext()
         with refused:
-            engine.load(policy.weights(), policy.response_logprobs)
+            load_into(engine, policy)
         engine.close()
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import command, forked, outcome, refusal, train_here
-from safetensors.torch import load_file, save_file
+from helpers import command, forked, outcome, refusal, tensors, train_here
 
 import train
 
@@ -31,17 +30,12 @@ def options(root: Path, out: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(good, tmp_path_factory) -> Path:
-    """A finished run; its checkpoints are those of steps 3 and 4."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train_here(options(good, out))
-    assert [row.get("updates", 1) for row in outcome(out)[0]] == [1] * 5
-    return out
-
-
-@pytest.fixture
-def copy(whole, tmp_path) -> Path:
-    return shutil.copytree(whole, tmp_path / "run")
+def root(good, tmp_path_factory) -> Path:
+    """A finished run in run/, beside its model and task; its checkpoints are those of steps 3 and 4."""
+    root = shutil.copytree(good, tmp_path_factory.mktemp("resume") / "root")
+    train_here(options(root, root / "run"))
+    assert [row.get("updates", 1) for row in outcome(root / "run")[0]] == [1] * 5
+    return root
 
 
 def checkpoint(out: Path, step: int) -> Path:
@@ -60,14 +54,15 @@ def torn(out: Path) -> None:
         change(out / name, lambda content: content[:-9])
 
 
-def test_a_run_goes_on_from_what_is_whole_and_leaves_a_users_files_alone(good, whole, copy, capsys):
+def test_a_run_goes_on_from_what_is_whole_and_leaves_a_users_files_alone(root, tmp_path, capsys):
+    copy = shutil.copytree(root / "run", tmp_path / "run")
     torn(copy)
     users = [copy / "checkpoints" / name for name in ("best.pt", "step_12abc.pt")]
     for path in users:
         path.write_text("mine")
-    train_here([*options(good, copy), "--resume"])
+    train_here(options(root, copy, "--resume"))
     assert "resumed at step 4" in capsys.readouterr().out
-    assert outcome(copy) == outcome(whole)
+    assert outcome(copy) == outcome(root / "run")
     assert all(path.read_text() == "mine" for path in users)
     assert {*copy.glob("checkpoints/*")} == {checkpoint(copy, 3), checkpoint(copy, 4), *users}
 
@@ -77,10 +72,7 @@ def of_another_run(out: Path) -> None:
     torch.save(torch.load(checkpoint(out, 4)) | {"run": "another"}, checkpoint(out, 5))
 
 
-def weights(model: Path) -> None:
-    table = load_file(model / "model.safetensors")
-    table["model.norm.weight"][0] += 1e-3
-    save_file(table, model / "model.safetensors", {"format": "pt"})
+weights = tensors(lambda table: table["model.norm.weight"][0].add_(1e-3))
 
 
 def test_a_hub_model_is_that_of_one_commit(good, tmp_path, monkeypatch, capsys):
@@ -117,26 +109,18 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def moved(good, whole, tmp_path_factory) -> Path:
-    """The finished run beside its own model and task."""
-    root = shutil.copytree(good, tmp_path_factory.mktemp("moved") / "root")
-    train_here(options(root, root / "run"))
-    return root
-
-
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(moved, kind, capsys):
+def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(root, kind, capsys):
     spoil, complaint = REFUSED[kind]
-    kept = shutil.copytree(moved, moved.with_name("kept"))
+    kept = shutil.copytree(root, root.with_name("kept"))
     try:
-        spoil(moved / "run")
-        before = {path: path.read_bytes() for path in moved.glob("run/*.jsonl")}
-        assert complaint.format(root=moved) in refusal([*options(moved, moved / "run"), "--resume"], capsys)
-        assert {path: path.read_bytes() for path in moved.glob("run/*.jsonl")} == before
+        spoil(root / "run")
+        before = {path: path.read_bytes() for path in root.glob("run/*.jsonl")}
+        assert complaint.format(root=root) in refusal(options(root, root / "run", "--resume"), capsys)
+        assert {path: path.read_bytes() for path in root.glob("run/*.jsonl")} == before
     finally:
-        shutil.rmtree(moved)
-        kept.rename(moved)
+        shutil.rmtree(root)
+        kept.rename(root)
 
 
 def test_with_a_constant_rate_a_run_goes_on_for_more_steps(good, tmp_path, capsys):
@@ -151,26 +135,20 @@ def test_with_a_constant_rate_a_run_goes_on_for_more_steps(good, tmp_path, capsy
 
 
 # ------------------------------------------------------------------------------------------------ other processes
-def killed_run(words: list[str]) -> None:
-    """A run that its task kills in step 2."""
-    os.environ |= {"SIGNAL": str(int(signal.SIGKILL)), "SIGNAL_IN_CALL": "60"}
-    train.main(words)
-
-
-def stopped_run(words: list[str], said: Path) -> None:
-    """A run that its task stops in step 2: step 0 has 8 calls of the reward, each other one 32."""
-    os.environ |= {"SIGNAL": str(int(signal.SIGSTOP)), "SIGNAL_IN_CALL": "60"}
+def signalled_run(words: list[str], number: int, said: Path) -> None:
+    """A run that its task stops or kills in step 2: step 0 has 8 calls of the reward, each other one 32."""
+    os.environ |= {"SIGNAL": str(int(number)), "SIGNAL_IN_CALL": "60"}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     with said.open("w") as sys.stderr:
         train.main(words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(good, whole, tmp_path, number, capsys):
+def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(root, tmp_path, number, capsys):
     out, said = tmp_path / "run", tmp_path / "said"
-    process = forked(stopped_run, options(good, out), said)
+    process = forked(signalled_run, options(root, out), signal.SIGSTOP, said)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    complaint = refusal([*options(good, out), "--resume"], capsys)
+    complaint = refusal(options(root, out, "--resume"), capsys)
     assert f"out must not be in use, another process holds {out}" in complaint
     os.kill(process.pid, number)
     os.kill(process.pid, signal.SIGCONT)
@@ -178,18 +156,18 @@ def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(good, whole, tmp_p
     if number != signal.SIGKILL:
         assert process.exitcode == 130
         assert said.read_text().startswith("stopped by a signal; a run goes on from its newest checkpoint")
-    train_here([*options(good, out), "--resume"])  # a dead process holds nothing
-    assert outcome(out) == outcome(whole)
+    train_here(options(root, out, "--resume"))  # a dead process holds nothing
+    assert outcome(out) == outcome(root / "run")
 
 
 @pytest.mark.engine
 def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_the_run_that_was_not(good, tmp_path):
     words = [*options(good, tmp_path / "killed", "--engine", "vllm", "--steps", "3")]
     train_here([*words, "--out", str(tmp_path / "whole")])
-    process = forked(killed_run, words)
+    process = forked(signalled_run, words, signal.SIGKILL, tmp_path / "said")
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert checkpoint(tmp_path / "killed", 1)
+    assert checkpoint(tmp_path / "killed", 1).exists()
     train_here([*words, "--resume"])
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 
@@ -217,14 +195,15 @@ def test_a_refused_command_changes_no_file_and_a_librarys_error_has_its_tracebac
     assert "in train_step" in (out / "error.txt").read_text()
 
 
-def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, tmp_path, capsys):
+def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(root, tmp_path, capsys):
     """Files of at most 400 kB stand for the disk: the weights fit, the optimizer's state does not."""
     out, limit, (usual, hard) = tmp_path / "run", 400_000, resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert (whole / "policy" / "model.safetensors").stat().st_size < limit < checkpoint(whole, 4).stat().st_size
+    weights, state = root / "run" / "policy" / "model.safetensors", checkpoint(root / "run", 4)
+    assert weights.stat().st_size < limit < state.stat().st_size
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         with pytest.raises(SystemExit) as stop:
-            train_here(options(good, out))
+            train_here(options(root, out))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
     assert stop.value.code == 1
@@ -232,5 +211,5 @@ def test_a_full_disk_ends_in_a_sentence_and_the_run_can_be_resumed(good, whole, 
     assert re.search(r"^error: writing a checkpoint in .* failed: OSError: \[Errno 27\] File too large", said, re.M)
     assert f"(traceback: {out}/error.txt)" in said
     assert "Traceback" not in said
-    train_here([*options(good, out), "--resume"])
-    assert outcome(out) == outcome(whole)
+    train_here(options(root, out, "--resume"))
+    assert outcome(out) == outcome(root / "run")

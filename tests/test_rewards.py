@@ -73,14 +73,25 @@ def test_a_reward_is_a_number_or_a_sentence_whatever_its_code_does(file, code):
     assert file.reward(problem, "return 1.0") == 1.0
 
 
-def test_a_killed_run_leaves_no_process_behind(tmp_path):
-    (tmp_path / "task.py").write_text("def sample(rng):\n print('there', flush=True)\n while True: pass\n"
+def drawing(tmp_path, sample: str) -> subprocess.Popen:
+    """A process that draws one problem of a task file."""
+    (tmp_path / "task.py").write_text(f"import subprocess\ndef sample(rng):\n {sample}\n"
                                       "def reward(problem, response): return 0.0")  # fmt: skip
     program = f"from extras.task_file import TaskFile; TaskFile({str(tmp_path / 'task.py')!r}, 0, 600).sample()"
-    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+
+
+def test_a_killed_run_leaves_no_process_behind(tmp_path):
+    run = drawing(tmp_path, "print('there', flush=True)\n while True: pass")
     assert run.stdout.readline() == b"there\n"
     run.kill()
     run.communicate(timeout=60)  # returns when nobody can write to its output any more
+
+
+def test_a_child_of_a_task_ends_with_the_run(tmp_path):
+    run = drawing(tmp_path, "subprocess.Popen(['sleep', '600'])\n return '1', '2'")
+    run.communicate(timeout=60)
+    assert run.returncode == 0
 
 
 GRADED = """
@@ -90,13 +101,6 @@ def sample(rng):
 def reward(problem, response, rollout):
     return rollout.token_ids[0] + sum(rollout.logprobs) / (rollout.versions[0] == 1 and rollout.finish_reason == "stop")
 """
-
-
-def test_a_child_of_a_reward_ends_with_the_run(tmp_path):
-    (tmp_path / "task.py").write_text("import subprocess\n\ndef sample(rng):\n subprocess.Popen(['sleep', '600'])\n"
-                                      " return '1', '2'\n\ndef reward(problem, response): return 0.0")  # fmt: skip
-    program = f"from extras.task_file import TaskFile; TaskFile({str(tmp_path / 'task.py')!r}, 0, 60).sample()"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=True)
 
 
 def test_a_keyword_of_a_reward_is_no_third_argument(tmp_path):

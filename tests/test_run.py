@@ -2,44 +2,42 @@
 
 import json
 import os
+from collections.abc import Callable
 from multiprocessing import get_context
 from resource import RUSAGE_SELF, getrusage
 
 import pytest
 import torch
-from helpers import qwen2
 
 import records
 from config import Config, ParityFlags
-from examples.toys import toy_tokenizer
 from extras.transformers_engine import engine_for
 from records import provenance
 from rl import Policy
 from run import name_idle_switches, prepare
 
 
-def job(tmp_path, **changes) -> Config:
+@pytest.fixture
+def job(good, tmp_path) -> Callable[..., Config]:
     """20 problems of different lengths for a small model; not the toy: it would be taught on this process's threads."""
-    qwen2(tied=True).save_pretrained(tmp_path / "model")
-    toy_tokenizer().save_pretrained(tmp_path / "model")
     questions = ["1" * (i % 5 + 1) + "+11111="[: 2 + i % 6] for i in range(20)]
     lines = [json.dumps({"question": f"{text}{i}", "answer": i}) for i, text in enumerate(questions)]
     (tmp_path / "task.jsonl").write_text("\n".join(lines))
-    names = {"out": "run", "task": "task.jsonl", "model": "model"}
-    return Config.of(num_prompts=4, **{name: str(tmp_path / path) for name, path in names.items()} | changes)
+    usual = dict(num_prompts=4, out=str(tmp_path / "run"), task=str(tmp_path / "task.jsonl"), model=str(good / "model"))
+    return lambda **changes: Config.of(**usual | changes)
 
 
-def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, capsys):
-    lengths = sorted(map(len, prepare(job(tmp_path)).task.prompts))
+def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, tmp_path, capsys):
+    lengths = sorted(map(len, prepare(job()).task.prompts))
     limit = lengths[14]
     longer = sum(length > limit for length in lengths)
     complaint = (rf"{longer} of 20 prompts are longer than {limit} tokens \(--max-prompt-tokens\), .*task.jsonl, line"
                  rf" \d+ has {lengths[-1]}; try --overlong-prompts drop")  # fmt: skip
     with pytest.raises(ValueError, match=complaint):
-        prepare(job(tmp_path, max_prompt_tokens=limit))
+        prepare(job(max_prompt_tokens=limit))
     other = tmp_path / "eval.jsonl"
     other.write_text((tmp_path / "task.jsonl").read_text().replace('"question": "1', '"question": "2'))
-    run = prepare(job(tmp_path, max_prompt_tokens=limit, overlong_prompts="drop", eval_task=str(other)))
+    run = prepare(job(max_prompt_tokens=limit, overlong_prompts="drop", eval_task=str(other)))
     assert run.dropped_prompts == 2 * longer
     said = f"{2 * longer} of 40 prompts are longer than {limit} tokens (--max-prompt-tokens): DROPPED"
     assert said in capsys.readouterr().out
@@ -47,28 +45,28 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(tmp_path, c
     assert max(map(len, run.task.prompts)) == limit
     assert run.max_model_len == limit + 8
     with pytest.raises(ValueError, match=rf"longer than {limit - 1} tokens \(the context of 256 less"):
-        prepare(job(tmp_path, max_new_tokens=256 - limit + 1))
+        prepare(job(max_new_tokens=256 - limit + 1))
     with pytest.raises(ValueError, match="all of the training problems"):
-        prepare(job(tmp_path, max_prompt_tokens=1, overlong_prompts="drop"))
+        prepare(job(max_prompt_tokens=1, overlong_prompts="drop"))
 
 
-def test_a_switch_that_can_change_nothing_is_named(tmp_path, capsys):
+def test_a_switch_that_can_change_nothing_is_named(job, capsys):
     off = ParityFlags(inflight_keep=False, fp32_head=False)
     for changes, named in (({}, ["inflight_keep", "fp32_head"]), ({"inflight_groups": 1}, ["fp32_head"]),
                            ({"dtype": "bfloat16"}, ["inflight_keep"]), ({"parity": ParityFlags()}, []),
                            ({"parity": ParityFlags(), "replay_routes": True}, []),
                            ({"parity": ParityFlags(), "replay_routes": True, "num_minibatches": 1},
                             ["replay_routes"])):  # fmt: skip
-        name_idle_switches(prepare(job(tmp_path, **{"parity": off} | changes)), block=16)
+        name_idle_switches(prepare(job(**{"parity": off} | changes)), block=16)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
 
 
-def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache(tmp_path):
+def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_cache(job):
     per_token = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, bytes
-    length = prepare(job(tmp_path)).max_model_len
+    length = prepare(job()).max_model_len
     for gib, sequences in ((0.25, 512), (10.5 * per_token * length / 2**30, 10), (1e-9, 1)):
-        run = prepare(job(tmp_path, kv_cache_gib=gib))
+        run = prepare(job(kv_cache_gib=gib))
         assert engine_for(run, Policy.load(run.model_path, torch.float32, "cpu")).max_num_seqs == sequences
 
 

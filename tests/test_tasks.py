@@ -21,25 +21,23 @@ from tasks import Problem, Task, encode, exact_match, last_number, load_task, nu
 
 
 # ------------------------------------------------------------------------------------------------ the toys
-def test_addition_is_right_split_without_overlap_and_decided_by_the_seed():
-    task = addition(0)
-    assert (len(task.train), len(task.held_out)) == (18_000, 2_000)
+@pytest.mark.parametrize("toy, sizes", [(addition, (18_000, 2_000)), (digits, (64, 256))])
+def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes):
+    task, tokenizer = toy(0), toy_tokenizer()
+    assert (len(task.train), len(task.held_out)) == sizes
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
-    for problem in task.train + task.held_out:
-        a, b = problem.question.removesuffix("=").split("+")
-        assert f"{int(a) + int(b):04}" == problem.answer[::-1]
-    assert task.train == addition(0).train != addition(1).train
+    assert task.train == toy(0).train != toy(1).train
     assert len({p.question for p in task.sample(random.Random(3), 64)}) == 64
-
-
-def test_digits_asks_for_the_larger_digit_at_each_place():
-    task, tokenizer = digits(0), toy_tokenizer()
-    assert (len(task.train), len(task.held_out)) == (64, 256)
-    assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     for problem in task.train + task.held_out:
         a, b = problem.question[:-1].split("+")
-        assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
-        assert len(prompt_ids(tokenizer, problem)) == 35  # longer than a KV block of 32
+        if toy is addition:
+            assert problem.answer == f"{int(a) + int(b):04}"[::-1]
+        else:  # the larger digit at each place
+            assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
+            assert len(prompt_ids(tokenizer, problem)) == 35  # longer than a KV block of 32
+
+
+def test_the_reward_of_digits_is_the_share_of_right_ones():
     problem = Problem("12+03=", "13", "test")
     assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
 
@@ -61,7 +59,7 @@ def test_exact_match():
 
 @pytest.mark.parametrize("answer, response, reward", [
     ("1200", "So she has $1,200.00 left.", 1), ("6 * 7 = 42\n#### 42", "6 times 7 is 42", 1),
-    ("42", "first 42, then 43", 0), ("1e-05", "that is 0.00001", 1), ("42", "", 0),
+    ("42", "first 42, then 43", 0), ("42", "420", 0), ("1e-05", "that is 0.00001", 1), ("42", "", 0),
     ("1", "9e-99999999999999999999", 0),  # too large an exponent for decimal
 ])  # fmt: skip
 def test_numeric_match_compares_last_numbers(answer, response, reward):
@@ -139,28 +137,20 @@ def test_a_chat_template_without_end_is_named():
 
 
 # ------------------------------------------------------------------------------------------------ files
-def test_jsonl_is_split_or_takes_its_held_out_problems_from_a_second_file(tmp_path):
-    path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
-    path.write_text("\n".join(json.dumps({"question": f"{i}+1=\u2028", "answer": i + 1}) for i in range(20)))
-    held_out.write_text(json.dumps({"question": "q", "answer": "#### 7"}))
-    split = load_task(str(path), seed=0)
-    assert (len(split.train), len(split.held_out)) == (18, 2)
-    given = load_task(str(path), 0, str(held_out))
-    assert (len(given.train), given.held_out[0].answer) == (20, "#### 7")
-
-
-def test_a_question_is_in_one_split_only_whatever_the_file_repeats(tmp_path):
+def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second_file(tmp_path):
     """40 questions twice, one copy with another solution of the same number and a space: merged before the split."""
-    rows = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
-    again = [{"question": f"{i}+1= ", "answer": f"so #### {i + 1}.0"} for i in range(40)]
+    rows = [{"question": f"{i}\u2028+1=", "answer": i + 1} for i in range(40)]
+    again = [{"question": f"{i}\u2028+1= ", "answer": f"so #### {i + 1}.0"} for i in range(40)]
     path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
-    path.write_text("\ufeff" + "\n".join(map(json.dumps, rows + again)), encoding="utf-8")  # with a byte-order mark
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows + again]
+    path.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")  # with a byte-order mark
     task = load_task(str(path), seed=0)
     assert (len(task.train), len(task.held_out), task.num_repeated) == (36, 4, 40)
     assert not {p.question.strip() for p in task.train} & {p.question.strip() for p in task.held_out}
     held_out.write_text("\n".join(map(json.dumps, again[:5] + again[:5])))
     task = load_task(str(path), 0, str(held_out))
-    assert (len(task.train), [p.question for p in task.held_out]) == (35, [f"{i}+1= " for i in range(5)])
+    assert len(task.train) == 35
+    assert [{"question": p.question, "answer": p.answer} for p in task.held_out] == again[:5]
 
 
 def test_a_users_file_gives_different_problems_decided_by_the_seed(good):

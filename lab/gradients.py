@@ -116,13 +116,6 @@ def setting(kind: Kind, wanted: float, seed: int) -> tuple[Tensor, Tensor, float
 
 
 # ---------------------------------------------------------------------------------- gradients
-def advantages_of(chance: Tensor, luck: float) -> Tensor:
-    """(R - mean) / std of the answers that are drawn: (Y,) -> (Y, 1)."""
-    rewards = SHARE + luck * SIGN
-    centred = rewards - chance @ rewards
-    return (centred / (chance @ centred**2).sqrt().clamp(min=1e-4))[:, None]
-
-
 def true_gradient(logits: Tensor) -> Tensor:
     """Of the expected reward of the stated policy: (S, V)."""
     logits = logits.detach().requires_grad_()
@@ -135,12 +128,14 @@ def gradient(
     """The mean (S, V) and the variance of one answer's gradient, summed over all logits."""
     logits = logits.detach().requires_grad_()
     policy, chance = at(logits, backend.temperature), chances(backend.drawn)
+    rewards = SHARE + luck * SIGN  # (Y,)
+    centred = rewards - chance @ rewards
+    advantages = (centred / (chance @ centred**2).sqrt().clamp(min=1e-4))[:, None]  # (Y, 1)
     logprobs, behavior = of_answers(policy), of_answers(backend.reported)  # (Y, T)
     old = of_answers(at(old_logits, backend.temperature))  # (Y, T)
     correction = correct(old, behavior, MASK, form.tis, form.tis_cap, form.rejection)
-    loss, _ = OBJECTIVES["grpo"].surrogate(
-        logprobs, behavior if form.old_policy == "rollout" else old,
-        advantages_of(chance, luck), MASK, form.clip)
+    denominator = behavior if form.old_policy == "rollout" else old
+    loss, _ = OBJECTIVES["grpo"].surrogate(logprobs, denominator, advantages, MASK, form.clip)
     gain = -correction.weights * loss  # (Y, T)
     expected, = torch.autograd.grad(chance @ gain.sum(dim=1), logits, retain_graph=True)
     slopes, = torch.autograd.grad(gain.sum(), logprobs)  # (Y, T)

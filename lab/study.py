@@ -105,6 +105,7 @@ class Plan:
         self.options = options
         self.study = STUDIES[options.study]
         self.out = Path(options.out or f"runs/{options.study}").resolve()
+        self.models = self.out / "models"
         self.cells = options.chosen(self.study.cells)
 
     def folder(self, name: str, seed: int) -> Path:
@@ -116,7 +117,7 @@ class Plan:
         steps = self.options.steps or self.study.steps
         words = shlex.split(f"{self.study.workload} --steps {steps}")
         if cell.model:
-            words += ["--model", str(self.out / "models" / f"{cell.model}-seed{seed}")]
+            words += ["--model", str(self.models / f"{cell.model}-seed{seed}")]
         words += shlex.split(f"{self.options.train_args} {cell.options}")
         words += ["--out", str(folder), "--seed", str(seed)]
         return Run(folder, cell, words, tyro.cli(Config, args=words))
@@ -209,7 +210,7 @@ def run_all(plan: Plan, command: str) -> dict[str, str]:
     models = {}
     for run in runs:
         folder = Path(run.config.run.model)
-        if folder.parent == plan.out / "models" and not folder.exists():
+        if folder.parent == plan.models and not folder.exists():
             models[folder] = write_model, folder, run.cell.model, run.config.run.seed
     jobs = plan.options.jobs or (1 if torch.cuda.is_available() else plan.study.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))

@@ -78,7 +78,8 @@ def tables() -> list[list[tuple]]:
     pool = encode(tokenizer, load_task("runs/page/problems.jsonl", seed=0)).train
     problems = [each for each in pool if len(each.answer) == 3][1::-1]
     steps = [one_step(tokenizer, problems, *backend) for backend in BACKENDS]
-    return [steps[0][0], *(tokens for _, tokens, _ in steps), [summary for *_, summary in steps]]
+    responses, tokens, summaries = zip(*steps, strict=True)
+    return [responses[0], *tokens, summaries]
 
 
 if __name__ == "__main__":

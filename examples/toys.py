@@ -91,7 +91,8 @@ TASKS = {"toy": addition, "digits": digits}
 COUNTDOWN = str(Path(__file__).with_name("countdown.py"))  # a task file as a user writes one
 
 # ---------------------------------------------------------------------------------- models
-CHARACTERS = "0123456789+="
+VOCABULARY = {token: index
+              for index, token in enumerate(["<pad>", "<bos>", "<eos>", *"0123456789+="])}
 PAD, BOS, EOS = range(3)
 
 
@@ -120,9 +121,7 @@ TOYS = {
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character; a prompt begins with <bos>; an unknown character is an error."""
-    vocabulary = {token: index
-                  for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<none>"))
+    backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<none>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     backend.post_processor = processors.TemplateProcessing(single="<bos> $A",
@@ -135,7 +134,7 @@ def toy_config(task: str = "toy") -> Qwen3Config:
     """The configuration of the model that is taught for the task: by default for addition."""
     return Qwen3Config(
         # vLLM's CPU attention needs 32.
-        vocab_size=3 + len(CHARACTERS), head_dim=32, max_position_embeddings=64,
+        vocab_size=len(VOCABULARY), head_dim=32, max_position_embeddings=64,
         # Three times the usual: so small a model learns in a third of the steps.
         initializer_range=0.06,
         pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **TOYS.get(task, TOYS["toy"]).sizes,
@@ -186,15 +185,17 @@ def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    tokenizer, pool = toy_tokenizer(), toy.pool(seed)
+    pool = toy.pool(seed)
     model = Qwen3ForCausalLM(config)
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0,
                               fused=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(adamw, start_factor=1 / 30, total_iters=29)
     for _ in range(toy.steps):
-        problems = rng.choices(pool, k=128)
-        answers = [toy.teacher(problem, rng) for problem in problems]
-        inputs, targets = _examples(tokenizer, problems, answers)
+        examples = [example(problem.question, toy.teacher(problem, rng))
+                    for problem in rng.choices(pool, k=128)]
+        inputs, targets = zip(*examples, strict=True)
+        inputs = pad_sequence(inputs, True, PAD)  # (N, T)
+        targets = pad_sequence(targets, True, -100)  # (N, T)
         answered = targets >= 0
         states = model.model(input_ids=inputs, use_cache=False).last_hidden_state
         hidden = states[answered]  # (N, H)
@@ -210,17 +211,12 @@ def teach(toy: Toy, config: Qwen3Config, seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def _examples(
-    tokenizer: PreTrainedTokenizerFast, problems: list[Problem], answers: list[str]
-) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (N, T); a target is -100 on the prompt and the padding of short rows."""
-    prompts = tokenizer([problem.question for problem in problems])["input_ids"]
-    rows = tokenizer(answers, add_special_tokens=False)["input_ids"]
-    inputs, targets = [], []
-    for prompt, answer in zip(prompts, rows, strict=True):
-        inputs.append(torch.tensor(prompt + answer))
-        targets.append(torch.tensor([-100] * (len(prompt) - 1) + [*answer, EOS]))
-    return pad_sequence(inputs, True, PAD), pad_sequence(targets, True, -100)
+def example(question: str, answer: str) -> tuple[Tensor, Tensor]:
+    """Inputs and targets (T,); a target is -100 on the prompt."""
+    prompt = [BOS, *map(VOCABULARY.get, question)]
+    response = [*map(VOCABULARY.get, answer)]
+    targets = [-100] * (len(prompt) - 1) + [*response, EOS]
+    return torch.tensor(prompt + response), torch.tensor(targets)
 
 
 def write_page(folder: Path) -> None:

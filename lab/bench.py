@@ -85,20 +85,20 @@ def main(arguments: list[str]) -> None:
     longest = max(map(len, run.task.prompts))
     formula = phases(config, model.config, longest, policy.chunk_elements)["update"]
     for step in range(1, config.run.steps + 1):
-        metrics, problems, batch, _ = done = train_step(run, state, step)
+        done = train_step(run, state, step)
         for observe in state.observers:
-            metrics.update(observe(done))
-        prompts = [problem.prompt_ids for problem in problems]
+            done.metrics.update(observe(done))
+        prompts = [problem.prompt_ids for problem in done.problems]
         clock = Clock()
         with clock("bare_generate"):
             bare_generate(engine, prompts, grpo.group_size, run.sampling)
         with clock("bare_old_logprobs"):
-            bare_training(model, batch, grpo, backward=False)
+            bare_training(model, done.batch, grpo, backward=False)
         with clock("bare_update"):
-            bare_training(model, batch, grpo, backward=True)
-        metrics |= clock.phases
-        metrics["bare_step_s"] = sum(
-            clock.phases[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))
-        metrics["formula_gib"] = sum(formula.values()) / GIB
-        append_rows(run.out / "metrics.jsonl", [metrics])
+            bare_training(model, done.batch, grpo, backward=True)
+        row = done.metrics | clock.phases
+        row["bare_step_s"] = sum(
+            row[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))
+        row["formula_gib"] = sum(formula.values()) / GIB
+        append_rows(run.out / "metrics.jsonl", [row])
     engine.close()

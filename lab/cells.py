@@ -63,14 +63,13 @@ def after_updates(field: str, wanted: int, last: int) -> Callable[[Rows], Any]:
     return measure
 
 
-LAST5, LAST = slice(-5, None), slice(-1, None)
+FIRST, LAST5, LAST = slice(1), slice(-5, None), slice(-1, None)
 WARM = slice(2, None)  # without the first two steps
 METRICS = {
     "reward": column("reward, last 5 steps", ".2f", "reward", steps=LAST5),
     "eval_reward": column("held out, engine", ".2f", "eval_reward", steps=LAST),
     "eval_greedy": column("held out, greedily", ".2f", "eval_reward_greedy", steps=LAST),
-    "eval_greedy_before": column("greedily, untrained", ".2f", "eval_reward_greedy",
-                                 steps=slice(1)),
+    "eval_greedy_before": column("greedily, untrained", ".2f", "eval_reward_greedy", steps=FIRST),
     "eval_trainer_alone": column("held out, trainer alone", ".2f", "eval_reward_trainer_alone",
                                  steps=LAST),
     "eval_agree": column("engine's greedy answers that are the trainer's", ".3f", "eval_agree",
@@ -80,7 +79,7 @@ METRICS = {
     "kl_old_new": column("KL(old, new)", ".1e", "kl_old_new"),
     "ratio_mean": column("mean ratio", ".3f", "ratio_mean"),
     "mismatch": column("mean mismatch", ".1e", "mismatch_abs_mean"),
-    "mismatch_first": column("mismatch, step 1", ".1e", "mismatch_abs_mean", steps=slice(1)),
+    "mismatch_first": column("mismatch, step 1", ".1e", "mismatch_abs_mean", steps=FIRST),
     "mismatch_current": column("mean mismatch, current weights", ".1e",
                                "current_mismatch_abs_mean"),
     "mismatch_max": column("largest mismatch", ".1e", "mismatch_max", max),
@@ -105,8 +104,8 @@ METRICS = {
     "staleness_max": column("largest staleness", ".0f", "staleness_max", max),
     "wasted": column("wasted tokens", ".0f", "tokens_wasted", steps=LAST),
     "tokens_s": Metric("tokens/s", ".0f", tokens_a_second),
-    "probe_first": column("the probe, first", "", "probe", steps=slice(1), reduce="".join),
-    "probe": column("the probe, last", "", "probe", steps=LAST, reduce="".join),
+    "probe_first": column("the probe, first", "", "probe", max, FIRST),
+    "probe": column("the probe, last", "", "probe", max, LAST),
     "freed": Metric("memory freed by sleep, GiB", ".2f", freed_by_sleep),
     "generate_gib": column("generate, peak GiB", ".2f", "generate_gib", max),
     "update_gib": column("update, peak GiB", ".2f", "update_gib", max),
@@ -280,22 +279,27 @@ DOSE_FAULTS = {"raw": RAW, "stale-cache": RUNTIME, "raw-stale-cache": f"{RAW} {R
 BOTH_RAW = f"{RAW} --parity.variants both-raw"
 
 
-def dose_cells() -> dict[str, Cell]:
-    cells = {}
-    for form, words in FORMS.items():
-        baseline = "two.own" if form.startswith("two") else "three.own"
-        kinds = ROUNDINGS if form in ("two", "three") else CORRECTED
-        if form in ("two-upper", "two-lower"):  # which side of the clip does the harm
-            kinds = ("int3",)
-        elif not words.startswith(f"{THREE} "):  # at parity a correction does nothing
-            kinds = ("own", *kinds)
-        for kind in kinds:
-            cells[f"{form}.{kind}"] = Cell(f"{words} --rollout-weights {kind}", baseline)
-    for form in ("two", "two-wide", "two-upper", "two-lower", "three"):
-        cells |= against(f"{form.split('-')[0]}.own", {
-            f"{form}.{fault}": f"{FORMS[form]} {words}" for fault, words in DOSE_FAULTS.items()})
-    del cells["three.raw"]  # its loss does not use the engine's values: it is three.own
-    return cells
+def of_forms(arms: dict[str, dict[str, str]]) -> dict[str, Cell]:
+    """Options by form and name. The baseline is the form with the trainer's own weights."""
+    return {
+        f"{form}.{name}": Cell(
+            f"{FORMS[form]} {words}", "two.own" if form.startswith("two") else "three.own")
+        for form, options in arms.items() for name, words in options.items()
+    }
+
+
+def rounded(*kinds: str) -> dict[str, str]:
+    return {kind: f"--rollout-weights {kind}" for kind in kinds}
+
+
+DOSE_CELLS = of_forms(
+    dict.fromkeys(FORMS, rounded(*CORRECTED)) | {  # at parity a correction does nothing
+        "two": rounded("own", *ROUNDINGS), "two-wide": rounded("own", *CORRECTED),
+        "two-upper": rounded("int3"), "two-lower": rounded("int3"),  # which side does the harm
+        "three": rounded("own", *ROUNDINGS),
+    }
+) | of_forms(dict.fromkeys(("two", "two-wide", "two-upper", "two-lower", "three"), DOSE_FAULTS))
+del DOSE_CELLS["three.raw"]  # its loss does not use the engine's values: it is three.own
 
 
 def temperature_cells() -> dict[str, Cell]:
@@ -362,12 +366,10 @@ REAL_CELLS = (
 
 # The same doses for a model of 135 million parameters, with raw values as the point to compare.
 REAL_DOSE = f"{REAL} --dtype float32 --inflight-groups 0"
-REAL_DOSE_CELLS = {
-    f"{form}.{kind}": Cell(f"{FORMS[form]} --rollout-weights {kind}", f"{form}.own")
-    for form in ("two", "three") for kind in ("own", "int8", "fp8", "int6", "int5", "int4")
-} | against("three.own", {
-    f"tis-token.{kind}": f"{FORMS['tis-token']} --rollout-weights {kind}"
-    for kind in ("int8", "fp8", "int6", "int5", "int4")
+REAL_DOSES = rounded("int8", "fp8", "int6", "int5", "int4")
+REAL_DOSE_CELLS = of_forms({
+    "two": rounded("own") | REAL_DOSES, "three": rounded("own") | REAL_DOSES,
+    "tis-token": REAL_DOSES,
 }) | against("two.own", {"two.raw": RAW})  # fmt: skip
 
 # The learning rate is too small to change the policy: all steps sample from one.
@@ -411,7 +413,7 @@ STUDIES = {
         ("reward", "eval_trainer_alone", "rejected", "updates", "weights_ess", "mismatch",
          "staleness")),
     "dose": Study(
-        DOSE, dose_cells(),
+        DOSE, DOSE_CELLS,
         ("mismatch_first", "reward", "eval_trainer_alone", "mismatch", "clip_rate", "ess",
          "weights_ess", "rejected", "updates"), seeds=10),
     "temperature": Study(

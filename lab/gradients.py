@@ -12,15 +12,20 @@ S = 73 states (beginnings), V = 8 words, T = 3 words in an answer, Y = 1,024 ans
 512 with good luck and with bad luck.
 """
 
+import shlex
 from collections.abc import Callable
 from math import log
 from statistics import fmean as mean
 from typing import NamedTuple
 
 import torch
+import tyro
 from torch import Tensor
 
-from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, Clip, Rejection, correct
+from config import Config, GrpoConfig
+from lab import cells
+from lab.study import markdown
+from objectives import OBJECTIVES, correct
 
 V, T = 8, 3
 ANSWERS = torch.cartesian_prod(*[torch.arange(V)] * T).repeat(2, 1)  # (Y, T)
@@ -32,6 +37,8 @@ SHARE = (ANSWERS == RIGHT).double().mean(dim=1)  # (Y,)
 SIGN = torch.tensor([1.0, -1.0]).double().repeat_interleave(V**T)  # (Y,)
 MASK = torch.ones(len(ANSWERS), T).double()
 TEMPERATURE, LUCK, SEEDS = 0.7, 0.5, range(20)
+FORMS = {name: tyro.cli(Config, args=shlex.split(f"--old-policy rollout {words}")).grpo
+         for name, words in cells.FORMS.items()}
 
 
 def first_policy(seed: int) -> Tensor:
@@ -101,52 +108,34 @@ def setting(kind: Kind, wanted: float, seed: int) -> tuple[Tensor, Tensor, float
         low, high = high, 2 * high
     for _ in range(50):
         middle = (low + high) / 2
-        enough = nats(logits, kind(logits, noise, middle)) >= wanted
-        low, high = (low, middle) if enough else (middle, high)
+        if nats(logits, kind(logits, noise, middle)) < wanted:
+            low = middle
+        else:
+            high = middle
     return logits, noise, high
 
 
 # ---------------------------------------------------------------------------------- gradients
-class Form(NamedTuple):
-    old_policy: str = "recompute"
-    tis: str = "off"
-    rejection: Rejection = NO_REJECTION
-    cap: float = 2.0
-    clip: Clip = (0.2, 0.2)
-
-
-ICEPOP = REJECTIONS["token"]._replace(bounds=(0.5, 5.0))
-FORMS = {
-    "two": Form("rollout"), "upper clip": Form("rollout", clip=(1.0, 0.2)),
-    "lower clip": Form("rollout", clip=(0.2, 1e6)), "no clip": Form("rollout", clip=(1.0, 1e6)),
-    "three": Form(), "TIS": Form(tis="token"), "IcePop": Form("recompute", "token", ICEPOP, 5.0),
-    "sequence": Form(tis="sequence"), "geometric": Form(rejection=REJECTIONS["geometric"]),
-    "MIS": Form(tis="sequence", rejection=REJECTIONS["sequence"]),
-}  # fmt: skip
-
-
-def advantages_of(chance: Tensor, luck: float) -> Tensor:
-    """(R - mean) / std of the answers that are drawn: (Y,) -> (Y, 1)."""
-    rewards = SHARE + luck * SIGN
-    centred = rewards - chance @ rewards
-    return (centred / (chance @ centred**2).sqrt().clamp(min=1e-4))[:, None]
-
-
 def true_gradient(logits: Tensor) -> Tensor:
     """Of the expected reward of the stated policy: (S, V)."""
     logits = logits.detach().requires_grad_()
     return torch.autograd.grad(chances(at(logits)) @ SHARE, logits)[0]
 
 
-def gradient(logits: Tensor, old_logits: Tensor, backend: Backend, form: Form, luck: float):
+def gradient(
+    logits: Tensor, old_logits: Tensor, backend: Backend, form: GrpoConfig, luck: float
+) -> tuple[Tensor, float]:
     """The mean (S, V) and the variance of one answer's gradient, summed over all logits."""
     logits = logits.detach().requires_grad_()
     policy, chance = at(logits, backend.temperature), chances(backend.drawn)
-    old, behavior = of_answers(at(old_logits, backend.temperature)), of_answers(backend.reported)
-    correction = correct(old, behavior, MASK, form.tis, form.cap, form.rejection)
-    logprobs, denominator = of_answers(policy), behavior if form.old_policy == "rollout" else old
-    loss, _ = OBJECTIVES["grpo"].surrogate(
-        logprobs, denominator, advantages_of(chance, luck), MASK, form.clip)
+    rewards = SHARE + luck * SIGN  # (Y,)
+    centred = rewards - chance @ rewards
+    advantages = (centred / (chance @ centred**2).sqrt().clamp(min=1e-4))[:, None]  # (Y, 1)
+    logprobs, behavior = of_answers(policy), of_answers(backend.reported)  # (Y, T)
+    old = of_answers(at(old_logits, backend.temperature))  # (Y, T)
+    correction = correct(old, behavior, MASK, form.tis, form.tis_cap, form.rejection)
+    denominator = behavior if form.old_policy == "rollout" else old
+    loss, _ = OBJECTIVES["grpo"].surrogate(logprobs, denominator, advantages, MASK, form.clip)
     gain = -correction.weights * loss  # (Y, T)
     expected, = torch.autograd.grad(chance @ gain.sum(dim=1), logits, retain_graph=True)
     slopes, = torch.autograd.grad(gain.sum(), logprobs)  # (Y, T)
@@ -156,16 +145,20 @@ def gradient(logits: Tensor, old_logits: Tensor, backend: Backend, form: Form, l
     return expected, (second - (expected**2).sum()).item()
 
 
-def direction(kind: Kind, form: Form, wanted: float, luck: float, seed: int) -> tuple[float, ...]:
+def direction(
+    kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int
+) -> tuple[float, ...]:
     """Cosine, ratio of the norms and of the variances, against three policies at parity."""
     logits, noise, size = setting(kind, wanted, seed)
     ours, variance = gradient(logits, logits, kind(logits, noise, size), form, luck)
-    right, usual = gradient(logits, logits, sampler(logits), Form(), luck)
+    right, usual = gradient(logits, logits, sampler(logits), FORMS["three"], luck)
     cosine = torch.cosine_similarity(ours.flatten(), right.flatten(), dim=0)
     return cosine.item(), (ours.norm() / right.norm()).item(), variance / usual
 
 
-def outcome(kind: Kind, form: Form, wanted: float, luck: float, seed: int) -> tuple[float, ...]:
+def outcome(
+    kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int
+) -> tuple[float, ...]:
     """Expected reward and entropy (nats a token) after 100 batches of two steps of Adam each."""
     logits, noise, size = setting(kind, wanted, seed)
     scale, optimizer = logits.std(), torch.optim.Adam([logits], lr=0.1)
@@ -180,12 +173,13 @@ def outcome(kind: Kind, form: Form, wanted: float, luck: float, seed: int) -> tu
 
 
 def table(measure: Callable[..., tuple[float, ...]], wanted: float, luck: float) -> str:
-    rows = [["mismatch", *FORMS], ["---"] * (1 + len(FORMS))]
+    rows = [["mismatch", *FORMS]]
     for name, kind in KINDS.items():
-        means = [map(mean, zip(*(measure(kind, form, wanted, luck, seed) for seed in SEEDS),
-                               strict=True)) for form in FORMS.values()]
-        rows.append([name, *(", ".join(f"{each:.2f}" for each in figures) for figures in means)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append([name])
+        for form in FORMS.values():
+            seeds = [measure(kind, form, wanted, luck, seed) for seed in SEEDS]
+            rows[-1].append(", ".join(f"{mean(each):.2f}" for each in zip(*seeds, strict=True)))
+    return markdown(rows)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import tyro
 from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from config import LARGEST, SMALLEST, Config, within
+from config import Config
 from examples.toys import toy_config
 from records import one_sentence, stage
 from rl import head_chunk
@@ -39,39 +39,40 @@ def phases(
     size = getattr(torch, config.run.dtype).itemsize
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
-    parameters = trained = sum(each.numel() for each in model.parameters())
-    own = size * parameters  # bytes of what is trained
+    all_weights = size * sum(each.numel() for each in model.parameters())
     adapters = config.lora.lora_rank * sum(
         sum(each.weight.shape) for each in model.base_model.modules() if type(each) is Linear)
-    if adapters:
-        trained, own = adapters, 4 * adapters
+    trained = adapters or all_weights / size  # numbers
+    copied = 4 * adapters or all_weights  # bytes
     text = model_config.get_text_config()
-    hidden, layers = text.hidden_size, text.num_hidden_layers
+    hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
     positions = max(grpo.micro_batch_tokens, prompt_tokens + grpo.max_new_tokens)
     layer = positions * (16 * hidden + size * (8 * hidden + 4 * inner))
-    activations = layers * layer
+    activations = text.num_hidden_layers * layer
     if grpo.gradient_checkpointing:
-        activations = layers * positions * size * hidden + layer
+        activations = text.num_hidden_layers * positions * size * hidden + layer
     # Adapters are fp32, their own masters.
-    optimizer = {"masters": 4 * parameters * (size == 2 and not adapters), "moments": 8 * trained}
-    probed = bool(config.measure.probe_every or config.measure.probe_on_alarm)
-    copies = bool(grpo.kl_coef) + 2 * probed  # a probe needs the weights before the update, too
-    weights = {"weights": size * parameters + copies * own, "adapters": 4 * adapters,
+    masters = 0 if adapters or size == 4 else 4 * trained
+    optimizer = {"masters": masters, "moments": 8 * trained}
+    probed = config.measure.probe_every or config.measure.probe_on_alarm
+    copies = bool(grpo.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
+    weights = {"weights": all_weights + copies * copied, "adapters": 4 * adapters,
                "context": CONTEXT}
     # The shared engine has the trainer's weights.
-    engine = {"engine": size * parameters * (backend.engine == "vllm"),
+    engine = {"engine": all_weights * (backend.engine == "vllm"),
               "kv cache": backend.kv_cache_gib * GIB}
-    # Sleep would drop the kept KV cache.
-    awake = backend.inflight_groups and config.parity.inflight_keep
-    update = weights | optimizer | (engine if awake else {}) | {
-        "gradients": 4 * trained, "activations": activations,
-        "head": HEAD_CHUNKS * chunk_elements * 4,
-    }  # fmt: skip
-    resting = {} if grpo.offload_optimizer else optimizer
+    generate = weights | engine
+    if not grpo.offload_optimizer:
+        generate |= optimizer
     # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
-    sampler = {"sampler": 4 * backend.max_num_seqs * text.vocab_size * 4}
-    return {"generate": weights | resting | engine | sampler, "update": update}
+    generate["sampler"] = 4 * backend.max_num_seqs * text.vocab_size * 4
+    update = weights | optimizer
+    if backend.inflight_groups and config.parity.inflight_keep:  # sleep would drop the KV cache
+        update |= engine
+    update |= {"gradients": 4 * trained, "activations": activations,
+               "head": HEAD_CHUNKS * chunk_elements * 4}
+    return {"generate": generate, "update": update}
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,6 @@ class Options(Config):
     """The options of train.py, and the memory of the GPU."""
 
     gib: float = 80.0  # Memory of the GPU in GiB; the command says whether the run fits.
-
-    def __post_init__(self):
-        super().__post_init__()
-        within(self, SMALLEST, LARGEST, "gib")
 
 
 def main(arguments: list[str] | None = None) -> int:

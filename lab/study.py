@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -30,12 +30,13 @@ from statistics import stdev
 from threading import Thread
 from typing import Any, Literal
 
+import numpy
 import torch
 import tyro
 
 from config import MANY, Config, within
 from engine_adapter import prepare_environment
-from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric, Rows
+from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
 from records import end_process, locked, one_sentence, replace_file, stage
@@ -159,15 +160,11 @@ def execute(folder: Path, run: Run, command: str) -> None:
     end_process()
 
 
-def log_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.log")
-
-
 def logged(function: Callable, folder: Path, *arguments: Any) -> None:
     """In a process of its own, which ends with the study: a call whose output goes to a log."""
     Thread(target=_end_with_the_study, daemon=True).start()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(log_of(folder), "w") as log:
+    with open(f"{folder}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     function(folder, *arguments)
@@ -194,17 +191,18 @@ def in_processes(tasks: list[tuple], jobs: int) -> dict[str, str]:
             process = context.Process(target=logged, args=task)
             process.start()
             running[process.sentinel] = process, task[1]
-        for sentinel in wait(list(running)):
-            process, folder = running.pop(sentinel)
-            process.join()
-            outcome = "finished"
-            if process.exitcode:
-                last_line = log_of(folder).read_text(errors="replace").strip().rpartition("\n")[2]
-                failed[folder.name] = f"exit status {process.exitcode}: {last_line[:200]}"
-                outcome = f"CRASHED, {failed[folder.name]}"
-            done = len(tasks) - len(waiting) - len(running)
-            minutes = (time.monotonic() - started) / 60
-            print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min", flush=True)
+        ended = wait(list(running))[0]
+        process, folder = running.pop(ended)
+        process.join()
+        outcome = "finished"
+        if process.exitcode:
+            log = Path(f"{folder}.log").read_text(errors="replace")
+            last_line = log.strip().rpartition("\n")[2]
+            failed[folder.name] = f"exit status {process.exitcode}: {last_line[:200]}"
+            outcome = f"CRASHED, {failed[folder.name]}"
+        done = len(tasks) - len(waiting) - len(running)
+        minutes = (time.monotonic() - started) / 60
+        print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min", flush=True)
     return failed
 
 
@@ -236,7 +234,8 @@ def make_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
     for name, seeds in plan.finished().items():
         cell = plan.study.cells[name]
         folders = [plan.folder(name, seed) for seed in seeds]
-        runs = [rows_of(folder) for folder in folders]
+        runs = [[json.loads(line) for line in (folder / "metrics.jsonl").open()]
+                for folder in folders]
         found = [read_json(folder / "config.json") | read_json(folder / MARK)
                  for folder in folders]
         origins += found
@@ -254,18 +253,14 @@ def make_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study}
     for name in ("command", "device", "commit", "wide_products"):
-        record[name] = distinct(origin[name] for origin in origins)
+        record[name] = distinct(origin.get(name) for origin in origins)
     record["dirty"] = any(origin["dirty"] for origin in origins)
     record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
                           for name in origins[0]["versions"]}
     return record | {"workload": plan.study.workload, "cells": cells, "crashed": crashed}
 
 
-def rows_of(folder: Path) -> Rows:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def distinct(values: Iterator[Any]) -> str:
+def distinct(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
 
@@ -309,35 +304,39 @@ def text_of(metric: Metric, ours: dict[int, Any], theirs: dict[int, Any]) -> str
     return text
 
 
+def markdown(rows: list[list[str]]) -> str:
+    """A table; the first row is its head."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def report(record: dict[str, Any], options: Options, chosen: list[str]) -> str:
     """Where the figures come from, and the table of the chosen cells."""
     cells = record["cells"]
     measured = [each for each in options.metrics or STUDIES[options.study].metrics
                 if any(by_seed(cells[name], each) for name in chosen)]
-    titles = ["cell", "seeds", "baseline", *(METRICS[each].title for each in measured)]
-    rows = [titles, ["---"] * len(titles)]
+    rows = [["cell", "seeds", "baseline", *(METRICS[each].title for each in measured)]]
     for name in chosen:
         cell = cells[name]
         base = options.baseline or cell["baseline"]
-        baseline = cells[base] if base in cells and base != name else {"seeds": [], "metrics": {}}
-        texts = [text_of(METRICS[each], by_seed(cell, each), by_seed(baseline, each))
+        if base == name or base not in cells:
+            base = ""
+        theirs = cells.get(base, {"seeds": [], "metrics": {}})
+        texts = [text_of(METRICS[each], by_seed(cell, each), by_seed(theirs, each))
                  for each in measured]
-        rows.append([name, str(len(cell["seeds"])), base if baseline["seeds"] else "", *texts])
+        rows.append([name, str(len(cell["seeds"])), base, *texts])
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)
     changed = " with changes" if record["dirty"] else ""
     wide = record.get("wide_products")  # of lab.products
     products = f" (products of {wide} in float32, rounded)" if wide else ""
-    parts = [
+    text = (
         f"`{record['command']}` on {record['device']}{products}; {versions}; commit"
-        f" {record['commit']}{changed}.",
+        f" {record['commit']}{changed}.\n\n"
         "Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
-        " seeds ± half of its 95 % interval.",
-        "\n".join(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    crashed = [f"- {run}: {error}" for run, error in record["crashed"].items()]
-    if crashed:
-        parts.append("\n".join(["**Crashed**", "", *crashed]))
-    return "\n\n".join(parts)
+        f" seeds ± half of its 95 % interval.\n\n{markdown(rows)}"
+    )
+    crashed = "".join(f"\n- {run}: {error}" for run, error in record["crashed"].items())
+    return f"{text}\n\n**Crashed**\n{crashed}" if crashed else text
 
 
 # ---------------------------------------------------------------------------------- the picture
@@ -349,13 +348,13 @@ def draw(curves: dict[str, dict[str, Any]], path: Path) -> Any:
     for axis, (field, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
         positive = []
         for name, fields in curves.items():
-            columns = enumerate(zip(*fields[field], strict=False), 1)
-            measured = {step: column for step, column in columns if None not in column}
-            middle, low, high = ([reduce(column) for column in measured.values()]
-                                 for reduce in (mean, min, max))
-            axis.plot(list(measured), middle, label=name)
-            axis.fill_between(list(measured), low, high, alpha=0.2)
-            positive += [value for value in middle if value > 0]
+            values = numpy.array(fields[field], dtype=float)  # (seeds, steps), NaN for None
+            measured = numpy.flatnonzero(~numpy.isnan(values).any(axis=0))  # steps, from 0
+            values = values[:, measured]
+            middle = values.mean(axis=0)
+            axis.plot(measured + 1, middle, label=name)
+            axis.fill_between(measured + 1, values.min(axis=0), values.max(axis=0), alpha=0.2)
+            positive += [*middle[middle > 0]]
         axis.set(title=title, xlabel="step")
         axis.legend(fontsize=8)
         if title.endswith("(log)") and positive:  # linear below these values: 0 is on the axis

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import qwen2, run_script
+from torch.nn.utils.rnn import pad_sequence
 
 from examples.record_trl import TraceRecorder
 from examples.record_vllm import public
@@ -104,22 +105,19 @@ def test_record_vllm_refuses_bad_input_before_vllm_is_imported(tmp_path, words, 
 
 
 # ------------------------------------------------------------------------------------------------ trainers
-def padded(table: list[list], left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows with zeros up to the width of 70, and their mask."""
-    zeros = [[0] * (70 - len(row)) for row in table]
-    rows = [fill + row if left else row + fill for fill, row in zip(zeros, table, strict=True)]
-    return torch.tensor(rows), torch.tensor(rows) != 0
+def padded(table: list[list], side: str = "right") -> torch.Tensor:
+    return pad_sequence([torch.tensor(row) for row in table], batch_first=True, padding_side=side)
 
 
 def test_the_recorder_for_trl_writes_the_buffered_batch_once_with_its_weights(tmp_path):
     """The attributes of TRL 1.16's trainer that the callback reads; docs/audit.md has the run with TRL itself."""
     (trace,) = [each for each in load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz")) if each.name == "t0.7"]
     rollouts = [first_tokens(rollout, 64 - index % 5) for index, rollout in enumerate(trace.rollouts)]
-    prompts, prompt_mask = padded([each.prompt_ids for each in rollouts], left=True)
-    tokens, mask = padded([each.token_ids for each in rollouts])
-    logprobs, _ = padded([each.logprobs for each in rollouts])
-    batch = {"prompt_ids": prompts, "prompt_mask": prompt_mask, "completion_ids": tokens, "completion_mask": mask,
-             "sampling_per_token_logps": logprobs, "old_per_token_logps": logprobs}  # fmt: skip
+    prompts = padded([each.prompt_ids for each in rollouts], "left")
+    tokens = padded([each.token_ids for each in rollouts])
+    logprobs = padded([each.logprobs for each in rollouts])
+    batch = {"prompt_ids": prompts, "prompt_mask": prompts != 0, "completion_ids": tokens,
+             "completion_mask": tokens != 0, "sampling_per_token_logps": logprobs, "old_per_token_logps": logprobs}
     halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(32), slice(32, 64))]
     trainer = SimpleNamespace(
         _buffered_inputs=halves, save_model=lambda folder: Path(folder).mkdir(parents=True),

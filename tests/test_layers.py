@@ -2,11 +2,10 @@
 
 import math
 import re
-from copy import deepcopy
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, ROUNDING, close_live_engine, qwen2, small_model, started
+from helpers import ALWAYS_TIED, close_live_engine, qwen2, small_model, started
 
 from config import ParityFlags
 from probe.__main__ import main
@@ -46,13 +45,6 @@ def leave_stale(weights: Weights) -> None:
         tensor.add_(0.01 * torch.randn_like(tensor))
 
 
-def turn_faster(model, patch) -> None:
-    attention = model.model.layers[2].self_attn
-    patch.setitem(attention._modules, "rotary_emb", deepcopy(attention.rotary_emb))  # all layers share one
-    attention.rotary_emb.base *= 1.2
-    attention.rotary_emb.cos_sin_cache.copy_(attention.rotary_emb._compute_cos_sin_cache())
-
-
 def shorten_window(model, patch) -> None:
     implementation = model.model.layers[2].self_attn.attn.impl
     patch.setattr(implementation, "sliding_window", implementation.sliding_window - 1)
@@ -71,16 +63,18 @@ def named(rows: list[dict]) -> set[str]:
 
 
 ATTENTION, MLP = "layer 2, attention", "layer 2, MLP"
-IN_ENGINE = turn_faster, shorten_window, shift_positions_from_64_on
+IN_ENGINE = shorten_window, shift_positions_from_64_on
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name, dtype, faults", [
     ("Llama", torch.bfloat16, {scale_norm: {ATTENTION}, scale_norm_of_mlp: {MLP}}),
-    ("GPT2", torch.float32, {shift_positions_from_64_on: {"embedding"}, leave_stale: {ATTENTION, MLP}}),
+    ("GPT2", torch.float32, {shift_positions_from_64_on: {"embedding"}}),
     ("Mixtral", torch.bfloat16, {round_experts_to_8_bits: {MLP}, shorten_window: {ATTENTION},
                                  shift_positions_from_64_on: {f"layer {layer}, attention" for layer in range(4)}}),
-    ("Gemma2", torch.float32, {turn_faster: {ATTENTION}}),
+    ("Gemma2", torch.float32, {leave_stale: {ATTENTION, MLP}}),
+    # In vLLM its layers return the stream and a second tensor, others return two that are to be added.
+    ("Cohere", torch.float32, {}),
 ])  # fmt: skip
 def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_path, name, dtype, faults):
     model = small_model(name, name in ALWAYS_TIED, num_hidden_layers=4, n_layer=4)  # GPT-2 reads the second
@@ -106,17 +100,6 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
             text = report(rows, "vLLM")
             assert named(rows) == halves, text
             assert re.search(f"=> vLLM: {min(halves)[:7]}", text), text
-
-
-@pytest.mark.engine
-def test_a_layer_that_has_added_its_residual_itself_is_read_as_it_is(tmp_path):
-    """Cohere's layers in vLLM return the stream and a second tensor, others return two that are to be added."""
-    small_model("Cohere", True).save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path), torch.float32, "cpu")
-    with started(str(tmp_path), policy) as engine:
-        rows = compare_layers(policy, engine, *REQUESTS)
-    assert named(rows) == set()
-    assert max(row["difference"] for row in rows) < ROUNDING
 
 
 @pytest.mark.engine

@@ -40,7 +40,6 @@ EXPECTED = {
     "kept": KEPT,
     "staggered": KEPT,
     "recomputed": "inference path: in-flight update with KV recomputed under the new weights",
-    "one request": "inference path: wrong requests among right ones",
     "exchanged": "inference path: requests exchanged (responses to other prompts)",
     "moved on": "objective: the trainer has moved on by 1 update(s) since (staleness)",
     "prefix": PREFIX,
@@ -92,14 +91,14 @@ def test_the_migration_from_v0_to_v1_is_diagnosed(reference, file, expected):
         assert verdict.blamed == ("; and ".join(shown) or "parity"), f"{trace.name}: {verdict.sentence}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(reference, dtype):
     trace = stored("v1_0.32.0_fp32_fixes.npz")[0]
     rollout = trace.rollouts[3]
     ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
     with torch.no_grad():
-        probe = Probe(reference[str(dtype).removeprefix("torch.")], replace(trace, rollouts=[rollout]), [])
-        logits = Policy.load(MODEL, dtype, "cpu").model.double()(ids).logits / 0.7
+        probe = Probe(reference[dtype], replace(trace, rollouts=[rollout]), [])
+        logits = Policy.load(MODEL, getattr(torch, dtype), "cpu").model.double()(ids).logits / 0.7
     own = logits.log_softmax(dim=-1)[0, range(ids.shape[1] - 1), ids[0, 1:]][-len(rollout.token_ids) :]
     precise, rounded = (values[probe.trainer] for values in (probe.now.precise, probe.now.rounded))
     assert (precise - own).abs().max() < (rounded - own).abs().max() / 10
@@ -125,42 +124,10 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("planted")
 
 
-def meddle(engine: Engine, faults: set[str], patch: pytest.MonkeyPatch) -> None:
-    """Change requests and outputs between the adapter and vLLM's core."""
-    core = engine.llm.engine_core
-    add_request, get_output = core.add_request, core.get_output
-
-    def add_with_top_k(request):
-        request.sampling_params.top_k = 5
-        add_request(request)
-
-    def add_with_top_1(request):
-        request.sampling_params.logprobs = 1
-        add_request(request)
-
-    def likeliest():
-        outputs = get_output()
-        for new in outputs.outputs:
-            values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
-            values[:, 0] = values.max(axis=1)
-            new.new_logprobs = new.new_logprobs._replace(logprobs=values)
-        return outputs
-
-    if "generation config" in faults:
-        patch.setattr(core, "add_request", add_with_top_k)
-    if "top-1" in faults:
-        patch.setattr(core, "add_request", add_with_top_1)
-        patch.setattr(core, "get_output", likeliest)
-
-
-def spoil_kv(engine: Engine, place: int) -> int:
-    """Overwrite the first KV block of one running request; returns the request's number."""
-    scheduler = engine.core.scheduler
-    request = scheduler.running[place].request_id
-    block = scheduler.kv_cache_manager.get_block_ids(request)[0][0]
-    for cache in engine.runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
-        cache[block].neg_()
-    return int(request)
+def report_likeliest(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """In place of each sampled token's log-probability; the requests must ask for the likeliest's too."""
+    patch.setattr(engine, "_take", lambda rollout, output: rollout.append(
+        output.new_token_ids, output.new_logprobs.logprobs.max(axis=1).tolist(), engine.weight_version))  # fmt: skip
 
 
 def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, tied: bool = False, batch: int = 24,
@@ -170,8 +137,8 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     """
     model = qwen2(tied, dtype=dtype)
     with torch.no_grad():  # an offset in all logits changes the rounding of a 16-bit head but not the softmax
-        model.model.embed_tokens.weight[:, 0] = 4.0
-        model.get_output_embeddings().weight[:, 0] = 4.0
+        for weight in model.model.embed_tokens.weight, model.get_output_embeddings().weight:
+            weight[:, 0] = 4.0
     parity = ParityFlags(processed_logprobs="raw" not in faults, uncached_runtime=not faults & {"prefix", "async"},
                          fp32_head=not faults & {"head", "head on both sides"})  # fmt: skip
     policy = Policy(model, Scoring(fp32_head=parity.fp32_head))
@@ -179,14 +146,11 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     model.save_pretrained(place)
     with started(place, policy, parity, max_model_len=192, block_size=32, max_num_seqs=128) as engine:
         engine.canary_tolerance = math.inf
-    if "generation config" in faults:
-        model.generation_config.top_k = 5
     generator = torch.Generator().manual_seed(100)
     lengths = torch.randint(3, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
     prompts = [torch.randint(6, 96, (length,), generator=generator).tolist() for length in lengths]
     seeds = [5000 + 7 * row for row in range(batch)]
-    stops = (2, 3, 4, 5)
-    sampling = Sampling(temperature, 40, stops)
+    sampling = Sampling(temperature, 40, stop_token_ids=(2, 3, 4, 5))
     if "trainer without mask" in faults:
         sampling = replace(sampling, top_k=8)
     if "trainer without penalties" in faults:
@@ -195,14 +159,19 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     if "stale by 2" in faults:
         move(policy, 0.01, 50)
         earlier.insert(0, policy.copied_weights())
-    rollouts, meta = [], {"dtype": str(dtype).removeprefix("torch."), "stop_token_ids": list(stops)}
+    rollouts, asked = [], sampling
+    if "generation config" in faults:
+        model.generation_config.top_k = 5
+        asked = replace(sampling, top_k=5)
     with pytest.MonkeyPatch.context() as patch:
-        meddle(engine, faults, patch)
+        if "top-1" in faults:
+            report_likeliest(engine, patch)
+            asked = replace(sampling, max_kept=1)
         if "prefix" in faults:
-            engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are sent again
+            engine.generate(prompts[:-3], 1, asked, seeds[:-3])  # all but three are sent again
         if faults & IN_FLIGHT:
             for prompt, seed in zip(prompts, seeds, strict=True):
-                rollouts += engine.submit(prompt, 1, sampling, seed)
+                rollouts += engine.submit(prompt, 1, asked, seed)
                 if "staggered" in faults and len(rollouts) % 2:
                     engine.step()
             for _ in range(11):
@@ -217,19 +186,15 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
                 for kind in faults & {"int8", "fp8", "int4"}:
                     weights = RoundedWeights(model, kind)(weights)
                 engine.load(weights, policy.response_logprobs)
-        rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
-        first, steps = min(map(int, engine._requests)), 0
+        rollouts = rollouts or [engine.submit(p, 1, asked, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         while engine.num_unfinished:
             engine.step()
-            steps += 1
-            if "one request" in faults and steps == 6:
-                meta["spoiled"] = spoil_kv(engine, batch // 3) - first
     if "exchanged" in faults:
         rollouts[3].prompt_ids, rollouts[9].prompt_ids = rollouts[9].prompt_ids, rollouts[3].prompt_ids
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
     version = engine.weight_version + ("moved on" in faults)
     trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"
-    return policy, Trace("planted", rollouts, sampling, meta), earlier, version, trainer
+    return policy, Trace("planted", rollouts, sampling), earlier, version, trainer
 
 
 @pytest.mark.engine
@@ -248,17 +213,14 @@ def test_clean_traces_of_the_live_engine_are_parity(folder, tied, dtype):
 def test_a_planted_fault_is_named_and_the_policy_is_unchanged(folder, name):
     dtype = torch.bfloat16 if "head" in name else torch.float32
     policy, trace, *others = plant(folder, {*name.split("+")}, dtype)
-    before = {n: p.clone() for n, p in policy.model.named_parameters()}
+    before = policy.copied_weights()
     verdict = diagnose(policy, trace, *others)
     assert verdict.blamed == EXPECTED[name], verdict.sentence
     if name == "kept":
         assert "before token 11 of the response" in verdict.sentence
-    if name == "one request":
-        assert verdict.requests["wrong"] == [trace.meta["spoiled"]]
     if name == "exchanged":
         assert verdict.requests["wrong"] == [3, 9]
-    for n, p in policy.model.named_parameters():
-        assert p.dtype == dtype and torch.equal(p, before[n])
+    assert all(torch.equal(parameter, before[each]) for each, parameter in policy.model.named_parameters())
 
 
 @pytest.mark.engine
@@ -311,12 +273,11 @@ def test_values_of_the_traces_trainer_that_are_not_finite_are_a_mismatch_and_lis
 
 # ------------------------------------------------------------------------------------------------ traces and commands
 def test_a_trace_is_the_same_after_save_and_load(tmp_path):
-    rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5], [1, 2]),
-                Rollout([7], None, [8, 9, 2], [-0.125, -2.0, -3.0], [2, 2, 2])]
+    rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5], [1, 2]), Rollout([7], None, [2], [-0.125], [2])]
     trace = Trace("mine", rollouts, Sampling(0.7, 3, (2,), top_k=5))
     save_trace(str(tmp_path / "trace.npz"), trace)
     (again,) = load_traces(str(tmp_path / "trace.npz"))
-    assert (again.name, again.sampling, again.rollouts) == (trace.name, trace.sampling, trace.rollouts)
+    assert replace(again, meta={}) == trace
 
 
 def json_trace(**changes) -> dict:
@@ -394,7 +355,7 @@ def test_a_recorded_workload_is_parity_with_every_sampling_parameter_set(tmp_pat
     assert exit_status(*command) == 0
     (trace,) = load_traces(str(out))
     assert trace.meta["audit"]["logprobs_mode"] == "processed_logprobs"
-    assert sum(len(r.token_ids) for r in trace.rollouts) == 64 * 64
+    assert trace.num_tokens == 64 * 64
     verdict = diagnose(Policy.load(str(folder), torch.float32, "cpu"), trace)
     assert verdict.status == "parity", verdict.sentence
 
@@ -420,7 +381,7 @@ def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
     for metric, value, name in (
         ("current_mismatch_kl", 2e-3, "mismatch_kl"), ("current_mismatch_abs_mean", 0.05, "mismatch_abs_mean"),
         ("current_ess", 0.97, "ess_loss"), ("backend_clip_rate", 0.006, "backend_clip_rate"),
-        ("backend_ratio_mean", 1.006, "backend_ratio_error"), ("backend_ratio_mean", 0.994, "backend_ratio_error"),
+        ("backend_ratio_mean", 0.994, "backend_ratio_error"),
         ("backend_ratio_mean", math.nan, "backend_ratio_error"),
     ):  # fmt: skip
         assert alarms(clean | {metric: value}, 0.2) == [name]

@@ -8,7 +8,7 @@ Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (t
 import math
 import sys
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -56,7 +56,7 @@ class Workload:
         lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
         prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist()
                    for length in lengths]
-        return prompts, [1000 + index for index in range(self.num_prompts)]
+        return prompts, list(range(1000, 1000 + self.num_prompts))
 
     def both_sides(self) -> tuple[Policy, Engine]:
         """The trainer, and an engine that holds its weights."""
@@ -123,14 +123,14 @@ class Diagnose:
         traces = [each for each in load_traces(self.trace) if self.group in (None, each.name)]
         if not traces:
             raise ValueError(f"group must be one of the trace's, got {self.group}")
-        load = cache(partial(load_policy, fp32_head=self.trainer_head == "float32"))
+        check_model(self.model, traces[0])
+        dtype = self.dtype or traces[0].dtype
+        policy = load_policy(self.model, dtype, self.trainer_head == "float32")
+        earlier = [dict(load_policy(path, dtype).model.named_parameters())
+                   for path in self.earlier]
         statuses = set()
         for trace in traces:
-            dtype = self.dtype or trace.dtype
-            check_model(self.model, trace)
-            earlier = [dict(load(path, dtype).model.named_parameters()) for path in self.earlier]
-            verdict = diagnose(
-                load(self.model, dtype), trace, earlier, self.version, self.trainer)
+            verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
             statuses.add(verdict.status)
             print(f"\n{verdict.report}", flush=True)
         return int(not statuses <= {"exact", "parity"})
@@ -146,16 +146,15 @@ class Compare:
     group: str | None = None  # Compare only this group; if not given, every group.
 
     def run(self) -> int:
-        before, after = map(load_traces, self.traces)
-        load = cache(partial(load_policy, self.model))
+        load = cache(load_policy)
         words = []
-        for pair in same_workload(before, after, self.group):
+        for pair in same_workload(*map(load_traces, self.traces), self.group):
             verdicts = []
             for path, trace in zip(self.traces, cut_alike(*pair), strict=True):
                 check_model(self.model, trace)
-                verdicts.append(diagnose(load(trace.dtype), trace))
+                verdicts.append(diagnose(load(self.model, trace.dtype), trace))
                 print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
-            word, details = change(*verdicts, pair)
+            word, details = change(*verdicts, *pair)
             words.append(word)
             print(f"=> {word}: {details}", flush=True)
         return int("worse" in words)

@@ -10,10 +10,10 @@ from probe.traces import SECTIONS, Trace, first_tokens
 ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
 
 
-def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> tuple[str, str]:
+def change(one: Verdict, two: Verdict, before: Trace, after: Trace) -> tuple[str, str]:
     """Whether the second verdict on a group is worse, better or unchanged, and the details.
 
-    They are of the tokens that both traces have (`cut_alike`); `whole` are the traces themselves.
+    The verdicts are on the tokens that both traces, `before` and `after`, have (`cut_alike`).
     """
     only_named = one.status == "unexplained" and two.start.mean > one.start.mean
     word = "unchanged"
@@ -26,17 +26,12 @@ def change(one: Verdict, two: Verdict, whole: tuple[Trace, Trace]) -> tuple[str,
     broken = ""
     if one.not_finite or two.not_finite:
         broken = f", values that are not finite {one.not_finite} -> {two.not_finite}"
-    left = [trace.num_tokens - verdict.trace.num_tokens
-            for trace, verdict in zip(whole, (one, two), strict=True)]
+    left = [before.num_tokens - one.trace.num_tokens, after.num_tokens - two.trace.num_tokens]
     cut = ""
     if any(left):
         cut = (f" Left out are tokens that only one of them has: {left[0]} of the first,"
                f" {left[1]} of the second.")
-    before, after = flat(one.trace.meta), flat(two.trace.meta)
-    differ = [f"{name} {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
-              for name in sorted(before.keys() | after.keys())
-              if (before.get(name) or None) != (after.get(name) or None)]
-    settings = ", ".join(differ) or "no setting that the traces name"
+    settings = changed_settings(flat(before.meta), flat(after.meta))
     return word, f"{became}, {FIGURES.format(*sizes)}{broken}; with it changed {settings}.{cut}"
 
 
@@ -47,6 +42,14 @@ def is_worse(one: Verdict, two: Verdict) -> bool:
     return (ORDER.index(two.status) > ORDER.index(one.status) or new
             or two.not_finite > one.not_finite
             or two.start.mean > max(one.start.allowed, TIMES * one.start.mean))
+
+
+def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The values that differ, by name."""
+    differ = [f"{name} {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
+              for name in sorted(before.keys() | after.keys())
+              if (before.get(name) or None) != (after.get(name) or None)]
+    return ", ".join(differ) or "no setting that the traces name"
 
 
 def flat(meta: dict[str, Any]) -> dict[str, Any]:
@@ -65,14 +68,11 @@ def same_workload(before: list[Trace], after: list[Trace],
     if not first.keys() & second.keys() >= set(names):
         raise ValueError(f"both traces must have {', '.join(names)}, the first has"
                          f" {', '.join(first)}, the second {', '.join(second)}; try --group")
-    pairs = [(first[name], second[name]) for name in names]
-    for pair in pairs:
-        prompts, others = ([each.prompt_ids for each in trace.rollouts] for trace in pair)
-        sampling, other = (replace(trace.sampling, max_new_tokens=1) for trace in pair)
-        if prompts != others or sampling != other:
+    for name in names:
+        if first[name].workload != second[name].workload:
             raise ValueError("the traces must be of one workload, the prompts or the sampling of"
-                             f" {pair[0].name} differ")
-    return pairs
+                             f" {name} differ")
+    return [(first[name], second[name]) for name in names]
 
 
 def cut_alike(one: Trace, two: Trace) -> list[Trace]:

@@ -12,7 +12,7 @@ from engine_adapter import Engine
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights
-from probe.search import Explanation, Probe, Readout
+from probe.search import Explanation, Probe
 from probe.traces import Trace, first_tokens, save_trace
 from rl import Policy
 from rollouts import Rollout, Sampling
@@ -34,8 +34,8 @@ class Verdict:
     found: list[Explanation]  # all hypotheses tried, the best first
 
     def __post_init__(self):
-        self.trace, self.start = self.probe.trace, self.probe.explain(self.probe.now, Readout())
-        apart = (self.logprobs - self.probe.replay.reported).abs()
+        self.trace, self.start = self.probe.trace, self.probe.start
+        apart = (self.logprobs - self.probe.reported).abs()
         self.mismatch = apart.where(apart.isfinite(), math.nan)  # (N,)
         self.not_finite = int(self.probe.reported.isnan().sum())
         mean = self.mismatch.nanmean().nan_to_num(math.inf).item()
@@ -70,10 +70,10 @@ class Verdict:
     @property
     def worst(self) -> str:
         """The tokens with the largest mismatch: request, position: trainer, reported."""
-        replay = self.probe.replay
+        probe = self.probe
         largest = self.mismatch.nan_to_num(-1.0).argsort(descending=True)[:WORST]
-        return "; ".join(f"{replay.rows[token]}, {replay.positions[token]}:"
-                         f" {self.logprobs[token]:.4f}, {replay.reported[token]:.4f}"
+        return "; ".join(f"{probe.rows[token]}, {probe.positions[token]}:"
+                         f" {self.logprobs[token]:.4f}, {probe.reported[token]:.4f}"
                          for token in largest)
 
     @property
@@ -92,7 +92,7 @@ class Verdict:
         if self.trace.trainer_logprobs:
             own = torch.tensor([*chain(*self.trace.trainer_logprobs)], dtype=torch.float64)
             reported, recomputed = ((own - other.cpu()).abs().nanmean()
-                                    for other in (self.probe.replay.reported, self.logprobs))
+                                    for other in (self.probe.reported, self.logprobs))
             lines.append(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e}"
                          f" nats to the reported, {recomputed:.1e} to those recomputed here")
         return "\n".join(lines)
@@ -122,7 +122,7 @@ def diagnose(
     wrong = best.wrong | best.apart
     requests = {
         "wrong": wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else [],
-        "not finite": probe.replay.rows[probe.reported.isnan()].unique().tolist(),
+        "not finite": probe.rows[probe.reported.isnan()].unique().tolist(),
         "not finite in the trainer": [row for row, values in enumerate(trace.trainer_logprobs)
                                       if not all(map(math.isfinite, values))]}
     named = (observed or []) + (_causes(probe, best) if best.fits else [])
@@ -133,7 +133,7 @@ def diagnose(
         status = "mismatch"
     elif not best.fits:
         status = "unexplained"
-    elif torch.equal(logprobs, probe.replay.reported):
+    elif torch.equal(logprobs, probe.reported):
         status = "exact"
     return Verdict(probe, logprobs, status, named, requests, found)
 
@@ -151,7 +151,7 @@ def _causes(probe: Probe, best: Explanation) -> list[Cause]:
     if scored and not reported:
         named.append(scored)  # the engine reports the mask, the trainer has none
     moved = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in probe.earlier
-             if (probe.labels == probe.version - updates).double().mean() > 0.5}
+             if probe.labels.count(probe.version - updates) > 0.5 * len(probe.labels)}
     return [moved.get(cause, cause) for cause in named]
 
 
@@ -209,14 +209,14 @@ class StepProbe:
         A step is probed if it is planned or its metrics exceed ALARMS. Writes step_N.npz (the
         trace) and step_N.txt (the report) to the run's folder `probe` and prints a line.
         """
-        measure, exceeded = self.run.config.measure, []
+        measure, number, exceeded = self.run.config.measure, step.metrics["step"], []
         if measure.probe_on_alarm:
             exceeded = alarms(step.metrics, self.run.config.grpo.clip[1])
-        every = measure.probe_every
+        planned = measure.probe_every and (number - 1) % measure.probe_every == 0
         status = {}
-        if exceeded or (every and (step.metrics["step"] - 1) % every == 0):
+        if exceeded or planned:
             why = f"alarm of {', '.join(exceeded)}" if exceeded else "as planned"
-            status = self._probe(step, f"probe after step {step.metrics['step']} ({why})")
+            status = self._probe(step, f"probe after step {number} ({why})")
         self.weights = [self.policy.copied_weights(), self.weights[0]]
         return status
 

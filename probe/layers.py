@@ -8,7 +8,7 @@ earlier fault cannot hide a later one.
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,27 +28,35 @@ ROUNDING = {torch.float32: (16.0, 2.0), torch.bfloat16: (2.0, 0.21), torch.float
 FLOORS = 1.3  # largest mean of BLOCK neighbouring positions that is no fault
 BLOCK = 32
 MOST = 10.0  # floors that a token counts at most: rounding sends a few tokens to another expert
-# Layer (-1: embedding; their number: final norm), and "attention", "MLP", "output", or "input of"
-# one of the first two, where the norm before it shows.
-Place = tuple[int, str]
-States = dict[Place, Tensor]  # (T, H) each
+SUMMED = ", summed"  # after a place: the sum of the two tensors that a layer of vLLM returns
+States = dict[str, Tensor]  # by place, such as "layer 0, input of MLP" or "final norm": (T, H)
 
 
-def find_modules(model: Module, count: int) -> dict[Place, Module]:
-    """Attention, MLP and the whole of each decoder layer, and the model."""
-    found: dict[Place, Module] = {(count, "output"): model}
+class Point(NamedTuple):
+    """Where a hook keeps states."""
+
+    module: Module
+    kind: Literal["entering", "leaving", "stream"]  # stream: the residual stream, leaving
+
+
+def find_modules(model: Module, count: int) -> dict[str, Point]:
+    """The points by place: around attention and MLP, and after each layer and the model."""
     lists = [each for each in model.modules() if isinstance(each, ModuleList)]
-    layers = [each for each in lists if len(each) == count]
-    if not layers:
+    layers = next((each for each in lists if len(each) == count), None)
+    if layers is None:
         raise ValueError(f"model must have its {count} decoder layers in a list (their outputs are"
                          f" compared), got {type(model).__name__}")
-    for index, layer in enumerate(layers[0]):
-        found |= {(index, HALVES[name]): each for name, each in layer.named_children()
-                  if name in HALVES} | {(index, "output"): layer}
+    found = {"embedding": Point(layers[0], "entering"), "final norm": Point(model, "stream")}
+    for index, layer in enumerate(layers):
+        found[f"layer {index}, output"] = Point(layer, "stream")
+        for name, module in layer.named_children():
+            if name in HALVES:
+                found[f"layer {index}, input of {HALVES[name]}"] = Point(module, "entering")
+                found[f"layer {index}, {HALVES[name]}"] = Point(module, "leaving")
     return found
 
 
-def collect(modules: dict[Place, Module], run: Callable[[], Any],
+def collect(points: dict[str, Point], run: Callable[[], Any],
             given: States | None = None) -> tuple[Any, States]:
     """The result of `run`, and the states at each place, which those `given` then replace.
 
@@ -56,29 +64,29 @@ def collect(modules: dict[Place, Module], run: Callable[[], Any],
     """
     seen = defaultdict(list)
 
-    def visit(place: Place, states: Tensor) -> None:
+    def visit(place: str, states: Tensor) -> None:
         seen[place].append(states.flatten(0, -2).clone())  # vLLM's norms write in place
-        if not given:
-            return
-        if place[1] == "output" and (place[0], "sum") in given:
-            both = given[place], given.pop((place[0], "sum"))
+        if given:
+            both = given[place], given.pop(place + SUMMED, given[place])
             given[place] = min(both, key=lambda each: (each.view_as(states) - states).norm())
-        states.copy_(given[place].view_as(states))
+            states.copy_(given[place].view_as(states))
 
-    def enter(place: Place, _module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def enter(place: str, _module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         visit(place, next(each for each in tensors if each.is_floating_point()))
 
-    def leave(place: Place, _module: Module, _args: tuple, output: Any) -> None:
-        if place[1] == "output" and isinstance(output, tuple):
-            visit((place[0], "sum"), output[0] + output[1])
+    def leave(place: str, _module: Module, _args: tuple, output: Any) -> None:
+        if points[place].kind == "stream" and isinstance(output, tuple):
+            visit(place + SUMMED, output[0] + output[1])
         visit(place, output if isinstance(output, Tensor) else output[0])
 
-    entries = {(layer, part): (layer, f"input of {part}") for layer, part in modules
-               if part != "output"} | {(0, "output"): (-1, "output")}
-    hooks = [each.register_forward_hook(partial(leave, place)) for place, each in modules.items()]
-    hooks += [modules[place].register_forward_pre_hook(partial(enter, entry), with_kwargs=True)
-              for place, entry in entries.items()]
+    hooks = []
+    for place, (module, kind) in points.items():
+        if kind == "entering":
+            hook = module.register_forward_pre_hook(partial(enter, place), with_kwargs=True)
+        else:
+            hook = module.register_forward_hook(partial(leave, place))
+        hooks.append(hook)
     try:
         result = run()
     finally:
@@ -96,26 +104,23 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
     """
     model, count = engine.runner.get_model(), policy.model.config.num_hidden_layers
     _refuse_what_hooks_miss(policy, engine)
-    trainers, engines = find_modules(policy.model.base_model, count), find_modules(model, count)
-    trainers = {place: module for place, module in trainers.items() if place in engines}
-    engines = {place: engines[place] for place in trainers}
+    ours, theirs = find_modules(policy.model.base_model, count), find_modules(model, count)
+    trainers = {place: ours[place] for place in ours if place in theirs}
+    engines = {place: theirs[place] for place in trainers}
     figures, positions, decoded = [], [], []
     twice = twice_precise(policy, dict(policy.model.named_parameters()))
     for prompt, seed in zip(prompts, seeds, strict=True):
         run = partial(engine.generate, [prompt], 1, sampling, [seed])
-        (rollout,), theirs = collect(engines, run)
+        (rollout,), states = collect(engines, run)
         ids = (prompt + rollout.token_ids)[:-1]
-        places, values = _differences(policy, twice, trainers, ids, theirs)
-        figures.append(values)
+        figures.append(_differences(policy, twice, trainers, ids, states))
         positions.append(torch.arange(len(ids)))
         decoded.append(positions[-1] >= len(prompt))
     order = torch.cat(positions).argsort()
     decoded = torch.cat(decoded)[order]
     phases = {"prefill": order[~decoded], "decode": order[decoded]}
-    ends = {-1: "embedding", count: "final norm"}
-    return [{"title": ends.get(layer, f"layer {layer}, {part}"), "layer": layer, "part": part}
-            | _row(phases, *values)
-            for (layer, part), values in zip(places, torch.cat(figures, dim=2), strict=True)]
+    return [{"title": place} | _row(phases, *torch.cat([each[place] for each in figures], dim=1))
+            for place in figures[0]]
 
 
 def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
@@ -126,9 +131,9 @@ def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
             raise ValueError(f"engine must have no {what} (hooks do not see inside), got {what}")
 
 
-def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, Module],
-                 ids: list[int], theirs: States) -> tuple[list[Place], Tensor]:
-    """P places; |engine - trainer| / |trainer| and its noise floor: (P, 2, T).
+def _differences(policy: Policy, twice: dict[str, Tensor], points: dict[str, Point],
+                 ids: list[int], theirs: States) -> dict[str, Tensor]:
+    """|engine - trainer| / |trainer| and its noise floor, by place: (2, T).
 
     The floor is the trainer's difference to its second path (probe/noise.py), but at least the
     rounding of both sides, measured against `twice` the precision.
@@ -136,7 +141,7 @@ def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, 
     run = partial(policy.hidden, torch.tensor([ids], device=policy.device))
 
     def ours() -> States:
-        return collect(modules, run, theirs)[1]
+        return collect(points, run, theirs)[1]
 
     def relative(states: States) -> Tensor:  # (P, T)
         pairs = [(states[place].double(), alone[place].double()) for place in alone]
@@ -151,7 +156,8 @@ def _differences(policy: Policy, twice: dict[str, Tensor], modules: dict[Place, 
         squares = both * relative(ours()).square()
     squares = squares + (one * torch.finfo(policy.model.dtype).eps) ** 2
     floor = squares.sqrt().maximum(second)
-    return list(alone), torch.stack([relative(theirs), floor], dim=1).cpu()
+    figures = torch.stack([relative(theirs), floor], dim=1).cpu()  # (P, 2, T)
+    return dict(zip(alone, figures, strict=True))
 
 
 def _row(phases: dict[str, Tensor], difference: Tensor, floor: Tensor) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from config import Config, GrpoConfig
 from objectives import mismatch_metrics
-from rl import Batch, Minibatches, Policy, frozen_logprobs
+from rl import Batch, Policy, frozen_logprobs
 
 KEY_BLOCK = 16  # keys per block; small, so that short sequences have several blocks too
 
@@ -81,17 +81,17 @@ def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
         policy.model.set_experts_implementation(usual)
 
 
-def _minibatches(batch: Batch, grpo: GrpoConfig, micro_batch_tokens: int) -> Minibatches:
-    """Those of the update, with other micro-batches."""
+def _recomputed(policy: Policy, batch: Batch, grpo: GrpoConfig, micro_batch_tokens: int) -> Tensor:
+    """The log-probabilities in the minibatches of the update, with other micro-batches: (B, T)."""
     has_signal = batch.advantages.any(dim=1).cpu()
-    return batch.minibatches(has_signal, grpo.num_minibatches, micro_batch_tokens)
+    minibatches = batch.minibatches(has_signal, grpo.num_minibatches, micro_batch_tokens)
+    return frozen_logprobs(policy, batch, minibatches)
 
 
 def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
     """`old_logprobs` minus their recomputation along the second path: (B, T)."""
     with rounded_otherwise(policy):
-        smaller = _minibatches(batch, grpo, -(-grpo.micro_batch_tokens // 3))
-        other = frozen_logprobs(policy, batch, smaller)
+        other = _recomputed(policy, batch, grpo, -(-grpo.micro_batch_tokens // 3))
     return batch.old_logprobs - other
 
 
@@ -100,13 +100,11 @@ def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, f
 
     In nats: the mismatch that rounding alone would cause.
     """
-    if (step.metrics["step"] - 1) % config.measure.self_noise_every:
-        return {}
-    if not step.batch.mask.any():  # --mask-truncated has left no token
-        return {}
     batch, grpo = step.batch, config.grpo
-    minibatches = _minibatches(batch, grpo, grpo.micro_batch_tokens)
-    logprobs = frozen_logprobs(policy, batch, minibatches)
+    planned = (step.metrics["step"] - 1) % config.measure.self_noise_every == 0
+    if not planned or not batch.mask.any():  # --mask-truncated may leave no token
+        return {}
+    logprobs = _recomputed(policy, batch, grpo, grpo.micro_batch_tokens)
     noise = self_noise(policy, replace(batch, old_logprobs=logprobs), grpo)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],

@@ -3,7 +3,7 @@
 All values are flat: N response tokens of B sequences, row after row. Log-probabilities in nats.
 """
 
-from collections.abc import Iterator
+import math
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ class Replay:
     """
 
     def __init__(self, policy: Policy, trace: Trace):
-        self.policy, self.device = policy, policy.device
+        self.policy, self.trace, self.device = policy, trace, policy.device
         self.batch = batch = make_batch(trace.rollouts, self.device)
         self.inputs, self.response = batch.inputs, batch.mask > 0  # (B, L)
         vocabulary = policy.head.weight.shape[0]
@@ -39,10 +39,11 @@ class Replay:
         self.prompt_lengths = batch.prompt_lengths.to(self.device)
         self.positions = columns - self.prompt_lengths[self.rows] + 1  # (N,) from 0 in the response
         self.targets = batch.targets[self.response]  # (N,)
-        # Not from the batch, whose log-probabilities are float32. NaN is allowed here.
-        reported = [value for rollout in trace.rollouts for value in rollout.logprobs]
-        self.reported = torch.tensor(reported, dtype=torch.float64, device=self.device)  # (N,)
-        self.lengths = torch.bincount(self.rows, minlength=len(trace.rollouts))  # (B,)
+        # Not from the batch, whose log-probabilities are float32.
+        values = [value for rollout in trace.rollouts for value in rollout.logprobs]
+        reported = torch.tensor(values, dtype=torch.float64, device=self.device)  # (N,)
+        self.reported = reported.where(reported.isfinite(), math.nan)
+        self.lengths = self.response.sum(dim=1)  # (B,)
         self.rows_per_pass = max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
 
     # ------------------------------------------------------------------------------ hidden states
@@ -81,13 +82,6 @@ class Replay:
         return hidden[self.response]
 
     # ------------------------------------------------------------------------- log-probabilities
-    def logits(self, hidden: Tensor, head: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """(N, H) -> chunks of n tokens, and their logits (n, V), from a head in a dtype."""
-        policy = self.policy
-        projection = policy.projection(1.0, torch.promote_types(hidden.dtype, head))
-        for part in projection.parts(len(hidden)):
-            yield part, projection.logits(hidden[part], policy.head.weight, policy.head_bias)[0]
-
     def logprobs(self, logits: Tensor, sampling: Sampling, part: slice) -> tuple[Tensor, Tensor]:
         """What vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
 

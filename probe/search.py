@@ -38,7 +38,7 @@ SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
-NO_MASK = dict(top_k=0, top_p=1.0, min_p=0.0)  # fields of a Sampling
+NEUTRAL = dict(top_k=0, top_p=1.0, min_p=0.0) | NO_PENALTIES  # fields of a Sampling
 
 
 # ---------------------------------------------------------------------------------- the rule
@@ -121,7 +121,7 @@ def distributions_of(sampling: Sampling, model: Any,
                      trainer: str) -> dict[str, tuple[Sampling, Cause | None]]:
     """The sampled distribution, and those that an engine may report or draw from instead."""
     found = {"processed": (sampling, None)}
-    alone = replace(sampling, **NO_MASK, **NO_PENALTIES)
+    alone = replace(sampling, **NEUTRAL)
     if trainer == "temperature" and alone != sampling:
         what = "mask" if has_sampling_mask(sampling) else "penalties"
         found["temperature"] = alone, causes.NO_MASK.of(what)
@@ -129,9 +129,8 @@ def distributions_of(sampling: Sampling, model: Any,
     if raw not in [other for other, _ in found.values()]:
         found["raw"] = raw, causes.RAW
     config = model.generation_config.to_diff_dict()
-    neutral = NO_MASK | NO_PENALTIES
-    hidden = {name: config[name] for name in neutral if name in config
-              and getattr(sampling, name) == neutral[name] != config[name]}
+    hidden = {name: config[name] for name, neutral in NEUTRAL.items()
+              if getattr(sampling, name) == neutral != config.get(name, neutral)}
     for some in [hidden] * bool(hidden) + [{name: value} for name, value in hidden.items()]:
         shown = ", ".join(f"{name} {value}" for name, value in some.items())
         found[shown] = replace(sampling, **some), causes.HIDDEN.of(shown)
@@ -139,7 +138,7 @@ def distributions_of(sampling: Sampling, model: Any,
 
 
 # ---------------------------------------------------------------------------------- the search
-class Probe:
+class Probe(Replay):
     """The search in one trace. The arguments are those of `diagnose`.
 
     Without `version` the trainer's weight version is the newest in the trace.
@@ -148,23 +147,20 @@ class Probe:
     def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights],
                  version: int | None = None,
                  trainer: Literal["processed", "temperature"] = "processed"):
-        self.policy, self.trace, self.replay = policy, trace, Replay(policy, trace)
+        super().__init__(policy, trace)
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
         self.earlier = dict(enumerate(earlier, 1))  # by updates since then
-        labels = [each for rollout in trace.rollouts for each in rollout.versions]
-        self.version = version if version is not None else max(labels, default=0)
-        self.labels = torch.tensor(labels or [self.version] * len(self.replay.rows),
-                                   device=policy.device)  # (N,)
+        self.labels = [each for rollout in trace.rollouts for each in rollout.versions]  # or none
+        self.version = version if version is not None else max(self.labels, default=0)
         self.distributions = distributions_of(trace.sampling, policy.model, trainer)
         self.heads = dict.fromkeys((torch.float32, policy.model.dtype))
         scored = "temperature" if "temperature" in self.distributions else "processed"
         head = torch.float32 if policy.scoring.fp32_head else policy.model.dtype
         self.trainer = Readout(scored, head=head)
-        self.reported = self.replay.reported.masked_fill(~self.replay.reported.isfinite(), math.nan)
         precise = self._values(twice_precise(policy, self.weights))
-        self.now = Pass(precise, self._read(self.replay.as_trained()))
-        self.old: list[Pass] = []  # under the earlier weights
-        self.found: dict[tuple[Pass, Readout], Explanation] = {}
+        self.now = Pass(precise, self._read(self.as_trained()))
+        self.start = self.explain(self.now, Readout())
+        self.found: list[Explanation] = []
 
     def search(self) -> list[Explanation]:
         """Tries readouts, weights, KV caches, a few wrong requests. Returns all, the best first."""
@@ -178,23 +174,23 @@ class Probe:
                            for name, each in linear_layers(self.policy.model).items()}
                 self._try(self._forward(self.weights | weights, causes.ROUNDED.of(kind)), readouts)
         if not self._done(1):
+            passes = [self.now]
             for updates, weights in self.earlier.items():
                 old = self._forward(weights, causes.STALE.of(updates))
-                self.old.append(old)
+                passes.append(old)
                 self._try(old, readouts)
                 if not self._done(1):
-                    for readout in self._promising():
+                    for readout in self._promising(passes):
                         self._kv_caches(old, weights, readout)
                         self._in_flight(old, weights, readout)
-        explanations = list(self.found.values())
         if not self._done(1):
-            explanations += self._few_wrong()
-        return sorted(explanations, key=lambda each: each.order)
+            self.found += self._few_wrong()
+        return sorted(self.found, key=lambda each: each.order)
 
     def _done(self, max_causes: int) -> bool:
         """Is there an explanation by at most so many causes, with nothing fitted to the trace?"""
         return any(each.fits and not each.found.fitted and len(each.causes) <= max_causes
-                   for each in self.found.values())
+                   for each in self.found)
 
     # ------------------------------------------------------------------------------ passes
     def _forward(self, weights: Weights, *named: Cause, old: Weights | None = None,
@@ -206,18 +202,20 @@ class Probe:
 
     def _values(self, weights: Weights, old: Weights | None = None,
                 num_old: Tensor | None = None) -> Values:
-        hidden = self.replay.hidden(weights, old, num_old)
+        hidden = self.hidden(weights, old, num_old)
         with self.policy.using(weights):
             return self._read(hidden)
 
     def _read(self, hidden: Tensor) -> Values:
         """Log-probabilities of the sampled and the likeliest token, under each readout."""
-        values = defaultdict(list)
+        values, policy = defaultdict(list), self.policy
         for head in self.heads:
             states = hidden if head == torch.float32 else hidden.to(head)
-            for part, logits in self.replay.logits(states, head):
+            projection = policy.projection(1.0, torch.promote_types(states.dtype, head))
+            for part in projection.parts(len(states)):
+                logits, _ = projection.logits(states[part], policy.head.weight, policy.head_bias)
                 for name, (sampling, _) in self.distributions.items():
-                    logprobs, sampled = self.replay.logprobs(logits, sampling, part)
+                    logprobs, sampled = self.logprobs(logits, sampling, part)
                     values[Readout(name, False, head)].append(sampled)
                     values[Readout(name, True, head)].append(logprobs.amax(dim=-1))
         return {readout: torch.cat(parts).double() for readout, parts in values.items()}
@@ -233,15 +231,15 @@ class Probe:
         return (ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0)
 
     def explain(self, found: Pass, readout: Readout, apart: Tensor | None = None) -> Explanation:
-        replay, ours = self.replay, size_of(self.trainer_error(found, readout))
+        ours = size_of(self.trainer_error(found, readout))
         mean = ours.nanmean()
         # One sequence more, as far from the mean as the RMS of single tokens: few sequences do not
         # show their spread.
-        distance = (replay.row_means(ours) - mean).square().sum() + ours.square().nanmean()
-        own = mean.item(), (distance / len(replay.lengths)).sqrt().item()
+        distance = (self.row_means(ours) - mean).square().sum() + ours.square().nanmean()
+        own = mean.item(), (distance / len(self.lengths)).sqrt().item()
         if apart is None:
-            apart = torch.zeros_like(replay.lengths, dtype=torch.bool)
-        size = size_of(self.error(found, readout)).masked_fill(apart[replay.rows], math.nan)
+            apart = torch.zeros_like(self.lengths, dtype=torch.bool)
+        size = size_of(self.error(found, readout)).masked_fill(apart[self.rows], math.nan)
         alone = 2 * limit(*own, 1)  # the worst sequence of all is further away than one
         named = (self.distributions[readout.distribution][1],
                  causes.TOP_1 if readout.likeliest else None,
@@ -250,18 +248,17 @@ class Probe:
             causes=(*found.causes, *filter(None, named)), found=found, readout=readout,
             mean=size.nanmean().nan_to_num(math.inf).item(), trainer_error=own[0],
             allowed=limit(*own, int((~apart).sum())), allowed_alone=alone,
-            wrong=replay.row_means(size) > alone, apart=apart)
+            wrong=self.row_means(size) > alone, apart=apart)
 
     def _try(self, found: Pass, readouts: list[Readout]) -> None:
         for readout in readouts:
             each = self.explain(found, readout)
             if len(each.causes) <= MAX_CAUSES:
-                self.found[found, readout] = each
+                self.found.append(each)
                 if readout.head != torch.float32:
                     each.enough = self._signs_agree(found, readout)
                 elif each.causes:
-                    start = self.found[self.now, Readout()]
-                    each.enough = each.mean <= MOST_LEFT * start.mean
+                    each.enough = each.mean <= MOST_LEFT * self.start.mean
 
     def _try_heads(self, found: Pass, readout: Readout) -> None:
         self._try(found, [replace(readout, head=head) for head in self.heads])
@@ -279,10 +276,10 @@ class Probe:
         sigmas = (2 * agreeing.double().mean() - 1) * len(agreeing) ** 0.5
         return bool(large and sigmas > SIGN_SIGMAS)
 
-    def _promising(self) -> list[Readout]:
-        """The two fp32 readouts that bring each token closest to a version of the weights."""
+    def _promising(self, passes: list[Pass]) -> list[Readout]:
+        """The two fp32 readouts that bring each token closest to one of the passes."""
         def distance(readout: Readout) -> float:
-            errors = [self.error(each, readout).abs() for each in (self.now, *self.old)]
+            errors = [self.error(each, readout).abs() for each in passes]
             return torch.stack(errors).amin(dim=0).clamp(max=1.0).nanmean().item()
 
         plain = [each for each in self.now.precise if each.head == torch.float32]
@@ -291,11 +288,11 @@ class Probe:
     # ------------------------------------------------------------------------------ KV caches
     def _kv_caches(self, old: Pass, weights: Weights, readout: Readout) -> None:
         """Old weights or stale prefixes of whole blocks, in all requests or in some."""
-        replay, stale = self.replay, [old]
+        stale = [old]
         block_size = self.trace.meta.get("audit", {}).get("block_size")
         for block in [block_size] if block_size else BLOCK_SIZES:
             # (B,) a full hit leaves one token to compute.
-            prefix = (replay.prompt_lengths - 1) // block * block
+            prefix = (self.prompt_lengths - 1) // block * block
             if prefix.any():
                 stale.append(self._forward(self.weights, causes.PREFIX, old=weights,
                                            num_old=prefix))
@@ -303,7 +300,7 @@ class Probe:
             self._try_heads(each, readout)
             rows = self._row_errors(each, readout) <= self._row_errors(self.now, readout)
             if rows.any():
-                merged = merge(rows[replay.rows], each, self.now)
+                merged = merge(rows[self.rows], each, self.now)
                 merged.causes, merged.fitted = each.causes, 1
                 merged.note = f"in {int(rows.sum())} of {len(rows)} requests"
                 self._try_heads(merged, readout)
@@ -314,28 +311,27 @@ class Probe:
         Candidates: where the old weights' values end, where those of most sequences end, and where
         the trace's versions change (or one token later: async scheduling).
         """
-        replay = self.replay
         ends = self._change_point(old, readout)  # (B,)
-        inside = ends[(ends > 0) & (ends < replay.lengths)].tolist()
+        inside = ends[(ends > 0) & (ends < self.lengths)].tolist()
         if not inside:
             return
-        newest = torch.zeros_like(replay.lengths).scatter_reduce(
-            0, replay.rows, self.labels, "amax")
-        labelled = replay.row_sums((self.labels < newest[replay.rows]).long())  # (B,)
-        usual = torch.full_like(ends, mode(inside)).minimum(replay.lengths)
+        labels = [rollout.versions for rollout in self.trace.rollouts]
+        labelled = ends.new_tensor([len(each) - each.count(max(each, default=0))
+                                    for each in labels])  # (B,) tokens before the last change
+        usual = self.lengths.clamp(max=mode(inside))
         for cause in (causes.RECOMPUTED, causes.KEPT):
             best, place = self.now, torch.zeros_like(ends)
-            for candidate in (ends, usual, labelled, (labelled + 1).minimum(replay.lengths)):
+            for candidate in (ends, usual, labelled, (labelled + 1).minimum(self.lengths)):
                 then = self.now
                 if cause == causes.KEPT:
-                    prefix = replay.prompt_lengths + candidate - 1
+                    prefix = self.prompt_lengths + candidate - 1
                     then = self._forward(self.weights, old=weights, num_old=prefix)
-                tried = merge(replay.positions < candidate[replay.rows], old, then)
+                tried = merge(self.positions < candidate[self.rows], old, then)
                 closer = self._row_errors(tried, readout) < self._row_errors(best, readout)
-                best = merge(closer[replay.rows], tried, best)
+                best = merge(closer[self.rows], tried, best)
                 place = torch.where(closer, candidate, place)
             best.causes, best.fitted = (cause,), 2
-            changed = (place > 0) & (place < replay.lengths)
+            changed = (place > 0) & (place < self.lengths)
             late = (place - labelled)[changed & (labelled > 0)]
             if len(late) and late.median() == 1:
                 best.causes += (causes.MISLABELLED,)
@@ -346,15 +342,14 @@ class Probe:
 
     def _row_errors(self, found: Pass, readout: Readout) -> Tensor:
         """Mean |error| per sequence: (B,), 0 for one without known values."""
-        return self.replay.row_means(self.error(found, readout).abs())
+        return self.row_means(self.error(found, readout).abs())
 
     def _change_point(self, old: Pass, readout: Readout) -> Tensor:
         """How many first tokens of each row are closer to the old weights' values: (B,)."""
-        replay = self.replay
         now, before = (self.error(each, readout).abs() for each in (self.now, old))
         gain = (now - before).nan_to_num(0.0).clamp(-1.0, 1.0)  # (N,) positive for the old weights
-        table = gain.new_zeros(len(replay.lengths), int(replay.lengths.max()))
-        table[replay.rows, replay.positions] = gain
+        table = gain.new_zeros(len(self.lengths), int(self.lengths.max()))
+        table[self.rows, self.positions] = gain
         # Of (B, T + 1): the gain of the first k tokens.
         return pad(table.cumsum(dim=1), (1, 0)).argmax(dim=1)
 
@@ -362,7 +357,7 @@ class Probe:
     def _few_wrong(self) -> list[Explanation]:
         """Explanations that hold for at least half of the sequences; the others are listed."""
         found = []
-        for each in self.found.values():
+        for each in self.found:
             few = 0 < each.wrong.sum() <= 0.5 * len(each.wrong)
             if few and each.enough and len(each.causes) < MAX_CAUSES:
                 rest = self.explain(each.found, each.readout, apart=each.wrong)
@@ -381,7 +376,7 @@ class Probe:
         swapped = Probe(self.policy, replace(self.trace, rollouts=pairs), [],
                         trainer=self.trainer.distribution)
         size = size_of(swapped.error(swapped.now, explanation.readout))
-        closest = swapped.replay.row_means(size).view(len(wrong), len(wrong)).amin(dim=1)
+        closest = swapped.row_means(size).view(len(wrong), len(wrong)).amin(dim=1)
         return bool((closest <= explanation.allowed_alone).all())
 
 

@@ -16,7 +16,6 @@ from rollouts import Rollout, Sampling
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
 FORMAT = 1  # version of the trace format (docs/audit.md); a file without one is read as 1
-LAYOUT = "docs/audit.md has the layout"
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,12 @@ class Trace:
     @property
     def num_tokens(self) -> int:
         return sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+    @property
+    def workload(self) -> tuple[list[list[int]], Sampling]:
+        """What must be equal in two traces that are compared."""
+        prompts = [rollout.prompt_ids for rollout in self.rollouts]
+        return prompts, replace(self.sampling, max_new_tokens=1)
 
 
 def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
@@ -72,22 +77,21 @@ def load_traces(path: str) -> list[Trace]:
         if not traces:
             raise ValueError("groups must name at least one group")
         return traces
-    except KeyError as error:
-        raise ValueError(f"{path}: {error} is missing ({LAYOUT})") from error
     except Exception as error:  # json, numpy and zipfile raise many types
-        raise ValueError(f"{path}: {error} ({LAYOUT})") from error
+        missing = " is missing" if isinstance(error, KeyError) else ""
+        raise ValueError(f"{path}: {error}{missing} (docs/audit.md has the layout)") from error
 
 
 def _read_npz(path: str) -> dict[str, Any]:
     """The archive's arrays in the layout of a JSON trace."""
     with numpy.load(path) as archive:
         arrays = dict(archive)
-    meta, groups = json.loads(str(arrays["meta"])), {}
-    for name, sampling in meta["groups"].items():
-        groups[name] = {"sampling": sampling}
-        for column in COLUMNS:
-            if f"{name}/{column}" in arrays:
-                groups[name][column] = arrays[f"{name}/{column}"]
+    meta = json.loads(str(arrays["meta"]))
+    groups = {name: {"sampling": sampling} for name, sampling in meta["groups"].items()}
+    for key, rows in arrays.items():
+        name, _, column = key.rpartition("/")
+        if name in groups:
+            groups[name][column] = rows
     return {"meta": meta, "prompt_ids": arrays["prompt_ids"], "groups": groups}
 
 
@@ -97,7 +101,7 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
                for column, kind in COLUMNS.items() if column in group}
     padded = columns["tokens"]
     for column, rows in columns.items():
-        if [len(row) for row in rows] != [len(row) for row in padded]:
+        if list(map(len, rows)) != list(map(len, padded)):
             raise ValueError(f"{name}/{column} must have the shape of {name}/tokens")
         columns[column] = [row[: _length(ids)] for row, ids in zip(rows, padded, strict=True)]
     tokens, logprobs = columns["tokens"], columns["logprobs"]

@@ -12,7 +12,7 @@ import torch
 
 from examples.record_vllm import weights_of
 from probe.__main__ import main
-from probe.search import Probe, Readout
+from probe.search import Probe
 from probe.traces import Trace, first_tokens, load_traces, save_trace
 from rl import Policy
 
@@ -61,7 +61,7 @@ COPIES = {
     "exact": (lambda _, ours: ours, FIXED),
     "raw": of_raw(1.0),
     **{f"{share} of raw": of_raw(share) for share in (0.7, 0.9, 1.2)},
-    **{f"{number} NaN": (nan_at(number), FIXED) for number in (0, 1, 2, 100, 101, 1024)},
+    **{f"{number} NaN": (nan_at(number), FIXED) for number in (0, 1, 2)},
     **{f"{number} wrong": (wrong_rows(number), FIXED) for number in (1, 3)},
     "late fault": (late_fault, FIXED),
     "late fault, cut": (late_fault, FIXED, 32),
@@ -71,7 +71,7 @@ COPIES = {
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """The path of a stored trace, or of a copy."""
-    policies = {name: Policy.load(MODEL, getattr(torch, name), "cpu") for name in ("float32", "bfloat16")}
+    policy = Policy.load(MODEL, torch.float32, "cpu")
 
     @cache
     def write(name: str) -> str:
@@ -80,18 +80,16 @@ def stored(tmp_path_factory):
         change, source, *tokens = COPIES[name]
         trace = sixteen_rows(source)
         with torch.no_grad():
-            ours = Probe(policies[trace.dtype], trace, []).now.rounded[Readout()].reshape(16, 64).numpy()
-        values = change(numpy.array([rollout.logprobs for rollout in trace.rollouts]), ours)
-        rollouts = [replace(rollout, logprobs=row.tolist())
+            probe = Probe(policy, trace, [])
+        both = probe.reported, probe.now.rounded[probe.trainer]
+        values = change(*(each.reshape(16, 64).numpy() for each in both))
+        rollouts = [first_tokens(replace(rollout, logprobs=row.tolist()), *tokens or [None])
                     for rollout, row in zip(trace.rollouts, values, strict=True)]  # fmt: skip
         path = str(tmp_path_factory.mktemp("copy") / "trace.npz")
-        save_trace(path, replace(trace, rollouts=[first_tokens(each, *tokens or [None]) for each in rollouts]))
+        save_trace(path, replace(trace, rollouts=rollouts))
         return path
 
     return write
-
-
-WRONG = "inference path: wrong requests among right ones, mean"
 
 
 @pytest.mark.parametrize("before, after, word, details", [
@@ -100,26 +98,21 @@ WRONG = "inference path: wrong requests among right ones, mean"
     (DEFAULT, FIXED, "better", f"{RAW} became parity, mean |mismatch| 3.7e-01 -> SMALL nats, error ..."
                                " logprobs_mode raw_logprobs -> processed_logprobs"),
     (FIXED, TODAY, "unchanged", "parity, mean |mismatch| SMALL -> SMALL nats"),
-    (V0, TODAY, "unchanged", "parity, mean |mismatch| SMALL -> SMALL nats"),
     # A 16-bit head alone is worse than parity and better than two faults.
     (BOTH, HEAD, "better", f"{RAW}; and {HALF} became {HALF}, mean"),
     (BF16, HEAD, "worse", f"parity became {HALF}, mean ...; with it changed head hf_overrides -> model.\n"),
-    (FIXED, BF16, "worse", "parity, mean"), (BF16, FIXED, "better", "parity, mean"),
-    ("exact", "parity", "worse", "exact became parity, mean"), ("exact", "exact", "unchanged", "exact, mean"),
-    ("parity", "exact", "better", "parity became exact, mean"),
+    (BF16, FIXED, "better", "parity, mean"),
+    ("exact", "parity", "worse", "exact became parity, mean"),
     # The same cause with a larger mismatch.
-    ("1 wrong", "3 wrong", "worse", WRONG), ("3 wrong", "1 wrong", "better", WRONG),
+    ("1 wrong", "3 wrong", "worse", "inference path: wrong requests among right ones, mean"),
     # A name for an unexplained mismatch is no improvement if the mismatch grew.
     ("0.7 of raw", "raw", "worse", f"unexplained became {RAW}"),
     ("0.9 of raw", "raw", "unchanged", f"unexplained became {RAW}"),
     ("1.2 of raw", "raw", "better", f"unexplained became {RAW}"),
-    ("100 NaN", "101 NaN", "worse", "... values that are not finite 100 -> 101;"),
-    ("2 NaN", "2 NaN", "unchanged", "... values that are not finite 2 -> 2;"),
+    ("1 NaN", "2 NaN", "worse", "... values that are not finite 1 -> 2;"),
     ("1 NaN", "0 NaN", "better", "... values that are not finite 1 -> 0;"),
-    ("1 NaN", "1024 NaN", "worse", "... values that are not finite 1 -> 1024;"),
     # A fault in tokens that only the other trace has.
     ("late fault", "late fault, cut", "unchanged", "parity, mean ... 512 of the first, 0 of the second."),
-    ("late fault, cut", "late fault", "unchanged", "parity, mean ... 0 of the first, 512 of the second."),
     ("parity", "late fault", "worse", "parity became"),
 ])  # fmt: skip
 def test_the_second_trace_is_worse_better_or_unchanged(stored, capsys, before, after, word, details):
@@ -153,11 +146,10 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, field, change, complaint):
 
 def test_a_truncated_trace_and_a_group_of_one_trace_alone_are_one_sentence(tmp_path, capsys):
     whole, cut = Path(FIXED).read_bytes(), tmp_path / "cut.npz"
-    for size in (0, 100, len(whole) - 10):
+    for size in (0, len(whole) - 10):
         cut.write_bytes(whole[:size])
         assert compare(FIXED, str(cut)) == 2
-        error = capsys.readouterr().err
-        assert re.match(rf"error: {cut}: .*has the layout\)\n$", error), error
+        assert re.match(rf"error: {cut}: .*has the layout\)\n$", capsys.readouterr().err)
     assert compare(FIXED, TODAY, ("--group", "t2")) == 2
     assert "both traces must have t2, the first has t0.7, t1," in capsys.readouterr().err
     save_trace(str(tmp_path / "one.npz"), sixteen_rows(FIXED))

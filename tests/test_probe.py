@@ -27,38 +27,32 @@ MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.np
 
 # By faults that are planted, the causes to be named.
 RAW = "semantics: raw log-probabilities"
-LIKELIEST = "semantics: log-probability of the likeliest token in place of the sampled one"
 STALE = "inference path: weights 1 update(s) old"
 PREFIX = "inference path: prompt KV computed under earlier weights (stale prefix cache)"
 KEPT = "inference path: KV kept over an in-flight update"
 HALF = "numerics: head in 16 bits in the engine"
 ROUNDED = "numerics: linear layers rounded to {}, one scale for each output channel"
 EXPECTED = {
-    "raw": [RAW],
-    "top-1": [LIKELIEST],
-    "trainer without mask": ["semantics: mask applied by the sampler and not by the trainer"],
-    "trainer without penalties": ["semantics: penalties applied by the sampler and not by the trainer"],
-    "generation config": ["semantics: top_k 5 of generation_config.json in the sampler and not in the trace"],
-    "stale": [STALE],
-    "stale by 2": ["inference path: weights 2 update(s) old"],
-    "kept": [KEPT],
-    "staggered": [KEPT],
-    "recomputed": ["inference path: in-flight update with KV recomputed under the new weights"],
-    "one request": ["inference path: wrong requests among right ones"],
-    "exchanged": ["inference path: requests exchanged (responses to other prompts)"],
-    "moved on": ["objective: the trainer has moved on by 1 update(s) since (staleness)"],
-    "prefix": [PREFIX],
-    "async": [KEPT, "inference path: weight versions one token off at an update (async scheduling)"],
-    "head": [HALF],
-    "head in trainer": ["numerics: head in 16 bits in the trainer"],
-    "head on both sides": ["numerics: head in 16 bits on both sides"],
-    "raw+stale": [STALE, RAW],
-    "top-1+prefix": [PREFIX, LIKELIEST],
-    "raw+head": [RAW, HALF],
-    "head+stale": [STALE, HALF],
-    "int8": [ROUNDED.format("int8")],
-    "fp8": [ROUNDED.format("fp8")],
-    "raw+int4": [ROUNDED.format("int4"), RAW],
+    "trainer without mask": "semantics: mask applied by the sampler and not by the trainer",
+    "trainer without penalties": "semantics: penalties applied by the sampler and not by the trainer",
+    "generation config": "semantics: top_k 5 of generation_config.json in the sampler and not in the trace",
+    "stale by 2": "inference path: weights 2 update(s) old",
+    "kept": KEPT,
+    "staggered": KEPT,
+    "recomputed": "inference path: in-flight update with KV recomputed under the new weights",
+    "exchanged": "inference path: requests exchanged (responses to other prompts)",
+    "moved on": "objective: the trainer has moved on by 1 update(s) since (staleness)",
+    "prefix": PREFIX,
+    "async": f"{KEPT}; and inference path: weight versions one token off at an update (async scheduling)",
+    "head in trainer": "numerics: head in 16 bits in the trainer",
+    "head on both sides": "numerics: head in 16 bits on both sides",
+    "raw+stale": f"{STALE}; and {RAW}",
+    "top-1+prefix": f"{PREFIX}; and semantics: log-probability of the likeliest token in place of the sampled one",
+    "raw+head": f"{RAW}; and {HALF}",
+    "head+stale": f"{STALE}; and {HALF}",
+    "int8": ROUNDED.format("int8"),
+    "fp8": ROUNDED.format("fp8"),
+    "raw+int4": f"{ROUNDED.format('int4')}; and {RAW}",
 }
 
 
@@ -67,14 +61,8 @@ def reference() -> dict[str, Policy]:
     return {name: Policy.load(MODEL, getattr(torch, name), "cpu") for name in ("float32", "bfloat16")}
 
 
-def verdicts(file: str, policies: dict[str, Policy], *groups: str) -> dict[str, object]:
-    """The verdicts on some groups of a stored trace, or on all."""
-    traces = [trace for trace in load_traces(str(DATA / file)) if not groups or trace.name in groups]
-    return {trace.name: diagnose(policies[trace.meta["dtype"]], trace) for trace in traces}
-
-
-def blamed(verdict) -> list[str]:
-    return [f"{cause.layer}: {cause.name}" for cause in verdict.causes]
+def stored(file: str) -> list[Trace]:
+    return load_traces(str(DATA / file))
 
 
 # ------------------------------------------------------------------------------------------------ the V0 reference
@@ -94,38 +82,36 @@ def blamed(verdict) -> list[str]:
 ])  # fmt: skip
 def test_the_migration_from_v0_to_v1_is_diagnosed(reference, file, expected):
     in_every_group = file in ("v0_0.8.5_fp32.npz", "v1_0.32.0_fp32_default.npz", "v1_0.18.1_bf16_default.npz")
-    groups = [] if in_every_group else ["t0.7", "t0.7_pen"]
-    found = verdicts(file, reference, *groups)
-    assert found
-    for group, verdict in found.items():
+    for trace in stored(file):
+        if not in_every_group and trace.name not in ("t0.7", "t0.7_pen"):
+            continue
         # at temperature 1 without masks, and greedily, the raw distribution is the processed one
-        shown = [cause for cause in expected if not (cause == RAW and group in ("t1", "greedy"))]
-        assert blamed(verdict) == shown, f"{group}: {verdict.sentence}"
-        assert verdict.status == ("mismatch" if shown else "parity")
+        shown = [cause for cause in expected if not (cause == RAW and trace.name in ("t1", "greedy"))]
+        verdict = diagnose(reference[trace.dtype], trace)
+        assert verdict.blamed == ("; and ".join(shown) or "parity"), f"{trace.name}: {verdict.sentence}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_precise_values_are_those_of_a_model_in_twice_the_precision(reference, dtype):
-    (trace, *_) = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))
+    trace = stored("v1_0.32.0_fp32_fixes.npz")[0]
     rollout = trace.rollouts[3]
     ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
     with torch.no_grad():
-        probe = Probe(reference[str(dtype).removeprefix("torch.")], replace(trace, rollouts=[rollout]), [])
-        logits = Policy.load(MODEL, dtype, "cpu").model.double()(ids).logits / 0.7
+        probe = Probe(reference[dtype], replace(trace, rollouts=[rollout]), [])
+        logits = Policy.load(MODEL, getattr(torch, dtype), "cpu").model.double()(ids).logits / 0.7
     own = logits.log_softmax(dim=-1)[0, range(ids.shape[1] - 1), ids[0, 1:]][-len(rollout.token_ids) :]
     precise, rounded = (values[probe.trainer] for values in (probe.now.precise, probe.now.rounded))
     assert (precise - own).abs().max() < (rounded - own).abs().max() / 10
 
 
 def test_the_limit_is_that_of_its_formula(reference):
-    (trace, *_) = load_traces(str(DATA / "v1_0.32.0_fp32_fixes.npz"))
+    trace = stored("v1_0.32.0_fp32_fixes.npz")[0]
     with torch.no_grad():
         probe = Probe(reference["float32"], replace(trace, rollouts=trace.rollouts[:4]), [])
     rows = probe.trainer_error(probe.now, probe.trainer).abs().view(4, 64).numpy()
     spread = ((rows.mean(axis=1).var() * 4 + (rows**2).mean()) / 4) ** 0.5
-    found = probe.explain(probe.now, probe.trainer)
-    assert found.allowed == pytest.approx(1.3 * (rows.mean() + 3 * spread / 2) + 1e-6)
-    assert found.allowed_alone == pytest.approx(2.6 * (rows.mean() + 3 * spread) + 2e-6)
+    assert probe.start.allowed == pytest.approx(1.3 * (rows.mean() + 3 * spread / 2) + 1e-6)
+    assert probe.start.allowed_alone == pytest.approx(2.6 * (rows.mean() + 3 * spread) + 2e-6)
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
@@ -138,38 +124,10 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("planted")
 
 
-def meddle(engine: Engine, faults: set[str], patch: pytest.MonkeyPatch) -> None:
-    """Change requests and outputs between the adapter and vLLM's core."""
-    core = engine.llm.engine_core
-    add_request, get_output = core.add_request, core.get_output
-
-    def add(request):
-        if "generation config" in faults:
-            request.sampling_params.top_k = 5
-        if "top-1" in faults:
-            request.sampling_params.logprobs = 1
-        add_request(request)
-
-    def output():
-        outputs = get_output()
-        for new in outputs.outputs if "top-1" in faults else ():
-            values = new.new_logprobs.logprobs.copy()  # (tokens, entries), of the sampled tokens in column 0
-            values[:, 0] = values.max(axis=1)
-            new.new_logprobs = new.new_logprobs._replace(logprobs=values)
-        return outputs
-
-    patch.setattr(core, "add_request", add)
-    patch.setattr(core, "get_output", output)
-
-
-def spoil_kv(engine: Engine, place: int) -> int:
-    """Overwrite the first KV block of one running request; returns the request's number."""
-    scheduler = engine.core.scheduler
-    request = scheduler.running[place].request_id
-    block = scheduler.kv_cache_manager.get_block_ids(request)[0][0]
-    for cache in engine.runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
-        cache[block].neg_()
-    return int(request)
+def report_likeliest(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """In place of each sampled token's log-probability; the requests must ask for the likeliest's too."""
+    patch.setattr(engine, "_take", lambda rollout, output: rollout.append(
+        output.new_token_ids, output.new_logprobs.logprobs.max(axis=1).tolist(), engine.weight_version))  # fmt: skip
 
 
 def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, tied: bool = False, batch: int = 24,
@@ -179,8 +137,8 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     """
     model = qwen2(tied, dtype=dtype)
     with torch.no_grad():  # an offset in all logits changes the rounding of a 16-bit head but not the softmax
-        model.model.embed_tokens.weight[:, 0] = 4.0
-        model.get_output_embeddings().weight[:, 0] = 4.0
+        for weight in model.model.embed_tokens.weight, model.get_output_embeddings().weight:
+            weight[:, 0] = 4.0
     parity = ParityFlags(processed_logprobs="raw" not in faults, uncached_runtime=not faults & {"prefix", "async"},
                          fp32_head=not faults & {"head", "head on both sides"})  # fmt: skip
     policy = Policy(model, Scoring(fp32_head=parity.fp32_head))
@@ -188,14 +146,11 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     model.save_pretrained(place)
     with started(place, policy, parity, max_model_len=192, block_size=32, max_num_seqs=128) as engine:
         engine.canary_tolerance = math.inf
-    if "generation config" in faults:
-        model.generation_config.top_k = 5
     generator = torch.Generator().manual_seed(100)
     lengths = torch.randint(3, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
     prompts = [torch.randint(6, 96, (length,), generator=generator).tolist() for length in lengths]
     seeds = [5000 + 7 * row for row in range(batch)]
-    stops = (2, 3, 4, 5)
-    sampling = Sampling(temperature, 40, stops)
+    sampling = Sampling(temperature, 40, stop_token_ids=(2, 3, 4, 5))
     if "trainer without mask" in faults:
         sampling = replace(sampling, top_k=8)
     if "trainer without penalties" in faults:
@@ -204,14 +159,19 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     if "stale by 2" in faults:
         move(policy, 0.01, 50)
         earlier.insert(0, policy.copied_weights())
-    rollouts, meta = [], {"dtype": str(dtype).removeprefix("torch."), "stop_token_ids": list(stops)}
+    rollouts, asked = [], sampling
+    if "generation config" in faults:
+        model.generation_config.top_k = 5
+        asked = replace(sampling, top_k=5)
     with pytest.MonkeyPatch.context() as patch:
-        meddle(engine, faults, patch)
+        if "top-1" in faults:
+            report_likeliest(engine, patch)
+            asked = replace(sampling, max_kept=1)
         if "prefix" in faults:
-            engine.generate(prompts[:-3], 1, sampling, seeds[:-3])  # all but three are sent again
+            engine.generate(prompts[:-3], 1, asked, seeds[:-3])  # all but three are sent again
         if faults & IN_FLIGHT:
             for prompt, seed in zip(prompts, seeds, strict=True):
-                rollouts += engine.submit(prompt, 1, sampling, seed)
+                rollouts += engine.submit(prompt, 1, asked, seed)
                 if "staggered" in faults and len(rollouts) % 2:
                     engine.step()
             for _ in range(11):
@@ -226,19 +186,15 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
                 for kind in faults & {"int8", "fp8", "int4"}:
                     weights = RoundedWeights(model, kind)(weights)
                 engine.load(weights, policy.response_logprobs)
-        rollouts = rollouts or [engine.submit(p, 1, sampling, s)[0] for p, s in zip(prompts, seeds, strict=True)]
-        first, steps = min(map(int, engine._requests)), 0
+        rollouts = rollouts or [engine.submit(p, 1, asked, s)[0] for p, s in zip(prompts, seeds, strict=True)]
         while engine.num_unfinished:
             engine.step()
-            steps += 1
-            if "one request" in faults and steps == 6:
-                meta["spoiled"] = spoil_kv(engine, batch // 3) - first
     if "exchanged" in faults:
         rollouts[3].prompt_ids, rollouts[9].prompt_ids = rollouts[9].prompt_ids, rollouts[3].prompt_ids
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
     version = engine.weight_version + ("moved on" in faults)
     trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"
-    return policy, Trace("planted", rollouts, sampling, meta), earlier, version, trainer
+    return policy, Trace("planted", rollouts, sampling), earlier, version, trainer
 
 
 @pytest.mark.engine
@@ -257,17 +213,14 @@ def test_clean_traces_of_the_live_engine_are_parity(folder, tied, dtype):
 def test_a_planted_fault_is_named_and_the_policy_is_unchanged(folder, name):
     dtype = torch.bfloat16 if "head" in name else torch.float32
     policy, trace, *others = plant(folder, {*name.split("+")}, dtype)
-    before = {n: p.clone() for n, p in policy.model.named_parameters()}
+    before = policy.copied_weights()
     verdict = diagnose(policy, trace, *others)
-    assert blamed(verdict) == EXPECTED[name], verdict.sentence
+    assert verdict.blamed == EXPECTED[name], verdict.sentence
     if name == "kept":
         assert "before token 11 of the response" in verdict.sentence
-    if name == "one request":
-        assert verdict.requests["wrong"] == [trace.meta["spoiled"]]
     if name == "exchanged":
         assert verdict.requests["wrong"] == [3, 9]
-    for n, p in policy.model.named_parameters():
-        assert p.dtype == dtype and torch.equal(p, before[n])
+    assert all(torch.equal(parameter, before[each]) for each, parameter in policy.model.named_parameters())
 
 
 @pytest.mark.engine
@@ -278,7 +231,7 @@ def test_a_fault_that_no_hypothesis_explains_is_unexplained_and_names_the_next_c
         policy.model.model.layers[0].mlp.up_proj.weight.mul_(1.3)
     move(policy, 0.01, 3)
     verdict = diagnose(policy, trace)
-    assert (verdict.status, verdict.causes) == ("unexplained", [])
+    assert verdict.blamed == "unexplained"
     for part in ("\n raw log-probabilities ", "Not tested without earlier weights", "python -m probe layers"):
         assert part in verdict.report
 
@@ -296,40 +249,35 @@ def test_norms_with_another_epsilon_are_found_over_5000_tokens_in_bfloat16(folde
 
 # ------------------------------------------------------------------------------------------------ broken output
 def test_values_that_are_not_finite_and_the_worst_finite_ones_are_listed(reference):
-    trace = load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
+    trace = stored("v0_0.8.5_fp32.npz")[0]
     trace.rollouts[5].logprobs[3], trace.rollouts[9].logprobs[0] = math.nan, -math.inf
     trace.rollouts[5].logprobs[7] -= 60.0
     verdict = diagnose(reference["float32"], trace)
-    assert verdict.status == "mismatch"
-    assert verdict.requests["not finite"] == [5, 9]
-    assert "not finite" in verdict.sentence
-    first, *others = verdict.worst.split("; ")
-    assert (first[:6], len(others)) == ("5, 7: ", 9)
-    trainer, reported = map(float, first[6:].split(", "))
-    assert trainer - reported == pytest.approx(60, abs=1e-3)
-    assert reported == pytest.approx(trace.rollouts[5].logprobs[7], abs=1e-4)
+    assert verdict.blamed.endswith("inference path: log-probabilities that are not finite")
+    assert "Requests not finite: 5, 9" in verdict.report
+    worst = verdict.worst.split("; ")
+    assert len(worst) == 10
+    assert worst[0].startswith("5, 7: ")
+    assert worst[0].endswith(f", {trace.rollouts[5].logprobs[7]:.4f}")
 
 
 def test_values_of_the_traces_trainer_that_are_not_finite_are_a_mismatch_and_listed(reference):
     """The engine's values are parity."""
-    trace = load_traces(str(DATA / "v0_0.8.5_fp32.npz"))[0]
+    trace = stored("v0_0.8.5_fp32.npz")[0]
     own = [list(rollout.logprobs) for rollout in trace.rollouts]
-    assert diagnose(reference["float32"], replace(trace, trainer_logprobs=own)).status == "parity"
     own[1][4], own[3][4] = -math.inf, math.nan
     verdict = diagnose(reference["float32"], replace(trace, trainer_logprobs=own))
-    assert verdict.status == "mismatch"
-    assert blamed(verdict) == ["numerics: log-probabilities of the trace's own trainer that are not finite"]
+    assert verdict.blamed == "numerics: log-probabilities of the trace's own trainer that are not finite"
     assert "Requests not finite in the trainer: 1, 3" in verdict.report
 
 
 # ------------------------------------------------------------------------------------------------ traces and commands
 def test_a_trace_is_the_same_after_save_and_load(tmp_path):
-    rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5], [1, 2]),
-                Rollout([7], None, [8, 9, 2], [-0.125, -2.0, -3.0], [2, 2, 2])]
+    rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5], [1, 2]), Rollout([7], None, [2], [-0.125], [2])]
     trace = Trace("mine", rollouts, Sampling(0.7, 3, (2,), top_k=5))
     save_trace(str(tmp_path / "trace.npz"), trace)
     (again,) = load_traces(str(tmp_path / "trace.npz"))
-    assert (again.name, again.sampling, again.rollouts) == (trace.name, trace.sampling, trace.rollouts)
+    assert replace(again, meta={}) == trace
 
 
 def json_trace(**changes) -> dict:
@@ -344,10 +292,8 @@ def json_trace(**changes) -> dict:
     (json_trace() | {"groups": {}}, "groups must name at least one group"),
     (json_trace(tokens=[], logprobs=[]), "g/tokens must have a non-empty row for each non-empty row of prompt_ids"),
     (json_trace(tokens=[[4, 5.5]]), "g/tokens must be rows of numbers: 5.5 is no token id, and no padding of -1"),
-    (json_trace(tokens=[[4, "a"]]), "g/tokens must be rows of numbers"),
     (json_trace(tokens=[[4, -3]]), "g/tokens must be rows of numbers: -3 is no token id"),
     (json_trace(tokens=[4, 5]), "g/tokens must be rows of numbers"),
-    (json_trace(tokens=[[4, float("inf")]]), "g/tokens must be rows of numbers"),
     (json_trace(logprobs=[[-0.5]]), "g/logprobs must have the shape of g/tokens"),
     (json_trace(sampling={"temperature": -1.0}), "temperature must be in [0.01,"),
     (json_trace(sampling={"temperature": 1.0, "logit_bias": {}}), "unexpected keyword argument 'logit_bias'"),
@@ -376,12 +322,11 @@ def test_diagnose_needs_no_vllm_and_exits_with_0_for_parity():
 
 def test_exit_status_is_1_for_a_mismatch_and_the_report_has_its_figures(capsys):
     assert exit_status("diagnose", "--model", MODEL, DEFAULT, "--group", "t0.7") == 1
-    title, _, best, *others, _, sentence = capsys.readouterr().out.strip().splitlines()
+    title, _, best, *_, sentence = capsys.readouterr().out.strip().splitlines()
     assert title == "t0.7: 4096 tokens"
     assert sentence.startswith("=> semantics: raw log-probabilities. Repair: ")
     assert best.startswith("*raw log-probabilities ")
-    without = next(row for row in others if row.startswith(" nothing wrong "))
-    assert float(best.split()[-2]) < 1e-5 < 0.1 < float(without.split()[-2])
+    assert float(best.split()[-2]) < 1e-5
 
 
 @pytest.mark.parametrize("arguments, complaint", [
@@ -410,7 +355,7 @@ def test_a_recorded_workload_is_parity_with_every_sampling_parameter_set(tmp_pat
     assert exit_status(*command) == 0
     (trace,) = load_traces(str(out))
     assert trace.meta["audit"]["logprobs_mode"] == "processed_logprobs"
-    assert sum(len(r.token_ids) for r in trace.rollouts) == 64 * 64
+    assert trace.num_tokens == 64 * 64
     verdict = diagnose(Policy.load(str(folder), torch.float32, "cpu"), trace)
     assert verdict.status == "parity", verdict.sentence
 
@@ -424,10 +369,9 @@ def test_a_trace_is_exact_until_a_weight_changes(tmp_path):
         prompts = [list(range(5, 8 + index)) for index in range(24)]
         trace = as_trace(engine, engine.generate(prompts, 1, sampling, [*range(24)]), sampling)
         verdict, earlier = diagnose(engine.policy, trace), engine.policy.copied_weights()
-        assert verdict.sentence.startswith("exact: all 576 tokens are equal bit for bit")
-        assert (verdict.sizes[0], verdict.start.mean > 0) == ("0.0e+00", True)
+        assert verdict.sentence.startswith("exact: all 576 tokens are equal bit for bit. mean |mismatch| 0.0e+00 nats")
         move(engine.policy, 0.01, 1)
-        assert "1 update(s)" in diagnose(engine.policy, trace, [earlier]).blamed
+        assert diagnose(engine.policy, trace, [earlier]).blamed == STALE
 
 
 def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
@@ -437,7 +381,7 @@ def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
     for metric, value, name in (
         ("current_mismatch_kl", 2e-3, "mismatch_kl"), ("current_mismatch_abs_mean", 0.05, "mismatch_abs_mean"),
         ("current_ess", 0.97, "ess_loss"), ("backend_clip_rate", 0.006, "backend_clip_rate"),
-        ("backend_ratio_mean", 1.006, "backend_ratio_error"), ("backend_ratio_mean", 0.994, "backend_ratio_error"),
+        ("backend_ratio_mean", 0.994, "backend_ratio_error"),
         ("backend_ratio_mean", math.nan, "backend_ratio_error"),
     ):  # fmt: skip
         assert alarms(clean | {metric: value}, 0.2) == [name]

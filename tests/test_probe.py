@@ -1,5 +1,6 @@
 """The probe on traces of three versions of vLLM, on faults planted in a live engine, and on malformed input."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -187,8 +188,14 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
                     weights = RoundedWeights(model, kind)(weights)
                 engine.load(weights, policy.response_logprobs)
         rollouts = rollouts or [engine.submit(p, 1, asked, s)[0] for p, s in zip(prompts, seeds, strict=True)]
-        while engine.num_unfinished:
+        for step in itertools.takewhile(lambda _: engine.num_unfinished, itertools.count(1)):
             engine.step()
+            if "one request" in faults and step == 6:  # its first KV block is overwritten
+                running = [request.request_id for request in engine.core.scheduler.running]
+                (name,) = [each for each in running if engine._requests[each].seed == seeds[8]]
+                block = engine.core.scheduler.kv_cache_manager.get_block_ids(name)[0][0]
+                for cache in engine.runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
+                    cache[block].neg_()
     if "exchanged" in faults:
         rollouts[3].prompt_ids, rollouts[9].prompt_ids = rollouts[9].prompt_ids, rollouts[3].prompt_ids
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
@@ -218,6 +225,8 @@ def test_a_planted_fault_is_named_and_the_policy_is_unchanged(folder, name):
     assert verdict.blamed == EXPECTED[name], verdict.sentence
     if name == "kept":
         assert "before token 11 of the response" in verdict.sentence
+    if name == "one request":
+        assert verdict.requests["wrong"] == [8]
     if name == "exchanged":
         assert verdict.requests["wrong"] == [3, 9]
     assert all(torch.equal(parameter, before[each]) for each, parameter in policy.model.named_parameters())

@@ -16,8 +16,6 @@ from lab.study import markdown, read_json
 LINES = {
     "two": ("two policies", "tab:red", "-"),
     "two-wide": ("two policies, no clip", "tab:red", ":"),
-    "two-upper": ("two, upper bound", "tab:red", "--"),
-    "two-lower": ("two, lower bound", "tab:red", "-."),
     "three": ("three policies", "black", "-"),
     "tis-token": ("with TIS", "tab:blue", "-"),
     "icepop": ("IcePop", "tab:cyan", "-"),

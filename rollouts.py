@@ -71,11 +71,6 @@ class Rollout:
         of_prompt = [] if self.prompt_version is None else [self.prompt_version]
         return min(of_prompt + self.versions, default=None)
 
-    @property
-    def num_trained(self) -> int:
-        """Tokens that have a loss."""
-        return sum(self.trained) if self.trained else len(self.token_ids)
-
     def append(self, token_ids: list[int], logprobs: list[float], version: int) -> None:
         """Add sampled tokens. Raises: FloatingPointError if a log-probability is not finite."""
         if not all(map(math.isfinite, logprobs)):

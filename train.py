@@ -99,7 +99,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     oldest = [rollout.oldest_version for rollout in rollouts]  # weight versions
     # The rows that were sampled with the current weights alone.
     current = batch.mask_rows([version == engine.weight_version for version in oldest])
-    metrics = {"step": step} | rollout_metrics(rollouts, grpo.group_size)
+    metrics = {"step": step} | rollout_metrics(rollouts, batch, grpo.group_size)
     metrics |= measure_staleness(rollouts, oldest, engine.weight_version)
     # The entropy; kept_mass, outside_frac, routed_otherwise and router_noise with their options.
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
@@ -126,10 +126,12 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     return Step(metrics, problems, batch, current)
 
 
-def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float]:
-    """Metrics of the rollouts alone."""
+def rollout_metrics(
+    rollouts: list[Rollout], batch: Batch, group_size: int
+) -> dict[str, float]:
+    """Metrics of the rollouts alone; tokens are those that have a loss."""
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
-    tokens = sum(rollout.num_trained for rollout in rollouts)
+    tokens = int(batch.mask.sum())
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
     groups = scores.view(-1, group_size)  # (P, G)
     return {

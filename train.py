@@ -126,9 +126,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     return Step(metrics, problems, batch, current)
 
 
-def rollout_metrics(
-    rollouts: list[Rollout], batch: Batch, group_size: int
-) -> dict[str, float]:
+def rollout_metrics(rollouts: list[Rollout], batch: Batch, group_size: int) -> dict[str, float]:
     """Metrics of the rollouts alone; tokens are those that have a loss."""
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     tokens = int(batch.mask.sum())

@@ -11,6 +11,7 @@ In reading order: the fixes as settings of vLLM (`SETTINGS`), the proof of a loa
 import ctypes
 import gc
 import itertools
+import math
 import os
 import re
 import time
@@ -338,7 +339,7 @@ class Engine:
         self._cache_salt: str | None = None
         # Requests that kept their KV cache at the last load, and their preemptions then.
         self._kept: list[tuple[Any, int]] = []
-        self._places: dict[str, Any] = {}  # of `holding`
+        self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restores
         self.weight_version = 0
         # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has
         # lost to preemption.
@@ -478,23 +479,24 @@ class Engine:
     def holding(self) -> Iterator[None]:
         """Unfinished requests stay as they are, while others run to their end.
 
-        vLLM's scheduler does not see them meanwhile; their KV cache and their places in the
-        runner's batch, whose order decides which random numbers a row gets, come back.
+        vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch
+        are restored, because the order of rows decides the random numbers.
 
-        Raises: EngineStateError if they leave no KV cache for one row of full length.
+        Raises: EngineStateError if they leave no KV cache for one row of full length. An exception
+        inside ends the run: they are not restored.
         """
         from vllm.v1.core.sched.request_queue import create_request_queue
 
         scheduler = self.core.scheduler
         cache = self.llm.vllm_config.cache_config
-        longest = -(-self.llm.vllm_config.model_config.max_model_len // cache.block_size)
+        longest = math.ceil(self.llm.vllm_config.model_config.max_model_len / cache.block_size)
         if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest:
             raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
                                    " more --kv-cache-gib or fewer --inflight-groups")
         batch = getattr(self.runner, "input_batch", None)  # V1's
-        # A row that has finished keeps its place until the next step.
-        states = self._places | self.runner.requests if batch else {}
-        self._places = {name: states[name] for name in batch.req_ids} if batch else {}
+        if batch:  # A row that has finished keeps its place until the next step.
+            known = self._places | self.runner.requests
+            self._places = {name: known[name] for name in batch.req_ids}
         running, waiting = scheduler.running, scheduler.waiting
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
         yield

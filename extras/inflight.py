@@ -72,20 +72,23 @@ class GroupsInFlight(Synchronous):
         self._fill()
         due = self._due(num_groups) if self.pace else []
         while True:
-            late = [group for group in self.groups if group.complete and group not in due]
-            if all(group.complete for group in due) and len(due) + len(late) >= num_groups:
+            others = [group for group in self.groups if group.complete and group not in due]
+            if all(group.complete for group in due) and len(due) + len(others) >= num_groups:
                 break
-            assert self.engine.num_unfinished, f"{num_groups=} {len(due)=} {len(late)=}, none runs"
+            assert self.engine.num_unfinished, f"{num_groups=} {len(due)=} {len(others)=}"
             self.engine.step()
             self._fill()
-        taken = due + late[: num_groups - len(due)]
+        taken = due + others[: num_groups - len(due)]
         self.groups = [group for group in self.groups if group not in taken]
         self.counters["groups_trained"] += num_groups
         return taken
 
     def _due(self, num_groups: int) -> list[Group]:
-        """The first groups that this step must take, if each step takes so many and one update
-        follows it, so that none becomes too old."""
+        """The first groups, in order of submission, that cannot wait for the next step.
+
+        A group may wait `left` more steps, and each takes `num_groups`. So of the first `count`
+        groups at least `count - num_groups * left` are taken now.
+        """
         version, due = self.engine.weight_version, 0
         for count, group in enumerate(self.groups, 1):
             left = group.oldest_version(version) + self.max_staleness - version  # updates
@@ -104,9 +107,9 @@ class GroupsInFlight(Synchronous):
 
         Returns counts: groups in flight now; the others since the run's first step.
         """
-        oldest = self.engine.weight_version - self.max_staleness
+        version = self.engine.weight_version
         for group in [group for group in self.groups
-                      if group.oldest_version(oldest) < oldest]:
+                      if version - group.oldest_version(version) > self.max_staleness]:
             self.groups.remove(group)
             self.engine.abort(group.rollouts)
             self.counters["groups_dropped"] += 1

@@ -14,7 +14,8 @@ S = 73 states (beginnings), V = 8 words, T = 3 words in an answer, Y = 1,024 ans
 
 import shlex
 from collections.abc import Callable
-from math import log
+from functools import partial
+from math import inf, log
 from statistics import fmean as mean
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ class Backend(NamedTuple):
     temperature: float = TEMPERATURE  # of the trainer
 
 
+Figures = tuple[float, ...]
 Kind = Callable[[Tensor, Tensor, float], Backend]  # of logits and noise, (S, V), and a size
 
 
@@ -66,18 +68,18 @@ def at(logits: Tensor, temperature: float = TEMPERATURE) -> Tensor:
     return (logits / temperature).log_softmax(dim=1)
 
 
-def sampler(logits: Tensor) -> Backend:
-    """A sampler with other logits reports its own values."""
+def honest(logits: Tensor) -> Backend:
+    """A sampler with other logits that reports its own values."""
     return Backend(at(logits), at(logits))
 
 
 WHOLE = torch.zeros(S, 1)  # the states of the answers that begin with the wrong word
 WHOLE[STATES[ANSWERS[:, 0] == WRONG[0], 1:]] = 1
 KINDS: dict[str, Kind] = {
-    "rounding": lambda z, noise, size: sampler(z + size * noise),
-    "unlikely words": lambda z, noise, size: sampler(z + size * noise * (at(z) < log(0.1))),
-    "whole answers": lambda z, noise, size: sampler(z + size * noise * WHOLE),
-    "stale policy": lambda z, noise, size: sampler(z - size * true_gradient(z)),
+    "rounding": lambda z, noise, size: honest(z + size * noise),
+    "unlikely words": lambda z, noise, size: honest(z + size * noise * (at(z) < log(0.1))),
+    "whole answers": lambda z, noise, size: honest(z + size * noise * WHOLE),
+    "stale policy": lambda z, noise, size: honest(z - size * true_gradient(z)),
     "raw values": lambda z, _, size: Backend(at(z), at(z, TEMPERATURE * (1 + size))),
     "raw on both sides": lambda z, _, size: Backend(
         at(z), at(z, TEMPERATURE * (1 + size)), TEMPERATURE * (1 + size)),
@@ -122,13 +124,12 @@ def true_gradient(logits: Tensor) -> Tensor:
     return torch.autograd.grad(chances(at(logits)) @ SHARE, logits)[0]
 
 
-def gradient(
-    logits: Tensor, old_logits: Tensor, backend: Backend, form: GrpoConfig, luck: float
-) -> tuple[Tensor, float]:
+def gradient(logits: Tensor, old_logits: Tensor, backend: Backend, form: GrpoConfig,
+             luck: float) -> tuple[Tensor, float]:
     """The mean (S, V) and the variance of one answer's gradient, summed over all logits."""
     logits = logits.detach().requires_grad_()
     policy, chance = at(logits, backend.temperature), chances(backend.drawn)
-    rewards = SHARE + luck * SIGN  # (Y,)
+    rewards = SIGN if luck == inf else SHARE + luck * SIGN  # (Y,)
     centred = rewards - chance @ rewards
     advantages = (centred / (chance @ centred**2).sqrt().clamp(min=1e-4))[:, None]  # (Y, 1)
     logprobs, behavior = of_answers(policy), of_answers(backend.reported)  # (Y, T)
@@ -145,26 +146,42 @@ def gradient(
     return expected, (second - (expected**2).sum()).item()
 
 
-def direction(
-    kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int
-) -> tuple[float, ...]:
-    """Cosine, ratio of the norms and of the variances, against three policies at parity."""
+def direction(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int) -> Figures:
+    """Cosine, ratio of norms and of variances, against three policies at parity with this luck."""
     logits, noise, size = setting(kind, wanted, seed)
     ours, variance = gradient(logits, logits, kind(logits, noise, size), form, luck)
-    right, usual = gradient(logits, logits, sampler(logits), FORMS["three"], luck)
+    right, usual = gradient(logits, logits, honest(logits), FORMS["three"], luck)
     cosine = torch.cosine_similarity(ours.flatten(), right.flatten(), dim=0)
     return cosine.item(), (ours.norm() / right.norm()).item(), variance / usual
 
 
-def outcome(
-    kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int
-) -> tuple[float, ...]:
-    """Expected reward and entropy (nats a token) after 100 batches of two steps of Adam each."""
+def force(kind: Kind, form: GrpoConfig, wanted: float, _: float, seed: int) -> Figures:
+    """With a reward of luck alone: cosine with the descent of KL(policy || reported), and norm."""
     logits, noise, size = setting(kind, wanted, seed)
-    scale, optimizer = logits.std(), torch.optim.Adam([logits], lr=0.1)
+    backend = kind(logits, noise, size)
+    ours, _ = gradient(logits, logits, backend, form, inf)
+    right, _ = gradient(logits, logits, honest(logits), FORMS["three"], 0.0)
+    moved = logits.clone().requires_grad_()
+    distance = chances(at(moved)) @ of_answers(at(moved) - backend.reported).sum(dim=1)
+    away, = torch.autograd.grad(distance, moved)
+    cosine = torch.cosine_similarity(ours.flatten(), -away.flatten(), dim=0)
+    return cosine.item(), (ours.norm() / right.norm()).item()
+
+
+def outcome(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int,
+            renewed: bool = False) -> Figures:
+    """Expected reward and entropy (nats a token) after 100 batches of two steps of Adam each.
+
+    The sampler follows. Its error grows with the logits and, unless `renewed`, keeps its direction.
+    """
+    logits, noise, size = setting(kind, wanted, seed)
+    first_scale, generator = logits.std(), torch.Generator().manual_seed(2000 + seed)
+    optimizer = torch.optim.Adam([logits], lr=0.1)
     for _ in range(100):
-        old = logits.clone()  # the sampler follows, and its error grows with the logits
-        backend = kind(old, noise * old.std() / scale, size)
+        old = logits.clone()
+        if renewed:
+            noise = torch.randn(S, V, generator=generator).double()
+        backend = kind(old, noise * old.std() / first_scale, size)
         for _ in range(2):
             logits.grad = -gradient(logits, old, backend, form, luck)[0]
             optimizer.step()
@@ -172,7 +189,7 @@ def outcome(
     return (chance @ SHARE).item(), -(chance @ of_answers(at(logits)).mean(dim=1)).item()
 
 
-def table(measure: Callable[..., tuple[float, ...]], wanted: float, luck: float) -> str:
+def table(measure: Callable[..., Figures], wanted: float, luck: float) -> str:
     rows = [["mismatch", *FORMS]]
     for name, kind in KINDS.items():
         rows.append([name])
@@ -182,12 +199,19 @@ def table(measure: Callable[..., tuple[float, ...]], wanted: float, luck: float)
     return markdown(rows)
 
 
+MEASURES = {
+    "cosine, norms, variances": (direction, 0.0), "the same with luck": (direction, LUCK),
+    "of luck alone: cosine with the way to the reported values, norm": (force, inf),
+    "reward, entropy after 100 batches": (outcome, 0.0), "the same, with luck": (outcome, LUCK),
+    "and an error drawn anew": (partial(outcome, renewed=True), LUCK),
+}  # fmt: skip
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    for measure, luck in ((direction, 0.0), (direction, LUCK), (outcome, LUCK)):
+    for title, (measure, luck) in MEASURES.items():
         for wanted in (0.03, 0.13, 0.3):
-            print(f"{measure.__doc__.splitlines()[0]} {wanted} nats, luck {luck}\n\n"
-                  f"{table(measure, wanted, luck)}\n", flush=True)
+            print(f"{wanted} nats, {title}\n\n{table(measure, wanted, luck)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from helpers import ROOT
 
 from lab import dose, gradients
-from lab.gradients import ANSWERS, FORMS, KINDS, S, T, V, at, chances, direction, first_policy, gradient, sampler
+from lab.gradients import ANSWERS, FORMS, KINDS, S, T, V, at, chances, direction, first_policy, gradient, honest
 
 
 def test_the_true_gradient_is_that_of_finite_differences():
@@ -55,7 +55,7 @@ def test_at_parity_each_form_has_the_direction_of_the_true_gradient(luck):
     logits = first_policy(3)
     right = gradients.true_gradient(logits).flatten()
     for form in FORMS.values():
-        ours = gradient(logits, logits, sampler(logits), form, luck)[0].flatten()
+        ours = gradient(logits, logits, honest(logits), form, luck)[0].flatten()
         assert torch.cosine_similarity(ours, right, dim=0) > 1 - 1e-9
 
 
@@ -65,12 +65,25 @@ def test_each_kind_has_the_mismatch_that_was_asked_for(kind):
     assert gradients.nats(logits, KINDS[kind](logits, noise, size)) == pytest.approx(0.13, rel=1e-6)
 
 
-def test_the_clip_turns_luck_into_a_bias():
-    """An upper bound removes pushes up and keeps the pushes down of the same word; without a clip luck cancels."""
-    kind = KINDS["rounding"]
-    assert direction(kind, FORMS["two"], 0.13, 2.0, 1)[0] < direction(kind, FORMS["two"], 0.13, 0.0, 1)[0] - 0.1
-    lucky, unlucky = (direction(kind, FORMS["two-wide"], 0.13, luck, 1)[0] for luck in (2.0, 0.0))
-    assert lucky == pytest.approx(unlucky, abs=1e-6)
+def test_luck_alone_moves_the_policy_only_with_a_clip_and_then_towards_the_reported_values():
+    """A small step along it lowers KL(policy || reported)."""
+    for kind in (KINDS["rounding"], KINDS["raw values"]):
+        logits, noise, size = gradients.setting(kind, 0.13, 1)
+        backend = kind(logits, noise, size)
+        for name in ("two", "two-wide", "three"):
+            ours = gradient(logits, logits, backend, FORMS[name], float("inf"))[0]
+            assert (ours.norm() > 1e-3) == (name == "two")
+        cosine, _ = gradients.force(kind, FORMS["two"], 0.13, 0.0, 1)
+        assert cosine > 0.6
+        moved = logits + 1e-4 * gradient(logits, logits, backend, FORMS["two"], float("inf"))[0]
+        before, after = (chances(at(each)) @ gradients.of_answers(at(each) - backend.reported).sum(dim=1)
+                         for each in (logits, moved))  # fmt: skip
+        assert after < before
+
+
+def test_an_error_that_is_drawn_anew_does_not_accumulate():
+    kept, renewed = (gradients.outcome(KINDS["rounding"], FORMS["two"], 0.3, 0.5, 1, each)[0] for each in (False, True))
+    assert kept < 0.6 < 0.9 < renewed
 
 
 def test_the_page_has_the_records_rows_and_the_gradients_cosines(tmp_path):

@@ -158,6 +158,9 @@ class GrpoConfig:
         if self.clip_low is not None and OBJECTIVES[self.objective].clip[0] is None:
             raise ValueError(f"clip_low must not be given with {self.objective} (it has an upper"
                              f" cap only), got {self.clip_low}")
+        if self.clip_high is not None and self.objective == "reinforce":
+            raise ValueError("clip_high must not be given with reinforce (its ratio is not bounded;"
+                             f" cispo has a cap), got {self.clip_high}")
         needed = OBJECTIVES[self.objective].old_policy
         if needed not in (None, self.old_policy):
             raise ValueError(f"old_policy must be {needed} with objective {self.objective}, got"

@@ -480,7 +480,8 @@ class Engine:
         """Unfinished requests stay as they are, while others run to their end.
 
         vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch
-        are restored, because the order of rows decides the random numbers.
+        are restored, because the order of rows decides the random numbers. With async scheduling a
+        step is under way: its tokens still arrive, and vLLM orders the rows anew.
 
         Raises: EngineStateError if they leave no KV cache for one row of full length. An exception
         inside ends the run: they are not restored.
@@ -493,7 +494,8 @@ class Engine:
         if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest:
             raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
                                    " more --kv-cache-gib or fewer --inflight-groups")
-        batch = getattr(self.runner, "input_batch", None)  # V1's
+        asynchronous = self.llm.vllm_config.scheduler_config.async_scheduling
+        batch = None if asynchronous else getattr(self.runner, "input_batch", None)  # V1's
         if batch:  # A row that has finished keeps its place until the next step.
             known = self._places | self.runner.requests
             self._places = {name: known[name] for name in batch.req_ids}
@@ -501,8 +503,9 @@ class Engine:
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
         yield
         self.step()  # The runner forgets the finished rows.
-        scheduler.running, scheduler.waiting = running, waiting
-        for place in self._places.values():
+        scheduler.running = [each for each in running if not each.is_finished()]
+        scheduler.waiting = waiting
+        for place in self._places.values() if batch else ():
             batch.add_request(place)
 
     def sampling_params(self, sampling: Sampling, seed: int | None) -> Any:

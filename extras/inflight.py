@@ -71,6 +71,7 @@ class GroupsInFlight(Synchronous):
         """
         self._fill()
         due = self._due(num_groups) if self.pace else []
+        assert len(due) <= num_groups, f"{len(due)=} {num_groups=}"
         while True:
             others = [group for group in self.groups if group.complete and group not in due]
             if all(group.complete for group in due) and len(due) + len(others) >= num_groups:

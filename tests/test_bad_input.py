@@ -27,6 +27,7 @@ OPTIONS = {
     "--kv-cache-gib 1e300": "kv_cache_gib must be in [1e-30, 1000000.0]",
     "--reward-limit-s 1e7": "reward_limit_s must be in [1e-30, 1000000.0]",
     "--clip-low 1.5": "clip_low must be in [0, 1]", "--objective cispo --clip-low 0.1": "clip_low must not",
+    "--objective reinforce --clip-high 2": "clip_high must not be given with reinforce",
     "--kl-gradient exact": "kl_gradient needs kl_coef", "--verify-loads 2 --engine shared": "one copy of the weights",
     "--canary-nats 1 --engine transformers": "canary_nats must not be given",
     "--parity.no-explicit-runtime": "--parity.no-explicit-runtime must be written --parity.no-uncached-runtime (it was",

@@ -11,6 +11,7 @@ import torch
 
 from objectives import (
     NO_REJECTION,
+    OBJECTIVES,
     REJECTIONS,
     WEIGHTS,
     Policies,
@@ -142,3 +143,14 @@ def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():
     assert mismatch_metrics(values, torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))["mismatch_max"] == 1.0
     with pytest.raises(ValueError, match="mask must have a response token"):
         mismatch_metrics(values, values, torch.zeros(1, 2))
+
+
+def test_reinforce_has_the_whole_ratio_as_a_constant_and_stays_finite():
+    """-sg(r) A log pi, whose gradient is -r A: also where CISPO's cap and GRPO's clip act."""
+    logprobs = torch.tensor([[0.0, -1.0, -0.5]], requires_grad=True)
+    denominator = torch.tensor([[-3.0, 1.0, -200.0]])
+    row = OBJECTIVES["reinforce"]
+    loss, clipped = row.surrogate(logprobs, denominator, torch.tensor([[2.0]]), torch.ones(1, 3), row.clip)
+    loss.sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([-2 * math.exp(3), -2 * math.exp(-2), -2 * math.exp(20)])
+    assert clipped.tolist() == [[False, False, True]]

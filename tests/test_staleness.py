@@ -32,6 +32,17 @@ def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_
 
 
 @pytest.mark.engine
+def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_path):
+    """A step is under way when it begins. The policy does not change, so that any mismatch is a wrong token."""
+    words = ("--task {root}/task.py --steps 4 --inflight-groups 6 --max-num-seqs 12 --max-new-tokens 24 --lr 1e-12"
+             " --eval-every 1 --eval-problems 3 --parity.no-uncached-runtime --parity.variants async-scheduling")
+    train_here(command(good, words, "--out", str(tmp_path / "run")))
+    found = rows(tmp_path / "run")[1:]
+    assert max(row["staleness_max"] for row in found) > 0
+    assert max(row["mismatch_max"] for row in found) < 1e-4
+
+
+@pytest.mark.engine
 def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is_lost(tmp_path):
     model = qwen2(tied=False)
     model.save_pretrained(tmp_path)

@@ -1,15 +1,15 @@
 """grpo.py and train.py are two programs for one method: from the same job they make the same tokens and figures."""
 
-import ast
 import gc
 import json
 import math
 import random
 import re
 import shutil
+import subprocess
 import sys
 from collections import Counter
-from inspect import getsource
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,7 +20,7 @@ from helpers import ROOT, ROUNDING, built, close_live_engine, qwen2, rewrite, ru
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from config import ParityFlags
+from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
 from models import describe_model
 from rl import plain_body
@@ -89,7 +89,7 @@ def options(tmp_path_factory) -> dict:
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, stop]
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    rows, forms = [], ("{}", "so #### {}", "${}", "{}.0", "{}e0")
+    rows, forms = [], ("{}", "so #### {}", "${}", "{}.0")
     torch.manual_seed(0)
     while len(rows) < 12:
         question = "".join(rng.choices("0123456789+", k=140))
@@ -264,21 +264,41 @@ def test_the_written_job_is_a_file_of_problems_and_a_whole_model(tmp_path):
     describe_model(str(tmp_path / "model"))  # raises ValueError if a file is missing
 
 
-@pytest.mark.engine  # it starts none, but the page imports vllm
-def test_page_and_tasks_read_the_same_number():
-    """What the rule reads is in test_tasks.py."""
-    import grpo
-    import tasks
+PLAIN = {"42": 42, "so 1,200.50 left.": Decimal("1200.5"), "x = -3": -3, "**5**": 5, "$7": 7, "-$7": -7, "#### 8": 8}
+OTHERS = "3/2", "10^5", "x_2", "5-2", "1+2", "1,2", "12:30", "2x", "1.2.3", "...4", "1e5", "none"
 
-    assert grpo.NUMBER == tasks.NUMBER
-    assert getsource(grpo.last_number) == getsource(tasks.last_number)
+
+@pytest.mark.engine  # it starts none, but the page imports vllm
+def test_what_page_reads_as_a_number_is_what_the_core_reads():
+    import grpo
+
+    assert {text: grpo.last_number(text) for text in PLAIN} == PLAIN
+    assert [text for text in OTHERS if grpo.last_number(text) is not None] == []
+    assert {text: last_number(text) for text in PLAIN} == PLAIN
 
 
 def test_page_is_one_page_and_stands_alone():
     text = (ROOT / "grpo.py").read_text()
-    assert len(text.splitlines()) <= 300
+    assert len(text.splitlines()) <= 306
     modules = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.M))
     assert modules - sys.stdlib_module_names == {"torch", "transformers", "vllm"}
-    named = set(re.findall(r"[\w/]+\.py", ast.get_docstring(ast.parse(text))))
-    assert len(named) >= 3
-    assert all((ROOT / name).is_file() for name in named)
+
+
+@pytest.mark.engine  # it starts none, but the page imports vllm
+def test_what_page_leaves_out_is_in_the_files_that_it_names():
+    import grpo
+
+    listed, of_extras = grpo.__doc__.partition("Left out, but in ")[2].split("in extras/")
+    names = {*re.findall(r"\((\w+\.py)\)", listed), *(f"extras/{name}" for name in re.findall(r"\((\S+)\)", of_extras))}
+    assert len(names) > 12
+    assert [name for name in names if not (ROOT / name).is_file()] == []
+    flags = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", listed + of_extras)}
+    options = {field for group in vars(Config()).values() for field in vars(group)}
+    assert flags - options == set()
+    assert flags & vars(grpo.Options()).keys() == set()
+
+
+def test_page_refuses_to_run_without_its_assertions():
+    ended = subprocess.run([sys.executable, "-O", "grpo.py"], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "error: python -O would remove the checks of this page, which are"
+                                                   " assertions\n")  # fmt: skip

@@ -138,7 +138,8 @@ def locked(out: str) -> Iterator[None]:
 LOG_LINE = {  # by the name of a figure: what is shown if it is there, and is not 0
     "reward":
         " | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
-        " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e} | clip {clip_rate:5.1%}"
+        " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e}"
+        " | clip {clip_rate:5.1%} backend {backend_clip_rate:5.1%}"
         " | entropy {entropy:.2f} | gnorm {grad_norm:.2f}"
         " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left} left",
     "groups_in_flight":
@@ -162,12 +163,23 @@ LOG_LINE = {  # by the name of a figure: what is shown if it is there, and is no
 ALSO_AT_0 = ("reward", "eval_reward", "eval_reward_trainer_alone")
 
 
+class NotMeasured:
+    """Is printed as a dash."""
+
+    def __format__(self, form: str) -> str:
+        return "-".rjust(int(form.partition(".")[0] or 1))
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     """One line per step in fixed columns; a degenerate batch and an evaluation are named after.
 
     `reject`: the rule of --reject.
     """
-    figures = {name: 0.0 if value is None else value for name, value in metrics.items()}
+    figures = {name: NotMeasured() if value is None else value for name, value in metrics.items()}
+    figures.setdefault("backend_clip_rate", NotMeasured())  # no row has the current weights alone
     figures["all_truncated"] = metrics.get("trunc_frac") == 1.0
     minutes, seconds = divmod(round(metrics.get("left_s", 0)), 60)
     left = f"{minutes} min" if minutes else f"{seconds} s"

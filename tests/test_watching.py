@@ -48,6 +48,14 @@ def test_the_time_left_is_in_seconds_and_then_in_minutes():
         assert f"| {words} left" in log_line(step | {"left_s": seconds}, 9, "off")
 
 
+def test_a_figure_that_was_not_measured_is_a_dash():
+    """A step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend."""
+    names = "reward response_len trunc_frac flat_frac mismatch_kl entropy generate_s update_s sync_s left_s"
+    step = {"step": 1, "clip_rate": None, "grad_norm": None} | dict.fromkeys(names.split(), 0.0)
+    assert "| clip     - backend     - | entropy 0.00 | gnorm - |" in log_line(step, 9, "off")
+    assert "| clip     - backend  2.5% |" in log_line(step | {"backend_clip_rate": 0.025}, 9, "off")
+
+
 def test_an_answer_is_one_short_line_that_any_terminal_shows(tmp_path, monkeypatch):
     assert answer_line(ROW) == '    "What is 3 + 2?" -> " 5\\nor 6", reward 1'
     long = answer_line(ROW | {"response": "x" * 300})

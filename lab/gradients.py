@@ -2,14 +2,12 @@
 
     python -m lab.gradients        # prints the tables of docs/dose.md
 
-A policy so small that all its answers can be enumerated: a table of logits, 8 words at each of the
-73 beginnings of an answer of 3 words, in float64. An answer's reward is its share of right words,
-and the policy prefers a wrong one. `luck` is added to it or taken from it, whatever the words: it
-stands for the other tokens of a longer answer, which decide most of its reward. The losses are
-those of objectives.py. Groups and batches are infinitely large, so that all is exact.
-
-S = 73 states (beginnings), V = 8 words, T = 3 words in an answer, Y = 1,024 answers: each of the
-512 with good luck and with bad luck.
+A policy so small that all its answers can be enumerated, in float64: a table of logits for V = 8
+words at each of the S = 73 beginnings (states) of an answer of T = 3 words. An answer's reward is
+its share of right words, and the policy prefers wrong ones. `luck` is added to it or taken from it,
+whatever the words: it stands for the other tokens of a longer answer, which decide most of its
+reward. So there are Y = 1,024 answers, 512 with each luck. The losses are those of objectives.py.
+Groups and batches are infinitely large.
 """
 
 import shlex
@@ -51,17 +49,12 @@ def first_policy(seed: int) -> Tensor:
     return logits
 
 
-# ---------------------------------------------------------------------------------- mismatches
 class Backend(NamedTuple):
     """What samples, and what is said of it: log-probabilities (S, V), and the trainer's divisor."""
 
     drawn: Tensor
     reported: Tensor
     temperature: float = TEMPERATURE  # of the trainer
-
-
-Figures = tuple[float, ...]
-Kind = Callable[[Tensor, Tensor, float], Backend]  # of logits and noise, (S, V), and a size
 
 
 def at(logits: Tensor, temperature: float = TEMPERATURE) -> Tensor:
@@ -75,6 +68,7 @@ def honest(logits: Tensor) -> Backend:
 
 WHOLE = torch.zeros(S, 1)  # the states of the answers that begin with the wrong word
 WHOLE[STATES[ANSWERS[:, 0] == WRONG[0], 1:]] = 1
+Kind = Callable[[Tensor, Tensor, float], Backend]  # of logits and noise, (S, V), and a size
 KINDS: dict[str, Kind] = {
     "rounding": lambda z, noise, size: honest(z + size * noise),
     "unlikely words": lambda z, noise, size: honest(z + size * noise * (at(z) < log(0.1))),
@@ -98,8 +92,8 @@ def chances(logprobs: Tensor) -> Tensor:
 
 def nats(logits: Tensor, backend: Backend) -> float:
     """The mean |stated - reported| of the words that are drawn."""
-    difference = of_answers(at(logits) - backend.reported).abs().mean(dim=1)
-    return (chances(backend.drawn) @ difference).item()
+    apart = of_answers(at(logits) - backend.reported).abs()  # (Y, T)
+    return (chances(backend.drawn) @ apart.mean(dim=1)).item()
 
 
 def setting(kind: Kind, wanted: float, seed: int) -> tuple[Tensor, Tensor, float]:
@@ -110,14 +104,11 @@ def setting(kind: Kind, wanted: float, seed: int) -> tuple[Tensor, Tensor, float
         low, high = high, 2 * high
     for _ in range(50):
         middle = (low + high) / 2
-        if nats(logits, kind(logits, noise, middle)) < wanted:
-            low = middle
-        else:
-            high = middle
+        below = nats(logits, kind(logits, noise, middle)) < wanted
+        low, high = (middle, high) if below else (low, middle)
     return logits, noise, high
 
 
-# ---------------------------------------------------------------------------------- gradients
 def true_gradient(logits: Tensor) -> Tensor:
     """Of the expected reward of the stated policy: (S, V)."""
     logits = logits.detach().requires_grad_()
@@ -146,16 +137,19 @@ def gradient(logits: Tensor, old_logits: Tensor, backend: Backend, form: GrpoCon
     return expected, (second - (expected**2).sum()).item()
 
 
-def direction(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int) -> Figures:
+def cosine(one: Tensor, other: Tensor) -> float:
+    return torch.cosine_similarity(one.flatten(), other.flatten(), dim=0).item()
+
+
+def direction(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int) -> tuple:
     """Cosine, ratio of norms and of variances, against three policies at parity with this luck."""
     logits, noise, size = setting(kind, wanted, seed)
     ours, variance = gradient(logits, logits, kind(logits, noise, size), form, luck)
     right, usual = gradient(logits, logits, honest(logits), FORMS["three"], luck)
-    cosine = torch.cosine_similarity(ours.flatten(), right.flatten(), dim=0)
-    return cosine.item(), (ours.norm() / right.norm()).item(), variance / usual
+    return cosine(ours, right), (ours.norm() / right.norm()).item(), variance / usual
 
 
-def force(kind: Kind, form: GrpoConfig, wanted: float, _: float, seed: int) -> Figures:
+def force(kind: Kind, form: GrpoConfig, wanted: float, _: float, seed: int) -> tuple:
     """With a reward of luck alone: cosine with the descent of KL(policy || reported), and norm."""
     logits, noise, size = setting(kind, wanted, seed)
     backend = kind(logits, noise, size)
@@ -164,12 +158,10 @@ def force(kind: Kind, form: GrpoConfig, wanted: float, _: float, seed: int) -> F
     moved = logits.clone().requires_grad_()
     distance = chances(at(moved)) @ of_answers(at(moved) - backend.reported).sum(dim=1)
     away, = torch.autograd.grad(distance, moved)
-    cosine = torch.cosine_similarity(ours.flatten(), -away.flatten(), dim=0)
-    return cosine.item(), (ours.norm() / right.norm()).item()
+    return cosine(ours, -away), (ours.norm() / right.norm()).item()
 
 
-def outcome(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int,
-            renewed: bool = False) -> Figures:
+def outcome(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int, renewed=False):
     """Expected reward and entropy (nats a token) after 100 batches of two steps of Adam each.
 
     The sampler follows. Its error grows with the logits and, unless `renewed`, keeps its direction.
@@ -189,7 +181,7 @@ def outcome(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int,
     return (chance @ SHARE).item(), -(chance @ of_answers(at(logits)).mean(dim=1)).item()
 
 
-def table(measure: Callable[..., Figures], wanted: float, luck: float) -> str:
+def table(measure: Callable[..., tuple], wanted: float, luck: float) -> str:
     rows = [["mismatch", *FORMS]]
     for name, kind in KINDS.items():
         rows.append([name])

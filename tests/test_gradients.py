@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-from lab import dose, gradients
+from lab import gradients, pictures
 from lab.gradients import ANSWERS, FORMS, KINDS, S, T, V, at, chances, direction, first_policy, gradient, honest
 
 
@@ -90,9 +90,9 @@ def test_the_page_has_the_records_rows_and_the_gradients_cosines(tmp_path):
     page = (ROOT / "docs/dose.md").read_text()
     rows = [line for line in page.splitlines() if re.search(r"\d\.\d\d/\d\.\d\d", line)]
     assert len(rows) == 8
-    cells = dose.read_cells(ROOT / "docs/records/dose.json")
-    assert not set(rows) - set(dose.table(cells).splitlines())
-    dose.draw(cells, tmp_path / "dose.png")
+    cells = pictures.read_cells(ROOT / "docs/records/dose.json")
+    assert not set(rows) - set(pictures.dose_table(cells).splitlines())
+    pictures.main(ROOT / "docs/records/dose.json", tmp_path / "dose.png")
     kinds = [name for name in KINDS if name not in ("raw on both sides", "unlikely words")]
     for kind, name, nats in [*((kind, kind, 0.13) for kind in kinds), ("raw values", "raw values at 0.3 nats", 0.3)]:
         found = re.search(rf"\n\| (?:a )?{name} \| (\S+) \| (\S+) \| (\S+) \|", page)

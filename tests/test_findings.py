@@ -1,4 +1,4 @@
-"""Each figure of the README's findings is computed again from its record. docs/records/claims.json says which it is."""
+"""Each figure of the findings is computed again from its record. docs/records/claims.json says which it is."""
 
 import json
 import re
@@ -79,8 +79,12 @@ def test_each_claim_is_what_its_record_says(page):
     assert parted(page, words((ROOT / page).read_text()))
 
 
-def test_each_number_of_the_readmes_findings_has_a_record():
-    text = " ".join(parted("README.md", words((ROOT / "README.md").read_text()))[::2])
-    parts = re.findall(r"\*\*One switch.*?## Two|## Findings.*?## Your", text)
-    assert len(parts) == 2
+@pytest.mark.parametrize(("page", "form", "count"), [
+    ("README.md", r"\*\*One switch.*?## Two|## Findings.*?## Your", 2),
+    ("docs/findings.md", r"\| finding .*?## Records", 1),
+])
+def test_each_number_of_the_findings_has_a_record(page, form, count):
+    text = " ".join(parted(page, words((ROOT / page).read_text()))[::2])
+    parts = re.findall(form, text)
+    assert len(parts) == count
     assert re.findall(r"\S*\d\S*", re.sub(NAMES, "", " ".join(parts))) == []

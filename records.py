@@ -337,8 +337,8 @@ def digest_of(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()[:16]
 
 
-def cut_tables(out: Path, step: int) -> None:
-    """Keep the rows up to `step`, the checkpoint's; -1 keeps none."""
+def drop_rows_after(step: int, out: Path) -> None:
+    """Keep the rows of both tables up to `step`, the checkpoint's; -1 keeps none."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         rows = [row for row in read_rows(out / name) if row["step"] <= step]
         replace_file(out / name, "".join(json.dumps(row) + "\n" for row in rows))

@@ -214,7 +214,7 @@ class Projection:
     """
 
     dtype: torch.dtype
-    rows: int  # of a chunk
+    chunk_rows: int
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
@@ -222,7 +222,8 @@ class Projection:
 
     def parts(self, count: int) -> list[slice]:
         """The chunks of `count` rows; one that is empty if there are none."""
-        return [slice(start, start + self.rows) for start in range(0, max(1, count), self.rows)]
+        starts = range(0, max(1, count), self.chunk_rows)
+        return [slice(start, start + self.chunk_rows) for start in starts]
 
     def cast(self, weight: Tensor) -> Tensor:
         """The weight for all chunks, cast once; on a GPU `product` takes it as it is."""
@@ -562,10 +563,10 @@ class Policy:
     def projection(
         self, temperature: float | None = None, head_dtype: torch.dtype | None = None
     ) -> Projection:
-        rows = max(1, self.chunk_elements // self.head.weight.shape[0])
+        chunk_rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         # The only line where the trainer takes a temperature; `Projection.logits` divides by it.
         temperature = temperature or self.scoring.temperature
-        return Projection(head_dtype or self._head_dtype, rows, self.scale, self.softcap,
+        return Projection(head_dtype or self._head_dtype, chunk_rows, self.scale, self.softcap,
                           temperature, self.row_multiple)
 
     def logits(self, hidden: Tensor) -> Tensor:

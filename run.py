@@ -292,7 +292,7 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         state.load_state_dict(checkpoint)
         first_step = checkpoint["step"] + 1
     policy, engine = state.policy, state.engine
-    records.cut_tables(run.out, first_step - 1 if checkpoint else -1)
+    records.drop_rows_after(first_step - 1 if checkpoint else -1, run.out)
     engine.load(policy.weights(), policy.response_logprobs)
     if run.config.backend.engine != "transformers":
         check_distribution(run, policy, engine)

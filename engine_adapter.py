@@ -11,13 +11,12 @@ In reading order: the fixes as settings of vLLM (`SETTINGS`), the proof of a loa
 import ctypes
 import gc
 import itertools
-import math
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -108,7 +107,7 @@ def observed_head_dtype(engine: Any) -> str:
     return seen.pop()
 
 
-# Start and audit of the engine. inflight_keep has no row: Engine._interrupt does it.
+# Start and audit of the engine. inflight_keep has no row: extras/inflight.py does it.
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
             lambda engine: engine.runner.sampler.logprobs_mode),
@@ -153,7 +152,6 @@ def wanted_settings(
 # ---------------------------------------------------------------------------------- the proof
 # Layers of vLLM that hold several of the checkpoint's, in this order of rows.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 TRANSPOSED = {"c_attn", "c_fc", "c_proj"}  # (in, out) in GPT-2's checkpoints
 IDENTITY_ROWS = 512  # of a product that reads a packed layer
 
@@ -169,7 +167,9 @@ def held_and_sent(
     path, _, last = name.replace(".mamba.mamba", ".mamba").rpartition(".")  # FalconH1
     prefix = f"{path}.{last}" if path else last
     if hasattr(module, "w13_weight"):
-        yield from _experts(path.removesuffix(".experts"), module, weights)
+        from extras.experts import held_experts
+
+        yield from held_experts(path.removesuffix(".experts"), module, weights)
         return
     if not hasattr(module, "quant_method"):
         for kind, held in module.named_parameters(recurse=False):
@@ -212,33 +212,6 @@ def _copies(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.cat(columns).T
     if getattr(module, "bias", None) is not None:
         yield "bias", module.bias
-
-
-def _experts(
-    path: str, module: Any, weights: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """On a CPU packed again from what was sent, because no product reads them back exactly."""
-    from torch.nn.functional import pad
-
-    method = module.quant_method
-    kernel = getattr(method.moe_kernel, "fused_experts", None)
-    kernel = kernel or getattr(method, "cpu_fused_moe", None)  # vLLM 0.26
-    if not hasattr(kernel, "isa"):  # on a GPU experts have layouts of their kernels
-        return
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    experts = len(module.w13_weight)
-    for gate, up, down in EXPERT_PARTS:
-        if f"{path}.experts.0.{gate}.weight" not in weights:
-            continue
-        stacked = [torch.stack([weights[f"{path}.experts.{expert}.{part}.weight"]
-                                for expert in range(experts)]) for part in (gate, up, down)]
-        inner = module.w2_weight.numel() // (experts * stacked[2].shape[1])  # vLLM pads it
-        more = inner - stacked[2].shape[2]
-        both = torch.cat([pad(each, (0, 0, 0, more)) for each in stacked[:2]], dim=1)
-        down_rows = pad(stacked[2], (0, more))
-        for held, sent in ((module.w13_weight, both), (module.w2_weight, down_rows)):
-            yield f"{path}.experts", held, cpu_prepack_moe_weight(sent, kernel.isa)
 
 
 # ---------------------------------------------------------------------------------- the engine
@@ -339,7 +312,7 @@ class Engine:
         self._cache_salt: str | None = None
         # Requests that kept their KV cache at the last load, and their preemptions then.
         self._kept: list[tuple[Any, int]] = []
-        self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restores
+        self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
         self.weight_version = 0
         # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has
         # lost to preemption.
@@ -475,38 +448,11 @@ class Engine:
             self._requests[request.request_id] = rollout
         return rollouts
 
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Unfinished requests stay as they are, while others run to their end.
+    def holding(self) -> AbstractContextManager[None]:
+        """Unfinished requests stay as they are, while others run to their end."""
+        from extras.inflight import hold
 
-        vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch
-        are restored, because the order of rows decides the random numbers. With async scheduling a
-        step is under way: its tokens still arrive, and vLLM orders the rows anew.
-
-        Raises: EngineStateError if they leave no KV cache for one row of full length. An exception
-        inside ends the run: they are not restored.
-        """
-        from vllm.v1.core.sched.request_queue import create_request_queue
-
-        scheduler = self.core.scheduler
-        cache = self.llm.vllm_config.cache_config
-        longest = math.ceil(self.llm.vllm_config.model_config.max_model_len / cache.block_size)
-        if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest:
-            raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
-                                   " more --kv-cache-gib or fewer --inflight-groups")
-        asynchronous = self.llm.vllm_config.scheduler_config.async_scheduling
-        batch = None if asynchronous else getattr(self.runner, "input_batch", None)  # V1's
-        if batch:  # A row that has finished keeps its place until the next step.
-            known = self._places | self.runner.requests
-            self._places = {name: known[name] for name in batch.req_ids}
-        running, waiting = scheduler.running, scheduler.waiting
-        scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
-        yield
-        self.step()  # The runner forgets the finished rows.
-        scheduler.running = [each for each in running if not each.is_finished()]
-        scheduler.waiting = waiting
-        for place in self._places.values() if batch else ():
-            batch.add_request(place)
+        return hold(self)
 
     def sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
         """vLLM's SamplingParams of one request."""
@@ -704,32 +650,11 @@ class Engine:
 
     def _interrupt(self) -> list[Rollout]:
         """What a weight update does to unfinished rollouts; returns those that it aborts."""
-        if self.parity.inflight_update == "keep":
-            self._note_kept()
+        if not self.num_unfinished and not self._kept:
             return []
-        if self.parity.inflight_update == "recompute":
-            if not self.llm.reset_prefix_cache(reset_running_requests=True):
-                raise EngineStateError("vLLM did not give up the KV cache of the running requests")
-            return []
-        unfinished = list(self._requests.values())
-        self.abort(unfinished)
-        return unfinished
+        from extras.inflight import interrupt
 
-    def _note_kept(self) -> None:
-        """vLLM keeps unfinished requests by itself. Note what its output does not show.
-
-        If vLLM preempts one later, it computes the cache again under other weights: preemptions are
-        counted. A prompt that is half computed keeps its first part under the old weights.
-        """
-        lost = [request.num_preemptions > before for request, before in self._kept]
-        self.counters["kv_lost"] += sum(lost)
-        running = self.core.scheduler.running
-        self._kept = [(request, request.num_preemptions) for request in running]
-        for request in running:
-            rollout = self._requests[request.request_id]
-            half_computed = request.num_computed_tokens and not rollout.token_ids
-            if half_computed and rollout.prompt_version is None:
-                rollout.prompt_version = self.weight_version
+        return interrupt(self)
 
     def abort(self, rollouts: list[Rollout]) -> None:
         """Give up the requests of these rollouts: what is unfinished is finished by "abort"."""

@@ -54,6 +54,9 @@ class Clock:
         return self.phases | {"step_s": step_s, "memory_gib": memory_gib()}
 
 
+TABLES = "metrics.jsonl", "samples.jsonl"
+
+
 # ---------------------------------------------------------------------------------- errors
 def one_line(error: BaseException) -> str:
     """An exception's type and text in one line that can be printed."""
@@ -200,15 +203,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
             "dirty": bool(dirty) if commit else None}
 
 
-def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
-    """config.json: what defines the run; a resumed run adds its own record to `resumed`."""
-    if first_step > 1:
-        before = json.loads(path.read_text())
-        resumed = [*before.get("resumed", []), {"step": first_step} | record]
-        record = before | {"resumed": resumed}
-    replace_file(path, json.dumps(record, indent=2))
-
-
 def replace_file(path: Path, text: str) -> None:
     """Write a file anew: a kill leaves the old text or the new one, never a part."""
     unfinished = path.with_name(f"{path.name}.new")
@@ -258,35 +252,7 @@ def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------- checkpoints
-def earlier_run(out: str, resume: bool) -> dict[str, Any] | None:
-    """config.json of the run in `out`, None if there is no run.
-
-    Raises: ValueError if that run is damaged, or not to be resumed.
-    """
-    path = Path(out) / "config.json"
-    if not path.exists():
-        files = [*path.parent.glob("*.jsonl"), *path.parent.glob("checkpoints/*")]
-        if any(file.stat().st_size for file in files):  # a new run would replace them
-            raise ValueError(f"out must be new or a whole run, {out} has a run's files without"
-                             " config.json")
-        return None
-    if not resume:
-        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or"
-                         " choose another --out")
-    with stage(f"reading {path}"):
-        return json.loads(path.read_text())
-
-
-def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Raises: ValueError that names the values which are not as in the run to be resumed."""
-    stored = json.loads(json.dumps(now))  # tuples become lists
-    changed = sorted(name for name, value in stored.items() if value != before.get(name))
-    if changed:
-        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
-                         " try another --out")
-
-
-def _checkpoints(out: Path) -> list[Path]:
+def checkpoints(out: Path) -> list[Path]:
     """The files of this program in checkpoints/, the oldest first."""
     return sorted(out.glob(f"checkpoints/step_{'[0-9]' * 6}.pt"))
 
@@ -303,42 +269,11 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
         unfinished.replace(folder / f"step_{step:06d}.pt")
-    for old in _checkpoints(out)[:-2]:
+    for old in checkpoints(out)[:-2]:
         old.unlink()
-
-
-def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
-    """The newest checkpoint, None before the first one. Raises: ValueError if it is not of `run`,
-    `Run.fingerprint`, or cannot be read.
-    """
-    paths = _checkpoints(out)
-    if not paths:
-        # At most step 0 and the steps up to the first checkpoint.
-        if len(read_rows(out / "metrics.jsonl")) > checkpoint_every + 1:
-            raise ValueError(f"a resumed run must have its checkpoints, {out} has none; try another"
-                             " --out")
-        return None
-    newest = paths[-1]
-    try:
-        state = torch.load(newest, weights_only=True, map_location="cpu")
-        is_of_run = state["run"] == run
-    except Exception:  # of many kinds, and torch advises to trust the file
-        raise ValueError(f"checkpoints must be readable, {newest} is not; move it away to go on"
-                         " from the one before it") from None
-    if not is_of_run:
-        raise ValueError(f"checkpoints must be of this run, {newest} is of other options or other"
-                         " files; move it away, or try another --out")
-    return state
 
 
 def digest_of(path: Path) -> str:
     """The first 16 digits of the file's SHA-256."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()[:16]
-
-
-def drop_rows_after(step: int, out: Path) -> None:
-    """Keep the rows of both tables up to `step`, the checkpoint's; -1 keeps none."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        rows = [row for row in read_rows(out / name) if row["step"] <= step]
-        replace_file(out / name, "".join(json.dumps(row) + "\n" for row in rows))

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,7 @@ class Run:
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
-    # Digests of the model's files and of the task, by name.
-    files: dict[str, str]
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the options and the files: equal for a run and its resumption."""
-        record = json.dumps([self.config.experiment, self.files], sort_keys=True)
-        return sha256(record.encode()).hexdigest()
+    files: dict[str, str]  # digests of the model's files and of the task, by name
 
 
 @dataclass
@@ -98,9 +90,10 @@ def prepare(config: Config) -> Run:
     Raises: ValueError.
     """
     check_machine(config)
-    earlier = records.earlier_run(config.run.out, config.run.resume)
-    if earlier:
-        records.refuse_changes("options", config.experiment, earlier["config"])
+    out = Path(config.run.out).absolute()
+    if not config.run.resume and (out / "config.json").exists():
+        raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with"
+                         " --resume or choose another --out")
     task = find_task(config)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
@@ -132,12 +125,10 @@ def prepare(config: Config) -> Run:
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
     files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
     files[config.run.task] = task.fingerprint
-    if earlier:
-        records.refuse_changes("model and its task", files, earlier["files"])
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
     max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
-    out, dropped = Path(config.run.out).absolute(), num_problems - len(task.prompts)
+    dropped = num_problems - len(task.prompts)
     return Run(config, out, path, task, sampling, max_model_len, dropped, files)
 
 
@@ -238,14 +229,11 @@ def start_engine(run: Run, policy: Policy) -> Engine:
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:
     """With --resume the newest checkpoint, if there is one."""
-    options = run.config.run
-    if not options.resume:
+    if not run.config.run.resume:
         return None
-    found = records.newest_checkpoint(run.out, options.checkpoint_every, run.fingerprint)
-    if found and found["step"] > options.steps:
-        raise ValueError(f"steps must be at least {found['step']}, the checkpoint's, got"
-                         f" {options.steps}")
-    return found
+    from extras.resume import newest_checkpoint
+
+    return newest_checkpoint(run)
 
 
 def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
@@ -288,11 +276,16 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     Returns the number of the first step.
     """
     first_step = 1
+    policy, engine = state.policy, state.engine
     if checkpoint:
+        from extras.resume import drop_rows_after
+
         state.load_state_dict(checkpoint)
         first_step = checkpoint["step"] + 1
-    policy, engine = state.policy, state.engine
-    records.drop_rows_after(first_step - 1 if checkpoint else -1, run.out)
+        drop_rows_after(checkpoint["step"], run.out)
+    else:
+        for table in records.TABLES:
+            records.replace_file(run.out / table, "")
     engine.load(policy.weights(), policy.response_logprobs)
     if run.config.backend.engine != "transformers":
         check_distribution(run, policy, engine)
@@ -301,7 +294,12 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         from extras.tensorboard import TensorBoard
 
         state.tensorboard = TensorBoard(run.out, first_step)
-    records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
+    record = _record(run, policy, engine)
+    if checkpoint:
+        from extras.resume import added
+
+        record = added(record, first_step, run.out)
+    records.replace_file(run.out / "config.json", json.dumps(record, indent=2))
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)

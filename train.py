@@ -50,7 +50,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         a_step = (time.perf_counter() - started) / (step - first_step + 1)
         log(run, state, done.metrics | {"left_s": a_step * (run_config.steps - step)})
         if last or step % run_config.checkpoint_every == 0:
-            records.save_checkpoint(run.out, step, state.state_dict() | {"run": run.fingerprint})
+            records.save_checkpoint(run.out, step, state.state_dict())
     save_policy(run, state.policy)
     state.engine.close()
 

@@ -35,7 +35,7 @@ from rl import (
     reference_logprobs,
 )
 from rollouts import Sampling, Synchronous
-from tasks import Task, encode, fitting, load_task
+from tasks import Task, encode, fitting
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,8 @@ def find_task(config: Config) -> Task:
         if name in TASKS:
             return TASKS[name](config.run.seed)
         name = COUNTDOWN
+    from extras.problem_files import load_task
+
     return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
 
 

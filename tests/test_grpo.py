@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from config import ParityFlags
 from examples.toys import toy_tokenizer
+from extras.problem_files import load_task
 from models import describe_model
 from rl import plain_body
-from tasks import last_number, load_task
+from tasks import last_number
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 

@@ -14,7 +14,7 @@ CORE = {
     "train": "config objectives records rl rollouts run tasks",
 }  # fmt: skip
 MAY_IMPORT = {name: set(others.split()) for name, others in CORE.items()}
-MAY_IMPORT["examples"] = set(CORE) - {"grpo"}
+MAY_IMPORT["examples"] = set(CORE) - {"grpo"} | {"extras"}
 MAY_IMPORT["extras"] = set(CORE) - {"grpo"}
 MAY_IMPORT["probe"] = MAY_IMPORT["extras"] | {"extras", "examples"}
 MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe"}

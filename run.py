@@ -305,7 +305,10 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
-    name_idle_switches(run, engine.settings.get("block_size", 0))  # 0: transformers has no blocks
+    if run.config.parity.off() or run.config.grpo.replay_routes:
+        from extras.idle_switches import name_idle_switches
+
+        name_idle_switches(run, engine.settings.get("block_size", 0))  # transformers has no blocks
     if run.config.run.resume:
         without = "" if checkpoint else ": there was no checkpoint"
         print(f"resumed at step {first_step}{without}", flush=True)
@@ -332,12 +335,12 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
         logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
     scaled = logits / sampling.temperature
     masked = masked_logits(scaled, sampling)
-    unmasked = scaled if parity.trainer_temperature else logits
-    sides = {"trainer": (ours, masked if has_sampling_mask(sampling) and parity.sampling_mask
-                         else unmasked),
-             "engine": (batch.behavior_logprobs[response],
-                        masked if parity.processed_logprobs else logits)}
-    for side, (values, expected) in sides.items():
+    trainers = scaled if parity.trainer_temperature else logits
+    if has_sampling_mask(sampling) and parity.sampling_mask:
+        trainers = masked
+    engines = masked if parity.processed_logprobs else logits
+    theirs = batch.behavior_logprobs[response]
+    for side, values, expected in (("trainer", ours, trainers), ("engine", theirs, engines)):
         stated = at_targets(expected.log_softmax(dim=-1), batch.targets[response])
         difference = (values - stated).abs().median().item()
         if not difference <= CANARY_TOLERANCE[policy.model.dtype]:
@@ -378,29 +381,6 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
 
         asked.append(StepProbe(run, state))
     return asked
-
-
-def name_idle_switches(run: Run, block: int) -> None:
-    """Print which switches cannot change a figure of this run; `block`: tokens of a KV block."""
-    parity, grpo = run.config.parity, run.config.grpo
-    float32 = run.config.run.dtype == "float32"
-    cached = not parity.in_force("uncached_runtime", "prefix-cache")
-
-    def name_idle(switch: str, why: str) -> None:
-        print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)
-
-    if cached and max(map(len, run.task.prompts)) <= block:  # the last token is always computed
-        name_idle("uncached_runtime: the prefix cache",
-                  f"no prompt is longer than a block of {block} tokens; try --block-size")
-    if not parity.inflight_keep and not run.config.backend.inflight_groups:
-        name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")
-    if not parity.fp32_head and float32:
-        name_idle("fp32_head", "the model's dtype is float32; try --dtype bfloat16")
-    if not parity.trainer_temperature and grpo.temperature == 1:
-        name_idle("both-raw", "at temperature 1 raw values are the sampled distribution's")
-    if grpo.replay_routes and float32 and grpo.num_minibatches == 1:
-        name_idle("replay_routes", "in float32 no token is routed otherwise before the update; try"
-                  " --dtype bfloat16")
 
 
 def save_policy(run: Run, policy: Policy) -> None:

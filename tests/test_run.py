@@ -11,10 +11,11 @@ import torch
 
 import records
 from config import Config, ParityFlags
+from extras.idle_switches import name_idle_switches
 from extras.transformers_engine import engine_for
 from records import provenance
 from rl import Policy
-from run import name_idle_switches, prepare
+from run import prepare
 
 
 @pytest.fixture

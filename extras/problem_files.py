@@ -103,17 +103,11 @@ def read_jsonl(path: str) -> list[Problem]:
         if line.strip():
             source = f"{path}, line {number}"
             with stage(f"reading {source} as JSON"):
-                row = json.loads(line, object_pairs_hook=_each_once)
+                row = json.loads(line)
             problems.append(_problem(row, source))
     if not problems:
         raise ValueError(f"task must have problems, {path} has none")
     return problems
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key is there twice")
-    return dict(pairs)
 
 
 def _problem(row: Any, source: str) -> Problem:

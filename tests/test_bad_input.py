@@ -84,7 +84,6 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 # ------------------------------------------------------------------------------------------------ tasks
 LINE, (SAMPLE, REWARD) = json.dumps(TASK[0]), PYTHON.split("def reward")
 TASKS = {  # by the file's name and the case
-    "a.jsonl one key twice": ('{"question": "1", "answer": 1, "answer": 2}', "ValueError: a key is there twice"),
     "a.jsonl empty": ("\n\n", "has none"), "a.jsonl one problem": (LINE, "has 1 without repeats"),
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
     "a.jsonl no answer": ('{"question": "1"}', "a number"),

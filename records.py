@@ -84,7 +84,7 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status.
 
     `out`: the folder of an accepted run, for the traceback. Before a run is accepted, what is no
-    check of this program is printed with its traceback.
+    ValueError, and so no check of this program, is printed with its traceback.
     """
     try:
         yield
@@ -99,18 +99,10 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
             with suppress(OSError):  # the disk may be full
                 replace_file(path, traceback.format_exc())
                 where = f" (traceback: {path})"
-        elif not _is_own_check(error):
+        elif not isinstance(error, ValueError):
             traceback.print_exc()
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
         sys.exit(status)
-
-
-def _is_own_check(error: Exception) -> bool:
-    """Whether a line of this program raised the ValueError, and not a library."""
-    raised = traceback.extract_tb(error.__traceback__)[-1]
-    folders = Path(raised.filename).parents
-    return (isinstance(error, ValueError) and (raised.line or "").startswith("raise")
-            and Path(__file__).parent in folders[:2])
 
 
 def end_process() -> None:
@@ -206,7 +198,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
 def replace_file(path: Path, text: str) -> None:
     """Write a file anew: a kill leaves the old text or the new one, never a part."""
     unfinished = path.with_name(f"{path.name}.new")
-    unfinished.unlink(missing_ok=True)  # a link would lead out of the folder
     unfinished.write_text(text, errors="backslashreplace")
     unfinished.replace(path)
 

@@ -496,19 +496,3 @@ class Config:
         if self.grpo.lr_decay == "none":
             free = free | {"steps"}
         return {name: value for name, value in flat.items() if name not in free}
-
-    @classmethod
-    def of(cls, parity: ParityFlags | None = None, **options: Any) -> "Config":
-        """From options by their own names, whatever their group. Raises: TypeError for others."""
-        groups = {"parity": parity or ParityFlags()}
-        for group in fields(Config):
-            if group.name != "parity":
-                kind = group.default_factory
-                names = options.keys() & {option.name for option in fields(kind)}
-                groups[group.name] = kind(**{name: options.pop(name) for name in names})
-        if options:
-            raise TypeError(f"options must be those of Config, got {', '.join(options)}")
-        return cls(**groups)
-
-    def changed(self, **changes: Any) -> "Config":
-        return Config.of(**self.flat() | {"parity": self.parity} | changes)

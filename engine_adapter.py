@@ -36,7 +36,6 @@ CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
 # KV cache, windows, kernels.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
@@ -271,9 +270,9 @@ class Engine:
         max_model_len: int, dtype: torch.dtype = torch.float32, max_num_seqs: int = 256,
         kv_cache_gib: float = 0.25, block_size: int | None = None,
         prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
-        kv_blocks: int | None = None, token_budget: int | None = None, seed: int = 0,
+        token_budget: int | None = None, seed: int = 0,
         verify_loads: int = 16, canary_nats: float | None = None,
-        allow_untested_vllm: bool = False, collect: Collect | None = None,
+        allow_untested_vllm: bool = False, collect: Collect = collect_nothing,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
@@ -287,7 +286,7 @@ class Engine:
         self.contract = set(contract)
         self.parity, self.prefix_cache = parity, prefix_cache
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
-        self._collect = collect or collect_nothing
+        self._collect = collect
         self.canary_tolerance = canary_nats or CANARY_TOLERANCE[dtype]
         self.verify_loads, self._loads = verify_loads, 0
         self._config = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -299,7 +298,7 @@ class Engine:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
         self._wanted = wanted_settings(parity, dtype, prefix_cache, cuda_graphs)
         arguments = self._arguments(
-            model=model, seed=seed, block_size=block_size, num_gpu_blocks_override=kv_blocks,
+            model=model, seed=seed, block_size=block_size,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_SAMPLING.max_new_tokens),
             max_num_batched_tokens=token_budget or max(8192, max_model_len),
             # The CPU cannot split the prompt of a seeded request.
@@ -470,24 +469,20 @@ class Engine:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            # Everything else that could change the distribution, at its neutral value.
-            min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None, detokenize=False,
+            detokenize=False,
         )
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
-            self._take(rollout, output)
+            # Column 0 is the sampled token, the K others are the likeliest ones.
+            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
+            rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
+            self._collect(rollout, ids[:, 1:], logprobs[:, 1:])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
-
-    def _take(self, rollout: Rollout, output: Any) -> None:
-        """Add the new tokens of a request, and what is computed beside them."""
-        ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
-        rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
-        self._collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
 
     # ------------------------------------------------------------------------------ sleep, wake
     def _require(self, call: str, *states: str) -> None:
@@ -513,17 +508,14 @@ class Engine:
     def wake(self) -> None:
         """Map the weights' memory again; its content is undefined until `load`."""
         self._require("wake", "asleep")
-        self._return_freed_memory()
-        if self._memory_released:
-            self.llm.wake_up(tags=["weights"])
-        self.state = "empty"
-
-    def _return_freed_memory(self) -> None:
-        """Return the memory that the trainer has freed: the engine needs it now."""
+        # The engine needs the memory that the trainer has freed.
         if self.on_gpu:
             torch.cuda.empty_cache()
         elif self.weight_version % 10 == 0:  # it takes 10 ms, so not after every update
             ctypes.CDLL(None).malloc_trim(0)  # glibc would keep 0.5 GiB after 100 steps
+        if self._memory_released:
+            self.llm.wake_up(tags=["weights"])
+        self.state = "empty"
 
     # ------------------------------------------------------------------------------ load
     def load(
@@ -615,13 +607,11 @@ class Engine:
             raise WeightLoadError(f"after load {self.weight_version + 1} the engine holds other"
                                   f" values than were sent in {', '.join(differing)}")
         if self._loads == 1:
-            self.settings["not_proven"] = self._not_proven(proven)
-
-    def _not_proven(self, proven: set[str]) -> list[str]:
-        """The tensors of the contract that no load compares, experts by their layer."""
-        names = {re.sub(r"\.experts\..*", ".experts", name) for name in self.contract} - proven
-        names = sorted(names - {"lm_head.weight"} if self._tied else names)
-        return names if len(names) < 8 else [*names[:3], f"and {len(names) - 3} more"]
+            # What no load compares, experts by their layer.
+            names = {re.sub(r"\.experts\..*", ".experts", name) for name in self.contract}
+            if self._tied:
+                names.discard("lm_head.weight")
+            self.settings["not_proven"] = sorted(names - proven)
 
     def _drop_expert_kernels(self) -> list[Any]:
         """On a CPU vLLM packs experts when it makes their kernel. Returns those without one now."""
@@ -749,6 +739,9 @@ class Engine:
         config = self.llm.vllm_config
         model = config.model_config
         layers = [module for module in self.vllm_model.modules() if hasattr(module, "impl")]
+        prefix_cache = self.prefix_cache
+        if not self.parity.in_force("uncached_runtime", "prefix-cache"):
+            prefix_cache = "V1's default, not cleared by a load"
         found = {setting.name: setting.read(self) for setting in SETTINGS} | {
             "vllm": self.version,
             "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
@@ -760,9 +753,7 @@ class Engine:
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
-            "prefix_cache": self.prefix_cache
-            if self.parity.in_force("uncached_runtime", "prefix-cache")
-            else "V1's default, not cleared by a load",
+            "prefix_cache": prefix_cache,
             "inflight_update": self.parity.inflight_update,  # done by this class
             "echoed": [each.name for each in SETTINGS if each.echoed(self)] + ["inflight_update"],
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",

@@ -636,14 +636,12 @@ class Policy:
                              f" {difference:.1e}, more than {allowed:.1e}")
 
 
-def reference_logprobs(weights: dict[str, Tensor]) -> TokenMetrics:
+def reference_logprobs(
+    weights: dict[str, Tensor], policy: Policy, batch: Batch
+) -> dict[str, Tensor]:
     """Further token metrics of a policy: `ref_logprobs`, with these weights in its parameters."""
-
-    def measure(policy: Policy, batch: Batch) -> dict[str, Tensor]:
-        with policy.using(weights):
-            return {"ref_logprobs": policy.logprobs(batch)}
-
-    return measure
+    with policy.using(weights):
+        return {"ref_logprobs": policy.logprobs(batch)}
 
 
 # ---------------------------------------------------------------------------------- optimizer

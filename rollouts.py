@@ -15,7 +15,7 @@ from tasks import Problem, Task
 
 @dataclass(frozen=True)
 class Sampling:
-    """All that shapes the sampled distribution; `Engine.sampling_params` makes the rest neutral.
+    """All that shapes the sampled distribution; the rest stays at vLLM's neutral defaults.
 
     Training uses temperature and mask. The probe also uses the penalties:
     `probe.replay.Replay.logprobs` reproduces all.

@@ -245,7 +245,7 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
         policy = engine.policy  # of the same model, with the body and the products of the engine
     if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
         # The first policy's, resumed or not: the checkpoint comes later.
-        reference = reference_logprobs(policy.copied_weights())
+        reference = partial(reference_logprobs, policy.copied_weights())
         # It comes last: Routes.metrics reads the forward pass before it.
         policy = policy.changed(further_metrics=(*policy.further_metrics, reference))
     make_optimizer, make_source = Optimizer, Synchronous

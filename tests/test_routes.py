@@ -101,7 +101,11 @@ def test_recorded_routes_are_the_engines_after_preemptions_and_over_a_load_in_fl
     model = small_model("Qwen2Moe", False, **EXPERTS)
     model.save_pretrained(tmp_path)
     policy = Policy(model)
-    engine = RoutedEngine(str(tmp_path), policy.weights(), ParityFlags(), max_model_len=96, block_size=32, kv_blocks=14)
+    config = model.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * 32 * 4  # bytes
+    gib = 14 * 32 * per_token / 2**30  # 14 blocks
+    engine = RoutedEngine(str(tmp_path), policy.weights(), ParityFlags(), max_model_len=96, block_size=32,
+                          kv_cache_gib=gib)
     engine.load(policy.weights(), policy.response_logprobs)
     rollouts = [each for prompt in PROMPTS for each in engine.submit(prompt, 2, Sampling(1.0, 60))]
     requests = list(engine.core.scheduler.requests.values())

@@ -21,7 +21,7 @@ from engine_adapter import (
     Engine,
     check_vllm_version,
 )
-from models import describe_model, load_model, local_folder, save_model
+from models import load_model, save_model
 from objectives import OBJECTIVES
 from rl import (
     VOCABULARY,
@@ -97,12 +97,15 @@ def prepare(config: Config) -> Run:
     task = find_task(config)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
-    path = local_folder(config.run.model)
-    if path == "toy":
+    is_toy = config.run.model == "toy"
+    if is_toy:
         from examples.toys import describe_toy, toy_model
 
         model_config, tokenizer, stop_token_ids = describe_toy(config.run.task)
     else:
+        from extras.model_folder import describe_model, local_folder
+
+        path = local_folder(config.run.model)
         model_config, tokenizer, stop_token_ids = describe_model(path)
     grpo, data = config.grpo, config.data
     task = encode(tokenizer, task, data.reward_limit_s)
@@ -120,7 +123,7 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
 
-    if path == "toy":
+    if is_toy:
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
     files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}

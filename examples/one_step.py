@@ -12,8 +12,9 @@ import torch
 from config import GrpoConfig, ParityFlags
 from engine_adapter import Engine
 from examples.toys import EOS, share_of_digits
+from extras.model_folder import load_tokenizer
 from extras.problem_files import load_task
-from models import load_model, load_tokenizer
+from models import load_model
 from objectives import group_advantages, grpo, loss_weights, mismatch_metrics
 from rl import Optimizer, Policy, Scoring, frozen_logprobs, make_batch, update
 from rollouts import Sampling, reseed

@@ -11,8 +11,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from extras.model_folder import reach_hub
 from extras.task_file import TaskFile
-from models import reach_hub
 from records import stage
 from tasks import NUMBER, Problem, Reward, Task, last_number, numeric_match, split
 

@@ -9,7 +9,7 @@ import torch
 from helpers import PYTHON, TASK, close_live_engine, command, qwen2, refusal, rewrite, tensors
 from huggingface_hub import constants
 
-from models import reach_hub
+from extras.model_folder import reach_hub
 from rl import Policy
 
 # ------------------------------------------------------------------------------------------------ options

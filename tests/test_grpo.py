@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from config import ParityFlags
 from examples.toys import toy_tokenizer
+from extras.model_folder import describe_model
 from extras.problem_files import load_task
-from models import describe_model
 from rl import plain_body
 from tasks import last_number
 

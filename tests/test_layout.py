@@ -7,7 +7,7 @@ from helpers import ROOT
 
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
-    "grpo": "", "objectives": "", "records": "", "config": "objectives", "models": "records", "tasks": "models records",
+    "grpo": "", "objectives": "", "records": "", "config": "objectives", "models": "", "tasks": "records",
     "rollouts": "config tasks", "engine_adapter": "config rollouts",
     "rl": "config engine_adapter models objectives rollouts",
     "run": "config engine_adapter models objectives records rl rollouts tasks",

@@ -556,11 +556,10 @@ class Engine:
         self._check_buffers()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
-        for rollout in aborted:  # only now: a request needs an engine with weights
-            self.counters["tokens_wasted"] += len(rollout.token_ids)
-            self.counters["rollouts_restarted"] += 1
-            rollout.restart()
-            self._submit([rollout])
+        if aborted:  # only now: a request needs an engine with weights
+            from extras.inflight import restart
+
+            restart(self, aborted)
         canary_s = time.perf_counter() - awake
         return {"load_s": load_s, "proof_s": proof_s, "canary_s": canary_s}
 

@@ -80,12 +80,6 @@ class Rollout:
         self.logprobs.extend(logprobs)
         self.versions.extend([version] * len(token_ids))
 
-    def restart(self) -> None:
-        """Forget what has been sampled."""
-        self.token_ids, self.logprobs, self.versions = [], [], []
-        self.kept, self.routes = [], []
-        self.finish_reason = self.prompt_version = None
-
 
 def reseed(*stream: int | str) -> None:
     """Seed the generators of all samples without a seed: torch's (V1 runner), numpy's (V2 runner).

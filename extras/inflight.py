@@ -177,6 +177,17 @@ def note_kept(engine: Engine) -> None:
             rollout.prompt_version = engine.weight_version
 
 
+def restart(engine: Engine, aborted: list[Rollout]) -> None:
+    """Forget what has been sampled, and submit the rollouts again."""
+    for rollout in aborted:
+        engine.counters["tokens_wasted"] += len(rollout.token_ids)
+        engine.counters["rollouts_restarted"] += 1
+        rollout.token_ids, rollout.logprobs, rollout.versions = [], [], []
+        rollout.kept, rollout.routes = [], []
+        rollout.finish_reason = rollout.prompt_version = None
+        engine._submit([rollout])
+
+
 @contextmanager
 def hold(engine: Engine) -> Iterator[None]:
     """Unfinished requests stay as they are, while others run to their end.

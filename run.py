@@ -91,7 +91,8 @@ def prepare(config: Config) -> Run:
     """
     check_machine(config)
     out = Path(config.run.out).absolute()
-    if not config.run.resume and (out / "config.json").exists():
+    holds_run = (out / "config.json").exists() or records.checkpoints(out)
+    if holds_run and not config.run.resume:
         raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with"
                          " --resume or choose another --out")
     task = find_task(config)
@@ -267,11 +268,9 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     state = TrainingState(policy, optimizer, engine, source)
     if config.measure.eval_trainer_alone:
-        state.trainer_alone = source
-        if config.backend.engine != "transformers":  # there the trainer's modules sample anyway
-            from extras.transformers_engine import engine_for
+        from extras.transformers_engine import engine_for
 
-            state.trainer_alone = Synchronous(engine_for(run, policy), *of_source)
+        state.trainer_alone = Synchronous(engine_for(run, policy), *of_source)
     return state
 
 

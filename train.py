@@ -188,13 +188,10 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     }
     rows = greedy + sampled
     if state.trainer_alone:
-        alone = sampled
-        if state.trainer_alone is not state.source:
-            own = state.trainer_alone.engine
-            own.load(state.policy.weights(), state.policy.response_logprobs)
-            _, alone = answer_held_out(
-                run, state.trainer_alone, step, "trainer_alone", samples, temperature)
-            rows = rows + alone
+        state.trainer_alone.engine.load(state.policy.weights(), state.policy.response_logprobs)
+        _, alone = answer_held_out(
+            run, state.trainer_alone, step, "trainer_alone", samples, temperature)
+        rows = rows + alone
         reward = mean(row["reward"] for row in alone)
         metrics["eval_reward_trainer_alone"] = reward
         metrics["eval_gap"] = metrics["eval_reward"] - reward

@@ -595,16 +595,18 @@ class Engine:
         if self._loads >= 2:
             modules = modules[self._loads % self.verify_loads :: self.verify_loads]
         self._loads += 1
-        proven, differing = set(), {}
+        proven = set()
+        differing = []
         with set_current_vllm_config(self.llm.vllm_config):
             for name, module in modules:
                 for tensor_name, held, sent in held_and_sent(name, module, weights):
                     proven.add(tensor_name)
                     if not torch.equal(held, sent.to(held.dtype)):
-                        differing[tensor_name] = None
+                        differing.append(tensor_name)
         if differing:
+            names = ", ".join(dict.fromkeys(differing))  # each once
             raise WeightLoadError(f"after load {self.weight_version + 1} the engine holds other"
-                                  f" values than were sent in {', '.join(differing)}")
+                                  f" values than were sent in {names}")
         if self._loads == 1:
             # What no load compares, experts by their layer.
             names = {re.sub(r"\.experts\..*", ".experts", name) for name in self.contract}

@@ -175,9 +175,11 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
 
 def answer_line(row: dict[str, Any]) -> str:
     """An answer of an evaluation, a row of samples.jsonl, in one line."""
-    texts = [json.dumps(row[name], ensure_ascii=False) for name in ("question", "response")]
-    question, response = (text if len(text) <= 80 else f"{text[:77]}..." for text in texts)
-    return printable(f"    {question} -> {response}, reward {row['reward']:g}")
+    shown = []
+    for name in ("question", "response"):
+        text = json.dumps(row[name], ensure_ascii=False)
+        shown.append(text if len(text) <= 80 else f"{text[:77]}...")
+    return printable(f"    {' -> '.join(shown)}, reward {row['reward']:g}")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

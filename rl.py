@@ -538,7 +538,8 @@ class Policy:
     ) -> dict[str, Tensor]:
         """`measure` of (n, V) logits, (n,) targets and their place, for all tokens: (B, T)."""
         response = batch.mask > 0  # (B, T), N of them true
-        hidden, targets = body(self, batch, response), batch.targets[response]  # (N, H), (N,)
+        hidden = body(self, batch, response)  # (N, H)
+        targets = batch.targets[response]  # (N,)
         weight = head.cast(self.head.weight)
         chunks = []
         for part in head.parts(len(hidden)):

@@ -173,8 +173,10 @@ def is_routed(run: Run, model: Any) -> bool:
 
 def load_policy(run: Run) -> Policy:
     """The policy of `--model`, with what the options change of it."""
-    config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
-    support, parts = VOCABULARY, {}
+    config = run.config
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    support = VOCABULARY
+    parts = {}
     if has_sampling_mask(config.grpo):
         from extras.sampling_mask import SamplingMask
 

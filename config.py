@@ -64,6 +64,11 @@ def check_mask(options: Any) -> None:
     within(options, 0, 1, "min_p")
 
 
+def given_or(value: Any, usual: Any) -> Any:
+    """The user's value, or the usual one if there is none."""
+    return usual if value is None else value
+
+
 def has_sampling_mask(options: Any) -> bool:
     """Whether top-k, top-p or min-p can cut a token off."""
     return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
@@ -199,16 +204,14 @@ class GrpoConfig:
         """The rule of `reject`, with the user's bounds and mean in place of the usual ones."""
         rule = REJECTIONS.get(self.reject, NO_REJECTION)
         low, high = rule.bounds
-        bounds = (low if self.reject_low is None else self.reject_low,
-                  high if self.reject_high is None else self.reject_high)
+        bounds = given_or(self.reject_low, low), given_or(self.reject_high, high)
         return rule._replace(bounds=bounds, mean=self.reject_mean or rule.mean)
 
     @property
     def clip(self) -> Clip:
         """(low, high), the objective's usual bounds where the user gives none."""
         low, high = OBJECTIVES[self.objective].clip
-        return (low if self.clip_low is None else self.clip_low,
-                high if self.clip_high is None else self.clip_high)
+        return given_or(self.clip_low, low), given_or(self.clip_high, high)
 
 
 @dataclass(frozen=True)
@@ -496,19 +499,3 @@ class Config:
         if self.grpo.lr_decay == "none":
             free = free | {"steps"}
         return {name: value for name, value in flat.items() if name not in free}
-
-    @classmethod
-    def of(cls, parity: ParityFlags | None = None, **options: Any) -> "Config":
-        """From options by their own names, whatever their group. Raises: TypeError for others."""
-        groups = {"parity": parity or ParityFlags()}
-        for group in fields(Config):
-            if group.name != "parity":
-                kind = group.default_factory
-                names = options.keys() & {option.name for option in fields(kind)}
-                groups[group.name] = kind(**{name: options.pop(name) for name in names})
-        if options:
-            raise TypeError(f"options must be those of Config, got {', '.join(options)}")
-        return cls(**groups)
-
-    def changed(self, **changes: Any) -> "Config":
-        return Config.of(**self.flat() | {"parity": self.parity} | changes)

@@ -11,13 +11,12 @@ In reading order: the fixes as settings of vLLM (`SETTINGS`), the proof of a loa
 import ctypes
 import gc
 import itertools
-import math
 import os
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -37,7 +36,6 @@ CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
 # KV cache, windows, kernels.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
@@ -108,7 +106,7 @@ def observed_head_dtype(engine: Any) -> str:
     return seen.pop()
 
 
-# Start and audit of the engine. inflight_keep has no row: Engine._interrupt does it.
+# Start and audit of the engine. inflight_keep has no row: extras/inflight.py does it.
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
             lambda engine: engine.runner.sampler.logprobs_mode),
@@ -153,7 +151,6 @@ def wanted_settings(
 # ---------------------------------------------------------------------------------- the proof
 # Layers of vLLM that hold several of the checkpoint's, in this order of rows.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 TRANSPOSED = {"c_attn", "c_fc", "c_proj"}  # (in, out) in GPT-2's checkpoints
 IDENTITY_ROWS = 512  # of a product that reads a packed layer
 
@@ -169,7 +166,9 @@ def held_and_sent(
     path, _, last = name.replace(".mamba.mamba", ".mamba").rpartition(".")  # FalconH1
     prefix = f"{path}.{last}" if path else last
     if hasattr(module, "w13_weight"):
-        yield from _experts(path.removesuffix(".experts"), module, weights)
+        from extras.experts import held_experts
+
+        yield from held_experts(path.removesuffix(".experts"), module, weights)
         return
     if not hasattr(module, "quant_method"):
         for kind, held in module.named_parameters(recurse=False):
@@ -212,33 +211,6 @@ def _copies(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.cat(columns).T
     if getattr(module, "bias", None) is not None:
         yield "bias", module.bias
-
-
-def _experts(
-    path: str, module: Any, weights: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """On a CPU packed again from what was sent, because no product reads them back exactly."""
-    from torch.nn.functional import pad
-
-    method = module.quant_method
-    kernel = getattr(method.moe_kernel, "fused_experts", None)
-    kernel = kernel or getattr(method, "cpu_fused_moe", None)  # vLLM 0.26
-    if not hasattr(kernel, "isa"):  # on a GPU experts have layouts of their kernels
-        return
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    experts = len(module.w13_weight)
-    for gate, up, down in EXPERT_PARTS:
-        if f"{path}.experts.0.{gate}.weight" not in weights:
-            continue
-        stacked = [torch.stack([weights[f"{path}.experts.{expert}.{part}.weight"]
-                                for expert in range(experts)]) for part in (gate, up, down)]
-        inner = module.w2_weight.numel() // (experts * stacked[2].shape[1])  # vLLM pads it
-        more = inner - stacked[2].shape[2]
-        both = torch.cat([pad(each, (0, 0, 0, more)) for each in stacked[:2]], dim=1)
-        down_rows = pad(stacked[2], (0, more))
-        for held, sent in ((module.w13_weight, both), (module.w2_weight, down_rows)):
-            yield f"{path}.experts", held, cpu_prepack_moe_weight(sent, kernel.isa)
 
 
 # ---------------------------------------------------------------------------------- the engine
@@ -298,9 +270,9 @@ class Engine:
         max_model_len: int, dtype: torch.dtype = torch.float32, max_num_seqs: int = 256,
         kv_cache_gib: float = 0.25, block_size: int | None = None,
         prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
-        kv_blocks: int | None = None, token_budget: int | None = None, seed: int = 0,
+        token_budget: int | None = None, seed: int = 0,
         verify_loads: int = 16, canary_nats: float | None = None,
-        allow_untested_vllm: bool = False, collect: Collect | None = None,
+        allow_untested_vllm: bool = False, collect: Collect = collect_nothing,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
@@ -314,7 +286,7 @@ class Engine:
         self.contract = set(contract)
         self.parity, self.prefix_cache = parity, prefix_cache
         self.dtype, self.max_num_seqs = dtype, max_num_seqs
-        self._collect = collect or collect_nothing
+        self._collect = collect
         self.canary_tolerance = canary_nats or CANARY_TOLERANCE[dtype]
         self.verify_loads, self._loads = verify_loads, 0
         self._config = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -326,7 +298,7 @@ class Engine:
             torch.cuda.empty_cache()  # what the trainer has freed while it was built
         self._wanted = wanted_settings(parity, dtype, prefix_cache, cuda_graphs)
         arguments = self._arguments(
-            model=model, seed=seed, block_size=block_size, num_gpu_blocks_override=kv_blocks,
+            model=model, seed=seed, block_size=block_size,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_SAMPLING.max_new_tokens),
             max_num_batched_tokens=token_budget or max(8192, max_model_len),
             # The CPU cannot split the prompt of a seeded request.
@@ -339,7 +311,7 @@ class Engine:
         self._cache_salt: str | None = None
         # Requests that kept their KV cache at the last load, and their preemptions then.
         self._kept: list[tuple[Any, int]] = []
-        self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restores
+        self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
         self.weight_version = 0
         # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has
         # lost to preemption.
@@ -475,38 +447,11 @@ class Engine:
             self._requests[request.request_id] = rollout
         return rollouts
 
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Unfinished requests stay as they are, while others run to their end.
+    def holding(self) -> AbstractContextManager[None]:
+        """Unfinished requests stay as they are, while others run to their end."""
+        from extras.inflight import hold
 
-        vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch
-        are restored, because the order of rows decides the random numbers. With async scheduling a
-        step is under way: its tokens still arrive, and vLLM orders the rows anew.
-
-        Raises: EngineStateError if they leave no KV cache for one row of full length. An exception
-        inside ends the run: they are not restored.
-        """
-        from vllm.v1.core.sched.request_queue import create_request_queue
-
-        scheduler = self.core.scheduler
-        cache = self.llm.vllm_config.cache_config
-        longest = math.ceil(self.llm.vllm_config.model_config.max_model_len / cache.block_size)
-        if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest:
-            raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
-                                   " more --kv-cache-gib or fewer --inflight-groups")
-        asynchronous = self.llm.vllm_config.scheduler_config.async_scheduling
-        batch = None if asynchronous else getattr(self.runner, "input_batch", None)  # V1's
-        if batch:  # A row that has finished keeps its place until the next step.
-            known = self._places | self.runner.requests
-            self._places = {name: known[name] for name in batch.req_ids}
-        running, waiting = scheduler.running, scheduler.waiting
-        scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
-        yield
-        self.step()  # The runner forgets the finished rows.
-        scheduler.running = [each for each in running if not each.is_finished()]
-        scheduler.waiting = waiting
-        for place in self._places.values() if batch else ():
-            batch.add_request(place)
+        return hold(self)
 
     def sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
         """vLLM's SamplingParams of one request."""
@@ -524,24 +469,20 @@ class Engine:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            # Everything else that could change the distribution, at its neutral value.
-            min_tokens=0, bad_words=None, logit_bias=None, allowed_token_ids=None, detokenize=False,
+            detokenize=False,
         )
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
-            self._take(rollout, output)
+            # Column 0 is the sampled token, the K others are the likeliest ones.
+            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
+            rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
+            self._collect(rollout, ids[:, 1:], logprobs[:, 1:])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
-
-    def _take(self, rollout: Rollout, output: Any) -> None:
-        """Add the new tokens of a request, and what is computed beside them."""
-        ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
-        rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
-        self._collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
 
     # ------------------------------------------------------------------------------ sleep, wake
     def _require(self, call: str, *states: str) -> None:
@@ -567,17 +508,14 @@ class Engine:
     def wake(self) -> None:
         """Map the weights' memory again; its content is undefined until `load`."""
         self._require("wake", "asleep")
-        self._return_freed_memory()
-        if self._memory_released:
-            self.llm.wake_up(tags=["weights"])
-        self.state = "empty"
-
-    def _return_freed_memory(self) -> None:
-        """Return the memory that the trainer has freed: the engine needs it now."""
+        # The engine needs the memory that the trainer has freed.
         if self.on_gpu:
             torch.cuda.empty_cache()
         elif self.weight_version % 10 == 0:  # it takes 10 ms, so not after every update
             ctypes.CDLL(None).malloc_trim(0)  # glibc would keep 0.5 GiB after 100 steps
+        if self._memory_released:
+            self.llm.wake_up(tags=["weights"])
+        self.state = "empty"
 
     # ------------------------------------------------------------------------------ load
     def load(
@@ -618,11 +556,10 @@ class Engine:
         self._check_buffers()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
-        for rollout in aborted:  # only now: a request needs an engine with weights
-            self.counters["tokens_wasted"] += len(rollout.token_ids)
-            self.counters["rollouts_restarted"] += 1
-            rollout.restart()
-            self._submit([rollout])
+        if aborted:  # only now: a request needs an engine with weights
+            from extras.inflight import restart
+
+            restart(self, aborted)
         canary_s = time.perf_counter() - awake
         return {"load_s": load_s, "proof_s": proof_s, "canary_s": canary_s}
 
@@ -658,24 +595,24 @@ class Engine:
         if self._loads >= 2:
             modules = modules[self._loads % self.verify_loads :: self.verify_loads]
         self._loads += 1
-        proven, differing = set(), {}
+        proven = set()
+        differing = []
         with set_current_vllm_config(self.llm.vllm_config):
             for name, module in modules:
                 for tensor_name, held, sent in held_and_sent(name, module, weights):
                     proven.add(tensor_name)
                     if not torch.equal(held, sent.to(held.dtype)):
-                        differing[tensor_name] = None
+                        differing.append(tensor_name)
         if differing:
+            names = ", ".join(dict.fromkeys(differing))  # each once
             raise WeightLoadError(f"after load {self.weight_version + 1} the engine holds other"
-                                  f" values than were sent in {', '.join(differing)}")
+                                  f" values than were sent in {names}")
         if self._loads == 1:
-            self.settings["not_proven"] = self._not_proven(proven)
-
-    def _not_proven(self, proven: set[str]) -> list[str]:
-        """The tensors of the contract that no load compares, experts by their layer."""
-        names = {re.sub(r"\.experts\..*", ".experts", name) for name in self.contract} - proven
-        names = sorted(names - {"lm_head.weight"} if self._tied else names)
-        return names if len(names) < 8 else [*names[:3], f"and {len(names) - 3} more"]
+            # What no load compares, experts by their layer.
+            names = {re.sub(r"\.experts\..*", ".experts", name) for name in self.contract}
+            if self._tied:
+                names.discard("lm_head.weight")
+            self.settings["not_proven"] = sorted(names - proven)
 
     def _drop_expert_kernels(self) -> list[Any]:
         """On a CPU vLLM packs experts when it makes their kernel. Returns those without one now."""
@@ -704,32 +641,11 @@ class Engine:
 
     def _interrupt(self) -> list[Rollout]:
         """What a weight update does to unfinished rollouts; returns those that it aborts."""
-        if self.parity.inflight_update == "keep":
-            self._note_kept()
+        if not self.num_unfinished and not self._kept:
             return []
-        if self.parity.inflight_update == "recompute":
-            if not self.llm.reset_prefix_cache(reset_running_requests=True):
-                raise EngineStateError("vLLM did not give up the KV cache of the running requests")
-            return []
-        unfinished = list(self._requests.values())
-        self.abort(unfinished)
-        return unfinished
+        from extras.inflight import interrupt
 
-    def _note_kept(self) -> None:
-        """vLLM keeps unfinished requests by itself. Note what its output does not show.
-
-        If vLLM preempts one later, it computes the cache again under other weights: preemptions are
-        counted. A prompt that is half computed keeps its first part under the old weights.
-        """
-        lost = [request.num_preemptions > before for request, before in self._kept]
-        self.counters["kv_lost"] += sum(lost)
-        running = self.core.scheduler.running
-        self._kept = [(request, request.num_preemptions) for request in running]
-        for request in running:
-            rollout = self._requests[request.request_id]
-            half_computed = request.num_computed_tokens and not rollout.token_ids
-            if half_computed and rollout.prompt_version is None:
-                rollout.prompt_version = self.weight_version
+        return interrupt(self)
 
     def abort(self, rollouts: list[Rollout]) -> None:
         """Give up the requests of these rollouts: what is unfinished is finished by "abort"."""
@@ -824,6 +740,9 @@ class Engine:
         config = self.llm.vllm_config
         model = config.model_config
         layers = [module for module in self.vllm_model.modules() if hasattr(module, "impl")]
+        prefix_cache = self.prefix_cache
+        if not self.parity.in_force("uncached_runtime", "prefix-cache"):
+            prefix_cache = "V1's default, not cleared by a load"
         found = {setting.name: setting.read(self) for setting in SETTINGS} | {
             "vllm": self.version,
             "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
@@ -835,9 +754,7 @@ class Engine:
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
-            "prefix_cache": self.prefix_cache
-            if self.parity.in_force("uncached_runtime", "prefix-cache")
-            else "V1's default, not cleared by a load",
+            "prefix_cache": prefix_cache,
             "inflight_update": self.parity.inflight_update,  # done by this class
             "echoed": [each.name for each in SETTINGS if each.echoed(self)] + ["inflight_update"],
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",

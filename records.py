@@ -54,6 +54,9 @@ class Clock:
         return self.phases | {"step_s": step_s, "memory_gib": memory_gib()}
 
 
+TABLES = "metrics.jsonl", "samples.jsonl"
+
+
 # ---------------------------------------------------------------------------------- errors
 def one_line(error: BaseException) -> str:
     """An exception's type and text in one line that can be printed."""
@@ -81,7 +84,7 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status.
 
     `out`: the folder of an accepted run, for the traceback. Before a run is accepted, what is no
-    check of this program is printed with its traceback.
+    ValueError, and so no check of this program, is printed with its traceback.
     """
     try:
         yield
@@ -96,18 +99,10 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
             with suppress(OSError):  # the disk may be full
                 replace_file(path, traceback.format_exc())
                 where = f" (traceback: {path})"
-        elif not _is_own_check(error):
+        elif not isinstance(error, ValueError):
             traceback.print_exc()
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
         sys.exit(status)
-
-
-def _is_own_check(error: Exception) -> bool:
-    """Whether a line of this program raised the ValueError, and not a library."""
-    raised = traceback.extract_tb(error.__traceback__)[-1]
-    folders = Path(raised.filename).parents
-    return (isinstance(error, ValueError) and (raised.line or "").startswith("raise")
-            and Path(__file__).parent in folders[:2])
 
 
 def end_process() -> None:
@@ -192,9 +187,11 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
 
 def answer_line(row: dict[str, Any]) -> str:
     """An answer of an evaluation, a row of samples.jsonl, in one line."""
-    texts = [json.dumps(row[name], ensure_ascii=False) for name in ("question", "response")]
-    question, response = (text if len(text) <= 80 else f"{text[:77]}..." for text in texts)
-    return printable(f"    {question} -> {response}, reward {row['reward']:g}")
+    shown = []
+    for name in ("question", "response"):
+        text = json.dumps(row[name], ensure_ascii=False)
+        shown.append(text if len(text) <= 80 else f"{text[:77]}...")
+    return printable(f"    {' -> '.join(shown)}, reward {row['reward']:g}")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -212,19 +209,9 @@ def provenance(device: torch.device) -> dict[str, Any]:
             "dirty": bool(dirty) if commit else None}
 
 
-def write_config(path: Path, record: dict[str, Any], first_step: int) -> None:
-    """config.json: what defines the run; a resumed run adds its own record to `resumed`."""
-    if first_step > 1:
-        before = json.loads(path.read_text())
-        resumed = [*before.get("resumed", []), {"step": first_step} | record]
-        record = before | {"resumed": resumed}
-    replace_file(path, json.dumps(record, indent=2))
-
-
 def replace_file(path: Path, text: str) -> None:
     """Write a file anew: a kill leaves the old text or the new one, never a part."""
     unfinished = path.with_name(f"{path.name}.new")
-    unfinished.unlink(missing_ok=True)  # a link would lead out of the folder
     unfinished.write_text(text, errors="backslashreplace")
     unfinished.replace(path)
 
@@ -270,35 +257,7 @@ def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------- checkpoints
-def earlier_run(out: str, resume: bool) -> dict[str, Any] | None:
-    """config.json of the run in `out`, None if there is no run.
-
-    Raises: ValueError if that run is damaged, or not to be resumed.
-    """
-    path = Path(out) / "config.json"
-    if not path.exists():
-        files = [*path.parent.glob("*.jsonl"), *path.parent.glob("checkpoints/*")]
-        if any(file.stat().st_size for file in files):  # a new run would replace them
-            raise ValueError(f"out must be new or a whole run, {out} has a run's files without"
-                             " config.json")
-        return None
-    if not resume:
-        raise ValueError(f"out must be a new folder, {out} holds a run; go on with --resume or"
-                         " choose another --out")
-    with stage(f"reading {path}"):
-        return json.loads(path.read_text())
-
-
-def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Raises: ValueError that names the values which are not as in the run to be resumed."""
-    stored = json.loads(json.dumps(now))  # tuples become lists
-    changed = sorted(name for name, value in stored.items() if value != before.get(name))
-    if changed:
-        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
-                         " try another --out")
-
-
-def _checkpoints(out: Path) -> list[Path]:
+def checkpoints(out: Path) -> list[Path]:
     """The files of this program in checkpoints/, the oldest first."""
     return sorted(out.glob(f"checkpoints/step_{'[0-9]' * 6}.pt"))
 
@@ -315,42 +274,11 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
         except RuntimeError as error:  # torch hides the file's own error, such as a full disk
             raise error.__context__ or error from None
         unfinished.replace(folder / f"step_{step:06d}.pt")
-    for old in _checkpoints(out)[:-2]:
+    for old in checkpoints(out)[:-2]:
         old.unlink()
-
-
-def newest_checkpoint(out: Path, checkpoint_every: int, run: str) -> dict[str, Any] | None:
-    """The newest checkpoint, None before the first one. Raises: ValueError if it is not of `run`,
-    `Run.fingerprint`, or cannot be read.
-    """
-    paths = _checkpoints(out)
-    if not paths:
-        # At most step 0 and the steps up to the first checkpoint.
-        if len(read_rows(out / "metrics.jsonl")) > checkpoint_every + 1:
-            raise ValueError(f"a resumed run must have its checkpoints, {out} has none; try another"
-                             " --out")
-        return None
-    newest = paths[-1]
-    try:
-        state = torch.load(newest, weights_only=True, map_location="cpu")
-        is_of_run = state["run"] == run
-    except Exception:  # of many kinds, and torch advises to trust the file
-        raise ValueError(f"checkpoints must be readable, {newest} is not; move it away to go on"
-                         " from the one before it") from None
-    if not is_of_run:
-        raise ValueError(f"checkpoints must be of this run, {newest} is of other options or other"
-                         " files; move it away, or try another --out")
-    return state
 
 
 def digest_of(path: Path) -> str:
     """The first 16 digits of the file's SHA-256."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()[:16]
-
-
-def cut_tables(out: Path, step: int) -> None:
-    """Keep the rows up to `step`, the checkpoint's; -1 keeps none."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        rows = [row for row in read_rows(out / name) if row["step"] <= step]
-        replace_file(out / name, "".join(json.dumps(row) + "\n" for row in rows))

@@ -5,9 +5,9 @@ response tokens.
 """
 
 import math
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
@@ -79,30 +79,31 @@ class Batch:
         come first: a batch that does not fit into memory fails at once. All passes over a batch use
         the same micro-batches, so that in 16 bits the ratio starts at exactly 1.
         """
+        prompts = distinct_prompts(self)[1].cpu() if shared_prompts else None  # (B,)
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
-            minibatches.append([])
+            micro_batches = []
             for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
                 by_length = part[self.lengths[part].argsort(descending=True, stable=True)]
                 found = self._micro_batches(by_length, micro_batch_tokens)
-                if shared_prompts and len(part):
-                    prompts, by_prompt = self._by_prompt(part)
-                    other = self._micro_batches(by_prompt, micro_batch_tokens)
-                    found = min(found, other, key=partial(self._computed, prompts))
-                minibatches[-1] += found
+                if shared_prompts:
+                    by_prompt = self._micro_batches(
+                        self._siblings_together(part, prompts), micro_batch_tokens)
+                    found = min(found, by_prompt, key=partial(self._computed, prompts))
+                micro_batches += found
+            minibatches.append(micro_batches)
         return minibatches
 
-    def _by_prompt(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of each row's prompt, (B,), and the rows of `part` with siblings together.
+    def _siblings_together(self, part: Tensor, prompts: Tensor) -> Tensor:
+        """The rows of `part`, those of one prompt together, the prompt with the longest row first.
 
-        The prompt with the longest row comes first.
+        `prompts` says which prompt each row has: (B,).
         """
-        prompts = distinct_prompts(self)[1].cpu()  # (B,)
         longest = torch.zeros_like(prompts).scatter_reduce(
             0, prompts[part], self.lengths[part], "amax")
         siblings = part[prompts[part].argsort(stable=True)]
         order = longest[prompts[siblings]].argsort(descending=True, stable=True)
-        return prompts, siblings[order]
+        return siblings[order]
 
     def _micro_batches(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
         """Neighbours in `ordered`, as many as fit."""
@@ -118,10 +119,11 @@ class Batch:
         """Positions that `prompts_once` computes; `prompts` says which one each row has: (B,)."""
         total = 0
         for rows in micro_batches:
-            count, starts = len(prompts[rows].unique()), self.prompt_lengths[rows]
+            count = len(prompts[rows].unique())
             if count == len(rows):
                 total += count * int(self.lengths[rows].max())
             else:
+                starts = self.prompt_lengths[rows]
                 responses = self.lengths[rows] - starts
                 total += count * int(starts.max()) + len(rows) * int(responses.max())
         return total
@@ -134,10 +136,11 @@ class Batch:
         kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
         # The log-probabilities too: new ones are 0 outside the mask, exp(0 - old) can overflow, and
         # 0 * inf is nan.
-        names = "mask", "behavior_logprobs", "old_logprobs", "ref_logprobs"
-        named = {name: getattr(self, name) for name in names}
-        present = {name: values for name, values in named.items() if values is not None}
-        return replace(self, **{name: values * kept for name, values in present.items()})
+        masked = {"mask": self.mask * kept, "behavior_logprobs": self.behavior_logprobs * kept}
+        for name in ("old_logprobs", "ref_logprobs"):
+            values = getattr(self, name)
+            masked[name] = None if values is None else values * kept
+        return replace(self, **masked)
 
 
 def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> Batch:
@@ -214,7 +217,7 @@ class Projection:
     """
 
     dtype: torch.dtype
-    rows: int  # of a chunk
+    chunk_rows: int
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
@@ -222,7 +225,8 @@ class Projection:
 
     def parts(self, count: int) -> list[slice]:
         """The chunks of `count` rows; one that is empty if there are none."""
-        return [slice(start, start + self.rows) for start in range(0, max(1, count), self.rows)]
+        starts = range(0, max(1, count), self.chunk_rows)
+        return [slice(start, start + self.chunk_rows) for start in starts]
 
     def cast(self, weight: Tensor) -> Tensor:
         """The weight for all chunks, cast once; on a GPU `product` takes it as it is."""
@@ -405,17 +409,6 @@ class Send:
         return {}
 
 
-class LazyWeights(UserDict):
-    """Tensors by name, or functions that compute one each time it is asked for.
-
-    So a load needs memory for a layer, and not for a second model.
-    """
-
-    def __getitem__(self, name: str) -> Tensor:
-        held = self.data[name]
-        return held() if callable(held) else held
-
-
 class Policy:
     """A Hugging Face causal language model whose final projection (the head) is computed here.
 
@@ -469,10 +462,10 @@ class Policy:
 
     def changed(self, **parts: Any) -> "Policy":
         """A policy of the same model with other parts."""
-        own = dict(scoring=self.scoring, body=self.body, free_body=self.free_body, send=self.send,
-                   row_multiple=self.row_multiple, further_metrics=self.further_metrics,
-                   chunk_elements=self.chunk_elements)
-        return Policy(self.model, **own | parts, check=False)
+        assert parts.keys() <= vars(self).keys(), f"{parts.keys()=}"
+        policy = copy(self)
+        vars(policy).update(parts)
+        return policy
 
     @property
     def shares_prompts(self) -> bool:
@@ -545,7 +538,8 @@ class Policy:
     ) -> dict[str, Tensor]:
         """`measure` of (n, V) logits, (n,) targets and their place, for all tokens: (B, T)."""
         response = batch.mask > 0  # (B, T), N of them true
-        hidden, targets = body(self, batch, response), batch.targets[response]  # (N, H), (N,)
+        hidden = body(self, batch, response)  # (N, H)
+        targets = batch.targets[response]  # (N,)
         weight = head.cast(self.head.weight)
         chunks = []
         for part in head.parts(len(hidden)):
@@ -562,10 +556,10 @@ class Policy:
     def projection(
         self, temperature: float | None = None, head_dtype: torch.dtype | None = None
     ) -> Projection:
-        rows = max(1, self.chunk_elements // self.head.weight.shape[0])
+        chunk_rows = max(1, self.chunk_elements // self.head.weight.shape[0])
         # The only line where the trainer takes a temperature; `Projection.logits` divides by it.
         temperature = temperature or self.scoring.temperature
-        return Projection(head_dtype or self._head_dtype, rows, self.scale, self.softcap,
+        return Projection(head_dtype or self._head_dtype, chunk_rows, self.scale, self.softcap,
                           temperature, self.row_multiple)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -643,14 +637,12 @@ class Policy:
                              f" {difference:.1e}, more than {allowed:.1e}")
 
 
-def reference_logprobs(weights: dict[str, Tensor]) -> TokenMetrics:
+def reference_logprobs(
+    weights: dict[str, Tensor], policy: Policy, batch: Batch
+) -> dict[str, Tensor]:
     """Further token metrics of a policy: `ref_logprobs`, with these weights in its parameters."""
-
-    def measure(policy: Policy, batch: Batch) -> dict[str, Tensor]:
-        with policy.using(weights):
-            return {"ref_logprobs": policy.logprobs(batch)}
-
-    return measure
+    with policy.using(weights):
+        return {"ref_logprobs": policy.logprobs(batch)}
 
 
 # ---------------------------------------------------------------------------------- optimizer

@@ -15,7 +15,7 @@ from tasks import Problem, Task
 
 @dataclass(frozen=True)
 class Sampling:
-    """All that shapes the sampled distribution; `Engine.sampling_params` makes the rest neutral.
+    """All that shapes the sampled distribution; the rest stays at vLLM's neutral defaults.
 
     Training uses temperature and mask. The probe also uses the penalties:
     `probe.replay.Replay.logprobs` reproduces all.
@@ -79,12 +79,6 @@ class Rollout:
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.versions.extend([version] * len(token_ids))
-
-    def restart(self) -> None:
-        """Forget what has been sampled."""
-        self.token_ids, self.logprobs, self.versions = [], [], []
-        self.kept, self.routes = [], []
-        self.finish_reason = self.prompt_version = None
 
 
 def reseed(*stream: int | str) -> None:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from engine_adapter import (
     Engine,
     check_vllm_version,
 )
-from models import describe_model, load_model, local_folder, save_model
+from models import load_model, save_model
 from objectives import OBJECTIVES
 from rl import (
     VOCABULARY,
@@ -36,7 +35,7 @@ from rl import (
     reference_logprobs,
 )
 from rollouts import Sampling, Synchronous
-from tasks import Task, encode, fitting, load_task
+from tasks import Task, encode, fitting
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,7 @@ class Run:
     sampling: Sampling
     max_model_len: int
     dropped_prompts: int
-    # Digests of the model's files and of the task, by name.
-    files: dict[str, str]
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the options and the files: equal for a run and its resumption."""
-        record = json.dumps([self.config.experiment, self.files], sort_keys=True)
-        return sha256(record.encode()).hexdigest()
+    files: dict[str, str]  # digests of the model's files and of the task, by name
 
 
 @dataclass
@@ -98,18 +90,23 @@ def prepare(config: Config) -> Run:
     Raises: ValueError.
     """
     check_machine(config)
-    earlier = records.earlier_run(config.run.out, config.run.resume)
-    if earlier:
-        records.refuse_changes("options", config.experiment, earlier["config"])
+    out = Path(config.run.out).absolute()
+    holds_run = (out / "config.json").exists() or records.checkpoints(out)
+    if holds_run and not config.run.resume:
+        raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with"
+                         " --resume or choose another --out")
     task = find_task(config)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
-    path = local_folder(config.run.model)
-    if path == "toy":
+    is_toy = config.run.model == "toy"
+    if is_toy:
         from examples.toys import describe_toy, toy_model
 
         model_config, tokenizer, stop_token_ids = describe_toy(config.run.task)
     else:
+        from extras.model_folder import describe_model, local_folder
+
+        path = local_folder(config.run.model)
         model_config, tokenizer, stop_token_ids = describe_model(path)
     grpo, data = config.grpo, config.data
     task = encode(tokenizer, task, data.reward_limit_s)
@@ -127,17 +124,15 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
 
-    if path == "toy":
+    if is_toy:
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
     files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
     files[config.run.task] = task.fingerprint
-    if earlier:
-        records.refuse_changes("model and its task", files, earlier["files"])
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
     max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
-    out, dropped = Path(config.run.out).absolute(), num_problems - len(task.prompts)
+    dropped = num_problems - len(task.prompts)
     return Run(config, out, path, task, sampling, max_model_len, dropped, files)
 
 
@@ -165,6 +160,8 @@ def find_task(config: Config) -> Task:
         if name in TASKS:
             return TASKS[name](config.run.seed)
         name = COUNTDOWN
+    from extras.problem_files import load_task
+
     return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
 
 
@@ -176,8 +173,10 @@ def is_routed(run: Run, model: Any) -> bool:
 
 def load_policy(run: Run) -> Policy:
     """The policy of `--model`, with what the options change of it."""
-    config, device = run.config, "cuda" if torch.cuda.is_available() else "cpu"
-    support, parts = VOCABULARY, {}
+    config = run.config
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    support = VOCABULARY
+    parts = {}
     if has_sampling_mask(config.grpo):
         from extras.sampling_mask import SamplingMask
 
@@ -238,14 +237,11 @@ def start_engine(run: Run, policy: Policy) -> Engine:
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:
     """With --resume the newest checkpoint, if there is one."""
-    options = run.config.run
-    if not options.resume:
+    if not run.config.run.resume:
         return None
-    found = records.newest_checkpoint(run.out, options.checkpoint_every, run.fingerprint)
-    if found and found["step"] > options.steps:
-        raise ValueError(f"steps must be at least {found['step']}, the checkpoint's, got"
-                         f" {options.steps}")
-    return found
+    from extras.resume import newest_checkpoint
+
+    return newest_checkpoint(run)
 
 
 def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
@@ -255,7 +251,7 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
         policy = engine.policy  # of the same model, with the body and the products of the engine
     if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
         # The first policy's, resumed or not: the checkpoint comes later.
-        reference = reference_logprobs(policy.copied_weights())
+        reference = partial(reference_logprobs, policy.copied_weights())
         # It comes last: Routes.metrics reads the forward pass before it.
         policy = policy.changed(further_metrics=(*policy.further_metrics, reference))
     make_optimizer, make_source = Optimizer, Synchronous
@@ -274,11 +270,9 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     state = TrainingState(policy, optimizer, engine, source)
     if config.measure.eval_trainer_alone:
-        state.trainer_alone = source
-        if config.backend.engine != "transformers":  # there the trainer's modules sample anyway
-            from extras.transformers_engine import engine_for
+        from extras.transformers_engine import engine_for
 
-            state.trainer_alone = Synchronous(engine_for(run, policy), *of_source)
+        state.trainer_alone = Synchronous(engine_for(run, policy), *of_source)
     return state
 
 
@@ -288,11 +282,16 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     Returns the number of the first step.
     """
     first_step = 1
+    policy, engine = state.policy, state.engine
     if checkpoint:
+        from extras.resume import drop_rows_after
+
         state.load_state_dict(checkpoint)
         first_step = checkpoint["step"] + 1
-    policy, engine = state.policy, state.engine
-    records.cut_tables(run.out, first_step - 1 if checkpoint else -1)
+        drop_rows_after(checkpoint["step"], run.out)
+    else:
+        for table in records.TABLES:
+            records.replace_file(run.out / table, "")
     engine.load(policy.weights(), policy.response_logprobs)
     if run.config.backend.engine != "transformers":
         check_distribution(run, policy, engine)
@@ -301,11 +300,19 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         from extras.tensorboard import TensorBoard
 
         state.tensorboard = TensorBoard(run.out, first_step)
-    records.write_config(run.out / "config.json", _record(run, policy, engine), first_step)
+    record = _record(run, policy, engine)
+    if checkpoint:
+        from extras.resume import added
+
+        record = added(record, first_step, run.out)
+    records.replace_file(run.out / "config.json", json.dumps(record, indent=2))
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
-    name_idle_switches(run, engine.settings.get("block_size", 0))  # 0: transformers has no blocks
+    if run.config.parity.off() or run.config.grpo.replay_routes:
+        from extras.idle_switches import name_idle_switches
+
+        name_idle_switches(run, engine.settings.get("block_size", 0))  # transformers has no blocks
     if run.config.run.resume:
         without = "" if checkpoint else ": there was no checkpoint"
         print(f"resumed at step {first_step}{without}", flush=True)
@@ -332,12 +339,12 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
         logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
     scaled = logits / sampling.temperature
     masked = masked_logits(scaled, sampling)
-    unmasked = scaled if parity.trainer_temperature else logits
-    sides = {"trainer": (ours, masked if has_sampling_mask(sampling) and parity.sampling_mask
-                         else unmasked),
-             "engine": (batch.behavior_logprobs[response],
-                        masked if parity.processed_logprobs else logits)}
-    for side, (values, expected) in sides.items():
+    trainers = scaled if parity.trainer_temperature else logits
+    if has_sampling_mask(sampling) and parity.sampling_mask:
+        trainers = masked
+    engines = masked if parity.processed_logprobs else logits
+    theirs = batch.behavior_logprobs[response]
+    for side, values, expected in (("trainer", ours, trainers), ("engine", theirs, engines)):
         stated = at_targets(expected.log_softmax(dim=-1), batch.targets[response])
         difference = (values - stated).abs().median().item()
         if not difference <= CANARY_TOLERANCE[policy.model.dtype]:
@@ -378,29 +385,6 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
 
         asked.append(StepProbe(run, state))
     return asked
-
-
-def name_idle_switches(run: Run, block: int) -> None:
-    """Print which switches cannot change a figure of this run; `block`: tokens of a KV block."""
-    parity, grpo = run.config.parity, run.config.grpo
-    float32 = run.config.run.dtype == "float32"
-    cached = not parity.in_force("uncached_runtime", "prefix-cache")
-
-    def name_idle(switch: str, why: str) -> None:
-        print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)
-
-    if cached and max(map(len, run.task.prompts)) <= block:  # the last token is always computed
-        name_idle("uncached_runtime: the prefix cache",
-                  f"no prompt is longer than a block of {block} tokens; try --block-size")
-    if not parity.inflight_keep and not run.config.backend.inflight_groups:
-        name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")
-    if not parity.fp32_head and float32:
-        name_idle("fp32_head", "the model's dtype is float32; try --dtype bfloat16")
-    if not parity.trainer_temperature and grpo.temperature == 1:
-        name_idle("both-raw", "at temperature 1 raw values are the sampled distribution's")
-    if grpo.replay_routes and float32 and grpo.num_minibatches == 1:
-        name_idle("replay_routes", "in float32 no token is routed otherwise before the update; try"
-                  " --dtype bfloat16")
 
 
 def save_policy(run: Run, policy: Policy) -> None:

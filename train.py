@@ -50,7 +50,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         a_step = (time.perf_counter() - started) / (step - first_step + 1)
         log(run, state, done.metrics | {"left_s": a_step * (run_config.steps - step)})
         if last or step % run_config.checkpoint_every == 0:
-            records.save_checkpoint(run.out, step, state.state_dict() | {"run": run.fingerprint})
+            records.save_checkpoint(run.out, step, state.state_dict())
     save_policy(run, state.policy)
     state.engine.close()
 
@@ -100,11 +100,11 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     # The rows that were sampled with the current weights alone.
     current = batch.mask_rows([version == engine.weight_version for version in oldest])
     metrics = {"step": step} | rollout_metrics(rollouts, batch, grpo.group_size)
-    metrics |= measure_staleness(rollouts, oldest, engine.weight_version)
+    metrics |= staleness_metrics(rollouts, oldest, engine.weight_version)
     # The entropy; kept_mass, outside_frac, routed_otherwise and router_noise with their options.
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
                 for name, values in token_metrics.items()}
-    metrics |= measure_mismatch(batch, current, grpo)
+    metrics |= all_mismatch_metrics(batch, current, grpo)
     if grpo.mask_truncated:
         batch = batch.mask_rows([each.finish_reason != "length" for each in rollouts])
     lr = run.config.lr_at(step)
@@ -142,15 +142,17 @@ def rollout_metrics(rollouts: list[Rollout], batch: Batch, group_size: int) -> d
     }
 
 
-def measure_staleness(
+def staleness_metrics(
     rollouts: list[Rollout], oldest: list[int], version: int
 ) -> dict[str, float]:
-    """The updates between sampling and training: of the oldest token, and the mean of all."""
+    """Updates between sampling and training: for the oldest token, and the mean of all tokens."""
     versions = [token_version for rollout in rollouts for token_version in rollout.versions]
     return {"staleness_max": version - min(oldest), "staleness_mean": version - mean(versions)}
 
 
-def measure_mismatch(batch: Batch, current: Batch, grpo: GrpoConfig) -> dict[str, float | None]:
+def all_mismatch_metrics(
+    batch: Batch, current: Batch, grpo: GrpoConfig
+) -> dict[str, float | None]:
     """`mismatch_metrics` of the batch, and as current_... and backend_... of its rows in `current`.
 
     These were sampled with the current weights alone. Older rollouts are stale as well, and
@@ -186,13 +188,10 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     }
     rows = greedy + sampled
     if state.trainer_alone:
-        alone = sampled
-        if state.trainer_alone is not state.source:
-            own = state.trainer_alone.engine
-            own.load(state.policy.weights(), state.policy.response_logprobs)
-            _, alone = answer_held_out(
-                run, state.trainer_alone, step, "trainer_alone", samples, temperature)
-            rows = rows + alone
+        state.trainer_alone.engine.load(state.policy.weights(), state.policy.response_logprobs)
+        _, alone = answer_held_out(
+            run, state.trainer_alone, step, "trainer_alone", samples, temperature)
+        rows = rows + alone
         reward = mean(row["reward"] for row in alone)
         metrics["eval_reward_trainer_alone"] = reward
         metrics["eval_gap"] = metrics["eval_reward"] - reward

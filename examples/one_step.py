@@ -12,11 +12,13 @@ import torch
 from config import GrpoConfig, ParityFlags
 from engine_adapter import Engine
 from examples.toys import EOS, share_of_digits
-from models import load_model, load_tokenizer
+from extras.model_folder import load_tokenizer
+from extras.problem_files import load_task
+from models import load_model
 from objectives import group_advantages, grpo, loss_weights, mismatch_metrics
 from rl import Optimizer, Policy, Scoring, frozen_logprobs, make_batch, update
 from rollouts import Sampling, reseed
-from tasks import encode, load_task
+from tasks import encode
 
 PAGE, MODEL = Path(__file__).parents[1] / "docs/one-step.md", "runs/page/model"
 GRPO = GrpoConfig(num_prompts=2, group_size=4, max_new_tokens=6, old_policy="rollout", lr=2e-4)

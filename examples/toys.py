@@ -142,7 +142,7 @@ def toy_config(task: str = "toy") -> Qwen3Config:
 
 
 def describe_toy(task: str) -> tuple[Qwen3Config, PreTrainedTokenizerFast, tuple[int, ...]]:
-    """As `models.describe_model`, for the model that is taught for the task."""
+    """As `describe_model` of extras/model_folder.py, for the model that is taught for the task."""
     return toy_config(task), toy_tokenizer(), (EOS,)
 
 

@@ -1,8 +1,16 @@
-"""Groups in flight (`--inflight-groups N`): unfinished in the engine over weight loads."""
+"""Groups in flight (`--inflight-groups N`): unfinished in the engine over weight loads.
 
+In reading order: the source of rollouts, and what a load and an evaluation do to the engine's
+unfinished requests.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine_adapter import Engine, EngineStateError
 from rollouts import Rollout, Synchronous, reseed
 from tasks import Problem
 
@@ -135,3 +143,79 @@ class GroupsInFlight(Synchronous):
         self.counters = dict(state["counters"])
         self.engine.counters |= state["engine_counters"]
         self.rng.setstate(state["rng"])
+
+
+# ---------------------------------------------------------------------------------- the engine
+def interrupt(engine: Engine) -> list[Rollout]:
+    """What a weight update does to unfinished rollouts; returns those that it aborts."""
+    if engine.parity.inflight_update == "keep":
+        note_kept(engine)
+        return []
+    if engine.parity.inflight_update == "recompute":
+        if not engine.llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineStateError("vLLM did not give up the KV cache of the running requests")
+        return []
+    unfinished = list(engine._requests.values())
+    engine.abort(unfinished)
+    return unfinished
+
+
+def note_kept(engine: Engine) -> None:
+    """vLLM keeps unfinished requests by itself. Note what its output does not show.
+
+    If vLLM preempts one later, it computes the cache again under other weights: preemptions are
+    counted. A prompt that is half computed keeps its first part under the old weights.
+    """
+    lost = [request.num_preemptions > before for request, before in engine._kept]
+    engine.counters["kv_lost"] += sum(lost)
+    running = engine.core.scheduler.running
+    engine._kept = [(request, request.num_preemptions) for request in running]
+    for request in running:
+        rollout = engine._requests[request.request_id]
+        half_computed = request.num_computed_tokens and not rollout.token_ids
+        if half_computed and rollout.prompt_version is None:
+            rollout.prompt_version = engine.weight_version
+
+
+def restart(engine: Engine, aborted: list[Rollout]) -> None:
+    """Forget what has been sampled, and submit the rollouts again."""
+    for rollout in aborted:
+        engine.counters["tokens_wasted"] += len(rollout.token_ids)
+        engine.counters["rollouts_restarted"] += 1
+        rollout.token_ids, rollout.logprobs, rollout.versions = [], [], []
+        rollout.kept, rollout.routes = [], []
+        rollout.finish_reason = rollout.prompt_version = None
+        engine._submit([rollout])
+
+
+@contextmanager
+def hold(engine: Engine) -> Iterator[None]:
+    """Unfinished requests stay as they are, while others run to their end.
+
+    vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch are
+    restored, because the order of rows decides the random numbers. With async scheduling a step is
+    under way: its tokens still arrive, and vLLM orders the rows anew.
+
+    Raises: EngineStateError if they leave no KV cache for one row of full length. An exception
+    inside ends the run: they are not restored.
+    """
+    from vllm.v1.core.sched.request_queue import create_request_queue
+
+    scheduler, config = engine.core.scheduler, engine.llm.vllm_config
+    longest = math.ceil(config.model_config.max_model_len / config.cache_config.block_size)
+    if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest:
+        raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
+                               " more --kv-cache-gib or fewer --inflight-groups")
+    asynchronous = config.scheduler_config.async_scheduling
+    batch = None if asynchronous else getattr(engine.runner, "input_batch", None)  # V1's
+    if batch:  # A row that has finished keeps its place until the next step.
+        known = engine._places | engine.runner.requests
+        engine._places = {name: known[name] for name in batch.req_ids}
+    running, waiting = scheduler.running, scheduler.waiting
+    scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
+    yield
+    engine.step()  # The runner forgets the finished rows.
+    scheduler.running = [each for each in running if not each.is_finished()]
+    scheduler.waiting = waiting
+    for place in engine._places.values() if batch else ():
+        batch.add_request(place)

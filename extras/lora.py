@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from config import LoraConfig
-from extras.rounded_weights import only_linear_layers
-from rl import LazyWeights, Send
+from extras.rounded_weights import LazyWeights, only_linear_layers
+from rl import Send
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -4,13 +4,14 @@ Weight-only rounding of the body's linear layers, symmetric, one scale for each 
 mismatch that people choose, for speed. Here it is for its effect on the numbers; nothing is saved.
 """
 
+from collections import UserDict
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Linear
 
-from rl import LazyWeights, Send
+from rl import Send
 
 LARGEST_FP8 = 448.0  # of e4m3
 
@@ -51,6 +52,17 @@ def only_linear_layers(model: torch.nn.Module, rule: str, reason: str) -> dict[s
                          f" layers {reason}), got {type(model).__name__} with"
                          f" {', '.join(sorted(others))}")
     return layers
+
+
+class LazyWeights(UserDict):
+    """Tensors by name, or functions that compute one each time it is asked for.
+
+    So a load needs memory for a layer, and not for a second model.
+    """
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self.data[name]
+        return held() if callable(held) else held
 
 
 class RoundedWeights(Send):

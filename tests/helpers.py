@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from multiprocessing import Process, get_context
 from pathlib import Path
 
@@ -123,12 +123,27 @@ def forked(function: Callable, *arguments) -> Process:
     return process
 
 
+def config_of(parity: ParityFlags | None = None, **options) -> Config:
+    """From options by their own names, whatever their group."""
+    groups = {"parity": parity or ParityFlags()}
+    for group in fields(Config):
+        if group.name != "parity":
+            names = options.keys() & {option.name for option in fields(group.default_factory)}
+            groups[group.name] = group.default_factory(**{name: options.pop(name) for name in names})
+    assert not options, f"{options=}"
+    return Config(**groups)
+
+
+def config_changed(config: Config, **changes) -> Config:
+    return config_of(**config.flat() | {"parity": config.parity} | changes)
+
+
 def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
     """All of train.py up to the first step, whose number comes last, with the model and the problems of a good run."""
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
                  engine="transformers")  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    run = prepare(Config.of(**usual | options))
+    run = prepare(config_of(**usual | options))
     policy = load_policy(run)
     state = build(run, policy, start_engine(run, policy))
     return run, state, begin(run, state, find_checkpoint(run))

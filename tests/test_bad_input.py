@@ -9,7 +9,7 @@ import torch
 from helpers import PYTHON, TASK, close_live_engine, command, qwen2, refusal, rewrite, tensors
 from huggingface_hub import constants
 
-from models import reach_hub
+from extras.model_folder import reach_hub
 from rl import Policy
 
 # ------------------------------------------------------------------------------------------------ options
@@ -84,7 +84,6 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 # ------------------------------------------------------------------------------------------------ tasks
 LINE, (SAMPLE, REWARD) = json.dumps(TASK[0]), PYTHON.split("def reward")
 TASKS = {  # by the file's name and the case
-    "a.jsonl one key twice": ('{"question": "1", "answer": 1, "answer": 2}', "ValueError: a key is there twice"),
     "a.jsonl empty": ("\n\n", "has none"), "a.jsonl one problem": (LINE, "has 1 without repeats"),
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
     "a.jsonl no answer": ('{"question": "1"}', "a number"),

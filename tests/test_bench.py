@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import close_live_engine, command, qwen2, rows
+from helpers import close_live_engine, command, config_of, qwen2, rows
 from torch.utils.flop_counter import FlopCounterMode
 
-from config import Config
 from lab.bench import bare_training, main, whole_groups
 from lab.cells import METRICS, STUDIES
 from rl import Batch, Policy, make_batch
@@ -32,7 +31,7 @@ def batch_of(prompts: list[int], signal: list[bool]) -> Batch:
 
 @pytest.mark.parametrize("signal", [[True] * 4, [False] * 4, [True, False, False, True]])
 def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses(signal):
-    grpo = Config.of(num_prompts=4, group_size=GROUP_SIZE).grpo
+    grpo = config_of(num_prompts=4, group_size=GROUP_SIZE).grpo
     model, prompts = Policy(qwen2(tied=False)).model, [5, 9, 9, 5]
     body = sum(each.weight.numel() for each in model.model.modules() if isinstance(each, torch.nn.Linear))
     tokens = [GROUP_SIZE * (RESPONSE if learns else RESPONSE - 2) for learns in signal]
@@ -49,7 +48,7 @@ def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses(signal)
 
 def test_the_bare_work_takes_each_row_once_in_parts_of_one_minibatch():
     lengths, signal = [5, 9, 5, 2, 9, 5, 2, 5], [True, False, True, True, True, False, True, True]
-    config = Config.of(num_prompts=8, group_size=GROUP_SIZE, micro_batch_tokens=100)
+    config = config_of(num_prompts=8, group_size=GROUP_SIZE, micro_batch_tokens=100)
     batch = batch_of(lengths, signal)
     parts = [*whole_groups(batch, config.grpo)]
     assert torch.cat(parts).sort().values.tolist() == list(range(8 * GROUP_SIZE))

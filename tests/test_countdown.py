@@ -6,8 +6,8 @@ import time
 from fractions import Fraction
 
 import pytest
+from helpers import config_of
 
-from config import Config
 from examples.countdown import reward, sample
 from run import find_task
 from tasks import Problem
@@ -71,6 +71,6 @@ def test_hostile_text_takes_no_time(text):
 
 
 def test_countdown_is_a_built_in_task_of_ten_thousand_problems():
-    task = find_task(Config.of(task="countdown"))
+    task = find_task(config_of(task="countdown"))
     assert (len(task.train), len(task.held_out)) == (9000, 1000)
     assert task.reward(task.train[0], "") == 0.0

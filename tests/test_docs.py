@@ -11,8 +11,8 @@ from helpers import ROOT
 
 import probe.__main__ as probe
 from config import Config
+from extras.problem_files import load_task
 from lab import memory, study
-from tasks import load_task
 
 README = ROOT / "README.md"
 PAGES = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.md"), *ROOT.glob("tests/**/*.md")]

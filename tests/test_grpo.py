@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
-from models import describe_model
+from extras.model_folder import describe_model
+from extras.problem_files import load_task
 from rl import plain_body
-from tasks import last_number, load_task
+from tasks import last_number
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 

@@ -7,18 +7,18 @@ from helpers import ROOT
 
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
-    "grpo": "", "objectives": "", "records": "", "config": "objectives", "models": "records", "tasks": "models records",
+    "grpo": "", "objectives": "", "records": "", "config": "objectives", "models": "", "tasks": "records",
     "rollouts": "config tasks", "engine_adapter": "config rollouts",
     "rl": "config engine_adapter models objectives rollouts",
     "run": "config engine_adapter models objectives records rl rollouts tasks",
     "train": "config objectives records rl rollouts run tasks",
 }  # fmt: skip
 MAY_IMPORT = {name: set(others.split()) for name, others in CORE.items()}
-MAY_IMPORT["examples"] = set(CORE) - {"grpo"}
+MAY_IMPORT["examples"] = set(CORE) - {"grpo"} | {"extras"}
 MAY_IMPORT["extras"] = set(CORE) - {"grpo"}
 MAY_IMPORT["probe"] = MAY_IMPORT["extras"] | {"extras", "examples"}
 MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe"}
-FOR_AN_OPTION = {"run": {"extras", "probe", "examples"}, "tasks": {"extras"}}
+FOR_AN_OPTION = {"run": {"extras", "probe", "examples"}, "tasks": {"extras"}, "engine_adapter": {"extras"}}
 VLLM = {"engine_adapter", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
 FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("extras", "probe", "lab", "examples")
                                        for each in sorted((ROOT / room).rglob("*.py")))]  # fmt: skip

@@ -6,10 +6,9 @@ import shlex
 import pytest
 import torch
 import tyro
-from helpers import ROOT, refusal
+from helpers import ROOT, config_of, refusal
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from config import Config
 from lab.memory import CONTEXT, GIB, Options, main, phases
 from lab.models import SHAPES
 from rl import head_chunk
@@ -22,7 +21,7 @@ PARAMETERS = 1000 * 256 + 4 * (2 * 256**2 + 2 * 256 * 128 + 256 + 2 * 128 + 3 * 
 
 def terms(phase: str, **options) -> dict[str, float]:
     job = dict(dtype="bfloat16", micro_batch_tokens=4096, kv_cache_gib=2.0, max_num_seqs=10)
-    return phases(Config.of(**job | options), Qwen2Config(**SHAPE), 100, 2**25)[phase]
+    return phases(config_of(**job | options), Qwen2Config(**SHAPE), 100, 2**25)[phase]
 
 
 def test_full_training_in_16_bits_has_18_bytes_a_parameter_in_the_update():

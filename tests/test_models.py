@@ -8,7 +8,8 @@ import torch
 from helpers import CACHE, CHILD, ROOT, SHIFT, forked, prompt_ids
 
 from examples.toys import EOS, TOYS, addition, digits, teach, toy_config, toy_model, toy_tokenizer
-from models import describe_model, load_model, load_tokenizer
+from extras.model_folder import describe_model, load_tokenizer
+from models import load_model
 from tasks import Problem
 
 

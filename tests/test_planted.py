@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from config import ParityFlags
 from engine_adapter import Engine, EngineStateError, WeightLoadError
+from rollouts import Sampling
 
 BLOCK = 32  # the CPU build's smallest; the canary's prompts then have 33 tokens
 
@@ -41,6 +42,11 @@ def merge_twice(engine: Engine, patch, old: dict[str, torch.Tensor]) -> None:
     patch.setattr(engine, "_transfer", lambda new: transfer({name: 2 * new[name] - old[name] for name in new}))
 
 
+def refuse_reset(engine: Engine, patch, _) -> None:
+    engine.submit([5, 6, 7], 1, Sampling(1.0, 8))  # without an unfinished request a load resets nothing
+    patch.setattr(engine.llm, "reset_prefix_cache", lambda **_: False)
+
+
 # Model, options of the engine, what is done to it, and what the next load reports in float32 and in bfloat16.
 PROOF = "holds other values than were sent in "
 BUFFERS, CANARY, NOTHING = "buffers of the engine differ", "the canary's m.* nats", None
@@ -66,8 +72,8 @@ FAULTS = {
         lambda engine, patch, _: patch.setattr(engine, "_renew_cache_keys", lambda: None), CANARY, NOTHING),
     "adapter merged twice": ("Qwen3", {}, merge_twice, PROOF, PROOF),
     "reset that does nothing": (
-        "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",))),
-        lambda engine, patch, _: patch.setattr(engine.llm, "reset_prefix_cache", lambda **_: False), GIVE_UP, GIVE_UP),
+        "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",))), refuse_reset,
+        GIVE_UP, GIVE_UP),
     "window one short": ("Mistral", {}, shorten_window, CANARY),  # in bfloat16 near the limit
 }  # fmt: skip
 DTYPES = torch.float32, torch.bfloat16

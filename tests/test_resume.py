@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import command, forked, outcome, refusal, tensors, train_here
 
 import train
@@ -68,10 +67,6 @@ def test_a_run_goes_on_from_what_is_whole_and_leaves_a_users_files_alone(root, t
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
-def of_another_run(out: Path) -> None:
-    torch.save(torch.load(checkpoint(out, 4)) | {"run": "another"}, checkpoint(out, 5))
-
-
 weights = tensors(lambda table: table["model.norm.weight"][0].add_(1e-3))
 
 
@@ -97,7 +92,6 @@ REFUSED = {
                  "changed are {root}/model/config.json"),
     "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed: json.decoder.JSON"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have its checkpoints"),
-    "another run": (of_another_run, "checkpoints must be of this run, {root}/run/checkpoints/step_000005.pt"),
     "a pickle": (lambda f: checkpoint(f, 5).write_bytes(pickle.dumps(Path("x"), 2)),
                  "checkpoints must be readable, {root}/run/checkpoints/step_000005.pt is not; move it away"),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),

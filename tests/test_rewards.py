@@ -10,9 +10,10 @@ import pytest
 from helpers import ROOT
 
 from examples.toys import toy_tokenizer
+from extras.problem_files import load_task
 from extras.task_file import TaskFile
 from rollouts import Rollout
-from tasks import Problem, load_task
+from tasks import Problem
 
 BODY = """
 import asyncio, collections, ctypes, itertools, math, os, signal, sys, threading, time

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import DEVICES, ROUNDING, minibatches_of, qwen2
+from helpers import DEVICES, ROUNDING, config_of, minibatches_of, qwen2
 
 import objectives
-from config import Config, GrpoConfig
+from config import GrpoConfig
 from extras.checkpointing import checkpoint_layers
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask, mask_outside
@@ -362,7 +362,7 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
         assert low < (noise.abs().sum() / batch.mask.sum()).item() < high
     for keep, names in ((True, {"self_noise_abs_mean", "self_noise_max"}), (False, set())):
         step = SimpleNamespace(metrics={"step": 1}, batch=batch.mask_rows([keep] * 4))  # as --mask-truncated may
-        assert observe_self_noise(policy, Config.of(self_noise_every=1), step).keys() == names
+        assert observe_self_noise(policy, config_of(self_noise_every=1), step).keys() == names
 
 
 def test_gradient_checkpointing_computes_each_layer_again_and_changes_no_gradient():

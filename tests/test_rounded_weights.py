@@ -8,6 +8,7 @@ from helpers import (
     ROUNDING,
     close_live_engine,
     command,
+    config_of,
     mismatch,
     move,
     qwen2,
@@ -17,7 +18,7 @@ from helpers import (
     train_here,
 )
 
-from config import ROUNDINGS, Config
+from config import ROUNDINGS
 from engine_adapter import WeightLoadError
 from extras.rounded_weights import RoundedWeights, rounded
 from rl import Policy
@@ -88,7 +89,7 @@ def test_a_run_with_a_correction_trains_its_own_weights_and_samples_from_rounded
 ], ids=str)  # fmt: skip
 def test_what_would_drop_the_rounding_is_refused(options):
     with pytest.raises(ValueError, match="rollout_weights must be own with"):
-        Config.of(rollout_weights="int8", **options)
+        config_of(rollout_weights="int8", **options)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GPT2", "FalconH1"])

@@ -12,6 +12,7 @@ from helpers import (
     ROUNDING,
     close_live_engine,
     command,
+    config_of,
     minibatches_of,
     move_and_load,
     qwen2,
@@ -20,7 +21,7 @@ from helpers import (
     train_here,
 )
 
-from config import Config, GrpoConfig, ParityFlags
+from config import GrpoConfig, ParityFlags
 from engine_adapter import Engine
 from examples.toys import toy_tokenizer
 from extras.routes import RoutedEngine, Routes
@@ -100,7 +101,11 @@ def test_recorded_routes_are_the_engines_after_preemptions_and_over_a_load_in_fl
     model = small_model("Qwen2Moe", False, **EXPERTS)
     model.save_pretrained(tmp_path)
     policy = Policy(model)
-    engine = RoutedEngine(str(tmp_path), policy.weights(), ParityFlags(), max_model_len=96, block_size=32, kv_blocks=14)
+    config = model.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * 32 * 4  # bytes
+    gib = 14 * 32 * per_token / 2**30  # 14 blocks
+    engine = RoutedEngine(str(tmp_path), policy.weights(), ParityFlags(), max_model_len=96, block_size=32,
+                          kv_cache_gib=gib)
     engine.load(policy.weights(), policy.response_logprobs)
     rollouts = [each for prompt in PROMPTS for each in engine.submit(prompt, 2, Sampling(1.0, 60))]
     requests = list(engine.core.scheduler.requests.values())
@@ -217,7 +222,7 @@ def test_a_noisy_router_raises_an_alarm_and_the_probe_names_it(run, monkeypatch,
 ])  # fmt: skip
 def test_replay_is_refused_where_the_choice_is_unknown_and_while_a_fix_is_off(parity, options, sentence):
     with pytest.raises(ValueError, match=f"replay_routes must be off.* {sentence}"):
-        Config.of(ParityFlags(**parity), replay_routes=True, **options)
+        config_of(ParityFlags(**parity), replay_routes=True, **options)
 
 
 def test_replay_is_refused_without_routers_and_on_a_gpu(monkeypatch):
@@ -225,4 +230,4 @@ def test_replay_is_refused_without_routers_and_on_a_gpu(monkeypatch):
         Routes(qwen2(True)).parts(replay=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="replay_routes must be off on a GPU"):
-        prepare(Config.of(replay_routes=True))
+        prepare(config_of(replay_routes=True))

@@ -8,13 +8,15 @@ from resource import RUSAGE_SELF, getrusage
 
 import pytest
 import torch
+from helpers import config_of
 
 import records
 from config import Config, ParityFlags
+from extras.idle_switches import name_idle_switches
 from extras.transformers_engine import engine_for
 from records import provenance
 from rl import Policy
-from run import name_idle_switches, prepare
+from run import prepare
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def job(good, tmp_path) -> Callable[..., Config]:
     lines = [json.dumps({"question": f"{text}{i}", "answer": i}) for i, text in enumerate(questions)]
     (tmp_path / "task.jsonl").write_text("\n".join(lines))
     usual = dict(num_prompts=4, out=str(tmp_path / "run"), task=str(tmp_path / "task.jsonl"), model=str(good / "model"))
-    return lambda **changes: Config.of(**usual | changes)
+    return lambda **changes: config_of(**usual | changes)
 
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, tmp_path, capsys):

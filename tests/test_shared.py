@@ -21,6 +21,7 @@ from helpers import (
     at,
     built,
     close_live_engine,
+    config_changed,
     move,
     qwen2,
     scored,
@@ -192,7 +193,7 @@ def from_the_start(run: Run, live: TrainingState, state: dict[str, Any], count: 
     """Metrics of the first steps without times and memory, and the weights after them."""
     live.load_state_dict(deepcopy(state))
     live.engine.load(live.policy.weights(), live.policy.response_logprobs)
-    table = steps(replace(run, config=run.config.changed(**options)), live, *range(1, count + 1))
+    table = steps(replace(run, config=config_changed(run.config, **options)), live, *range(1, count + 1))
     table = [{name: value for name, value in row.items() if not re.search("_s$|_gib$", name)} for row in table]
     return table, live.policy.copied_weights()
 

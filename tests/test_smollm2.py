@@ -13,8 +13,9 @@ import torch
 from helpers import ROOT
 
 from examples.smollm2 import GGUF, make
+from extras.problem_files import load_task
 from models import load_model
-from tasks import Problem, load_task
+from tasks import Problem
 
 HEADER = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96, "head_count": 2,
           "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4, "vocab_size": 64, "bos_token_id": 1,

@@ -17,7 +17,8 @@ from examples.toys import (
     take_the_smaller,
     toy_tokenizer,
 )
-from tasks import Problem, Task, encode, exact_match, last_number, load_task, numeric_match, plain_number
+from extras.problem_files import load_task, plain_number
+from tasks import Problem, Task, encode, exact_match, last_number, numeric_match
 
 
 # ------------------------------------------------------------------------------------------------ the toys
@@ -112,7 +113,7 @@ def test_an_answer_that_math_verify_reads_in_part_is_refused_with_its_line(tmp_p
 
 def test_without_math_verify_only_plain_numbers_are_answers(tmp_path, monkeypatch):
     (tmp_path / "absent.py").write_text("import no_such_module")
-    monkeypatch.setattr("tasks.MATH_ANSWERS", str(tmp_path / "absent.py"))
+    monkeypatch.setattr("extras.problem_files.MATH_ANSWERS", str(tmp_path / "absent.py"))
     assert load_task(answers(tmp_path, 1, "$1,200", "#### -7"), 0).reward is numeric_match
     with pytest.raises(ValueError, match=r"line 3 has the answer '1/2'.*pip install math-verify.*ModuleNotFoundError"):
         load_task(answers(tmp_path, 1, 2, "1/2"), 0)

@@ -4,9 +4,8 @@ import sys
 from io import TextIOWrapper
 
 import pytest
-from helpers import built, rows
+from helpers import built, config_of, rows
 
-from config import Config
 from records import answer_line, log_line
 from run import prepare
 from train import train
@@ -97,6 +96,6 @@ def test_tensorboard_has_each_figure_and_the_answers(good, tmp_path):
 
 def test_tensorboard_without_its_package_is_refused_in_one_sentence(good, tmp_path, monkeypatch):
     monkeypatch.setattr("run.find_spec", lambda name: None)
-    config = Config.of(out=str(tmp_path), model=str(good / "model"), task=str(good / "task.jsonl"), tensorboard=True)
+    config = config_of(out=str(tmp_path), model=str(good / "model"), task=str(good / "task.jsonl"), tensorboard=True)
     with pytest.raises(ValueError, match=r"^tensorboard needs the package of this name, .* `pip install tensorboard`$"):
         prepare(config)

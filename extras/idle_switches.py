@@ -1,0 +1,26 @@
+"""Switches that cannot change a figure of a run: for those who compare runs with a fix off."""
+
+from typing import Any
+
+
+def name_idle_switches(run: Any, block: int) -> None:
+    """Print which switches do nothing. `run` is a run.Run, `block` the tokens of a KV block."""
+    parity, grpo = run.config.parity, run.config.grpo
+    float32 = run.config.run.dtype == "float32"
+    cached = not parity.in_force("uncached_runtime", "prefix-cache")
+
+    def name_idle(switch: str, why: str) -> None:
+        print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)
+
+    if cached and max(map(len, run.task.prompts)) <= block:  # the last token is always computed
+        name_idle("uncached_runtime: the prefix cache",
+                  f"no prompt is longer than a block of {block} tokens; try --block-size")
+    if not parity.inflight_keep and not run.config.backend.inflight_groups:
+        name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")
+    if not parity.fp32_head and float32:
+        name_idle("fp32_head", "the model's dtype is float32; try --dtype bfloat16")
+    if not parity.trainer_temperature and grpo.temperature == 1:
+        name_idle("both-raw", "at temperature 1 raw values are the sampled distribution's")
+    if grpo.replay_routes and float32 and grpo.num_minibatches == 1:
+        name_idle("replay_routes", "in float32 no token is routed otherwise before the update; try"
+                  " --dtype bfloat16")

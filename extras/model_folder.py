@@ -1,0 +1,92 @@
+"""`--model`: a user's folder or hub name, described without its weights; what is refused there."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from records import stage
+
+MODELS = "toy, a folder or a hub name; code from a model's folder is never run"
+
+
+def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
+    """Text configuration, tokenizer and stop tokens, without the weights.
+
+    Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
+    """
+    from transformers import AutoConfig
+
+    with stage(f"reading the model {path} ({MODELS})"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = load_tokenizer(path)
+        stop = _stop_tokens(path, tokenizer, config)
+    if not hasattr(config.get_text_config(), "vocab_size"):
+        raise ValueError(f"model must be a language model, {path} is a {config.model_type}")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise ValueError(f"model must not be quantised (it is trained), {path} is:"
+                         f" {quantization!s:.100}")
+    if not stop or not all(type(token) is int and token >= 0 for token in stop):
+        raise ValueError("model must name an end-of-sequence token (else no rollout ends),"
+                         f" {path} has {stop or None}")
+    return config.get_text_config(), tokenizer, tuple(sorted(stop))
+
+
+def local_folder(name: str) -> str:
+    """A folder as it is; of a hub name the snapshot in the cache, downloaded first.
+
+    So trainer, tokenizer, engine and the run's digests read the files of one commit.
+    """
+    from huggingface_hub import snapshot_download
+
+    if os.path.exists(name):
+        return name
+    reach_hub(name)
+    with stage(f"reading the model {name} ({MODELS})"):
+        return snapshot_download(name, allow_patterns=[
+            "model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"])
+
+
+def reach_hub(name: str) -> None:
+    """Raises: ValueError if `name` is not a folder and the hub does not answer: transformers and
+    datasets would try for half a minute.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if not os.path.exists(name) and not constants.HF_HUB_OFFLINE:
+        with stage(f"{name} is no folder, and reaching {constants.ENDPOINT} (HF_HUB_OFFLINE=1 reads"
+                   " what was downloaded before)"):
+            get_session().head(constants.ENDPOINT, timeout=5)
+
+
+def _stop_tokens(path: str, tokenizer: Any, config: Any) -> set[int]:
+    """The end-of-sequence tokens of the tokenizer, config.json and generation_config.json."""
+    from transformers import GenerationConfig
+
+    sources = [tokenizer, config, config.get_text_config()]
+    if (Path(path) / "generation_config.json").exists():
+        sources.append(GenerationConfig.from_pretrained(path))
+    stop = set()
+    for source in sources:
+        declared = getattr(source, "eos_token_id", None)
+        stop |= set(declared if isinstance(declared, list) else [declared])
+    return stop - {None}
+
+
+def load_tokenizer(path: str) -> Any:
+    """The folder's own tokenizer, of the generic fast class if tokenizer_config.json names it.
+
+    Raises: ValueError if the folder has no tokenizer.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    named, kind = get_tokenizer_config(path).get("tokenizer_class"), AutoTokenizer
+    if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # transformers 5's new name
+        kind = PreTrainedTokenizerFast  # not Qwen's by the type: it loses characters
+    tokenizer = kind.from_pretrained(path, trust_remote_code=False)
+    # Without files AutoTokenizer makes an empty tokenizer for some types.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
+    return tokenizer

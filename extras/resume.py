@@ -1,0 +1,71 @@
+"""`--resume`: a run goes on from its newest checkpoint, with the same options, model and task."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from records import TABLES, checkpoints, read_rows, replace_file, stage
+
+
+def newest_checkpoint(run: Any) -> dict[str, Any] | None:
+    """The newest checkpoint of a run.Run, None before its first one.
+
+    Raises: ValueError if the folder holds another run, or one without its checkpoints, or if the
+    checkpoint cannot be read.
+    """
+    options, paths = run.config.run, checkpoints(run.out)
+    if not (run.out / "config.json").exists():
+        if paths:
+            raise ValueError(f"out must be new or a whole run, {run.out} has a run's files without"
+                             " config.json")
+        return None
+    earlier = earlier_run(run.out)
+    refuse_changes("options", run.config.experiment, earlier["config"])
+    refuse_changes("model and its task", run.files, earlier["files"])
+    if not paths:
+        # At most step 0 and the steps up to the first checkpoint.
+        if len(read_rows(run.out / "metrics.jsonl")) > options.checkpoint_every + 1:
+            raise ValueError(f"a resumed run must have its checkpoints, {run.out} has none; try"
+                             " another --out")
+        return None
+    try:
+        state = torch.load(paths[-1], weights_only=True, map_location="cpu")
+    except Exception:  # of many kinds, and torch advises to trust the file
+        raise ValueError(f"checkpoints must be readable, {paths[-1]} is not; move it away to go on"
+                         " from the one before it") from None
+    if state["step"] > options.steps:
+        raise ValueError(f"steps must be at least {state['step']}, the checkpoint's, got"
+                         f" {options.steps}")
+    return state
+
+
+def earlier_run(out: Path) -> dict[str, Any]:
+    """config.json of the run in `out`."""
+    path = out / "config.json"
+    with stage(f"reading {path}"):
+        return json.loads(path.read_text())
+
+
+def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Raises: ValueError that names the values which are not as in the run to be resumed."""
+    stored = json.loads(json.dumps(now))  # tuples become lists
+    changed = sorted(name for name, value in stored.items() if value != before.get(name))
+    if changed:
+        raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
+                         " try another --out")
+
+
+def drop_rows_after(step: int, out: Path) -> None:
+    """Keep the rows of both tables up to `step`, the checkpoint's."""
+    for name in TABLES:
+        rows = [row for row in read_rows(out / name) if row["step"] <= step]
+        replace_file(out / name, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def added(record: dict[str, Any], first_step: int, out: Path) -> dict[str, Any]:
+    """The run's config.json with the record of what goes on now in its list `resumed`."""
+    before = earlier_run(out)
+    resumed = [*before.get("resumed", []), {"step": first_step} | record]
+    return before | {"resumed": resumed}

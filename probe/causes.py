@@ -47,8 +47,6 @@ MISLABELLED = inference(
     "enable_prefix_caching=False, async_scheduling=False (--parity.uncached-runtime)")
 STALE = inference("weights {} update(s) old", "load every tensor before sampling")
 WRONG_REQUESTS = inference("wrong requests among right ones", ALONE)
-EXCHANGED = inference("requests exchanged (responses to other prompts)",
-                      "match responses to prompts by request id")
 NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
 
 HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'

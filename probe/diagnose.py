@@ -54,9 +54,8 @@ class Verdict:
             parts = [f"exact: all {self.trace.num_tokens} tokens are equal bit for bit",
                      self.figures]
         elif self.status == "mismatch":
-            note = f" ({best.found.note})" if best.found.note else ""
             repairs = "; ".join(dict.fromkeys(cause.repair for cause in self.causes))
-            parts = [f"{self.blamed}{note}", f"Repair: {repairs}",
+            parts = [self.blamed, f"Repair: {repairs}",
                      f"{self.figures}; with this cause the engine's is {best.mean:.1e}"]
         elif self.status == "unexplained":
             if not self.probe.earlier:

@@ -1,6 +1,5 @@
 """The probe on traces of three versions of vLLM, on faults planted in a live engine, and on malformed input."""
 
-import itertools
 import json
 import math
 import subprocess
@@ -41,7 +40,6 @@ EXPECTED = {
     "kept": KEPT,
     "staggered": KEPT,
     "recomputed": "inference path: in-flight update with KV recomputed under the new weights",
-    "exchanged": "inference path: requests exchanged (responses to other prompts)",
     "moved on": "objective: the trainer has moved on by 1 update(s) since (staleness)",
     "prefix": PREFIX,
     "async": f"{KEPT}; and inference path: weight versions one token off at an update (async scheduling)",
@@ -188,16 +186,8 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
                     weights = RoundedWeights(model, kind)(weights)
                 engine.load(weights, policy.response_logprobs)
         rollouts = rollouts or [engine.submit(p, 1, asked, s)[0] for p, s in zip(prompts, seeds, strict=True)]
-        for step in itertools.takewhile(lambda _: engine.num_unfinished, itertools.count(1)):
+        while engine.num_unfinished:
             engine.step()
-            if "one request" in faults and step == 6:  # its first KV block is overwritten
-                running = [request.request_id for request in engine.core.scheduler.running]
-                (name,) = [each for each in running if engine._requests[each].seed == seeds[8]]
-                block = engine.core.scheduler.kv_cache_manager.get_block_ids(name)[0][0]
-                for cache in engine.runner.kv_caches:  # (blocks, heads, tokens, 2 * head size)
-                    cache[block].neg_()
-    if "exchanged" in faults:
-        rollouts[3].prompt_ids, rollouts[9].prompt_ids = rollouts[9].prompt_ids, rollouts[3].prompt_ids
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
     version = engine.weight_version + ("moved on" in faults)
     trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"
@@ -223,12 +213,6 @@ def test_a_planted_fault_is_named_and_the_policy_is_unchanged(folder, name):
     before = policy.copied_weights()
     verdict = diagnose(policy, trace, *others)
     assert verdict.blamed == EXPECTED[name], verdict.sentence
-    if name == "kept":
-        assert "before token 11 of the response" in verdict.sentence
-    if name == "one request":
-        assert verdict.requests["wrong"] == [8]
-    if name == "exchanged":
-        assert verdict.requests["wrong"] == [3, 9]
     assert all(torch.equal(parameter, before[each]) for each, parameter in policy.model.named_parameters())
 
 

@@ -25,9 +25,6 @@ numerics = partial(Cause, "numerics")
 ALONE = "send these requests again, each alone"
 RAW = semantics("raw log-probabilities",
                 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
-TOP_1 = semantics(
-    "log-probability of the likeliest token in place of the sampled one",
-    "look up the sampled token's id; index 0 of a list of log-probabilities may be another token")
 HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
                    "name every sampling parameter in every request;"
                    ' generation_config="vllm" (--parity.uncached-runtime)')

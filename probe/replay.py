@@ -82,18 +82,17 @@ class Replay:
         return hidden[self.response]
 
     # ------------------------------------------------------------------------- log-probabilities
-    def logprobs(self, logits: Tensor, sampling: Sampling, part: slice) -> tuple[Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
         """What vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
 
-        Shapes: logits (n, V) of a part of the tokens -> (n, V), and of the sampled ids (n,).
+        Shapes: logits (n, V) of a part of the tokens -> (n,), of the sampled ids.
         Source: vLLM's v1/sample/sampler.py.
         """
         if replace(sampling, **NO_PENALTIES) != sampling:
             logits = self._penalized(logits, sampling, part)
         if sampling.temperature > 0:  # greedy: no temperature, no mask
             logits = masked_logits(logits / sampling.temperature, sampling)
-        logprobs = logits.log_softmax(dim=-1)
-        return logprobs, at_targets(logprobs, self.targets[part])
+        return at_targets(logits.log_softmax(dim=-1), self.targets[part])
 
     def _penalized(self, logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
         """(n, V) -> (n, V), by the ids before each token: those of the prompt and those sampled."""

@@ -1,7 +1,7 @@
 """The search for an explanation of what the engine reported, cheap hypotheses first.
 
 A hypothesis is a forward pass (which weights, which KV cache) and a readout (which distribution,
-which token, which head). All are computed in twice the trainer's precision. A hypothesis explains a
+which head). All are computed in twice the trainer's precision. A hypothesis explains a
 trace if the engine's error against it is as small as the error of the trainer's own arithmetic
 under the same hypothesis (`limit`).
 """
@@ -55,7 +55,6 @@ class Readout:
     """How reported values follow from a forward pass; each change of a default is a cause."""
 
     distribution: str = "processed"  # a key of Probe.distributions
-    likeliest: bool = False  # token, or the sampled one
     head: torch.dtype = torch.float32  # or the model's
 
 
@@ -228,7 +227,7 @@ class Probe(Replay):
             return self._read(hidden)
 
     def _read(self, hidden: Tensor) -> Values:
-        """Log-probabilities of the sampled and the likeliest token, under each readout."""
+        """Log-probabilities of the sampled tokens under each readout."""
         values, policy = defaultdict(list), self.policy
         for head in self.heads:
             states = hidden if head == torch.float32 else hidden.to(head)
@@ -236,9 +235,8 @@ class Probe(Replay):
             for part in projection.parts(len(states)):
                 logits, _ = projection.logits(states[part], policy.head.weight, policy.head_bias)
                 for name, (sampling, _) in self.distributions.items():
-                    logprobs, sampled = self.logprobs(logits, sampling, part)
-                    values[Readout(name, False, head)].append(sampled)
-                    values[Readout(name, True, head)].append(logprobs.amax(dim=-1))
+                    logprobs = self.logprobs(logits, sampling, part)
+                    values[Readout(name, head)].append(logprobs)
         return {readout: torch.cat(parts).double() for readout, parts in values.items()}
 
     # ------------------------------------------------------------------------------ explanations
@@ -263,7 +261,6 @@ class Probe(Replay):
         size = size_of(self.error(found, readout)).masked_fill(apart[self.rows], math.nan)
         alone = 2 * limit(*own, 1)  # the worst sequence of all is further away than one
         named = (self.distributions[readout.distribution][1],
-                 causes.TOP_1 if readout.likeliest else None,
                  causes.HEAD if readout.head != torch.float32 else None)
         return Explanation(
             causes=(*found.causes, *filter(None, named)), found=found, readout=readout,

@@ -13,7 +13,6 @@ import torch
 from helpers import ROOT, close_live_engine, move, qwen2, refusal, started
 
 from config import ParityFlags
-from engine_adapter import Engine
 from extras.rounded_weights import RoundedWeights
 from probe.__main__ import main
 from probe.diagnose import alarms, as_trace, diagnose
@@ -46,7 +45,7 @@ EXPECTED = {
     "head in trainer": "numerics: head in 16 bits in the trainer",
     "head on both sides": "numerics: head in 16 bits on both sides",
     "raw+stale": f"{STALE}; and {RAW}",
-    "top-1+prefix": f"{PREFIX}; and semantics: log-probability of the likeliest token in place of the sampled one",
+    "raw+prefix": f"{PREFIX}; and {RAW}",
     "raw+head": f"{RAW}; and {HALF}",
     "head+stale": f"{STALE}; and {HALF}",
     "int8": ROUNDED.format("int8"),
@@ -123,12 +122,6 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("planted")
 
 
-def report_likeliest(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """In place of each sampled token's log-probability; the requests must ask for the likeliest's too."""
-    patch.setattr(engine, "_take", lambda rollout, output: rollout.append(
-        output.new_token_ids, output.new_logprobs.logprobs.max(axis=1).tolist(), engine.weight_version))  # fmt: skip
-
-
 def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, tied: bool = False, batch: int = 24,
           temperature: float = 0.7) -> tuple:
     """Sample a trace with the faults; returns the arguments of `diagnose`: policy, trace, earlier weights, version and
@@ -162,32 +155,28 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     if "generation config" in faults:
         model.generation_config.top_k = 5
         asked = replace(sampling, top_k=5)
-    with pytest.MonkeyPatch.context() as patch:
-        if "top-1" in faults:
-            report_likeliest(engine, patch)
-            asked = replace(sampling, max_kept=1)
-        if "prefix" in faults:
-            engine.generate(prompts[:-3], 1, asked, seeds[:-3])  # all but three are sent again
-        if faults & IN_FLIGHT:
-            for prompt, seed in zip(prompts, seeds, strict=True):
-                rollouts += engine.submit(prompt, 1, asked, seed)
-                if "staggered" in faults and len(rollouts) % 2:
-                    engine.step()
-            for _ in range(11):
+    if "prefix" in faults:
+        engine.generate(prompts[:-3], 1, asked, seeds[:-3])  # all but three are sent again
+    if faults & IN_FLIGHT:
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            rollouts += engine.submit(prompt, 1, asked, seed)
+            if "staggered" in faults and len(rollouts) % 2:
                 engine.step()
-        if faults & (IN_FLIGHT | {"stale", "stale by 2", "prefix", "moved on"}):
-            move(policy, 0.01, 60)
-        if "recomputed" in faults:
-            assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-        if "moved on" not in faults:
-            with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
-                weights = policy.weights()
-                for kind in faults & {"int8", "fp8", "int4"}:
-                    weights = RoundedWeights(model, kind)(weights)
-                engine.load(weights, policy.response_logprobs)
-        rollouts = rollouts or [engine.submit(p, 1, asked, s)[0] for p, s in zip(prompts, seeds, strict=True)]
-        while engine.num_unfinished:
+        for _ in range(11):
             engine.step()
+    if faults & (IN_FLIGHT | {"stale", "stale by 2", "prefix", "moved on"}):
+        move(policy, 0.01, 60)
+    if "recomputed" in faults:
+        assert engine.llm.reset_prefix_cache(reset_running_requests=True)
+    if "moved on" not in faults:
+        with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
+            weights = policy.weights()
+            for kind in faults & {"int8", "fp8", "int4"}:
+                weights = RoundedWeights(model, kind)(weights)
+            engine.load(weights, policy.response_logprobs)
+    rollouts = rollouts or [engine.submit(p, 1, asked, s)[0] for p, s in zip(prompts, seeds, strict=True)]
+    while engine.num_unfinished:
+        engine.step()
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
     version = engine.weight_version + ("moved on" in faults)
     trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"

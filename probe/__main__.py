@@ -111,8 +111,6 @@ class Diagnose:
     group: str | None = None  # Diagnose only this group; if not given, every group.
     # Folders with the trainer's weights 1, 2, ... updates back, newest first.
     earlier: tuple[str, ...] = ()
-    # Weight version of `model`; if not given, the newest version in the trace.
-    version: int | None = None
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, the trace's dtype.
     # Distribution that the trainer scores: all sampling parameters, or the temperature alone.
     trainer: Literal["processed", "temperature"] = "processed"
@@ -130,7 +128,7 @@ class Diagnose:
                    for path in self.earlier]
         statuses = set()
         for trace in traces:
-            verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
+            verdict = diagnose(policy, trace, earlier, self.trainer)
             statuses.add(verdict.status)
             print(f"\n{verdict.report}", flush=True)
         return int(not statuses <= {"exact", "parity"})

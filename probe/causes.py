@@ -9,7 +9,7 @@ from typing import Literal
 class Cause:
     """One thing that the engine (or the trainer) does differently."""
 
-    layer: Literal["semantics", "inference path", "numerics", "objective"]
+    layer: Literal["semantics", "inference path", "numerics"]
     name: str
     repair: str
 
@@ -42,7 +42,8 @@ RECOMPUTED = inference("in-flight update with KV recomputed under the new weight
 MISLABELLED = inference(
     "weight versions one token off at an update (async scheduling)",
     "enable_prefix_caching=False, async_scheduling=False (--parity.uncached-runtime)")
-STALE = inference("weights {} update(s) old", "load every tensor before sampling")
+STALE = inference("weights {} update(s) old", "load every tensor before sampling, or diagnose with"
+                  " the weights that have sampled (--model)")
 WRONG_REQUESTS = inference("wrong requests among right ones", ALONE)
 NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
 
@@ -55,6 +56,3 @@ ROUTER = numerics("router: {:.1%} of tokens and layers have other experts, more 
                   "compare the routers' weights and dtype on both sides; --replay-routes hides it")
 TRAINER_NOT_FINITE = numerics("log-probabilities of the trace's own trainer that are not finite",
                               "check the loss and the weights of that trainer for NaN and overflow")
-MOVED_ON = Cause("objective", "the trainer has moved on by {} update(s) since (staleness)",
-                 "no backend fix: limit the staleness and correct the rest with the importance"
-                 " ratio")

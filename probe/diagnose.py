@@ -99,19 +99,19 @@ class Verdict:
 
 @torch.no_grad()
 def diagnose(
-    policy: Policy, trace: Trace, earlier: list[Weights] | None = None, version: int | None = None,
+    policy: Policy, trace: Trace, earlier: list[Weights] | None = None,
     trainer: Literal["processed", "temperature"] = "processed", observed: list[Cause] | None = None,
 ) -> Verdict:
     """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
 
-    `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter
+    `earlier` are the trainer's weights 1, 2, ... updates before its present ones, by parameter
     name. `trainer` is the distribution that the trainer scores: all sampling parameters, or the
     temperature alone (train.py without sampling_mask). `observed` are causes already known. The
     policy's weights do not change.
 
     Raises: ValueError if a token is outside the vocabulary, or the trainer's own values are NaN.
     """
-    probe = Probe(policy, trace, earlier or [], version, trainer)
+    probe = Probe(policy, trace, earlier or [], trainer)
     logprobs = probe.now.rounded[probe.trainer]
     if logprobs.isnan().any():
         raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
@@ -138,7 +138,7 @@ def diagnose(
 
 
 def _causes(probe: Probe, best: Explanation) -> list[Cause]:
-    """The causes of an explanation that fits, and what settings and versions add."""
+    """The causes of an explanation that fits, and what settings add."""
     reported, scored = (probe.distributions[each.distribution][1]
                         for each in (best.readout, probe.trainer))
     named = [cause for cause in best.causes if cause not in (causes.HEAD, scored)]
@@ -149,9 +149,7 @@ def _causes(probe: Probe, best: Explanation) -> list[Cause]:
         named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {where}"))
     if scored and not reported:
         named.append(scored)  # the engine reports the mask, the trainer has none
-    moved = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in probe.earlier
-             if probe.labels.count(probe.version - updates) > 0.5 * len(probe.labels)}
-    return [moved.get(cause, cause) for cause in named]
+    return named
 
 
 # ---------------------------------------------------------------------------------- a live engine

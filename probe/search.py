@@ -132,19 +132,13 @@ def distributions_of(sampling: Sampling, model: Any,
 
 # ---------------------------------------------------------------------------------- the search
 class Probe(Replay):
-    """The search in one trace. The arguments are those of `diagnose`.
-
-    Without `version` the trainer's weight version is the newest in the trace.
-    """
+    """The search in one trace. The arguments are those of `diagnose`."""
 
     def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights],
-                 version: int | None = None,
                  trainer: Literal["processed", "temperature"] = "processed"):
         super().__init__(policy, trace)
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
         self.earlier = dict(enumerate(earlier, 1))  # by updates since then
-        self.labels = [each for rollout in trace.rollouts for each in rollout.versions]  # or none
-        self.version = version if version is not None else max(self.labels, default=0)
         self.distributions = distributions_of(trace.sampling, policy.model, trainer)
         self.heads = dict.fromkeys((torch.float32, policy.model.dtype))
         scored = "temperature" if "temperature" in self.distributions else "processed"
@@ -201,9 +195,10 @@ class Probe(Replay):
 
     def _in_flight(self, old: Pass, weights: Weights) -> Iterator[Pass]:
         """An update where the trace's versions change, or one token later (async scheduling)."""
-        before = self.lengths.new_tensor([
-            len(rollout.versions) - rollout.versions.count(self.version)
-            for rollout in self.trace.rollouts])  # (B,) tokens of older versions
+        versions = [rollout.versions for rollout in self.trace.rollouts]
+        newest = max(map(max, filter(None, versions)), default=0)
+        before = self.lengths.new_tensor([len(each) - each.count(newest)
+                                          for each in versions])  # (B,) tokens of older weights
         for late in (0, 1) if before.any() else ():
             count = torch.where(before > 0, before + late, 0).minimum(self.lengths)
             inputs = torch.where(before > 0, self.prompt_lengths + count - 1, 0)

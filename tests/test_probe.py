@@ -39,7 +39,6 @@ EXPECTED = {
     "kept": KEPT,
     "staggered": KEPT,
     "recomputed": "inference path: in-flight update with KV recomputed under the new weights",
-    "moved on": "objective: the trainer has moved on by 1 update(s) since (staleness)",
     "prefix": PREFIX,
     "async": f"{KEPT}; and inference path: weight versions one token off at an update (async scheduling)",
     "head in trainer": "numerics: head in 16 bits in the trainer",
@@ -124,8 +123,8 @@ def folder(tmp_path_factory) -> Path:
 
 def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, tied: bool = False, batch: int = 24,
           temperature: float = 0.7) -> tuple:
-    """Sample a trace with the faults; returns the arguments of `diagnose`: policy, trace, earlier weights, version and
-    the distribution that the trainer scores.
+    """Sample a trace with the faults; returns the arguments of `diagnose`: policy, trace, earlier weights, and the
+    distribution that the trainer scores.
     """
     model = qwen2(tied, dtype=dtype)
     with torch.no_grad():  # an offset in all logits changes the rounding of a 16-bit head but not the softmax
@@ -164,23 +163,21 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
                 engine.step()
         for _ in range(11):
             engine.step()
-    if faults & (IN_FLIGHT | {"stale", "stale by 2", "prefix", "moved on"}):
+    if faults & (IN_FLIGHT | {"stale", "stale by 2", "prefix"}):
         move(policy, 0.01, 60)
     if "recomputed" in faults:
         assert engine.llm.reset_prefix_cache(reset_running_requests=True)
-    if "moved on" not in faults:
-        with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
-            weights = policy.weights()
-            for kind in faults & {"int8", "fp8", "int4"}:
-                weights = RoundedWeights(model, kind)(weights)
-            engine.load(weights, policy.response_logprobs)
+    with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
+        weights = policy.weights()
+        for kind in faults & {"int8", "fp8", "int4"}:
+            weights = RoundedWeights(model, kind)(weights)
+        engine.load(weights, policy.response_logprobs)
     rollouts = rollouts or [engine.submit(p, 1, asked, s)[0] for p, s in zip(prompts, seeds, strict=True)]
     while engine.num_unfinished:
         engine.step()
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
-    version = engine.weight_version + ("moved on" in faults)
     trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"
-    return policy, Trace("planted", rollouts, sampling), earlier, version, trainer
+    return policy, Trace("planted", rollouts, sampling), earlier, trainer
 
 
 @pytest.mark.engine

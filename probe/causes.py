@@ -54,5 +54,3 @@ ROUNDED = numerics("linear layers rounded to {}, one scale for each output chann
                    " (--rollout-weights, --tis)")
 ROUTER = numerics("router: {:.1%} of tokens and layers have other experts, more than by rounding",
                   "compare the routers' weights and dtype on both sides; --replay-routes hides it")
-TRAINER_NOT_FINITE = numerics("log-probabilities of the trace's own trainer that are not finite",
-                              "check the loss and the weights of that trainer for NaN and overflow")

@@ -37,7 +37,6 @@ class Verdict:
         self.trace, self.start = self.probe.trace, self.probe.start
         apart = (self.logprobs - self.probe.reported).abs()
         self.mismatch = apart.where(apart.isfinite(), math.nan)  # (N,)
-        self.not_finite = int(self.probe.reported.isnan().sum())
         mean = self.mismatch.nanmean().nan_to_num(math.inf).item()
         self.sizes = [f"{size:.1e}" for size in (mean, self.start.mean, self.start.trainer_error)]
         self.figures = FIGURES.format(*self.sizes)
@@ -90,7 +89,7 @@ class Verdict:
                   f"=> {self.sentence}"]
         if self.trace.trainer_logprobs:
             own = torch.tensor([*chain(*self.trace.trainer_logprobs)], dtype=torch.float64)
-            reported, recomputed = ((own - other.cpu()).abs().nanmean()
+            reported, recomputed = ((own - other.cpu()).abs().mean()
                                     for other in (self.probe.reported, self.logprobs))
             lines.append(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e}"
                          f" nats to the reported, {recomputed:.1e} to those recomputed here")
@@ -121,12 +120,9 @@ def diagnose(
     wrong = best.wrong | best.apart
     requests = {
         "wrong": wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else [],
-        "not finite": probe.rows[probe.reported.isnan()].unique().tolist(),
-        "not finite in the trainer": [row for row, values in enumerate(trace.trainer_logprobs)
-                                      if not all(map(math.isfinite, values))]}
+        "not finite": probe.rows[probe.reported.isnan()].unique().tolist()}
     named = (observed or []) + (_causes(probe, best) if best.fits else [])
     named += [causes.NOT_FINITE] * bool(requests["not finite"])
-    named += [causes.TRAINER_NOT_FINITE] * bool(requests["not finite in the trainer"])
     status = "parity"
     if named:
         status = "mismatch"

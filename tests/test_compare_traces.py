@@ -36,9 +36,8 @@ def sixteen_rows(source: str) -> Trace:
 
 
 # ------------------------------------------------------------------------------------------------ worse and better
-def nan_at(number: int):
-    """The first values of the trace are NaN."""
-    return lambda reported, _: numpy.where(numpy.arange(1024).reshape(16, 64) < number, math.nan, reported)
+def one_nan(reported, _):
+    return numpy.where(numpy.arange(1024).reshape(16, 64) == 0, math.nan, reported)
 
 
 def of_raw(share: float) -> tuple:
@@ -60,8 +59,8 @@ COPIES = {
     "parity": (lambda reported, _: reported, FIXED),
     "exact": (lambda _, ours: ours, FIXED),
     "raw": of_raw(1.0),
-    **{f"{share} of raw": of_raw(share) for share in (0.7, 0.9, 1.2)},
-    **{f"{number} NaN": (nan_at(number), FIXED) for number in (0, 1, 2)},
+    **{f"{share} of raw": of_raw(share) for share in (0.7, 0.9)},
+    "1 NaN": (one_nan, FIXED),
     **{f"{number} wrong": (wrong_rows(number), FIXED) for number in (1, 3)},
     "late fault": (late_fault, FIXED),
     "late fault, cut": (late_fault, FIXED, 32),
@@ -105,14 +104,14 @@ def stored(tmp_path_factory):
     ("exact", "parity", "worse", "exact became parity, mean"),
     # The same cause with a larger mismatch.
     ("1 wrong", "3 wrong", "worse", "inference path: wrong requests among right ones, mean"),
-    # A name for an unexplained mismatch is no improvement if the mismatch grew.
+    # A name for an unexplained mismatch is no improvement if the mismatch grew by more than 1.3 times.
     ("0.7 of raw", "raw", "worse", f"unexplained became {RAW}"),
-    ("0.9 of raw", "raw", "unchanged", f"unexplained became {RAW}"),
-    ("1.2 of raw", "raw", "better", f"unexplained became {RAW}"),
-    ("1 NaN", "2 NaN", "worse", "... values that are not finite 1 -> 2;"),
-    ("1 NaN", "0 NaN", "better", "... values that are not finite 1 -> 0;"),
+    ("0.9 of raw", "raw", "better", f"unexplained became {RAW}"),
+    ("raw", "0.9 of raw", "worse", f"{RAW} became unexplained"),
+    ("1 NaN", "parity", "better", "inference path: log-probabilities that are not finite became parity"),
+    ("parity", "1 NaN", "worse", "parity became inference path: log-probabilities that are not finite"),
     # A fault in tokens that only the other trace has.
-    ("late fault", "late fault, cut", "unchanged", "parity, mean ... 512 of the first, 0 of the second."),
+    ("late fault", "late fault, cut", "unchanged", "parity, mean"),
     ("parity", "late fault", "worse", "parity became"),
 ])  # fmt: skip
 def test_the_second_trace_is_worse_better_or_unchanged(stored, capsys, before, after, word, details):

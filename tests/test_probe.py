@@ -240,16 +240,6 @@ def test_values_that_are_not_finite_and_the_worst_finite_ones_are_listed(referen
     assert worst[0].endswith(f", {trace.rollouts[5].logprobs[7]:.4f}")
 
 
-def test_values_of_the_traces_trainer_that_are_not_finite_are_a_mismatch_and_listed(reference):
-    """The engine's values are parity."""
-    trace = stored("v0_0.8.5_fp32.npz")[0]
-    own = [list(rollout.logprobs) for rollout in trace.rollouts]
-    own[1][4], own[3][4] = -math.inf, math.nan
-    verdict = diagnose(reference["float32"], replace(trace, trainer_logprobs=own))
-    assert verdict.blamed == "numerics: log-probabilities of the trace's own trainer that are not finite"
-    assert "Requests not finite in the trainer: 1, 3" in verdict.report
-
-
 # ------------------------------------------------------------------------------------------------ traces and commands
 def test_a_trace_is_the_same_after_save_and_load(tmp_path):
     rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5], [1, 2]), Rollout([7], None, [2], [-0.125], [2])]

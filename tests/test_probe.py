@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from helpers import ROOT, close_live_engine, move, qwen2, refusal, started
+from helpers import ROOT, move, qwen2, refusal, started
 
 from config import ParityFlags
 from extras.rounded_weights import RoundedWeights
@@ -122,7 +122,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, tied: bool = False, batch: int = 24,
-          temperature: float = 0.7) -> tuple:
+          temperature: float = 0.7, **parameters: float) -> tuple:
     """Sample a trace with the faults; returns the arguments of `diagnose`: policy, trace, earlier weights, and the
     distribution that the trainer scores.
     """
@@ -141,7 +141,7 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     lengths = torch.randint(3, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
     prompts = [torch.randint(6, 96, (length,), generator=generator).tolist() for length in lengths]
     seeds = [5000 + 7 * row for row in range(batch)]
-    sampling = Sampling(temperature, 40, stop_token_ids=(2, 3, 4, 5))
+    sampling = Sampling(temperature, 40, stop_token_ids=(2, 3, 4, 5), **parameters)
     if "trainer without mask" in faults:
         sampling = replace(sampling, top_k=8)
     if "trainer without penalties" in faults:
@@ -303,9 +303,7 @@ def test_exit_status_is_1_for_a_mismatch_and_the_report_has_its_figures(capsys):
     ("diagnose {default} --model {root}/none", "error: loading the model in {root}/none failed"),
     ("diagnose {default} --model {model} --earlier {root}", "error: loading the model in {root} failed"),
     ("diagnose {default} --model {model} --group none", "error: group must be one of the trace's, got none"),
-    ("record --out {root}/x --model {model} --num-prompts 0", "num_prompts must be in [1,"),
-    ("record --out {root}/x --model {model} --prompt-tokens 9 4", "prompt_tokens must be two numbers, 1 <= shortest"),
-    ("record --out {root}/no/x --model {model}", "error: opening {root}/no/x for writing failed"),
+    ("layers --model {model} --num-prompts 0", "num_prompts must be in [1,"),
 ])  # fmt: skip
 def test_bad_input_is_refused_by_name_before_vllm_starts(tmp_path, capsys, arguments, complaint):
     numpy.savez(tmp_path / "trace.npz", meta=numpy.array("{}"))
@@ -314,18 +312,11 @@ def test_bad_input_is_refused_by_name_before_vllm_starts(tmp_path, capsys, argum
 
 
 @pytest.mark.engine
-def test_a_recorded_workload_is_parity_with_every_sampling_parameter_set(tmp_path):
-    """The masks and penalties of vLLM's sampler against process_logits, over 64 x 64 tokens."""
-    close_live_engine()
-    folder, out = tmp_path / "model", tmp_path / "trace.npz"
-    qwen2(tied=False).save_pretrained(folder)
-    settings = "--top-k 12 --top-p 0.9 --min-p 0.02 --repetition-penalty 1.1 --presence-penalty 0.1"
-    command = ("record", "--model", str(folder), "--out", str(out), *settings.split(), "--frequency-penalty", "0.1")
-    assert exit_status(*command) == 0
-    (trace,) = load_traces(str(out))
-    assert trace.meta["audit"]["logprobs_mode"] == "processed_logprobs"
-    assert trace.num_tokens == 64 * 64
-    verdict = diagnose(Policy.load(str(folder), torch.float32, "cpu"), trace)
+def test_a_trace_is_parity_with_every_sampling_parameter_set(folder):
+    """The masks and penalties of vLLM's sampler against those of the probe."""
+    parameters = dict(top_k=12, top_p=0.9, min_p=0.02, repetition_penalty=1.1, presence_penalty=0.1,
+                      frequency_penalty=0.1)  # fmt: skip
+    verdict = diagnose(*plant(folder, set(), batch=64, **parameters))
     assert verdict.status == "parity", verdict.sentence
 
 

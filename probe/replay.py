@@ -111,12 +111,8 @@ class Replay:
         return logits - sampling.presence_penalty * (counts > 0).to(logits.dtype)
 
     # ------------------------------------------------------------------------------ per sequence
-    def row_sums(self, values: Tensor) -> Tensor:
-        """Sums over the tokens of each row: (N,) -> (B,)."""
-        return values.new_zeros(len(self.lengths)).index_add(0, self.rows, values)
-
     def row_means(self, values: Tensor) -> Tensor:
         """Means of (N,) over the tokens of each row without NaN: (B,), 0 for a row of NaN."""
         known = ~values.isnan()
-        sums = self.row_sums(values.masked_fill(~known, 0.0))
-        return sums / self.row_sums(known.to(values.dtype)).clamp(min=1)
+        means = values.new_zeros(len(self.lengths))
+        return means.scatter_reduce(0, self.rows[known], values[known], "mean", include_self=False)

@@ -243,7 +243,7 @@ def test_values_that_are_not_finite_and_the_worst_finite_ones_are_listed(referen
 # ------------------------------------------------------------------------------------------------ traces and commands
 def test_a_trace_is_the_same_after_save_and_load(tmp_path):
     rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5], [1, 2]), Rollout([7], None, [2], [-0.125], [2])]
-    trace = Trace("mine", rollouts, Sampling(0.7, 3, (2,), top_k=5))
+    trace = Trace("mine", rollouts, Sampling(0.7, 1, top_k=5))
     save_trace(str(tmp_path / "trace.npz"), trace)
     (again,) = load_traces(str(tmp_path / "trace.npz"))
     assert replace(again, meta={}) == trace
@@ -258,7 +258,6 @@ def json_trace(**changes) -> dict:
     ({}, "'meta' is missing"),
     ({"meta": {"format": 2}}, "meta.format must be 1 (newer ones need a newer probe), got 2"),
     ([], "list indices must be integers or slices, not str (docs/audit.md has the layout)"),
-    (json_trace() | {"groups": {}}, "groups must name at least one group"),
     (json_trace(tokens=[], logprobs=[]), "g/tokens must have a non-empty row for each non-empty row of prompt_ids"),
     (json_trace(tokens=[[4, 5.5]]), "g/tokens must be rows of numbers: 5.5 is no token id, and no padding of -1"),
     (json_trace(tokens=[[4, -3]]), "g/tokens must be rows of numbers: -3 is no token id"),

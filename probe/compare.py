@@ -7,7 +7,7 @@ from probe.diagnose import FIGURES, Verdict
 from probe.search import TIMES
 from probe.traces import SECTIONS, Trace, first_tokens
 
-ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
+ORDER = ("parity", "mismatch", "unexplained")  # of a verdict's status, the best first
 
 
 def change(one: Verdict, two: Verdict, before: Trace, after: Trace) -> tuple[str, str]:

@@ -28,8 +28,8 @@ class Verdict:
 
     probe: Probe
     logprobs: Tensor  # (N,) the trainer's
-    status: Literal["exact", "parity", "mismatch", "unexplained"]
-    causes: list[Cause]  # none: exact, parity or unexplained
+    status: Literal["parity", "mismatch", "unexplained"]
+    causes: list[Cause]  # none: parity or unexplained
     requests: dict[str, list[int]]  # rows of the trace by finding
     found: list[Explanation]  # all hypotheses tried, the best first
 
@@ -47,16 +47,11 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict in words, with repairs and figures."""
-        best = self.found[0]
-        parts = [f"{self.status}: {self.figures}"]
-        if self.status == "exact":
-            parts = [f"exact: all {self.trace.num_tokens} tokens are equal bit for bit",
-                     self.figures]
-        elif self.status == "mismatch":
-            repairs = "; ".join(dict.fromkeys(cause.repair for cause in self.causes))
-            parts = [self.blamed, f"Repair: {repairs}",
-                     f"{self.figures}; with this cause the engine's is {best.mean:.1e}"]
-        elif self.status == "unexplained":
+        parts = [self.blamed]
+        if self.causes:
+            parts.append("Repair: " + "; ".join(dict.fromkeys(each.repair for each in self.causes)))
+        parts.append(self.figures)
+        if self.status == "unexplained":
             if not self.probe.earlier:
                 parts.append("Not tested without earlier weights (--earlier): old weights and KV")
             parts.append("Next: python -m probe layers says which layer of the model differs")
@@ -128,8 +123,6 @@ def diagnose(
         status = "mismatch"
     elif not best.fits:
         status = "unexplained"
-    elif torch.equal(logprobs, probe.reported):
-        status = "exact"
     return Verdict(probe, logprobs, status, named, requests, found)
 
 

@@ -57,7 +57,6 @@ def late_fault(reported, _):
 # the trace; and the number of tokens, if not all.
 COPIES = {
     "parity": (lambda reported, _: reported, FIXED),
-    "exact": (lambda _, ours: ours, FIXED),
     "raw": of_raw(1.0),
     **{f"{share} of raw": of_raw(share) for share in (0.7, 0.9)},
     "1 NaN": (one_nan, FIXED),
@@ -101,7 +100,6 @@ def stored(tmp_path_factory):
     (BOTH, HEAD, "better", f"{RAW}; and {HALF} became {HALF}, mean"),
     (BF16, HEAD, "worse", f"parity became {HALF}, mean ...; with it changed head hf_overrides -> model.\n"),
     (BF16, FIXED, "better", "parity, mean"),
-    ("exact", "parity", "worse", "exact became parity, mean"),
     # The same cause with a larger mismatch.
     ("1 wrong", "3 wrong", "worse", "inference path: wrong requests among right ones, mean"),
     # A name for an unexplained mismatch is no improvement if the mismatch grew by more than 1.3 times.

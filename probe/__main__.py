@@ -18,7 +18,7 @@ import tyro
 from config import MANY, ParityFlags, within
 from engine_adapter import Engine
 from examples.record_vllm import weights_of
-from probe.compare import change, cut_alike, same_workload
+from probe.compare import change, same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
 from probe.traces import Trace, load_traces
@@ -102,11 +102,11 @@ class Compare:
         words = []
         for pair in same_workload(*map(load_traces, self.traces), self.group):
             verdicts = []
-            for path, trace in zip(self.traces, cut_alike(*pair), strict=True):
+            for path, trace in zip(self.traces, pair, strict=True):
                 check_model(self.model, trace)
                 verdicts.append(diagnose(load(self.model, trace.dtype), trace))
                 print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
-            word, details = change(*verdicts, *pair)
+            word, details = change(*verdicts)
             words.append(word)
             print(f"=> {word}: {details}", flush=True)
         return int("worse" in words)

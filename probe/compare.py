@@ -1,16 +1,15 @@
 """Two traces of one workload, before and after a change of the engine."""
 
-from dataclasses import replace
 from typing import Any
 
 from probe.diagnose import FIGURES, Verdict
 from probe.search import TIMES
-from probe.traces import SECTIONS, Trace, first_tokens
+from probe.traces import SECTIONS, Trace
 
 ORDER = ("parity", "mismatch", "unexplained")  # of a verdict's status, the best first
 
 
-def change(one: Verdict, two: Verdict, before: Trace, after: Trace) -> tuple[str, str]:
+def change(one: Verdict, two: Verdict) -> tuple[str, str]:
     """Whether the second verdict on a group is worse, better or unchanged, and the details."""
     word = "unchanged"
     if is_worse(one, two):
@@ -19,7 +18,7 @@ def change(one: Verdict, two: Verdict, before: Trace, after: Trace) -> tuple[str
         word = "better"
     became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
     sizes = [f"{old} -> {new}" for old, new in zip(one.sizes, two.sizes, strict=True)]
-    settings = changed_settings(flat(before.meta), flat(after.meta))
+    settings = changed_settings(flat(one.trace.meta), flat(two.trace.meta))
     return word, f"{became}, {FIGURES.format(*sizes)}; with it changed {settings}."
 
 
@@ -60,14 +59,3 @@ def same_workload(before: list[Trace], after: list[Trace],
             raise ValueError("the traces must be of one workload, the prompts or the sampling of"
                              f" {name} differ")
     return [(first[name], second[name]) for name in names]
-
-
-def cut_alike(one: Trace, two: Trace) -> list[Trace]:
-    """Both traces with as many tokens of each request as the shorter response has.
-
-    Otherwise a fault in the last tokens would seem mended in a trace that does not have them.
-    """
-    lengths = [min(len(ours.token_ids), len(theirs.token_ids))
-               for ours, theirs in zip(one.rollouts, two.rollouts, strict=True)]
-    return [replace(trace, rollouts=[*map(first_tokens, trace.rollouts, lengths)],
-                    trainer_logprobs=[]) for trace in (one, two)]

@@ -35,7 +35,7 @@ MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
-BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
+BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 NEUTRAL = dict(top_k=0, top_p=1.0, min_p=0.0) | NO_PENALTIES  # fields of a Sampling
 
 
@@ -184,8 +184,7 @@ class Probe(Replay):
 
     def _stale_prefixes(self, weights: Weights) -> Iterator[Pass]:
         """Keys and values of whole blocks of the prompt, computed under old weights."""
-        block_size = self.trace.meta.get("audit", {}).get("block_size")
-        for block in [block_size] if block_size else BLOCK_SIZES:
+        for block in BLOCK_SIZES:
             # (B,) a full hit leaves one token to compute.
             prefix = (self.prompt_lengths - 1) // block * block
             if prefix.any():

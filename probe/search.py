@@ -61,7 +61,7 @@ class Readout:
 Values = dict[Readout, Tensor]  # log-probabilities (N,)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """A forward pass under a hypothesis, as log-probabilities."""
 
@@ -160,9 +160,11 @@ class Probe(Replay):
                 break
             for readout in self.now.precise:
                 self._try(found, readout)
-                rows = self._row_errors(found, readout) < self._row_errors(self.now, readout)
-                if found.of_some and rows.any():
-                    self._try(merge(rows[self.rows], found, self.now), readout)
+                if found.of_some:
+                    gain = self.error(self.now, readout).abs() - self.error(found, readout).abs()
+                    closer = self.row_means(gain) > 0  # (B,)
+                    merged = merge(closer[self.rows], found, self.now, found.causes)
+                    self._try(merged, readout)
         if not any(each.fits for each in self.found):
             self.found += self._few_wrong()
         return sorted(self.found, key=lambda each: each.order)
@@ -176,8 +178,7 @@ class Probe(Replay):
                        for name, each in linear_layers(self.policy.model).items()}
             yield self._forward(self.weights | weights, causes.ROUNDED.of(kind))
         for updates, weights in self.earlier.items():
-            old = self._forward(weights, causes.STALE.of(updates))
-            old.of_some = True
+            old = self._forward(weights, causes.STALE.of(updates), of_some=True)
             yield old
             yield from self._stale_prefixes(weights)
             yield from self._in_flight(old, weights)
@@ -188,9 +189,8 @@ class Probe(Replay):
             # (B,) a full hit leaves one token to compute.
             prefix = (self.prompt_lengths - 1) // block * block
             if prefix.any():
-                stale = self._forward(self.weights, causes.PREFIX, old=weights, num_old=prefix)
-                stale.of_some = True
-                yield stale
+                yield self._forward(self.weights, causes.PREFIX, of_some=True, old=weights,
+                                    num_old=prefix)
 
     def _in_flight(self, old: Pass, weights: Weights) -> Iterator[Pass]:
         """An update where the trace's versions change, or one token later (async scheduling)."""
@@ -203,16 +203,15 @@ class Probe(Replay):
             inputs = torch.where(before > 0, self.prompt_lengths + count - 1, 0)
             kept = self._forward(self.weights, old=weights, num_old=inputs)
             for cause, then in ((causes.RECOMPUTED, self.now), (causes.KEPT, kept)):
-                found = merge(self.positions < count[self.rows], old, then)
-                found.causes = (cause, causes.MISLABELLED)[: 1 + late]
-                yield found
+                named = (cause, causes.MISLABELLED)[: 1 + late]
+                yield merge(self.positions < count[self.rows], old, then, named)
 
-    def _forward(self, weights: Weights, *named: Cause, old: Weights | None = None,
-                 num_old: Tensor | None = None) -> Pass:
+    def _forward(self, weights: Weights, *named: Cause, of_some: bool = False,
+                 old: Weights | None = None, num_old: Tensor | None = None) -> Pass:
         """With weights, and with the first keys and values of old ones."""
         precise = self._values(twice_precise(self.policy, weights),
                                old and twice_precise(self.policy, old), num_old)
-        return Pass(precise, self._values(weights, old, num_old), named)
+        return Pass(precise, self._values(weights, old, num_old), named, of_some)
 
     def _values(self, weights: Weights, old: Weights | None = None,
                 num_old: Tensor | None = None) -> Values:
@@ -271,10 +270,6 @@ class Probe(Replay):
             elif each.causes:
                 each.enough = each.mean <= MOST_LEFT * self.start.mean
 
-    def _row_errors(self, found: Pass, readout: Readout) -> Tensor:
-        """Mean |error| per sequence: (B,), 0 for one without known values."""
-        return self.row_means(self.error(found, readout).abs())
-
     def _signs_agree(self, found: Pass, readout: Readout) -> bool:
         """Has what a 16-bit head changes the signs and the size of the engine's error without?"""
         fine = replace(readout, head=torch.float32)
@@ -300,10 +295,10 @@ class Probe(Replay):
         return found
 
 
-def merge(first: Tensor, ours: Pass, theirs: Pass) -> Pass:
+def merge(first: Tensor, ours: Pass, theirs: Pass, named: tuple[Cause, ...]) -> Pass:
     """A pass with the values of `ours` where `first` (N,) is true, else of `theirs`."""
     def choose(one: Values, other: Values) -> Values:
         return {readout: torch.where(first, one[readout], other[readout]) for readout in one}
 
     return Pass(choose(ours.precise, theirs.precise), choose(ours.rounded, theirs.rounded),
-                ours.causes, merged=True)
+                named, merged=True)

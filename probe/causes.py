@@ -44,7 +44,8 @@ MISLABELLED = inference(
     "enable_prefix_caching=False, async_scheduling=False (--parity.uncached-runtime)")
 STALE = inference("weights {} update(s) old", "load every tensor before sampling, or diagnose with"
                   " the weights that have sampled (--model)")
-WRONG_REQUESTS = inference("wrong requests among right ones", ALONE)
+WRONG_REQUESTS = inference("wrong requests among right ones",
+                           f"match responses to prompts by request id, or {ALONE}")
 NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
 
 HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'

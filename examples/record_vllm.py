@@ -12,8 +12,8 @@ weights it has now):
     record(llm, "TRACE.npz")
 
 The workload: 64 prompts of 4 to 48 random token ids, 128 new tokens each, a seed per request. This
-file loads no weights into the engine and changes no setting. The trace names versions, settings,
-and what could not be read. `python -m probe diagnose --model PATH TRACE.npz` says which layer is at
+file loads no weights into the engine and changes no setting. The trace names versions and settings.
+`python -m probe diagnose --model PATH TRACE.npz` says which layer is at
 fault; it runs elsewhere, without vLLM. Exit status: 0 recorded, 2 bad input.
 """
 
@@ -38,8 +38,9 @@ NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "triton", "flash-attn",
             "flashinfer-python", "xformers")
 SECRETS = ("key", "key_id", "token", "secret", "password", "credentials", "authorization")
-# vLLM sets more later.
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
+# vLLM sets more later. A trace is passed on, so it must have no secret.
+ENVIRONMENT = {name: value for name, value in os.environ.items()
+               if name.startswith("VLLM_") and not name.lower().endswith(SECRETS)}
 SETTINGS = {  # name in the trace: places in vLLM's VllmConfig, the first that exists counts
     "dtype": ["model_config.dtype"], "quantization": ["model_config.quantization"],
     "logprobs_mode": ["model_config.logprobs_mode"], "max_logprobs": ["model_config.max_logprobs"],
@@ -63,17 +64,18 @@ SETTINGS = {  # name in the trace: places in vLLM's VllmConfig, the first that e
 }
 
 
-def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0, given=None):
+def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_files=False):
     """Sample the workload with a live vllm.LLM and write the trace.
 
-    Raises: ValueError for bad input.
+    `from_files`: the engine still has the weights of its model's files. Raises: ValueError for bad
+    input.
     """
     from vllm import SamplingParams
 
     sampling = SAMPLING | (sampling or {})
     config = llm.llm_engine.vllm_config
     if prompts is None:
-        generator = numpy.random.RandomState(seed)  # the same numbers in every version of numpy
+        generator = numpy.random.RandomState(0)  # the same numbers in every version of numpy
         # Some versions refuse unused entries, which may be the last tenth of a vocabulary.
         vocabulary, (low, high) = config.model_config.get_vocab_size() * 9 // 10, PROMPT_TOKENS
         prompts = [generator.randint(vocabulary, size=generator.randint(low, high + 1)).tolist()
@@ -82,10 +84,9 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
     if longest > config.model_config.max_model_len:
         raise ValueError(f"max_model_len must be at least {longest} for this workload, got"
                          f" {config.model_config.max_model_len}; try --new-tokens or --prompts")
-    seeds = [1000 * (seed + 1) + index for index in range(len(prompts))]
-    requests = [SamplingParams(max_tokens=new_tokens, logprobs=0, ignore_eos=True, seed=each,
-                               **NEUTRAL | sampling)
-                for each in seeds]
+    requests = [SamplingParams(max_tokens=new_tokens, logprobs=0, ignore_eos=True,
+                               seed=1000 + index, **NEUTRAL | sampling)
+                for index in range(len(prompts))]
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
     answers = [each.outputs[0] for each in llm.generate(inputs, requests, use_tqdm=False)]
     if any(each.logprobs is None for each in answers):
@@ -97,7 +98,6 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
 
     name = "_".join(f"{'t' if key == 'temperature' else key}{value:g}"
                     for key, value in sampling.items())
-    settings, unread = settings_of(config)
     path = config.model_config.model
     generation = "V1" if ".v1." in type(llm.llm_engine).__module__ else "V0"
     meta = {
@@ -105,39 +105,27 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, seed=0,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "versions": versions(), "engine": f"vLLM {generation}", "device": device(),
         "python": sys.version.split()[0],
-        "settings": settings, "not_read": unread, "engine_args": public(given),
-        "environment": public(ENVIRONMENT),
-        # An engine that was passed in may hold other weights than its files.
-        "model": {"path": path, "weights": weights_of(path) if given is not None else None},
-        "workload": {"seed": seed, "new_tokens": new_tokens, "ignore_eos": True},
+        "settings": settings_of(config), "environment": ENVIRONMENT,
+        "model": {"path": path, "weights": weights_of(path) if from_files else None},
     }
     arrays = {"prompt_ids": table(prompts, -1, numpy.int32),
               f"{name}/tokens": table(tokens, -1, numpy.int32),
               f"{name}/logprobs": table(logprobs, 0.0, numpy.float32),
-              f"{name}/seeds": numpy.array(seeds),
               "meta": numpy.array(json.dumps(meta, default=str))}
     numpy.savez_compressed(out, **arrays)
     print(f"{out}: {sum(map(len, tokens))} tokens of {meta['engine']} on {meta['device']}")
     for section in ("versions", "settings"):
         print(f"{section}: {', '.join(f'{name} {value}' for name, value in meta[section].items())}")
-    print(f"not read: {', '.join(unread) or 'nothing'}")
-    return meta
-
-
-def public(values):
-    """Without what may be a secret, at any depth: a trace is passed on."""
-    return json.loads(json.dumps(values), object_hook=lambda each: {
-        key: value for key, value in sorted(each.items()) if not key.lower().endswith(SECRETS)})
 
 
 def settings_of(config):
-    """The settings in force, and the names of those that this version does not show."""
+    """The settings in force; some versions do not show all."""
     found = {}
     for name, places in SETTINGS.items():
         for place in reversed(places):
             with suppress(AttributeError):
                 found[name] = attrgetter(place)(config)
-    return found, [name for name in SETTINGS if name not in found]
+    return found
 
 
 def versions():
@@ -194,7 +182,6 @@ def main():
     parser.add_argument("--prompts",
                         help="JSON file with rows of token ids, in place of random prompts")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and of the requests")
     words = parser.parse_args()
     try:
         given = words.engine_args
@@ -211,7 +198,7 @@ def main():
         from vllm import LLM
 
         llm = LLM(model=words.model, **given)
-        record(llm, words.out, words.sampling, prompts, words.new_tokens, words.seed, given)
+        record(llm, words.out, words.sampling, prompts, words.new_tokens, from_files=True)
     except Exception as error:  # of this file, of vLLM, of the file system: one sentence
         print(f"error: {type(error).__name__}: {' '.join(str(error).split())[:1000]}",
               file=sys.stderr)

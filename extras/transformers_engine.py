@@ -51,10 +51,6 @@ class TransformersEngine(Engine):
             raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
                              " (transformers cannot drop a row of their state);"
                              " try --engine vllm --no-eval-trainer-alone")
-        layers = DynamicCache(config=policy.model.config).layers
-        if any(getattr(layer, "sliding_window", None) == 1 for layer in layers):
-            raise ValueError("sliding_window must be at least 2 (at 1 transformers' KV cache keeps"
-                             " all keys), got 1; try --engine vllm --no-eval-trainer-alone")
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)

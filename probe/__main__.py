@@ -1,16 +1,16 @@
 """Measure the mismatch between engine and trainer on the same tokens, and name the layer that
 causes it.
 
-Exit status: 0 exact or parity (compare: the second is not worse), 1 mismatch (the second is worse),
+Exit status: 0 parity (compare: the second is not worse), 1 mismatch (the second is worse),
 2 bad input, or an error of the probe itself (with a traceback).
 """
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import tyro
@@ -18,85 +18,39 @@ import tyro
 from config import MANY, ParityFlags, within
 from engine_adapter import Engine
 from examples.record_vllm import weights_of
-from probe.compare import change, cut_alike, same_workload
-from probe.diagnose import as_trace, diagnose
+from probe.compare import change, same_workload
+from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
-from probe.traces import Trace, load_traces, save_trace
+from probe.traces import Trace, load_traces
 from records import one_sentence, stage
 from rl import Policy
-from rollouts import Sampling
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-WORKLOAD_SAMPLING = Sampling(temperature=0.7, max_new_tokens=64)  # at 1 raw values do not show
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A model and prompts of random tokens."""
+class Layers:
+    """Tell which layer of the model differs in the installed vLLM, and which half of it."""
 
     model: str  # Folder or hub name of a Hugging Face causal language model.
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = WORKLOAD_SAMPLING
-    num_prompts: int = 64  # Concurrent requests; request i has the seed 1000 + i.
-    # Shortest and longest prompt, in tokens; lengths are uniform between the two.
-    prompt_tokens: tuple[int, int] = (4, 48)
-    # The fixes; sampling_mask has no effect.
-    parity: ParityFlags = field(default_factory=ParityFlags)
     dtype: Dtype = "float32"  # Of the model, in the engine too.
+    num_prompts: int = 8  # Of random tokens, one after another.
+    prompt_tokens: int = 48  # Length of each prompt.
+    max_new_tokens: int = 64  # Length of each response.
 
     def __post_init__(self):
-        within(self, 1, MANY, "num_prompts")
-        if not 1 <= self.prompt_tokens[0] <= self.prompt_tokens[1]:
-            raise ValueError("prompt_tokens must be two numbers, 1 <= shortest <= longest, got"
-                             f" {self.prompt_tokens}")
+        within(self, 1, MANY, "num_prompts", "prompt_tokens", "max_new_tokens")
 
-    def requests(self, vocabulary: int) -> tuple[list[list[int]], list[int]]:
-        """Prompts of random tokens, and the seeds of their responses."""
-        generator = torch.Generator().manual_seed(0)
-        low, high = self.prompt_tokens
-        lengths = torch.randint(low, high + 1, (self.num_prompts,), generator=generator).tolist()
-        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist()
-                   for length in lengths]
-        return prompts, list(range(1000, 1000 + self.num_prompts))
-
-    def both_sides(self) -> tuple[Policy, Engine]:
-        """The trainer, and an engine that holds its weights."""
-        policy = load_policy(self.model, self.dtype, self.parity.trainer_fp32_head)
-        engine = Engine(self.model, policy.weights(), self.parity, dtype=policy.model.dtype,
-                        max_model_len=self.prompt_tokens[1] + self.sampling.max_new_tokens)
+    def run(self) -> int:
+        policy = load_policy(self.model, self.dtype)
+        engine = Engine(self.model, policy.weights(), ParityFlags(), dtype=policy.model.dtype,
+                        max_model_len=self.prompt_tokens + self.max_new_tokens)
         engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)
-        return policy, engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Record(Workload):
-    """Sample a workload of random prompts with the installed vLLM and write a trace."""
-
-    out: str  # Output file for the trace, .npz.
-
-    def run(self) -> int:
-        with stage(f"opening {self.out} for writing"):
-            Path(self.out).open("ab").close()
-        policy, engine = self.both_sides()
-        prompts, seeds = self.requests(policy.head.weight.shape[0])
-        rollouts = engine.generate(prompts, 1, self.sampling, seeds)
-        trace = as_trace(engine, rollouts, self.sampling)
-        engine.close()
-        save_trace(self.out, trace)
-        print(f"{self.out}: {trace.num_tokens} tokens, vLLM {engine.version}")
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layers(Workload):
-    """Tell which layer of the model differs in the engine, and which half of it."""
-
-    num_prompts: int = 8  # One after another.
-
-    def run(self) -> int:
-        policy, engine = self.both_sides()
-        requests = self.requests(policy.head.weight.shape[0])
-        rows = compare_layers(policy, engine, *requests, self.sampling)
+        draw = torch.Generator().manual_seed(0)
+        shape = self.num_prompts, self.prompt_tokens
+        prompts = torch.randint(policy.head.weight.shape[0], shape, generator=draw).tolist()
+        rows = compare_layers(policy, engine, prompts, self.max_new_tokens)
         engine.close()
         print(report(rows, f"vLLM {engine.version}, {self.dtype}"))
         return int(any(row["beyond"] for row in rows))
@@ -111,8 +65,6 @@ class Diagnose:
     group: str | None = None  # Diagnose only this group; if not given, every group.
     # Folders with the trainer's weights 1, 2, ... updates back, newest first.
     earlier: tuple[str, ...] = ()
-    # Weight version of `model`; if not given, the newest version in the trace.
-    version: int | None = None
     dtype: Dtype | None = None  # Dtype of the trainer; if not given, the trace's dtype.
     # Distribution that the trainer scores: all sampling parameters, or the temperature alone.
     trainer: Literal["processed", "temperature"] = "processed"
@@ -128,12 +80,12 @@ class Diagnose:
         policy = load_policy(self.model, dtype, self.trainer_head == "float32")
         earlier = [dict(load_policy(path, dtype).model.named_parameters())
                    for path in self.earlier]
-        statuses = set()
+        status = 0
         for trace in traces:
-            verdict = diagnose(policy, trace, earlier, self.version, self.trainer)
-            statuses.add(verdict.status)
+            verdict = diagnose(policy, trace, earlier, self.trainer)
             print(f"\n{verdict.report}", flush=True)
-        return int(not statuses <= {"exact", "parity"})
+            status |= verdict.status != "parity"
+        return int(status)
 
 
 @dataclass(frozen=True)
@@ -150,11 +102,11 @@ class Compare:
         words = []
         for pair in same_workload(*map(load_traces, self.traces), self.group):
             verdicts = []
-            for path, trace in zip(self.traces, cut_alike(*pair), strict=True):
+            for path, trace in zip(self.traces, pair, strict=True):
                 check_model(self.model, trace)
                 verdicts.append(diagnose(load(self.model, trace.dtype), trace))
                 print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
-            word, details = change(*verdicts, *pair)
+            word, details = change(*verdicts)
             words.append(word)
             print(f"=> {word}: {details}", flush=True)
         return int("worse" in words)
@@ -179,7 +131,7 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    commands = {"record": Record, "diagnose": Diagnose, "compare": Compare, "layers": Layers}
+    commands = {"diagnose": Diagnose, "compare": Compare, "layers": Layers}
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m probe", description=__doc__, args=arguments)
     with one_sentence(2):

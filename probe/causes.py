@@ -9,7 +9,7 @@ from typing import Literal
 class Cause:
     """One thing that the engine (or the trainer) does differently."""
 
-    layer: Literal["semantics", "inference path", "numerics", "objective"]
+    layer: Literal["semantics", "inference path", "numerics"]
     name: str
     repair: str
 
@@ -25,9 +25,6 @@ numerics = partial(Cause, "numerics")
 ALONE = "send these requests again, each alone"
 RAW = semantics("raw log-probabilities",
                 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
-TOP_1 = semantics(
-    "log-probability of the likeliest token in place of the sampled one",
-    "look up the sampled token's id; index 0 of a list of log-probabilities may be another token")
 HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
                    "name every sampling parameter in every request;"
                    ' generation_config="vllm" (--parity.uncached-runtime)')
@@ -45,10 +42,10 @@ RECOMPUTED = inference("in-flight update with KV recomputed under the new weight
 MISLABELLED = inference(
     "weight versions one token off at an update (async scheduling)",
     "enable_prefix_caching=False, async_scheduling=False (--parity.uncached-runtime)")
-STALE = inference("weights {} update(s) old", "load every tensor before sampling")
-WRONG_REQUESTS = inference("wrong requests among right ones", ALONE)
-EXCHANGED = inference("requests exchanged (responses to other prompts)",
-                      "match responses to prompts by request id")
+STALE = inference("weights {} update(s) old", "load every tensor before sampling, or diagnose with"
+                  " the weights that have sampled (--model)")
+WRONG_REQUESTS = inference("wrong requests among right ones",
+                           f"match responses to prompts by request id, or {ALONE}")
 NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
 
 HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
@@ -58,8 +55,3 @@ ROUNDED = numerics("linear layers rounded to {}, one scale for each output chann
                    " (--rollout-weights, --tis)")
 ROUTER = numerics("router: {:.1%} of tokens and layers have other experts, more than by rounding",
                   "compare the routers' weights and dtype on both sides; --replay-routes hides it")
-TRAINER_NOT_FINITE = numerics("log-probabilities of the trace's own trainer that are not finite",
-                              "check the loss and the weights of that trainer for NaN and overflow")
-MOVED_ON = Cause("objective", "the trainer has moved on by {} update(s) since (staleness)",
-                 "no backend fix: limit the staleness and correct the rest with the importance"
-                 " ratio")

@@ -1,46 +1,32 @@
 """Two traces of one workload, before and after a change of the engine."""
 
-from dataclasses import replace
 from typing import Any
 
 from probe.diagnose import FIGURES, Verdict
 from probe.search import TIMES
-from probe.traces import SECTIONS, Trace, first_tokens
+from probe.traces import SECTIONS, Trace
 
-ORDER = ("exact", "parity", "mismatch", "unexplained")  # of a verdict's status, the best first
+ORDER = ("parity", "mismatch", "unexplained")  # of a verdict's status, the best first
 
 
-def change(one: Verdict, two: Verdict, before: Trace, after: Trace) -> tuple[str, str]:
-    """Whether the second verdict on a group is worse, better or unchanged, and the details.
-
-    The verdicts are on the tokens that both traces, `before` and `after`, have (`cut_alike`).
-    """
-    only_named = one.status == "unexplained" and two.start.mean > one.start.mean
+def change(one: Verdict, two: Verdict) -> tuple[str, str]:
+    """Whether the second verdict on a group is worse, better or unchanged, and the details."""
     word = "unchanged"
     if is_worse(one, two):
         word = "worse"
-    elif is_worse(two, one) and not only_named:
+    elif is_worse(two, one):
         word = "better"
     became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
     sizes = [f"{old} -> {new}" for old, new in zip(one.sizes, two.sizes, strict=True)]
-    broken = ""
-    if one.not_finite or two.not_finite:
-        broken = f", values that are not finite {one.not_finite} -> {two.not_finite}"
-    left = [before.num_tokens - one.trace.num_tokens, after.num_tokens - two.trace.num_tokens]
-    cut = ""
-    if any(left):
-        cut = (f" Left out are tokens that only one of them has: {left[0]} of the first,"
-               f" {left[1]} of the second.")
-    settings = changed_settings(flat(before.meta), flat(after.meta))
-    return word, f"{became}, {FIGURES.format(*sizes)}{broken}; with it changed {settings}.{cut}"
+    settings = changed_settings(flat(one.trace.meta), flat(two.trace.meta))
+    return word, f"{became}, {FIGURES.format(*sizes)}; with it changed {settings}."
 
 
 def is_worse(one: Verdict, two: Verdict) -> bool:
-    """Whether `two` has a worse status, a new cause, more broken values, or a larger error."""
+    """Whether `two` has a worse status, a new cause, or a larger error."""
     known = {each.name for each in one.causes}
     new = one.status != "unexplained" and any(each.name not in known for each in two.causes)
     return (ORDER.index(two.status) > ORDER.index(one.status) or new
-            or two.not_finite > one.not_finite
             or two.start.mean > max(one.start.allowed, TIMES * one.start.mean))
 
 
@@ -73,14 +59,3 @@ def same_workload(before: list[Trace], after: list[Trace],
             raise ValueError("the traces must be of one workload, the prompts or the sampling of"
                              f" {name} differ")
     return [(first[name], second[name]) for name in names]
-
-
-def cut_alike(one: Trace, two: Trace) -> list[Trace]:
-    """Both traces with as many tokens of each request as the shorter response has.
-
-    Otherwise a fault in the last tokens would seem mended in a trace that does not have them.
-    """
-    lengths = [min(len(ours.token_ids), len(theirs.token_ids))
-               for ours, theirs in zip(one.rollouts, two.rollouts, strict=True)]
-    return [replace(trace, rollouts=[*map(first_tokens, trace.rollouts, lengths)],
-                    trainer_logprobs=[]) for trace in (one, two)]

@@ -28,8 +28,8 @@ class Verdict:
 
     probe: Probe
     logprobs: Tensor  # (N,) the trainer's
-    status: Literal["exact", "parity", "mismatch", "unexplained"]
-    causes: list[Cause]  # none: exact, parity or unexplained
+    status: Literal["parity", "mismatch", "unexplained"]
+    causes: list[Cause]  # none: parity or unexplained
     requests: dict[str, list[int]]  # rows of the trace by finding
     found: list[Explanation]  # all hypotheses tried, the best first
 
@@ -37,7 +37,6 @@ class Verdict:
         self.trace, self.start = self.probe.trace, self.probe.start
         apart = (self.logprobs - self.probe.reported).abs()
         self.mismatch = apart.where(apart.isfinite(), math.nan)  # (N,)
-        self.not_finite = int(self.probe.reported.isnan().sum())
         mean = self.mismatch.nanmean().nan_to_num(math.inf).item()
         self.sizes = [f"{size:.1e}" for size in (mean, self.start.mean, self.start.trainer_error)]
         self.figures = FIGURES.format(*self.sizes)
@@ -48,17 +47,11 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict in words, with repairs and figures."""
-        best = self.found[0]
-        parts = [f"{self.status}: {self.figures}"]
-        if self.status == "exact":
-            parts = [f"exact: all {self.trace.num_tokens} tokens are equal bit for bit",
-                     self.figures]
-        elif self.status == "mismatch":
-            note = f" ({best.found.note})" if best.found.note else ""
-            repairs = "; ".join(dict.fromkeys(cause.repair for cause in self.causes))
-            parts = [f"{self.blamed}{note}", f"Repair: {repairs}",
-                     f"{self.figures}; with this cause the engine's is {best.mean:.1e}"]
-        elif self.status == "unexplained":
+        parts = [self.blamed]
+        if self.causes:
+            parts.append("Repair: " + "; ".join(dict.fromkeys(each.repair for each in self.causes)))
+        parts.append(self.figures)
+        if self.status == "unexplained":
             if not self.probe.earlier:
                 parts.append("Not tested without earlier weights (--earlier): old weights and KV")
             parts.append("Next: python -m probe layers says which layer of the model differs")
@@ -91,7 +84,7 @@ class Verdict:
                   f"=> {self.sentence}"]
         if self.trace.trainer_logprobs:
             own = torch.tensor([*chain(*self.trace.trainer_logprobs)], dtype=torch.float64)
-            reported, recomputed = ((own - other.cpu()).abs().nanmean()
+            reported, recomputed = ((own - other.cpu()).abs().mean()
                                     for other in (self.probe.reported, self.logprobs))
             lines.append(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e}"
                          f" nats to the reported, {recomputed:.1e} to those recomputed here")
@@ -100,19 +93,19 @@ class Verdict:
 
 @torch.no_grad()
 def diagnose(
-    policy: Policy, trace: Trace, earlier: list[Weights] | None = None, version: int | None = None,
+    policy: Policy, trace: Trace, earlier: list[Weights] | None = None,
     trainer: Literal["processed", "temperature"] = "processed", observed: list[Cause] | None = None,
 ) -> Verdict:
     """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
 
-    `earlier` are the trainer's weights 1, 2, ... updates before its present `version`, by parameter
+    `earlier` are the trainer's weights 1, 2, ... updates before its present ones, by parameter
     name. `trainer` is the distribution that the trainer scores: all sampling parameters, or the
     temperature alone (train.py without sampling_mask). `observed` are causes already known. The
     policy's weights do not change.
 
     Raises: ValueError if a token is outside the vocabulary, or the trainer's own values are NaN.
     """
-    probe = Probe(policy, trace, earlier or [], version, trainer)
+    probe = Probe(policy, trace, earlier or [], trainer)
     logprobs = probe.now.rounded[probe.trainer]
     if logprobs.isnan().any():
         raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
@@ -122,24 +115,19 @@ def diagnose(
     wrong = best.wrong | best.apart
     requests = {
         "wrong": wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else [],
-        "not finite": probe.rows[probe.reported.isnan()].unique().tolist(),
-        "not finite in the trainer": [row for row, values in enumerate(trace.trainer_logprobs)
-                                      if not all(map(math.isfinite, values))]}
+        "not finite": probe.rows[probe.reported.isnan()].unique().tolist()}
     named = (observed or []) + (_causes(probe, best) if best.fits else [])
     named += [causes.NOT_FINITE] * bool(requests["not finite"])
-    named += [causes.TRAINER_NOT_FINITE] * bool(requests["not finite in the trainer"])
     status = "parity"
     if named:
         status = "mismatch"
     elif not best.fits:
         status = "unexplained"
-    elif torch.equal(logprobs, probe.reported):
-        status = "exact"
     return Verdict(probe, logprobs, status, named, requests, found)
 
 
 def _causes(probe: Probe, best: Explanation) -> list[Cause]:
-    """The causes of an explanation that fits, and what settings and versions add."""
+    """The causes of an explanation that fits, and what settings add."""
     reported, scored = (probe.distributions[each.distribution][1]
                         for each in (best.readout, probe.trainer))
     named = [cause for cause in best.causes if cause not in (causes.HEAD, scored)]
@@ -150,9 +138,7 @@ def _causes(probe: Probe, best: Explanation) -> list[Cause]:
         named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {where}"))
     if scored and not reported:
         named.append(scored)  # the engine reports the mask, the trainer has none
-    moved = {causes.STALE.of(updates): causes.MOVED_ON.of(updates) for updates in probe.earlier
-             if probe.labels.count(probe.version - updates) > 0.5 * len(probe.labels)}
-    return [moved.get(cause, cause) for cause in named]
+    return named
 
 
 # ---------------------------------------------------------------------------------- a live engine

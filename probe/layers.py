@@ -96,20 +96,23 @@ def collect(points: dict[str, Point], run: Callable[[], Any],
 
 
 @torch.no_grad()
-def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], seeds: list[int],
-                   sampling: Sampling) -> list[dict[str, Any]]:
+def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]],
+                   max_new_tokens: int) -> list[dict[str, Any]]:
     """Compare a live engine's layers with the trainer's, one request after another.
 
-    Returns the figures of each place. Raises: ValueError if hooks would miss layers.
+    The engine has no prefix cache. Returns the figures of each place. Raises: ValueError if hooks
+    would miss layers.
     """
+    if any(hasattr(module, "chunk_size") for module in policy.model.modules()):
+        raise ValueError("model must have no recurrent layers (hooks do not see inside)")
     model, count = engine.runner.get_model(), policy.model.config.num_hidden_layers
-    _refuse_what_hooks_miss(policy, engine)
+    sampling = Sampling(temperature=0.7, max_new_tokens=max_new_tokens)
     ours, theirs = find_modules(policy.model.base_model, count), find_modules(model, count)
     trainers = {place: ours[place] for place in ours if place in theirs}
     engines = {place: theirs[place] for place in trainers}
     figures, positions, decoded = [], [], []
     twice = twice_precise(policy, dict(policy.model.named_parameters()))
-    for prompt, seed in zip(prompts, seeds, strict=True):
+    for seed, prompt in enumerate(prompts):
         run = partial(engine.generate, [prompt], 1, sampling, [seed])
         (rollout,), states = collect(engines, run)
         ids = (prompt + rollout.token_ids)[:-1]
@@ -121,14 +124,6 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]], see
     phases = {"prefill": order[~decoded], "decode": order[decoded]}
     return [{"title": place} | _row(phases, *torch.cat([each[place] for each in figures], dim=1))
             for place in figures[0]]
-
-
-def _refuse_what_hooks_miss(policy: Policy, engine: Engine) -> None:
-    recurrent = any(hasattr(module, "chunk_size") for module in policy.model.modules())
-    for what, there in {"prefix cache": not engine.parity.uncached_runtime,
-                        "recurrent layers": recurrent}.items():
-        if there:
-            raise ValueError(f"engine must have no {what} (hooks do not see inside), got {what}")
 
 
 def _differences(policy: Policy, twice: dict[str, Tensor], points: dict[str, Point],

@@ -82,18 +82,17 @@ class Replay:
         return hidden[self.response]
 
     # ------------------------------------------------------------------------- log-probabilities
-    def logprobs(self, logits: Tensor, sampling: Sampling, part: slice) -> tuple[Tensor, Tensor]:
+    def logprobs(self, logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
         """What vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
 
-        Shapes: logits (n, V) of a part of the tokens -> (n, V), and of the sampled ids (n,).
+        Shapes: logits (n, V) of a part of the tokens -> (n,), of the sampled ids.
         Source: vLLM's v1/sample/sampler.py.
         """
         if replace(sampling, **NO_PENALTIES) != sampling:
             logits = self._penalized(logits, sampling, part)
         if sampling.temperature > 0:  # greedy: no temperature, no mask
             logits = masked_logits(logits / sampling.temperature, sampling)
-        logprobs = logits.log_softmax(dim=-1)
-        return logprobs, at_targets(logprobs, self.targets[part])
+        return at_targets(logits.log_softmax(dim=-1), self.targets[part])
 
     def _penalized(self, logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
         """(n, V) -> (n, V), by the ids before each token: those of the prompt and those sampled."""
@@ -112,12 +111,8 @@ class Replay:
         return logits - sampling.presence_penalty * (counts > 0).to(logits.dtype)
 
     # ------------------------------------------------------------------------------ per sequence
-    def row_sums(self, values: Tensor) -> Tensor:
-        """Sums over the tokens of each row: (N,) -> (B,)."""
-        return values.new_zeros(len(self.lengths)).index_add(0, self.rows, values)
-
     def row_means(self, values: Tensor) -> Tensor:
         """Means of (N,) over the tokens of each row without NaN: (B,), 0 for a row of NaN."""
         known = ~values.isnan()
-        sums = self.row_sums(values.masked_fill(~known, 0.0))
-        return sums / self.row_sums(known.to(values.dtype)).clamp(min=1)
+        means = values.new_zeros(len(self.lengths))
+        return means.scatter_reduce(0, self.rows[known], values[known], "mean", include_self=False)

@@ -1,21 +1,19 @@
 """The search for an explanation of what the engine reported, cheap hypotheses first.
 
 A hypothesis is a forward pass (which weights, which KV cache) and a readout (which distribution,
-which token, which head). All are computed in twice the trainer's precision. A hypothesis explains a
+which head). All are computed in twice the trainer's precision. A hypothesis explains a
 trace if the engine's error against it is as small as the error of the trainer's own arithmetic
 under the same hypothesis (`limit`).
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
-from statistics import mode
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from config import has_sampling_mask
 from extras.rounded_weights import linear_layers, rounded
@@ -37,7 +35,7 @@ MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
-BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block, if the trace does not record the engine's
+BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 NEUTRAL = dict(top_k=0, top_p=1.0, min_p=0.0) | NO_PENALTIES  # fields of a Sampling
 
 
@@ -57,22 +55,21 @@ class Readout:
     """How reported values follow from a forward pass; each change of a default is a cause."""
 
     distribution: str = "processed"  # a key of Probe.distributions
-    likeliest: bool = False  # token, or the sampled one
     head: torch.dtype = torch.float32  # or the model's
 
 
 Values = dict[Readout, Tensor]  # log-probabilities (N,)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """A forward pass under a hypothesis, as log-probabilities."""
 
     precise: Values  # in twice the precision of the model
     rounded: Values  # in the model's own
     causes: tuple[Cause, ...] = ()
-    note: str = ""  # for the verdict's sentence
-    fitted: int = 0  # to the trace: 1 a yes or no per sequence, 2 a position per sequence
+    of_some: bool = False  # it may hold for some requests: those that it brings closer
+    merged: bool = False  # from two others; among equals these come last
 
 
 @dataclass
@@ -96,14 +93,10 @@ class Explanation:
 
     @property
     def order(self) -> tuple:
-        """Sort key: those that fit first, by fewest causes (a wrong request is one), least fitted.
-
-        Among equals, and among those that do not fit, the smallest error is first.
-        """
+        """Sort key: those that fit first, by fewest causes, not merged, smallest error."""
         if not self.fits:
             return True, self.mean
-        further = max(0, int(self.apart.sum()) - 1)
-        return False, len(self.causes) + further, self.found.fitted, self.mean
+        return False, len(self.causes), self.found.merged, self.mean
 
     @property
     def name(self) -> str:
@@ -139,19 +132,13 @@ def distributions_of(sampling: Sampling, model: Any,
 
 # ---------------------------------------------------------------------------------- the search
 class Probe(Replay):
-    """The search in one trace. The arguments are those of `diagnose`.
-
-    Without `version` the trainer's weight version is the newest in the trace.
-    """
+    """The search in one trace. The arguments are those of `diagnose`."""
 
     def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights],
-                 version: int | None = None,
                  trainer: Literal["processed", "temperature"] = "processed"):
         super().__init__(policy, trace)
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
         self.earlier = dict(enumerate(earlier, 1))  # by updates since then
-        self.labels = [each for rollout in trace.rollouts for each in rollout.versions]  # or none
-        self.version = version if version is not None else max(self.labels, default=0)
         self.distributions = distributions_of(trace.sampling, policy.model, trainer)
         self.heads = dict.fromkeys((torch.float32, policy.model.dtype))
         scored = "temperature" if "temperature" in self.distributions else "processed"
@@ -163,42 +150,68 @@ class Probe(Replay):
         self.found: list[Explanation] = []
 
     def search(self) -> list[Explanation]:
-        """Tries readouts, weights, KV caches, a few wrong requests. Returns all, the best first."""
-        readouts = list(self.now.precise)
-        self._try(self.now, [Readout()])
-        if not self._done(0):
-            self._try(self.now, readouts)
-        if not self._done(1):
-            for kind in ROUNDINGS:
-                weights = {name: rounded(each.weight.detach(), kind)
-                           for name, each in linear_layers(self.policy.model).items()}
-                self._try(self._forward(self.weights | weights, causes.ROUNDED.of(kind)), readouts)
-        if not self._done(1):
-            passes = [self.now]
-            for updates, weights in self.earlier.items():
-                old = self._forward(weights, causes.STALE.of(updates))
-                passes.append(old)
-                self._try(old, readouts)
-                if not self._done(1):
-                    for readout in self._promising(passes):
-                        self._kv_caches(old, weights, readout)
-                        self._in_flight(old, weights, readout)
-        if not self._done(1):
+        """Tries pass after pass until one cause explains the trace. Returns all, the best first.
+
+        If nothing explains it, a few requests may be wrong.
+        """
+        self._try(self.now, Readout())
+        for found in self._passes():
+            if any(each.fits and len(each.causes) <= 1 for each in self.found):
+                break
+            for readout in self.now.precise:
+                self._try(found, readout)
+                if found.of_some:
+                    gain = self.error(self.now, readout).abs() - self.error(found, readout).abs()
+                    closer = self.row_means(gain) > 0  # (B,)
+                    merged = merge(closer[self.rows], found, self.now, found.causes)
+                    self._try(merged, readout)
+        if not any(each.fits for each in self.found):
             self.found += self._few_wrong()
         return sorted(self.found, key=lambda each: each.order)
 
-    def _done(self, max_causes: int) -> bool:
-        """Is there an explanation by at most so many causes, with nothing fitted to the trace?"""
-        return any(each.fits and not each.found.fitted and len(each.causes) <= max_causes
-                   for each in self.found)
-
     # ------------------------------------------------------------------------------ passes
-    def _forward(self, weights: Weights, *named: Cause, old: Weights | None = None,
-                 num_old: Tensor | None = None) -> Pass:
+    def _passes(self) -> Iterator[Pass]:
+        """Weights and KV caches, cheap ones first."""
+        yield self.now
+        for kind in ROUNDINGS:
+            weights = {name: rounded(each.weight.detach(), kind)
+                       for name, each in linear_layers(self.policy.model).items()}
+            yield self._forward(self.weights | weights, causes.ROUNDED.of(kind))
+        for updates, weights in self.earlier.items():
+            old = self._forward(weights, causes.STALE.of(updates), of_some=True)
+            yield old
+            yield from self._stale_prefixes(weights)
+            yield from self._in_flight(old, weights)
+
+    def _stale_prefixes(self, weights: Weights) -> Iterator[Pass]:
+        """Keys and values of whole blocks of the prompt, computed under old weights."""
+        for block in BLOCK_SIZES:
+            # (B,) a full hit leaves one token to compute.
+            prefix = (self.prompt_lengths - 1) // block * block
+            if prefix.any():
+                yield self._forward(self.weights, causes.PREFIX, of_some=True, old=weights,
+                                    num_old=prefix)
+
+    def _in_flight(self, old: Pass, weights: Weights) -> Iterator[Pass]:
+        """An update where the trace's versions change, or one token later (async scheduling)."""
+        versions = [rollout.versions for rollout in self.trace.rollouts]
+        newest = max(map(max, filter(None, versions)), default=0)
+        before = self.lengths.new_tensor([len(each) - each.count(newest)
+                                          for each in versions])  # (B,) tokens of older weights
+        for late in (0, 1) if before.any() else ():
+            count = torch.where(before > 0, before + late, 0).minimum(self.lengths)
+            inputs = torch.where(before > 0, self.prompt_lengths + count - 1, 0)
+            kept = self._forward(self.weights, old=weights, num_old=inputs)
+            for cause, then in ((causes.RECOMPUTED, self.now), (causes.KEPT, kept)):
+                named = (cause, causes.MISLABELLED)[: 1 + late]
+                yield merge(self.positions < count[self.rows], old, then, named)
+
+    def _forward(self, weights: Weights, *named: Cause, of_some: bool = False,
+                 old: Weights | None = None, num_old: Tensor | None = None) -> Pass:
         """With weights, and with the first keys and values of old ones."""
         precise = self._values(twice_precise(self.policy, weights),
                                old and twice_precise(self.policy, old), num_old)
-        return Pass(precise, self._values(weights, old, num_old), named)
+        return Pass(precise, self._values(weights, old, num_old), named, of_some)
 
     def _values(self, weights: Weights, old: Weights | None = None,
                 num_old: Tensor | None = None) -> Values:
@@ -207,7 +220,7 @@ class Probe(Replay):
             return self._read(hidden)
 
     def _read(self, hidden: Tensor) -> Values:
-        """Log-probabilities of the sampled and the likeliest token, under each readout."""
+        """Log-probabilities of the sampled tokens under each readout."""
         values, policy = defaultdict(list), self.policy
         for head in self.heads:
             states = hidden if head == torch.float32 else hidden.to(head)
@@ -215,9 +228,8 @@ class Probe(Replay):
             for part in projection.parts(len(states)):
                 logits, _ = projection.logits(states[part], policy.head.weight, policy.head_bias)
                 for name, (sampling, _) in self.distributions.items():
-                    logprobs, sampled = self.logprobs(logits, sampling, part)
-                    values[Readout(name, False, head)].append(sampled)
-                    values[Readout(name, True, head)].append(logprobs.amax(dim=-1))
+                    logprobs = self.logprobs(logits, sampling, part)
+                    values[Readout(name, head)].append(logprobs)
         return {readout: torch.cat(parts).double() for readout, parts in values.items()}
 
     # ------------------------------------------------------------------------------ explanations
@@ -242,7 +254,6 @@ class Probe(Replay):
         size = size_of(self.error(found, readout)).masked_fill(apart[self.rows], math.nan)
         alone = 2 * limit(*own, 1)  # the worst sequence of all is further away than one
         named = (self.distributions[readout.distribution][1],
-                 causes.TOP_1 if readout.likeliest else None,
                  causes.HEAD if readout.head != torch.float32 else None)
         return Explanation(
             causes=(*found.causes, *filter(None, named)), found=found, readout=readout,
@@ -250,18 +261,14 @@ class Probe(Replay):
             allowed=limit(*own, int((~apart).sum())), allowed_alone=alone,
             wrong=self.row_means(size) > alone, apart=apart)
 
-    def _try(self, found: Pass, readouts: list[Readout]) -> None:
-        for readout in readouts:
-            each = self.explain(found, readout)
-            if len(each.causes) <= MAX_CAUSES:
-                self.found.append(each)
-                if readout.head != torch.float32:
-                    each.enough = self._signs_agree(found, readout)
-                elif each.causes:
-                    each.enough = each.mean <= MOST_LEFT * self.start.mean
-
-    def _try_heads(self, found: Pass, readout: Readout) -> None:
-        self._try(found, [replace(readout, head=head) for head in self.heads])
+    def _try(self, found: Pass, readout: Readout) -> None:
+        each = self.explain(found, readout)
+        if len(each.causes) <= MAX_CAUSES:
+            self.found.append(each)
+            if readout.head != torch.float32:
+                each.enough = self._signs_agree(found, readout)
+            elif each.causes:
+                each.enough = each.mean <= MOST_LEFT * self.start.mean
 
     def _signs_agree(self, found: Pass, readout: Readout) -> bool:
         """Has what a 16-bit head changes the signs and the size of the engine's error without?"""
@@ -276,83 +283,6 @@ class Probe(Replay):
         sigmas = (2 * agreeing.double().mean() - 1) * len(agreeing) ** 0.5
         return bool(large and sigmas > SIGN_SIGMAS)
 
-    def _promising(self, passes: list[Pass]) -> list[Readout]:
-        """The two fp32 readouts that bring each token closest to one of the passes."""
-        def distance(readout: Readout) -> float:
-            errors = [self.error(each, readout).abs() for each in passes]
-            return torch.stack(errors).amin(dim=0).clamp(max=1.0).nanmean().item()
-
-        plain = [each for each in self.now.precise if each.head == torch.float32]
-        return sorted(plain, key=distance)[:2]
-
-    # ------------------------------------------------------------------------------ KV caches
-    def _kv_caches(self, old: Pass, weights: Weights, readout: Readout) -> None:
-        """Old weights or stale prefixes of whole blocks, in all requests or in some."""
-        stale = [old]
-        block_size = self.trace.meta.get("audit", {}).get("block_size")
-        for block in [block_size] if block_size else BLOCK_SIZES:
-            # (B,) a full hit leaves one token to compute.
-            prefix = (self.prompt_lengths - 1) // block * block
-            if prefix.any():
-                stale.append(self._forward(self.weights, causes.PREFIX, old=weights,
-                                           num_old=prefix))
-        for each in stale:
-            self._try_heads(each, readout)
-            rows = self._row_errors(each, readout) <= self._row_errors(self.now, readout)
-            if rows.any():
-                merged = merge(rows[self.rows], each, self.now)
-                merged.causes, merged.fitted = each.causes, 1
-                merged.note = f"in {int(rows.sum())} of {len(rows)} requests"
-                self._try_heads(merged, readout)
-
-    def _in_flight(self, old: Pass, weights: Weights, readout: Readout) -> None:
-        """An update before a token of the response: in each sequence at the place that fits best.
-
-        Candidates: where the old weights' values end, where those of most sequences end, and where
-        the trace's versions change (or one token later: async scheduling).
-        """
-        ends = self._change_point(old, readout)  # (B,)
-        inside = ends[(ends > 0) & (ends < self.lengths)].tolist()
-        if not inside:
-            return
-        labels = [rollout.versions for rollout in self.trace.rollouts]
-        labelled = ends.new_tensor([len(each) - each.count(max(each, default=0))
-                                    for each in labels])  # (B,) tokens before the last change
-        usual = self.lengths.clamp(max=mode(inside))
-        for cause in (causes.RECOMPUTED, causes.KEPT):
-            best, place = self.now, torch.zeros_like(ends)
-            for candidate in (ends, usual, labelled, (labelled + 1).minimum(self.lengths)):
-                then = self.now
-                if cause == causes.KEPT:
-                    prefix = self.prompt_lengths + candidate - 1
-                    then = self._forward(self.weights, old=weights, num_old=prefix)
-                tried = merge(self.positions < candidate[self.rows], old, then)
-                closer = self._row_errors(tried, readout) < self._row_errors(best, readout)
-                best = merge(closer[self.rows], tried, best)
-                place = torch.where(closer, candidate, place)
-            best.causes, best.fitted = (cause,), 2
-            changed = (place > 0) & (place < self.lengths)
-            late = (place - labelled)[changed & (labelled > 0)]
-            if len(late) and late.median() == 1:
-                best.causes += (causes.MISLABELLED,)
-            if changed.any():
-                best.note = (f"mostly before token {mode(place[changed].tolist())} of the response"
-                             f" in {int(changed.sum())} of {len(place)} requests")
-            self._try_heads(best, readout)
-
-    def _row_errors(self, found: Pass, readout: Readout) -> Tensor:
-        """Mean |error| per sequence: (B,), 0 for one without known values."""
-        return self.row_means(self.error(found, readout).abs())
-
-    def _change_point(self, old: Pass, readout: Readout) -> Tensor:
-        """How many first tokens of each row are closer to the old weights' values: (B,)."""
-        now, before = (self.error(each, readout).abs() for each in (self.now, old))
-        gain = (now - before).nan_to_num(0.0).clamp(-1.0, 1.0)  # (N,) positive for the old weights
-        table = gain.new_zeros(len(self.lengths), int(self.lengths.max()))
-        table[self.rows, self.positions] = gain
-        # Of (B, T + 1): the gain of the first k tokens.
-        return pad(table.cumsum(dim=1), (1, 0)).argmax(dim=1)
-
     # ------------------------------------------------------------------------------ a few requests
     def _few_wrong(self) -> list[Explanation]:
         """Explanations that hold for at least half of the sequences; the others are listed."""
@@ -361,28 +291,14 @@ class Probe(Replay):
             few = 0 < each.wrong.sum() <= 0.5 * len(each.wrong)
             if few and each.enough and len(each.causes) < MAX_CAUSES:
                 rest = self.explain(each.found, each.readout, apart=each.wrong)
-                cause = causes.EXCHANGED if self._exchanged(each) else causes.WRONG_REQUESTS
-                found.append(replace(rest, causes=(*each.causes, cause)))
+                found.append(replace(rest, causes=(*each.causes, causes.WRONG_REQUESTS)))
         return found
 
-    def _exchanged(self, explanation: Explanation) -> bool:
-        """Does each wrong response follow from another wrong request's prompt?"""
-        rollouts = self.trace.rollouts
-        wrong = explanation.wrong.nonzero()[:, 0].tolist()
-        if not 2 <= len(wrong) <= 16:
-            return False
-        pairs = [replace(rollouts[row], prompt_ids=rollouts[other].prompt_ids)
-                 for row, other in product(wrong, wrong)]
-        swapped = Probe(self.policy, replace(self.trace, rollouts=pairs), [],
-                        trainer=self.trainer.distribution)
-        size = size_of(swapped.error(swapped.now, explanation.readout))
-        closest = swapped.row_means(size).view(len(wrong), len(wrong)).amin(dim=1)
-        return bool((closest <= explanation.allowed_alone).all())
 
-
-def merge(first: Tensor, ours: Pass, theirs: Pass) -> Pass:
+def merge(first: Tensor, ours: Pass, theirs: Pass, named: tuple[Cause, ...]) -> Pass:
     """A pass with the values of `ours` where `first` (N,) is true, else of `theirs`."""
     def choose(one: Values, other: Values) -> Values:
         return {readout: torch.where(first, one[readout], other[readout]) for readout in one}
 
-    return Pass(choose(ours.precise, theirs.precise), choose(ours.rounded, theirs.rounded))
+    return Pass(choose(ours.precise, theirs.precise), choose(ours.rounded, theirs.rounded),
+                named, merged=True)

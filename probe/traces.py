@@ -5,13 +5,13 @@ vLLM need not be installed to read a trace. Log-probabilities in nats.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from examples.record_vllm import table
+from examples.record_vllm import NEUTRAL, table
 from rollouts import Rollout, Sampling
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
@@ -42,8 +42,7 @@ class Trace:
     @property
     def workload(self) -> tuple[list[list[int]], Sampling]:
         """What must be equal in two traces that are compared."""
-        prompts = [rollout.prompt_ids for rollout in self.rollouts]
-        return prompts, replace(self.sampling, max_new_tokens=1)
+        return [rollout.prompt_ids for rollout in self.rollouts], self.sampling
 
 
 def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
@@ -55,7 +54,8 @@ def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
 def save_trace(path: str, trace: Trace) -> None:
     """Write an engine's trace as an npz file with one group; docs/audit.md has the layout."""
     name, rollouts = trace.name, trace.rollouts
-    meta = {"format": FORMAT} | trace.meta | {"groups": {name: asdict(trace.sampling)}}
+    sampling = {each: getattr(trace.sampling, each) for each in ("temperature", *NEUTRAL)}
+    meta = {"format": FORMAT} | trace.meta | {"groups": {name: sampling}}
     numpy.savez_compressed(path, **{
         "meta": numpy.array(json.dumps(meta)),
         "prompt_ids": table([each.prompt_ids for each in rollouts], -1, numpy.int32),
@@ -73,10 +73,7 @@ def load_traces(path: str) -> list[Trace]:
             raise ValueError(f"meta.format must be {FORMAT} (newer ones need a newer probe), got"
                              f" {meta['format']!r}")
         prompts = [row[: _length(row)] for row in _rows(record["prompt_ids"], "prompt_ids", _id)]
-        traces = [_trace(name, group, prompts, meta) for name, group in record["groups"].items()]
-        if not traces:
-            raise ValueError("groups must name at least one group")
-        return traces
+        return [_trace(name, group, prompts, meta) for name, group in record["groups"].items()]
     except Exception as error:  # json, numpy and zipfile raise many types
         missing = " is missing" if isinstance(error, KeyError) else ""
         raise ValueError(f"{path}: {error}{missing} (docs/audit.md has the layout)") from error
@@ -111,10 +108,9 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
     versions = columns.get("versions", [[]] * len(tokens))
     rollouts = [Rollout(prompt, None, *values) for prompt, *values
                 in zip(prompts, tokens, logprobs, versions, strict=True)]
-    settings = {"max_new_tokens": max(map(len, tokens))} | group["sampling"]
-    settings["stop_token_ids"] = tuple(settings.get("stop_token_ids", ()))
-    settings["top_k"] = max(0, settings.get("top_k", 0))
-    sampling = Sampling(**settings)
+    # vLLM's word for no top-k is -1; the end of a response is not in a trace.
+    top_k = max(0, group["sampling"].get("top_k", 0))
+    sampling = Sampling(**group["sampling"] | {"top_k": top_k, "max_new_tokens": 1})
     return Trace(name, rollouts, sampling, meta, columns.get("trainer_logprobs", []))
 
 

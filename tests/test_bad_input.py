@@ -124,10 +124,6 @@ MODELS = {
     "another shape": (tensors(lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
     "nan": (tensors(lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
     "a head of its own": (tensors(lambda t: t.update({"lm_head.weight": HEAD})), "set tie_word_embeddings to false"),
-    "window of one": (
-        rewrite(CONFIG, use_sliding_window=True, sliding_window=1, max_window_layers=0, layer_types=None),
-        "sliding_window must be at least 2",
-    ),
     "quantised": (rewrite(CONFIG, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
     "small vocabulary": (rewrite(CONFIG, vocab_size=8), "outside the vocabulary of 8"),
     "code of its own": (rewrite(CONFIG, **CUSTOM), "reading the model {folder} (toy, a folder or a hub name; code from"

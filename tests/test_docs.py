@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 PAGES = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.md"), *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": memory.Options}
-PROBE = {name: getattr(probe, name.capitalize()) for name in ("record", "diagnose", "compare", "layers")}
+PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "compare", "layers")}
 OF_OTHERS = "--logprobs-mode", "--no-enable-prefix-caching", "--algo.", "--vllm.", "--ds."  # vLLM's, OpenRLHF's
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -15,7 +15,8 @@ from extras.problem_files import load_task
 from lab import memory, study
 
 README = ROOT / "README.md"
-PAGES = [README, *ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.md"), *ROOT.glob("tests/**/*.md")]
+FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md")]
+PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": memory.Options}
 PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "compare", "layers")}
@@ -32,14 +33,22 @@ def defines(name: str, file: Path) -> bool:
     return bool(re.search(rf"^ *((def|class) )?{last}\b *[(:=]", text, re.M))
 
 
+def read(page: Path) -> str:
+    """The text of a page; of a notebook its Markdown cells."""
+    if page.suffix == ".md":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
 def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)", CODE.sub("", page.read_text()), re.M)
+    headings = re.findall(r"^#+ (.*)", CODE.sub("", read(page)), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @each_page
 def test_each_link_names_what_is_there(page):
-    prose = CODE.sub("", page.read_text())
+    prose = CODE.sub("", read(page))
     for text, target, anchor in re.findall(r"\[([^]]*)\]\(([^)#]*)#?([^)]*)\)", prose):
         file = page.parent / target if target else page
         assert file.exists(), target
@@ -49,13 +58,12 @@ def test_each_link_names_what_is_there(page):
 
 
 def test_the_readme_leads_to_each_page():
-    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("dev/*.md")]
-    assert [page for page in pages if f"({page.relative_to(ROOT)})" not in README.read_text()] == []
+    assert [page for page in FOR_READERS if f"({page.relative_to(ROOT)})" not in README.read_text()] == []
 
 
 def test_each_page_that_the_code_names_exists():
     files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.txt"), ROOT / "Makefile", ROOT / "setup.sh"]
-    named = {page for file in files for page in re.findall(r"\b(?:docs|dev)/[\w-]+\.md\b", file.read_text())}
+    named = {page for file in files for page in re.findall(r"\b(?:docs|dev)/[\w-]+\.(?:md|ipynb)\b", file.read_text())}
     assert "docs/audit.md" in named
     assert {page for page in named if not (ROOT / page).exists()} == set()
 
@@ -68,7 +76,7 @@ def test_each_test_that_the_table_of_faults_names_exists():
 
 def commands(page: Path) -> list[str]:
     """Of code blocks and of the text, in one line each, without interpreter and comment."""
-    text = page.read_text()
+    text = read(page)
     blocks = "\n".join(CODE.findall(text)).replace("\\\n", " ")
     lines = [re.sub(r"\s{2,}#.*", "", line) for line in blocks.splitlines()]
     lines += re.findall(r"`([^`]+)`", CODE.sub("", text))
@@ -105,7 +113,7 @@ def test_each_option_in_the_text_exists(capsys):
     recorder = (ROOT / "examples" / "record_vllm.py").read_text()
     known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out + recorder))
     for page in PAGES:
-        spans = " ".join(re.findall(r"`(--[^`]+)`", CODE.sub("", page.read_text())))
+        spans = " ".join(re.findall(r"`(--[^`]+)`", CODE.sub("", read(page))))
         unknown = set(re.findall(r"--[\w.-]+", spans)) - known
         assert {flag for flag in unknown if not flag.startswith(OF_OTHERS)} == set(), page
 

@@ -64,8 +64,8 @@ class Setting(NamedTuple):
 
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while
     the flag is on and off; None leaves the value to vLLM. `read` returns the value that is in force
-    in a live `Engine`; it is `echoed` if it comes from vLLM's configuration alone. `part` is the
-    setting's name among config.VARIANTS.
+    in a live `Engine`; `echoed` says whether it returns the configuration only, and no observation.
+    `part` is the setting's name among config.VARIANTS.
     """
 
     flag: str
@@ -84,11 +84,11 @@ class Setting(NamedTuple):
 def observed_head_dtype(engine: Any) -> str:
     """The dtype in which the head's product is really computed, read from its logits.
 
-    A 16-bit product that is cast to fp32 afterwards is still recognised: its values do not change
-    in 16 bits.
+    A 16-bit product that is cast to fp32 afterwards is still recognised, because its values do not
+    change in 16 bits (unless the model scales or caps its logits after the cast).
     """
-    sixteen_bits = dict.fromkeys((engine.dtype, torch.bfloat16, torch.float16))  # in this order
-    sixteen_bits.pop(torch.float32, None)
+    sixteen_bits = [torch.bfloat16, torch.float16]
+    sixteen_bits.sort(key=lambda dtype: dtype != engine.dtype)  # the engine's first
     seen: set[str] = set()
 
     def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
@@ -115,7 +115,7 @@ SETTINGS = [
     Setting("uncached_runtime", "async_scheduling", False, True,
             lambda engine: "Async" in type(engine.core.scheduler).__name__
             and engine.core.batch_queue is not None, "async-scheduling"),
-    # The GPU runner of 0.32 has no cascade attention, only a constant of this name.
+    # Model runner V1 of 0.32 has no cascade attention, only a constant of this name.
     Setting("uncached_runtime", "disable_cascade_attn", True, None,
             lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False),
             "cascade-attention", lambda engine: engine.on_gpu),
@@ -232,7 +232,7 @@ def check_vllm_version(allow_untested: bool = False) -> str:
 
 
 def prepare_environment() -> None:
-    """Variables that vLLM reads at import."""
+    """What must be set before vLLM is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -255,7 +255,7 @@ def collect_nothing(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarra
 class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds the trainer's weights.
 
-    States: "empty" (at start and after `wake`: weights there, but not the trainer's), "ready"
+    States: "empty" (at start and after `wake`: the weights are not the trainer's), "ready"
     (after `load`), "asleep", "broken" (after a failed load, or `close`). `contract` names every
     tensor of a load.
 
@@ -334,9 +334,9 @@ class Engine:
         arguments |= dict(
             dtype=dtype_name(self.dtype), load_format="dummy", skip_tokenizer_init=True,
             max_num_seqs=slots, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
-            # Only the share that must be free at start; the KV cache has a size of its own.
+            # vLLM only checks at start that this share is free; kv_cache_memory_bytes is the size.
             gpu_memory_utilization=0.1,
-            # It takes long at each start, and runs would differ by what it picks.
+            # Autotuning is slow, and its choice of kernels is not reproducible.
             enable_flashinfer_autotune=False,
         )
         if not arguments["enforce_eager"]:  # CUDA graphs of whole decode steps, not compiled
@@ -550,7 +550,8 @@ class Engine:
             torch.cuda.empty_cache()  # what the load has freed
             self.llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
-        self.weight_version += changed
+        if changed:
+            self.weight_version += 1
         self._renew_cache_keys()
         awake = time.perf_counter()
         self._check_buffers()
@@ -665,7 +666,8 @@ class Engine:
 
     def _check_buffers(self) -> None:
         found = self._buffers()
-        changed = found.keys() ^ self._constants.keys()  # such as a view of a weight, until a copy
+        # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
+        changed = found.keys() ^ self._constants.keys()
         changed |= {name for name in found.keys() - changed
                     if not torch.equal(found[name], self._constants[name])}
         if changed:
@@ -675,9 +677,9 @@ class Engine:
     def _canary_length(self, config: Any, chunked: bool) -> int:
         """Tokens of a canary's prompt: past a block of the KV cache and past a sliding window.
 
-        Only if the run's rows get so long. The prompts are the same at each load, so a versioned
-        prefix cache has them already. V1's own one would return stale blocks: they are the fault
-        that is asked for. On a CPU seeded prompts cannot be computed in chunks.
+        Only if the run's rows get so long. The prompts are the same at each load, so with V1's own
+        prefix cache the canary would read stale blocks, which are the fault under study: there it
+        stays below a block. On a CPU seeded prompts cannot be computed in chunks.
         """
         spans = [CANARY_PROMPT_TOKENS]
         stale = self._wanted["enable_prefix_caching"] and self.prefix_cache == "off"

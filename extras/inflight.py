@@ -15,7 +15,7 @@ from rollouts import Rollout, Synchronous, reseed
 from tasks import Problem
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # `in` and `remove` compare identity
 class Group:
     """G rollouts of one problem. `rollouts` is empty until the engine has room."""
 
@@ -43,7 +43,7 @@ class GroupsInFlight(Synchronous):
     Groups are in the order of submission; a step takes the first P that are complete. N more stay
     in flight, so that the engine never waits for the longest rollout of a batch. Every group
     submitted is trained on, dropped for its age, or in flight. With `pace` none is dropped: a step
-    waits for those first groups that would become too old, and takes them before others.
+    first waits for the groups that would be too old at the next step, and takes these.
 
     Source: PipelineRL, arXiv 2509.19128, on two sets of devices; here the two sides take turns.
     """
@@ -95,8 +95,8 @@ class GroupsInFlight(Synchronous):
     def _due(self, num_groups: int) -> list[Group]:
         """The first groups, in order of submission, that cannot wait for the next step.
 
-        A group may wait `left` more steps, and each takes `num_groups`. So of the first `count`
-        groups at least `count - num_groups * left` are taken now.
+        Earliest deadline first: the first `count` groups must be taken within `left` later steps,
+        which take `num_groups` each. The rest, `count - num_groups * left`, is due now.
         """
         version, due = self.engine.weight_version, 0
         for count, group in enumerate(self.groups, 1):
@@ -194,10 +194,9 @@ def hold(engine: Engine) -> Iterator[None]:
 
     vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch are
     restored, because the order of rows decides the random numbers. With async scheduling a step is
-    under way: its tokens still arrive, and vLLM orders the rows anew.
+    under way: its tokens still reach the unfinished requests, and their rows are not restored.
 
-    Raises: EngineStateError if they leave no KV cache for one row of full length. An exception
-    inside ends the run: they are not restored.
+    Raises: EngineStateError if they leave no KV cache for one row of full length.
     """
     from vllm.v1.core.sched.request_queue import create_request_queue
 
@@ -207,15 +206,16 @@ def hold(engine: Engine) -> Iterator[None]:
         raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
                                " more --kv-cache-gib or fewer --inflight-groups")
     asynchronous = config.scheduler_config.async_scheduling
-    batch = None if asynchronous else getattr(engine.runner, "input_batch", None)  # V1's
-    if batch:  # A row that has finished keeps its place until the next step.
+    batch = None if asynchronous else getattr(engine.runner, "input_batch", None)  # model runner V1
+    if batch:  # With its finished rows: they keep their places until the next step.
         known = engine._places | engine.runner.requests
         engine._places = {name: known[name] for name in batch.req_ids}
     running, waiting = scheduler.running, scheduler.waiting
     scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
-    yield
+    yield  # an exception inside ends the run
     engine.step()  # The runner forgets the finished rows.
     scheduler.running = [each for each in running if not each.is_finished()]
     scheduler.waiting = waiting
-    for place in engine._places.values() if batch else ():
-        batch.add_request(place)
+    if batch:
+        for place in engine._places.values():
+            batch.add_request(place)

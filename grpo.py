@@ -24,7 +24,7 @@ Left out, but in train.py: audit and bit-for-bit proof of a load (engine_adapter
 in extras/ --resume (resume.py), --inflight-groups (inflight.py), --top-p (sampling_mask.py),
 --lora-rank (lora.py), --replay-routes (routes.py), --exact (shared_engine.py), --rollout-weights
 (rounded_weights.py), --eval-trainer-alone (transformers_engine.py), --gradient-checkpointing
-(checkpointing.py), --offload-optimizer (offload.py).
+(gradient_checkpointing.py), --offload-optimizer (offload.py).
 """
 
 import json

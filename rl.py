@@ -421,14 +421,13 @@ class Policy:
     (`further_metrics`), which are called after the forward pass, in their order.
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that
-    does more after the head than soft-capping and scaling). `check=False` skips that.
+    does more after the head than soft-capping and scaling).
     """
 
     def __init__(
         self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body | None = None,
         free_body: Body | None = None, send: Send | None = None, row_multiple: int = 1,
         further_metrics: tuple[TokenMetrics, ...] = (), chunk_elements: int | None = None,
-        check: bool = True,
     ):
         self.model = model.eval()  # no dropout
         self.scoring = scoring or Scoring()
@@ -452,8 +451,7 @@ class Policy:
         multiplier = getattr(config, "lm_head_multiplier", None)
         divisor = getattr(config, "logits_scaling", None)
         self.scale = (getattr(config, "logit_scale", None) or multiplier or 1.0) / (divisor or 1.0)
-        if check:
-            self._check_head()
+        self._check_head()
 
     @classmethod
     def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True) -> "Policy":

@@ -194,7 +194,7 @@ def load_policy(run: Run) -> Policy:
 
             parts["send"] = RoundedWeights(model, config.backend.rollout_weights)
         if config.grpo.gradient_checkpointing:
-            from extras.checkpointing import checkpoint_layers
+            from extras.gradient_checkpointing import checkpoint_layers
 
             checkpoint_layers(model)
         if is_routed(run, model):
@@ -331,7 +331,8 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     parity = run.config.parity
     sampling = replace(run.sampling, max_new_tokens=CANARY_SAMPLING.max_new_tokens)
     # Too short to fill a block of V1's prefix cache.
-    prompts = [problem.prompt_ids[:31] for problem in run.task.train[:CANARY_PROMPTS]]
+    length = min(32, engine.settings.get("block_size", 32)) - 1
+    prompts = [problem.prompt_ids[:length] for problem in run.task.train[:CANARY_PROMPTS]]
     batch = make_batch(engine.sample_beside(prompts, sampling), policy.device)
     response = batch.mask > 0  # (B, T)
     with policy.using(policy.send.engine_parameters()):

@@ -81,9 +81,9 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         rows = run.task.score(problems, rollouts)
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # For packing only: `update` decides which minibatch takes a step.
-    differ = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
-    minibatches = batch.minibatches(differ, grpo.num_minibatches, grpo.micro_batch_tokens,
+    # Flat groups get micro-batches of their own, because `update` skips their backward.
+    unequal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
+    minibatches = batch.minibatches(unequal, grpo.num_minibatches, grpo.micro_batch_tokens,
                                     shared_prompts=policy.shares_prompts)
 
     with clock("old_logprobs"):
@@ -214,8 +214,8 @@ def answer_held_out(
 def greedy_agreement(policy: Policy, rollouts: list[Rollout], grpo: GrpoConfig) -> float:
     """The share of rollouts whose every token is the trainer's likeliest one."""
     batch = make_batch(rollouts, policy.device)
-    signal = torch.ones(len(rollouts), dtype=torch.bool)
-    minibatches = batch.minibatches(signal, 1, grpo.micro_batch_tokens)
+    all_rows = torch.ones(len(rollouts), dtype=torch.bool)
+    minibatches = batch.minibatches(all_rows, 1, grpo.micro_batch_tokens)
     agrees = in_micro_batches(policy.agreement, batch, minibatches)["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 

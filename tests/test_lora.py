@@ -24,7 +24,7 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 from config import LoraConfig
-from extras.checkpointing import checkpoint_layers
+from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import AdaptedLinear, add_adapters
 from rl import Policy, make_batch
 from rollouts import Rollout

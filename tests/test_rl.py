@@ -13,7 +13,7 @@ from helpers import DEVICES, ROUNDING, config_of, minibatches_of, qwen2
 
 import objectives
 from config import GrpoConfig
-from extras.checkpointing import checkpoint_layers
+from extras.gradient_checkpointing import checkpoint_layers
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask, mask_outside
 from objectives import OBJECTIVES, REJECTIONS, WEIGHTS, backend_metrics, correct

@@ -450,6 +450,9 @@ class Config:
                              " given (raw log-probabilities do not show which tokens were kept);"
                              " try --parity.no-sampling-mask")
         probed = self.measure.probe_every or self.measure.probe_on_alarm
+        if probed and not self.run.steps:
+            raise ValueError("probe_every and probe_on_alarm must be off with steps 0 (they probe"
+                             " after a step)")
         if self.lora.lora_rank and (backend.engine == "shared" or probed):
             raise ValueError("lora_rank must be 0 with engine shared, probe_every or probe_on_alarm"
                              " (they take the model's own tensors, without adapters), got"

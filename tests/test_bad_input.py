@@ -14,6 +14,7 @@ from rl import Policy
 
 # ------------------------------------------------------------------------------------------------ options
 OPTIONS = {
+    "--steps 0 --probe-every 1": "must be off with steps 0",
     "--steps -1": "steps must be in [0, 2147483647], got -1", "--steps x": "invalid literal for int()",
     f"--steps {'9' * 400}": "steps must be in [0, 2147483647]",
     "--seed -1": "seed must be in [0, 4294967295]", "--group-size 1": "group_size must be in [2, 65536]",

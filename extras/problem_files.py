@@ -14,8 +14,13 @@ from typing import Any
 from extras.model_folder import reach_hub
 from extras.task_file import TaskFile
 from records import stage
-from tasks import NUMBER, Problem, Reward, Task, last_number, numeric_match, split
+from tasks import Problem, Reward, Task, split
 
+# The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2.
+NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)÷\u2044\]])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
+          r"(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212])[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
+          r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,8})?"
+          r"(?!\s?[½¼¾]|[\d_a-zA-Z²³¹⁰-⁹/^÷\u2044])(?=\D*\Z)")
 MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))
 
 
@@ -32,7 +37,25 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
         train, held_out = read_dataset(name)
     if eval_path is not None:
         held_out = read_jsonl(eval_path)
-    return split(name, find_reward([*held_out, *train], limit_s), seed, train, held_out)
+    reward = find_reward([*held_out, *train], limit_s)
+    same = same_number if reward is numeric_match else str.__eq__
+    return split(name, reward, seed, train, held_out, same)
+
+
+def numeric_match(problem: Problem, response: str) -> float:
+    """1.0 if both end in equal numbers ("so 1,200.0" and "1200"), else 0.0."""
+    return float(same_number(response, problem.answer))
+
+
+def same_number(one: str, other: str) -> bool:
+    number = last_number(one)
+    return number is not None and number == last_number(other)
+
+
+def last_number(text: str) -> Decimal | None:
+    """42 in GSM8K's "... #### 42"; None if the last digits of a text are something else."""
+    found = re.search(NUMBER, text)
+    return found and Decimal(re.sub(r"[\\$€£,]", "", found[0]).replace("\u2212", "-"))
 
 
 def plain_number(text: str) -> Decimal | None:

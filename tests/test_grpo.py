@@ -23,9 +23,8 @@ import train
 from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
 from extras.model_folder import describe_model
-from extras.problem_files import load_task
+from extras.problem_files import last_number, load_task
 from rl import plain_body
-from tasks import last_number
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 

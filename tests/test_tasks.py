@@ -17,8 +17,8 @@ from examples.toys import (
     take_the_smaller,
     toy_tokenizer,
 )
-from extras.problem_files import load_task, plain_number
-from tasks import Problem, Task, encode, exact_match, last_number, numeric_match
+from extras.problem_files import last_number, load_task, numeric_match, plain_number
+from tasks import Problem, Task, encode, exact_match
 
 
 # ------------------------------------------------------------------------------------------------ the toys

@@ -36,6 +36,7 @@ CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
 # KV cache, windows, kernels.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
+LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
@@ -294,8 +295,7 @@ class Engine:
         if self.on_gpu != torch.cuda.is_available():
             raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a"
                                " fresh .venv")
-        if self.on_gpu:
-            torch.cuda.empty_cache()  # what the trainer has freed while it was built
+        torch.cuda.empty_cache()  # what the trainer has freed while it was built
         self._wanted = wanted_settings(parity, dtype, prefix_cache, cuda_graphs)
         arguments = self._arguments(
             model=model, seed=seed, block_size=block_size,
@@ -313,8 +313,7 @@ class Engine:
         self._kept: list[tuple[Any, int]] = []
         self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
         self.weight_version = 0
-        # Since the start: tokens and rollouts that a load has aborted; kept KV caches that vLLM has
-        # lost to preemption.
+        # Since the start. `kv_lost`: kept KV caches that vLLM has lost to preemption.
         self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
@@ -476,10 +475,9 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
-            # Column 0 is the sampled token, the K others are the likeliest ones.
             ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
-            self._collect(rollout, ids[:, 1:], logprobs[:, 1:])
+            self._collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]

@@ -298,6 +298,7 @@ def test_what_page_leaves_out_is_in_the_files_that_it_names():
     assert flags & vars(grpo.Options()).keys() == set()
 
 
+@pytest.mark.engine  # it starts none, but the page imports torch and transformers
 def test_page_refuses_to_run_without_its_assertions():
     ended = subprocess.run([sys.executable, "-O", "grpo.py"], check=False, cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, "error: python -O would remove the checks of this page, which are"

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, SHIFT
 
 from lab import gradients, pictures
 from lab.gradients import ANSWERS, FORMS, KINDS, S, T, V, at, chances, direction, first_policy, gradient, honest
@@ -93,6 +93,8 @@ def test_the_page_has_the_records_rows_and_the_gradients_cosines():
     cells = pictures.read_cells(ROOT / "docs/records/dose.json")
     assert not set(rows) - set(pictures.dose_table(cells).splitlines())
     kinds = [name for name in KINDS if name not in ("raw on both sides", "unlikely words")]
+    if SHIFT:  # the page has the policies of the seeds 0 to 19
+        return
     for kind, name, nats in [*((kind, kind, 0.13) for kind in kinds), ("raw values", "raw values at 0.3 nats", 0.3)]:
         found = re.search(rf"\n\| (?:a )?{name} \| (\S+) \| (\S+) \| (\S+) \|", page)
         for text, form, luck in zip(found.groups(), ("two", "two", "two-wide"), (0.0, 0.5, 0.5), strict=True):

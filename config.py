@@ -411,10 +411,17 @@ class Config:
     measure: Annotated[MeasureConfig, Flat] = field(default_factory=MeasureConfig)
 
     def __post_init__(self):
-        off, grpo, backend = self.parity.off(), self.grpo, self.backend
+        self._check_corrections()
+        self._check_samplers()
+        self._check_prefix_cache()
+        self._check_mask()
+        self._check_tools()
+
+    def _check_corrections(self) -> None:
+        """Fix the backend first, then correct the remaining mismatch."""
+        grpo, backend, off = self.grpo, self.backend, self.parity.off()
         if self.lora.lora_forward == "added" and backend.engine == "vllm":
-            off += ["lora_forward merged"]  # the engine's weights are rounded, the trainer's not
-        # Fix the backend first, then correct the remaining mismatch.
+            off.append("lora_forward merged")  # the engine's weights are rounded, the trainer's not
         used = grpo.corrections or ("replay_routes" if grpo.replay_routes else "")
         if used and off and not grpo.correct_a_broken_backend:
             raise ValueError("tis, reject and replay_routes must be off while a fix is off (a"
@@ -426,48 +433,60 @@ class Config:
                              " model, one choice), and with V1's async scheduling or a prefix cache"
                              " (the choice for a cached prompt is not reported); try --engine vllm,"
                              " --prefix-cache off and --parity.uncached-runtime")
+
+    def _check_samplers(self) -> None:
+        """What another sampler than vLLM, or one with other weights, cannot do."""
+        grpo, backend, off = self.grpo, self.backend, self.parity.off()
         of_vllm = sorted(set(off) - {"sampling_mask"})
         if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
             of_vllm.remove("fp32_head")
         if backend.engine == "transformers" and of_vllm:
             raise ValueError(f"engine must be vllm without {of_vllm[0]} (only vLLM has that fault)")
-        if self.run.resume and not self.parity.in_force("uncached_runtime", "prefix-cache"):
-            raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint,"
-                             " and an empty cache has no stale block); try another --out")
         if backend.exact and (set(off) - {"inflight_keep"} or grpo.gradient_checkpointing):
             raise ValueError("exact must be off if a fix other than inflight_keep is off, and with"
                              " gradient_checkpointing")
-        if backend.prefix_cache != "off" and "uncached_runtime" in off:
-            raise ValueError("prefix_cache must be off without uncached_runtime (which switches"
-                             f" V1's own cache on), got {backend.prefix_cache}")
-        if "sampling_mask" in off and not has_sampling_mask(grpo):
-            raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
-        if backend.max_kept and not self.max_kept:
-            raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask"
-                             f" only (else no kept set is returned), got {backend.max_kept}")
-        if self.max_kept and "processed_logprobs" in off:
-            raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is"
-                             " given (raw log-probabilities do not show which tokens were kept);"
-                             " try --parity.no-sampling-mask")
-        probed = self.measure.probe_every or self.measure.probe_on_alarm
-        if probed and not self.run.steps:
-            raise ValueError("probe_every and probe_on_alarm must be off with steps 0 (they probe"
-                             " after a step)")
-        if self.lora.lora_rank and (backend.engine == "shared" or probed):
-            raise ValueError("lora_rank must be 0 with engine shared, probe_every or probe_on_alarm"
-                             " (they take the model's own tensors, without adapters), got"
-                             f" {self.lora.lora_rank}; try --engine vllm, and python -m probe with"
-                             " the saved policy")
+        if self.lora.lora_rank and backend.engine == "shared":
+            raise ValueError("lora_rank must be 0 with engine shared (it computes with the model's"
+                             f" own tensors), got {self.lora.lora_rank}; try --engine vllm")
+        if backend.rollout_weights != "own" and (backend.engine != "vllm" or self.lora.lora_rank):
+            raise ValueError("rollout_weights must be own with engine shared or transformers (one"
+                             f" set of weights) and lora_rank, got {backend.rollout_weights}")
         most = grpo.num_prompts * backend.max_staleness
         if backend.old_groups == "pace" and backend.inflight_groups > most:
             raise ValueError(f"inflight_groups must be at most {most} with old_groups pace"
                              " (num_prompts * max_staleness), got"
                              f" {backend.inflight_groups}; try --old-groups drop")
-        if backend.rollout_weights != "own" and (
-                backend.engine != "vllm" or self.lora.lora_rank or probed):
-            raise ValueError("rollout_weights must be own with engine shared or transformers (one"
-                             " set of weights), lora_rank, probe_every and probe_on_alarm, got"
-                             f" {backend.rollout_weights}")
+
+    def _check_prefix_cache(self) -> None:
+        if self.run.resume and not self.parity.in_force("uncached_runtime", "prefix-cache"):
+            raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint,"
+                             " and an empty cache has no stale block); try another --out")
+        if self.backend.prefix_cache != "off" and not self.parity.uncached_runtime:
+            raise ValueError("prefix_cache must be off without uncached_runtime (which switches"
+                             f" V1's own cache on), got {self.backend.prefix_cache}")
+
+    def _check_mask(self) -> None:
+        """`has_sampling_mask` and `max_kept` say whether the sampler returns kept sets."""
+        if not self.parity.sampling_mask and not has_sampling_mask(self.grpo):
+            raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
+        if self.backend.max_kept and not self.max_kept:
+            raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask"
+                             f" only (else no kept set is returned), got {self.backend.max_kept}")
+        if self.max_kept and not self.parity.processed_logprobs:
+            raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is"
+                             " given (raw log-probabilities do not show which tokens were kept);"
+                             " try --parity.no-sampling-mask")
+
+    def _check_tools(self) -> None:
+        """The probe and the held-out task."""
+        if self.measure.probe_every or self.measure.probe_on_alarm:
+            if not self.run.steps:
+                raise ValueError("probe_every and probe_on_alarm must be off with steps 0 (they"
+                                 " probe after a step)")
+            if self.lora.lora_rank or self.backend.rollout_weights != "own":
+                raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
+                                 " rollout_weights (they take the model's own tensors); try python"
+                                 " -m probe with the saved policy")
         task = self.run.task
         if self.data.eval_task and (task in BUILT_IN or task.endswith(".py")):
             raise ValueError(f"eval_task must not be given with task {task} (it holds out itself)")

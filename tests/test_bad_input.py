@@ -53,7 +53,7 @@ OPTIONS = {
     "--exact --engine shared --gradient-checkpointing": "with gradient_checkpointing",
     "--lora-alpha 8": "lora_export need lora_rank", "--lora-export": "lora_export need lora_rank",
     "--lora-forward added": "lora_export need lora_rank", "--lora-rank 4 --engine shared": "lora_rank must be 0 with",
-    "--lora-rank 4 --probe-on-alarm": "lora_rank must be 0 with engine shared, probe_every or probe_on_alarm",
+    "--lora-rank 4 --probe-on-alarm": "probe_every and probe_on_alarm must be off with lora_rank",
     "--lora-rank 4 --lora-forward added --tis token": "the broken backend), got tis token without lora_forward",
     "--eval-task {root}/absent.jsonl": "must be a regular file, and exist",
     "--eval-task {root}/task.jsonl": "task.jsonl has 40 without repeats, all of them held out",

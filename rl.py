@@ -79,7 +79,6 @@ class Batch:
         come first: a batch that does not fit into memory fails at once. All passes over a batch use
         the same micro-batches, so that in 16 bits the ratio starts at exactly 1.
         """
-        prompts = distinct_prompts(self)[1].cpu() if shared_prompts else None  # (B,)
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
             micro_batches = []
@@ -87,23 +86,12 @@ class Batch:
                 by_length = part[self.lengths[part].argsort(descending=True, stable=True)]
                 found = self._micro_batches(by_length, micro_batch_tokens)
                 if shared_prompts:
-                    by_prompt = self._micro_batches(
-                        self._siblings_together(part, prompts), micro_batch_tokens)
-                    found = min(found, by_prompt, key=partial(self._computed, prompts))
+                    siblings = self._siblings_together(by_length)
+                    by_prompt = self._micro_batches(siblings, micro_batch_tokens)
+                    found = min(found, by_prompt, key=self._computed)
                 micro_batches += found
             minibatches.append(micro_batches)
         return minibatches
-
-    def _siblings_together(self, part: Tensor, prompts: Tensor) -> Tensor:
-        """The rows of `part`, those of one prompt together, the prompt with the longest row first.
-
-        `prompts` says which prompt each row has: (B,).
-        """
-        longest = torch.zeros_like(prompts).scatter_reduce(
-            0, prompts[part], self.lengths[part], "amax")
-        siblings = part[prompts[part].argsort(stable=True)]
-        order = longest[prompts[siblings]].argsort(descending=True, stable=True)
-        return siblings[order]
 
     def _micro_batches(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
         """Neighbours in `ordered`, as many as fit."""
@@ -115,18 +103,25 @@ class Batch:
                 start, longest = end, length
         return [*parts, ordered[start:]] if len(ordered) else []
 
-    def _computed(self, prompts: Tensor, micro_batches: list[Tensor]) -> int:
-        """Positions that `prompts_once` computes; `prompts` says which one each row has: (B,)."""
+    def _siblings_together(self, ordered: Tensor) -> Tensor:
+        """Each row followed by those of the same prompt that come later in `ordered`."""
+        siblings: dict[tuple[int, ...], list[int]] = {}
+        for row in ordered.tolist():
+            siblings.setdefault(self._prompt(row), []).append(row)
+        return torch.tensor(list(chain(*siblings.values())), dtype=torch.long)
+
+    def _computed(self, micro_batches: list[Tensor]) -> int:
+        """Positions that `prompts_once` computes: each prompt, and each response."""
         total = 0
         for rows in micro_batches:
-            count = len(prompts[rows].unique())
-            if count == len(rows):
-                total += count * int(self.lengths[rows].max())
-            else:
-                starts = self.prompt_lengths[rows]
-                responses = self.lengths[rows] - starts
-                total += count * int(starts.max()) + len(rows) * int(responses.max())
+            prompts = {self._prompt(row) for row in rows.tolist()}
+            starts = self.prompt_lengths[rows]
+            responses = self.lengths[rows] - starts
+            total += len(prompts) * int(starts.max()) + len(rows) * int(responses.max())
         return total
+
+    def _prompt(self, row: int) -> tuple[int, ...]:
+        return tuple(self.rollouts[row].prompt_ids)
 
     def mask_rows(self, keep: list[bool]) -> "Batch":
         """The batch without the loss of the rows that are not to `keep`.

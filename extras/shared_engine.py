@@ -17,14 +17,12 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from config import ParityFlags
-from engine_adapter import Engine, WeightLoadError
-from rl import Batch, Policy, make_batch
-from rollouts import Rollout
+from engine_adapter import Engine
+from rl import Batch, Policy
 
 # Each product gets a multiple of 16 rows. With fewer rows torch's CPU product rounds a row
 # differently, and MKL without AVX does so for the last rows of a product.
 ROW_MULTIPLE = 16
-TOGETHER, COMPARED = 71, 8  # rows of a product; the last ones are also computed alone
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
 
 
@@ -34,8 +32,7 @@ class SharedEngine(Engine):
     The trainer then uses `policy`: of the same model, with products of a multiple of ROW_MULTIPLE
     rows, and with `exact` with vLLM's attention kernel.
 
-    Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the
-    tokens beside it.
+    Raises: ValueError if vLLM cannot serve the module, and with `exact` on a GPU.
     """
 
     vllm_model = None  # until vLLM has built it
@@ -44,6 +41,8 @@ class SharedEngine(Engine):
         self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
     ):
         if exact:
+            if policy.device.type == "cuda":
+                raise ValueError("exact must be off on a GPU (its kernels have not been measured)")
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         self.usual_body = policy.body
@@ -53,9 +52,6 @@ class SharedEngine(Engine):
         super().__init__(model, policy.weights(), parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
-            if reason := why_not(self):
-                self.close()
-                raise ValueError(f"exact must be off here: {reason}")
             self.canary_tolerance = 0.0
 
     @torch.no_grad()
@@ -167,15 +163,6 @@ class SharedEngine(Engine):
             layer.kv_cache = cache
         return states[response[real]]
 
-    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        super()._check_names(weights)
-        given = {tensor.data_ptr() for tensor in weights.values()}
-        wrong = [name for name, weight in self.policy.model.named_parameters()
-                 if weight.ndim < 3 and weight.data_ptr() not in given]  # those of experts: copies
-        if wrong:
-            raise WeightLoadError("weights must be the trainer's own, not copies of"
-                                  f" {', '.join(wrong)}")
-
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Nothing: they are the trainer's."""
 
@@ -220,8 +207,7 @@ def observe_exact(step: Any) -> dict[str, int]:
     """The number of tokens whose `old_logprobs` equal the sampler's values.
 
     Of the rollouts of a train.Step that were sampled with the current weights. Raises: ExactError
-    with the first token that differs, and what can be the cause. What a value depends on has been
-    excluded at the start (`why_not`).
+    with the first token that differs, and what can be the cause.
     """
     batch = step.current
     # NaN differs from itself.
@@ -236,38 +222,6 @@ def observe_exact(step: Any) -> dict[str, int]:
         f"exact: token {column + 1 - prompt} of request {row} (after a prompt of {prompt} tokens)"
         f" has log-probability {theirs:.9g} in the engine and {ours:.9g} in the trainer;"
         f" {int(differing.sum())} of {compared} tokens differ. Cause: a stale prefix cache, weights"
-        " that were changed after this token was sampled, or a request that vLLM preempted")
-
-
-@torch.no_grad()
-def why_not(engine: SharedEngine) -> str | None:
-    """Why a value depends on what is computed beside it; None if it does not.
-
-    Single tokens are computed alone and beside others; with several threads long prompts too.
-    """
-    if engine.on_gpu:
-        return "the kernels of a GPU have not been measured"
-    longest = engine.llm.vllm_config.model_config.max_model_len
-    vocabulary = len(engine.policy.head.weight)
-    ids = [token * 7 % vocabulary for token in range(max(longest, TOGETHER))]
-    tokens = [[each] for each in ids[:TOGETHER]]
-    if _depends(engine, tokens, ids[:1]):
-        return "a product of few rows is rounded differently, as those of experts in float32"
-    # Several threads divide the queries of a long prompt according to what is beside it.
-    prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in (3, 2, 1, 0)]
-    if torch.get_num_threads() > 1 and _depends(engine, prompts, ids[:COMPARED]):
-        return (f"vLLM's kernel computes a prompt of {len(prompts[-1])} tokens or less differently"
-                " alone and beside others; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
-    return None
-
-
-def _depends(engine: SharedEngine, prompts: list[list[int]], response: list[int]) -> bool:
-    """Whether the logits of the response after each of the last COMPARED prompts differ alone."""
-
-    def logits(some: list[list[int]]) -> Tensor:
-        rollouts = [Rollout(each, None, response, [0.0] * len(response)) for each in some]
-        batch = make_batch(rollouts)
-        return engine.policy.logits(engine.kernel_body(batch, batch.mask > 0))
-
-    alone = torch.cat([logits([prompt]) for prompt in prompts[-COMPARED:]])  # (n, V)
-    return not torch.equal(alone, logits(prompts)[-len(alone):])
+        " that were changed after this token was sampled, a request that vLLM preempted, or values"
+        " that depend on what is computed beside them: of experts in float32, and with several"
+        " threads of long prompts (try OMP_NUM_THREADS=1)")

@@ -223,15 +223,13 @@ class LoraConfig:
     # merged: the trainer computes with the rounded weight that the engine gets. added: with the
     # model's weight and the adapter apart, as in most libraries; with vLLM a fix that is off.
     lora_forward: Literal["merged", "added"] = "merged"
-    lora_export: bool = False  # Write the adapters to `out`/adapter too, in the format of peft.
 
     def __post_init__(self):
         within(self, 0, MANY, "lora_rank")
         within(self, SMALLEST, LARGEST, "lora_alpha")
-        others = self.lora_alpha, self.lora_forward, self.lora_export
-        if not self.lora_rank and others != (32.0, "merged", False):
-            raise ValueError("lora_alpha, lora_forward and lora_export need lora_rank (without it"
-                             " there are no adapters), got 0; try --lora-rank 16")
+        if not self.lora_rank and (self.lora_alpha, self.lora_forward) != (32.0, "merged"):
+            raise ValueError("lora_alpha and lora_forward need lora_rank (without it there are no"
+                             " adapters), got 0; try --lora-rank 16")
 
 
 @dataclass(frozen=True)

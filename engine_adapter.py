@@ -314,7 +314,7 @@ class Engine:
         self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
         self.weight_version = 0
         # Since the start. `kv_lost`: kept KV caches that vLLM has lost to preemption.
-        self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
+        self.counters = dict(tokens_wasted=0, kv_lost=0)
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
             self._start(arguments)

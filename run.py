@@ -391,10 +391,6 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
 def save_policy(run: Run, policy: Policy) -> None:
     """The model as a Hugging Face folder, `policy` in that of the run; adapters are merged into it.
     """
-    lora = run.config.lora
-    if lora.lora_rank:
-        adapters = policy.send
-        if lora.lora_export:
-            adapters.export(run.out / "adapter", policy.trained(), run.model_path)
-        adapters.merge()
+    if run.config.lora.lora_rank:
+        policy.send.merge()
     save_model(policy.model, run.task.tokenizer, run.sampling, run.out / "policy")

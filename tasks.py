@@ -46,7 +46,7 @@ class Task:
     reward: Reward
     num_repeated: int = 0  # problems that were left out, because their question was there already
     takes_rollout: bool = False  # the reward has a third argument, the Rollout
-    text: str = ""  # of a task file and the modules that it imports
+    text: str = ""  # of a task file
     tokenizer: Any = None  # of `encode`
     reward_errors: Literal["stop", "count"] = "stop"  # if a reward fails
 

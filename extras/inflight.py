@@ -26,11 +26,6 @@ class Group:
     def complete(self) -> bool:
         return bool(self.rollouts) and all(rollout.finish_reason for rollout in self.rollouts)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that have been sampled so far."""
-        return sum(len(rollout.token_ids) for rollout in self.rollouts)
-
     def oldest_version(self, version: int) -> int:
         """The oldest weights from which a part of it was computed; `version` if it has none."""
         oldest = [rollout.oldest_version for rollout in self.rollouts]
@@ -41,9 +36,9 @@ class GroupsInFlight(Synchronous):
     """A source with N more groups in flight than a step takes.
 
     Groups are in the order of submission; a step takes the first P that are complete. N more stay
-    in flight, so that the engine never waits for the longest rollout of a batch. Every group
-    submitted is trained on, dropped for its age, or in flight. With `pace` none is dropped: a step
-    first waits for the groups that would be too old at the next step, and takes these.
+    in flight, so that the engine never waits for the longest rollout of a batch. Every group is
+    trained on, dropped for its age, or in flight. With `pace` none is dropped: a step first waits
+    for the groups that would be too old at the next step, and takes these.
 
     Source: PipelineRL, arXiv 2509.19128, on two sets of devices; here the two sides take turns.
     """
@@ -52,12 +47,12 @@ class GroupsInFlight(Synchronous):
         super().__init__(*source)
         self.num_waiting, self.max_staleness, self.pace = num_waiting, max_staleness, pace
         self.groups: list[Group] = []
-        self.counters = dict(groups_submitted=0, groups_trained=0, groups_dropped=0)
+        self.num_dropped = 0  # groups
 
     def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
         """P problems and B = P * G complete rollouts, group-major."""
         missing = self.num_prompts + self.num_waiting - len(self.groups)
-        self.submit(self.task.sample(self.rng, missing))
+        self.groups += map(Group, self.task.sample(self.rng, missing))
         reseed(self.seed, "train", step)
         groups = self.take(self.num_prompts)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -68,10 +63,6 @@ class GroupsInFlight(Synchronous):
         with self.engine.holding():
             return super().answer(*asked)
 
-    def submit(self, problems: list[Problem]) -> None:
-        self.groups += [Group(problem) for problem in problems]
-        self.counters["groups_submitted"] += len(problems)
-
     def take(self, num_groups: int) -> list[Group]:
         """Run the engine until `num_groups` or more are complete. Returns those submitted first.
 
@@ -79,7 +70,6 @@ class GroupsInFlight(Synchronous):
         """
         self._fill()
         due = self._due(num_groups) if self.pace else []
-        assert len(due) <= num_groups, f"{len(due)=} {num_groups=}"
         while True:
             others = [group for group in self.groups if group.complete and group not in due]
             if all(group.complete for group in due) and len(due) + len(others) >= num_groups:
@@ -89,7 +79,6 @@ class GroupsInFlight(Synchronous):
             self._fill()
         taken = due + others[: num_groups - len(due)]
         self.groups = [group for group in self.groups if group not in taken]
-        self.counters["groups_trained"] += num_groups
         return taken
 
     def _due(self, num_groups: int) -> list[Group]:
@@ -121,26 +110,21 @@ class GroupsInFlight(Synchronous):
                       if version - group.oldest_version(version) > self.max_staleness]:
             self.groups.remove(group)
             self.engine.abort(group.rollouts)
-            self.counters["groups_dropped"] += 1
-            self.engine.counters["tokens_wasted"] += group.num_tokens
-        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        unfinished = sum(rollout.finish_reason is None for rollout in rollouts)
-        runs = self.engine.num_unfinished
-        assert unfinished == runs, f"{unfinished} rollouts are in flight, the engine runs {runs}"
-        return {"groups_in_flight": len(self.groups)} | self.counters | self.engine.counters
+            self.num_dropped += 1
+            tokens = sum(len(rollout.token_ids) for rollout in group.rollouts)
+            self.engine.counters["tokens_wasted"] += tokens
+        counts = {"groups_in_flight": len(self.groups), "groups_dropped": self.num_dropped}
+        return counts | self.engine.counters
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint. Partial work is not kept: its prompts are submitted again."""
-        engines = dict(self.engine.counters)
-        engines["tokens_wasted"] += sum(group.num_tokens for group in self.groups)
-        engines["rollouts_restarted"] += sum(len(group.rollouts) for group in self.groups)
         problems = [tuple(group.problem) for group in self.groups]
-        return {"groups": problems, "counters": self.counters, "engine_counters": engines,
-                "rng": self.rng.getstate()}
+        return {"groups": problems, "num_dropped": self.num_dropped,
+                "engine_counters": dict(self.engine.counters), "rng": self.rng.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.groups = [Group(Problem(*problem)) for problem in state["groups"]]
-        self.counters = dict(state["counters"])
+        self.num_dropped = state["num_dropped"]
         self.engine.counters |= state["engine_counters"]
         self.rng.setstate(state["rng"])
 
@@ -181,7 +165,6 @@ def restart(engine: Engine, aborted: list[Rollout]) -> None:
     """Forget what has been sampled, and submit the rollouts again."""
     for rollout in aborted:
         engine.counters["tokens_wasted"] += len(rollout.token_ids)
-        engine.counters["rollouts_restarted"] += 1
         rollout.token_ids, rollout.logprobs, rollout.versions = [], [], []
         rollout.kept, rollout.routes = [], []
         rollout.finish_reason = rollout.prompt_version = None

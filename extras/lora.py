@@ -5,13 +5,10 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 `--lora-forward merged` the trainer computes with this very weight. docs/fixes.md has the reasons.
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -98,7 +95,7 @@ class Adapters(Send):
     """The adapters of a model. The engine gets its tensors, with merged layers."""
 
     def __init__(self, model: torch.nn.Module, lora: LoraConfig):
-        self.model, self.lora = model, lora
+        self.model = model
         self.layers = {name: each for name, each in model.named_modules()
                        if isinstance(each, AdaptedLinear)}
         self.name = f"{lora.lora_forward} adapters of rank {lora.lora_rank}"
@@ -117,15 +114,3 @@ class Adapters(Send):
         for name, layer in self.layers.items():
             layer.weight.copy_(layer.merged())
             self.model.set_submodule(name, layer.plain[0])
-
-    def export(self, folder: Path, trained: dict[str, Tensor], model_path: str) -> None:
-        """A folder as peft reads it. In 16 bits peft computes as `--lora-forward added`."""
-        folder.mkdir(exist_ok=True)
-        tensors = {f"base_model.model.{name}.weight": each for name, each in trained.items()}
-        save_file(tensors, folder / "adapter_model.safetensors")
-        options = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self.lora.lora_rank,
-            "lora_alpha": self.lora.lora_alpha, "base_model_name_or_path": model_path,
-            "target_modules": sorted({name.rpartition(".")[2] for name in self.layers}),
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(options, indent=1))

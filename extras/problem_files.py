@@ -29,8 +29,7 @@ def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float
     if name.endswith(".py"):
         file = TaskFile(name, seed, limit_s)
         task = split(name, file.reward, seed, draw_problems(file))
-        text = str(sorted(file.texts.items()))
-        return replace(task, takes_rollout=file.takes_rollout, text=text)
+        return replace(task, takes_rollout=file.takes_rollout, text=str(file.text))
     if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
         train, held_out = read_jsonl(name), []
     else:

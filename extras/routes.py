@@ -5,8 +5,6 @@ choice is recorded as well, and the share of tokens that the trainer sends elsew
 docs/fixes.md has the reasons. Source: Ma et al. 2025, arXiv 2510.11370.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import NormalDist
 from typing import Any
@@ -59,17 +57,17 @@ class RoutedEngine(Engine):
 
 # ---------------------------------------------------------------------------------- trainer
 class Router(TorchFunctionMode):
-    """A router of a model: while it runs, `topk` over its experts returns the given `routes`.
+    """A router of a model: while it runs, `topk` over its experts returns the `given` routes.
 
     The values are the model's own, gathered, so no formula of an architecture is needed. Where the
     routes are UNKNOWN, and without them, the choice is the router's `own`, (tokens, k).
     """
 
-    own = None
+    own = given = None
 
-    def __init__(self, routes: "Routes", module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module):
         super().__init__()
-        self.routes, self.experts = routes, len(module.weight)
+        self.experts = len(module.weight)
         # A hook that returns something would replace the module's input.
         module.register_forward_pre_hook(lambda *_: self.__enter__() and None)
         module.register_forward_hook(lambda *_: self.__exit__(None, None, None), always_call=True)
@@ -78,10 +76,10 @@ class Router(TorchFunctionMode):
         found = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self.experts:
             return found  # such as a choice among groups of experts
-        self.own, given = found.indices, self.routes.given.get(self)
-        if given is None:
+        self.own = found.indices
+        if self.given is None:
             return found
-        chosen = self.own.where(given < 0, given)
+        chosen = self.own.where(self.given < 0, self.given)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
 
@@ -101,8 +99,7 @@ class Routes:
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
-        self.given = {}  # by router: (tokens, k), while `following`
-        self.routers = [Router(self, module) for module in model.modules()
+        self.routers = [Router(module) for module in model.modules()
                         if type(module).__name__.lower().endswith("topkrouter")]
 
     @torch.no_grad()
@@ -110,7 +107,8 @@ class Routes:
         """What a `Policy` of the model is given. Replay computes each row whole: copies of a prompt
         can be routed differently.
 
-        Raises: ValueError with `replay` if a router does not choose with `topk`.
+        Raises: ValueError with `replay` if a router does not choose with `topk`, and with gradient
+        checkpointing, which would compute a layer again without its routes.
         """
         token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
         self.model.base_model(input_ids=token, use_cache=False)  # shows which routers use `topk`
@@ -120,31 +118,26 @@ class Routes:
         if not known:
             raise ValueError(f"replay_routes must be off with {type(self.model).__name__} (it has"
                              " no routers that choose experts with topk), got True")
-        if self.model.is_gradient_checkpointing:  # a layer is computed again with its routes
-            again = lambda: (nullcontext(), self.following(self.given))  # noqa: E731
-            self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+        if self.model.is_gradient_checkpointing:
+            raise ValueError("replay_routes must be off with gradient_checkpointing, got True")
         # The trainer's own choice: `eval_agree` shows what replay hides.
         return {"further_metrics": (self.metrics,), "body": self.replayed,
                 "free_body": default_body(self.model)}
 
-    @contextmanager
-    def following(self, given: dict) -> Iterator[None]:
-        self.given = given
-        try:
-            yield
-        finally:  # the recomputation of a layer ends with an exception
-            self.given = {}
-
     def replayed(self, policy: Policy, batch: Batch, response: Tensor) -> Tensor:
         """`rl.plain_body` with the engine's routes: (B, T) bool -> (N, H)."""
-        routes, by_router = routes_of(batch), {}
-        if routes is not None:  # the canary has none
-            known = (routes[..., 0, 0] >= 0).sum(dim=1)
-            assert known.equal(batch.lengths), f"{known=} {batch.lengths=}"
-            by_layer = rearrange(routes, "b t layers k -> layers (b t) k")
-            by_router = dict(zip(self.routers, by_layer, strict=True))
-        with self.following(by_router):
+        routes = routes_of(batch)
+        if routes is None:  # of the canary
             return plain_body(policy, batch, response)
+        known = (routes[..., 0, 0] >= 0).sum(dim=1)
+        assert known.equal(batch.lengths), f"{known=} {batch.lengths=}"
+        by_layer = rearrange(routes, "b t layers k -> layers (b t) k")
+        for router, given in zip(self.routers, by_layer, strict=True):
+            router.given = given
+        states = plain_body(policy, batch, response)
+        for router in self.routers:
+            router.given = None
+        return states
 
     def metrics(self, policy: Policy, batch: Batch) -> dict[str, Tensor]:
         """Figures of the whole batch on each of its tokens, after its forward pass: (B, T) by name.

@@ -7,9 +7,7 @@ equal values bit for bit (docs/findings.md).
 
 import os
 import re
-import sys
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,14 +17,12 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from config import ParityFlags
-from engine_adapter import Engine, WeightLoadError
-from rl import Batch, Policy, distinct_prompts, make_batch
-from rollouts import Rollout
+from engine_adapter import Engine
+from rl import Batch, Policy
 
 # Each product gets a multiple of 16 rows. With fewer rows torch's CPU product rounds a row
 # differently, and MKL without AVX does so for the last rows of a product.
 ROW_MULTIPLE = 16
-TOGETHER, COMPARED = 71, 8  # rows of a product; the last ones are also computed alone
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
 
 
@@ -36,8 +32,7 @@ class SharedEngine(Engine):
     The trainer then uses `policy`: of the same model, with products of a multiple of ROW_MULTIPLE
     rows, and with `exact` with vLLM's attention kernel.
 
-    Raises: ValueError if vLLM cannot serve the module or, with `exact`, if a value depends on the
-    tokens beside it.
+    Raises: ValueError if vLLM cannot serve the module, and with `exact` on a GPU.
     """
 
     vllm_model = None  # until vLLM has built it
@@ -46,17 +41,17 @@ class SharedEngine(Engine):
         self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
     ):
         if exact:
+            if policy.device.type == "cuda":
+                raise ValueError("exact must be off on a GPU (its kernels have not been measured)")
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        body = self.kernel_body if exact else policy.body
+        self.usual_body = policy.body
+        body = self.exact_body if exact else policy.body
         self.policy = policy.changed(body=body, free_body=body, row_multiple=ROW_MULTIPLE)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
         super().__init__(model, policy.weights(), parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
-            if reason := why_not(self):
-                self.close()
-                raise ValueError(f"exact must be off here: {reason}")
             self.canary_tolerance = 0.0
 
     @torch.no_grad()
@@ -81,12 +76,11 @@ class SharedEngine(Engine):
         self._experts = [weight for weight in model.parameters() if weight.ndim == 3]
 
     # ------------------------------------------------------------------------------ the module
-    def hidden(self, ids: Tensor, positions: Tensor, rows: SimpleNamespace | None = None) -> Tensor:
-        """Last hidden states of N tokens, for vLLM or, with `rows`, for the trainer: -> (N, H)."""
+    def hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Last hidden states of N tokens, whose requests vLLM's forward context has: -> (N, H)."""
         config = self.policy.model.config
-        self._rows = rows
+        usual = config._attn_implementation
         self._count = len(ids)
-        self._usual = config._attn_implementation
         padding = (0, -len(ids) % ROW_MULTIPLE)
         config._attn_implementation = NAME
         try:
@@ -95,16 +89,14 @@ class SharedEngine(Engine):
                 use_cache=False).last_hidden_state
             return states[0, : self._count]
         finally:
-            config._attn_implementation = self._usual
+            config._attn_implementation = usual
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any
     ) -> tuple[Tensor, None]:
         """Attention of a layer: (1, heads, N, size), keys, values -> (1, N, heads, size).
 
-        The first pass, without a model of vLLM, notes the arguments of vLLM's Attention. With rows,
-        the gradient is that of the trainer's usual attention at these queries, keys and values, in
-        fp32.
+        The first pass, without a model of vLLM, notes the arguments of vLLM's Attention.
         """
         if self.vllm_model is None:
             if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
@@ -115,69 +107,40 @@ class SharedEngine(Engine):
                     logits_soft_cap=options.get("softcap"),
                     per_layer_sliding_window=options.get("sliding_window"))
             return torch.zeros_like(query).transpose(1, 2), None
-        layer, rows = self.vllm_model.layers[module.layer_idx], self._rows
         inputs = [rearrange(each, "1 h n d -> n h d")[: self._count].contiguous()
                   for each in (query, key, value)]
-        if rows is None:
-            attended = layer(*inputs)
-        else:
-            engines = layer.kv_cache
-            layer.kv_cache = engines.new_zeros((rows.blocks, *engines.shape[1:]))
-            with torch.no_grad():
-                attended = layer(inputs[0], *(each[rows.cached] for each in inputs[1:]))
-            layer.kv_cache = engines
-        attended = attended.view_as(inputs[0])
-        if rows is not None and query.requires_grad:
-            usual = self._usual_attention(module, inputs, rows, options)
-            attended = attended + (usual - usual.detach()).to(query.dtype)  # adds 0
+        attended = self.vllm_model.layers[module.layer_idx](*inputs).view_as(inputs[0])
         padding = query.shape[2] - self._count
         return pad(attended, (0, 0, 0, 0, 0, padding))[None], None
 
-    def _usual_attention(
-        self, module: Any, inputs: list[Tensor], rows: SimpleNamespace, options: dict[str, Any]
-    ) -> Tensor:
-        """That of the trainer without `exact`, row by row: (N, heads, size) each -> the same."""
-        size = rows.index.shape[1]
-        window = options.get("sliding_window") or size
-        visible = torch.ones(size, size, dtype=torch.bool).tril().triu(1 - window)
-        mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-        by_row = []
-        for each in inputs:
-            padded = pad(each.float(), (0, 0, 0, 0, 0, 1))  # fp32 is faster on a CPU
-            gathered = padded.index_select(0, rows.index.flatten())
-            by_row.append(rearrange(gathered, "(b t) h d -> b h t d", t=size))
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        attention = ATTENTION.get_interface(self._usual, eager)
-        attended, _ = attention(module, *by_row, mask[None, None], **options)
-        return attended.flatten(0, 1).index_select(0, rows.places)
+    def exact_body(self, policy: Policy, batch: Batch, response: Tensor) -> Tensor:
+        """The values of `kernel_body` with the gradient of the trainer's usual body: -> (n, H)."""
+        states = self.kernel_body(batch, response)
+        if torch.is_grad_enabled():
+            usual = self.usual_body(policy, batch, response)
+            states = states + (usual - usual.detach())  # adds 0
+        return states
 
-    def kernel_body(self, _: Policy, batch: Batch, response: Tensor) -> Tensor:
-        """`rl.plain_body` with vLLM's kernel, each distinct prompt once: (B, T) -> (n, H)."""
+    @torch.no_grad()
+    def kernel_body(self, batch: Batch, response: Tensor) -> Tensor:
+        """`rl.plain_body` with vLLM's kernel and a KV cache of its own: (B, T) -> (n, H).
+
+        As in the engine, a prompt is one query and each later token another one, because some
+        kernels round by query length.
+        """
         from vllm.forward_context import set_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         columns = torch.arange(batch.inputs.shape[1])
         real = columns < batch.lengths[:, None]  # (B, T)
-        prompt = columns < batch.prompt_lengths[:, None]  # (B, T)
-        _, which = distinct_prompts(batch)  # (B,)
-        same = which[:, None] == which  # (B, B)
-        owner = same.int().argmax(dim=1)  # (B,): the first row with this prompt computes it
-        owned = owner == torch.arange(len(owner))
-        computed = real & (owned[:, None] | ~prompt)  # (B, T)
-        index = (computed.flatten().cumsum(0) - 1).view_as(computed)
-        # (B, T): each input's token, or N
-        index = index[owner].where(prompt, index).where(real, computed.sum())
-        row, position = computed.nonzero(as_tuple=True)  # (N,) each
-        # As in the engine, a prompt is one query and each later token another one: some kernels
-        # round by query length.
+        row, position = real.nonzero(as_tuple=True)  # (N,) each
         begins = ((position == 0) | (position >= batch.prompt_lengths[row])).nonzero()[:, 0]  # (Q,)
         starts = torch.cat([begins, torch.tensor([len(row)])])  # (Q + 1,)
         config = self.llm.vllm_config
         size = config.cache_config.block_size
         # (B, blocks of a row)
-        blocks = torch.arange(len(owner) * -(-len(columns) // size)).view(len(owner), -1)
-        # (M,): where the keys and values of all inputs go
-        slots = (blocks[:, :1] * size + columns)[real]
+        blocks = torch.arange(len(real) * -(-len(columns) // size)).view(len(real), -1)
+        slots = (blocks[:, :1] * size + columns)[real]  # (N,): where keys and values go
         common = CommonAttentionMetadata(
             query_start_loc=starts.int(), query_start_loc_cpu=starts.int(),
             seq_lens=position[starts[1:] - 1].int() + 1, num_reqs=len(begins),
@@ -189,20 +152,16 @@ class SharedEngine(Engine):
             for group in groups:
                 built = group.get_metadata_builder().build(0, common)
                 metadata |= dict.fromkeys(group.layer_names, built)
-        rows = SimpleNamespace(index=index, places=computed.flatten().nonzero()[:, 0],
-                               cached=index[real], blocks=blocks.numel())
+        layers = self.vllm_model.layers
+        engines = [layer.kv_cache for layer in layers]
+        for layer in layers:
+            layer.kv_cache = layer.kv_cache.new_zeros((blocks.numel(), *layer.kv_cache.shape[1:]))
         mapping = dict.fromkeys(metadata, slots)
         with set_forward_context(metadata, config, len(row), slot_mapping=mapping):
-            return self.hidden(batch.inputs[computed], position, rows)[index[response]]
-
-    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        super()._check_names(weights)
-        given = {tensor.data_ptr() for tensor in weights.values()}
-        wrong = [name for name, weight in self.policy.model.named_parameters()
-                 if weight.ndim < 3 and weight.data_ptr() not in given]  # those of experts: copies
-        if wrong:
-            raise WeightLoadError("weights must be the trainer's own, not copies of"
-                                  f" {', '.join(wrong)}")
+            states = self.hidden(batch.inputs[real], position)
+        for layer, cache in zip(layers, engines, strict=True):
+            layer.kv_cache = cache
+        return states[response[real]]
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Nothing: they are the trainer's."""
@@ -248,8 +207,7 @@ def observe_exact(step: Any) -> dict[str, int]:
     """The number of tokens whose `old_logprobs` equal the sampler's values.
 
     Of the rollouts of a train.Step that were sampled with the current weights. Raises: ExactError
-    with the first token that differs, and what can be the cause. What a value depends on has been
-    excluded at the start (`why_not`).
+    with the first token that differs, and what can be the cause.
     """
     batch = step.current
     # NaN differs from itself.
@@ -264,38 +222,6 @@ def observe_exact(step: Any) -> dict[str, int]:
         f"exact: token {column + 1 - prompt} of request {row} (after a prompt of {prompt} tokens)"
         f" has log-probability {theirs:.9g} in the engine and {ours:.9g} in the trainer;"
         f" {int(differing.sum())} of {compared} tokens differ. Cause: a stale prefix cache, weights"
-        " that were changed after this token was sampled, or a request that vLLM preempted")
-
-
-@torch.no_grad()
-def why_not(engine: SharedEngine) -> str | None:
-    """Why a value depends on what is computed beside it; None if it does not.
-
-    Single tokens are computed alone and beside others; with several threads long prompts too.
-    """
-    if engine.on_gpu:
-        return "the kernels of a GPU have not been measured"
-    longest = engine.llm.vllm_config.model_config.max_model_len
-    vocabulary = len(engine.policy.head.weight)
-    ids = [token * 7 % vocabulary for token in range(max(longest, TOGETHER))]
-    tokens = [[each] for each in ids[:TOGETHER]]
-    if _depends(engine, tokens, ids[:1]):
-        return "a product of few rows is rounded differently, as those of experts in float32"
-    # Several threads divide the queries of a long prompt according to what is beside it.
-    prompts = [ids[: max(1, longest - COMPARED - row * longest // 5)] for row in (3, 2, 1, 0)]
-    if torch.get_num_threads() > 1 and _depends(engine, prompts, ids[:COMPARED]):
-        return (f"vLLM's kernel computes a prompt of {len(prompts[-1])} tokens or less differently"
-                " alone and beside others; try OMP_NUM_THREADS=1, or a smaller --max-prompt-tokens")
-    return None
-
-
-def _depends(engine: SharedEngine, prompts: list[list[int]], response: list[int]) -> bool:
-    """Whether the logits of the response after each of the last COMPARED prompts differ alone."""
-
-    def logits(some: list[list[int]]) -> Tensor:
-        rollouts = [Rollout(each, None, response, [0.0] * len(response)) for each in some]
-        batch = make_batch(rollouts)
-        return engine.policy.logits(engine.kernel_body(engine.policy, batch, batch.mask > 0))
-
-    alone = torch.cat([logits([prompt]) for prompt in prompts[-COMPARED:]])  # (n, V)
-    return not torch.equal(alone, logits(prompts)[-len(alone):])
+        " that were changed after this token was sampled, a request that vLLM preempted, or values"
+        " that depend on what is computed beside them: of experts in float32, and with several"
+        " threads of long prompts (try OMP_NUM_THREADS=1)")

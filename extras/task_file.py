@@ -8,7 +8,6 @@ of a run that is killed with SIGKILL.
 
 import atexit
 import ctypes
-import importlib.util
 import inspect
 import math
 import os
@@ -20,27 +19,24 @@ import traceback
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.machinery import PathFinder, SourceFileLoader
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 PROGRAM = "import sys; sys.path = sys.argv[2:]; from extras.task_file import serve; serve()"
 ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")  # what a reward can read of it
 Problem = namedtuple("Problem", "question answer source")  # tasks.py would import torch
-LIBRARY = f"/python3.{sys.version_info[1]}/"  # in the path of each package
-TEXTS = {}  # what this process has compiled, by module
 
 
 class TaskFile:
     """`sample` and `reward` of a user's file. A call that fails, or takes longer than `limit_s`
-    seconds, is a ValueError. `takes_rollout`: the file's reward has a third argument. `texts`: of
-    the file and of the modules that its import needs, without Python's libraries.
+    seconds, is a ValueError. `takes_rollout`: the file's reward has a third argument. `text` is the
+    file's; a process that is started again runs the same text.
     """
 
     def __init__(self, path: str, seed: int, limit_s: float):
-        self.path, self.seed, self.limit_s, self.texts = path, seed, limit_s, {}
+        self.path, self.seed, self.limit_s, self.text = path, seed, limit_s, None
         self._start()
         atexit.register(self._kill)
 
@@ -64,8 +60,8 @@ class TaskFile:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 start_new_session=True)  # a signal of the terminal reaches the run alone
         self._connection.recv()  # the process has started; the limit is for the file's code
-        self.takes_rollout, self.texts = self._call(
-            f"the import of {self.path}", "load", self.path, self.seed, self.texts)
+        self.takes_rollout, self.text = self._call(
+            f"the import of {self.path}", "load", self.path, self.seed, self.text)
 
     def _call(self, what: str, name: str, *arguments: Any) -> Any:
         if self._process.returncode is not None:
@@ -124,41 +120,22 @@ def serve() -> None:
             connection.send((result, error))
 
 
-class FromText(SourceFileLoader):
-    """Compiles a module from its text, because a file in `__pycache__` can be that of another text.
-
-    A process that is started again compiles the same texts.
-    """
-
-    def get_code(self, name: str) -> Any:
-        text = TEXTS.setdefault(name, self.get_data(self.path))
-        return self.source_to_code(text, self.path)
-
-    @classmethod
-    def find_spec(cls, name: str, *where: Any) -> Any:
-        spec = PathFinder.find_spec(name, *where)
-        if spec and type(spec.loader) is SourceFileLoader and LIBRARY not in spec.origin:
-            spec.loader = cls(name, spec.origin)
-        return spec
-
-
 class Functions:
     """What the run calls."""
 
-    def load(self, path: str, seed: int, texts: dict) -> tuple[bool, dict]:
-        """Import the file. Returns `takes_rollout` and `texts`."""
-        TEXTS.update(texts)
-        sys.meta_path.insert(0, FromText)
+    def load(self, path: str, seed: int, text: bytes | None) -> tuple[bool, bytes]:
+        """Import the file, which has this text. Returns `takes_rollout` and the text."""
+        text = Path(path).read_bytes() if text is None else text
         name = f"task_{Path(path).stem}"
-        spec = importlib.util.spec_from_loader(name, FromText(name, path))
-        self.module, self.rng = importlib.util.module_from_spec(spec), random.Random(seed)
+        self.module, self.rng = ModuleType(name), random.Random(seed)
+        self.module.__file__ = path
         sys.modules[name] = self.module  # dataclasses need it there
-        spec.loader.exec_module(self.module)
+        exec(compile(text, path, "exec"), vars(self.module))
         for name in ("sample", "reward"):
             if not callable(getattr(self.module, name, None)):
                 raise AttributeError(f"a task file must have sample and reward, it has no {name}")
         parameters = inspect.signature(self.module.reward).parameters.values()
-        return sum(each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters) > 2, TEXTS
+        return sum(each.kind <= each.POSITIONAL_OR_KEYWORD for each in parameters) > 2, text
 
     def sample(self) -> tuple[str, str, str]:
         drawn = self.module.sample(self.rng)

@@ -53,7 +53,7 @@ class TransformersEngine(Engine):
                              " try --engine vllm --no-eval-trainer-alone")
         self.policy = policy
         self.max_num_seqs = max_num_seqs
-        self.counters = dict(tokens_wasted=0, rollouts_restarted=0, kv_lost=0)
+        self.counters = dict(tokens_wasted=0, kv_lost=0)
         self._queue: list[Rollout] = []
         self.settings = self.audit()
 
@@ -62,9 +62,6 @@ class TransformersEngine(Engine):
         return len(self._queue)
 
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
-        asked = rollouts[0].sampling
-        penalties = asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty
-        assert penalties == (1, 0, 0), f"{penalties=}: only vLLM has them"
         assert rollouts[0].seed is None, "only vLLM has seeds of its requests; call reseed"
         self._queue += rollouts
         return rollouts

@@ -1,7 +1,5 @@
 """A task file's process: whatever the file's code does is a number or a sentence, and the next call is answered."""
 
-import os
-import py_compile
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,22 +31,20 @@ def reward(problem, response):  # runs the response
 FAILURES = {
     "raise KeyError('no such thing')": "KeyError: 'no such thing'", "raise Mute": "Mute", "return 1": None,
     "raise ValueError('\\ud800')": "ValueError: \ud800", "raise asyncio.CancelledError": "CancelledError",
-    "raise GeneratorExit": "GeneratorExit", "raise KeyboardInterrupt": "KeyboardInterrupt",
     "sys.exit(0)": "SystemExit: 0", "os._exit(3)": "ended with status 3", "ctypes.string_at(0)": "with status -11",
-    "os.killpg(0, 9)": "ended with status -9", "os.closerange(3, 99)": "ended with status",
+    "os.closerange(3, 99)": "ended with status",
     "collections.deque(itertools.repeat(0), maxlen=0)": "no answer within 2 s",  # in C: no signal handler is run
     "signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True:\n try: time.sleep(9)\n except BaseException: pass":
         "no answer within 2 s",
     "signal.alarm(1)\ntime.sleep(9)": "ended with status -14",
     "os.write(int(sys.argv[1]), bytes([0, 0, 0, 9, 1, 2, 3, 4]))\nwhile True: pass": "no answer within 2 s",  # half
     "os.write(int(sys.argv[1]), bytes([0, 0, 0, 1, 9]))\nreturn 1.0": "ended with status -9",
-    "return math.nan": "it returned nan", "return -math.inf": "it returned -inf", "return": "it returned None",
-    "return '1.0'": "it returned '1.0'", "import torch\nreturn torch.ones(2)": "Error", "return 1e300": "1e+300",
-    "return 10**5000": "OverflowError", "import numpy\nreturn numpy.float32(1)": None,
-    "import torch\nreturn torch.ones(1)": None,
-    "return True": None, "print('printed'); os.write(1, bytes(99)); return 1.0": None,
+    "return math.nan": "it returned nan", "return": "it returned None", "return '1.0'": "it returned '1.0'",
+    "import torch\nreturn torch.ones(2)": "Error", "return 1e300": "1e+300",
+    "return 10**5000": "OverflowError", "import torch\nreturn torch.ones(1)": None, "return True": None,
+    "print('printed'); os.write(1, bytes(99)); return 1.0": None,
     "signal.alarm(1)\nreturn 1.0": None, "time.sleep(1.2)\nreturn 1.0": None,  # the alarm of the call before
-    "if os.fork() == 0: sys.exit()\nreturn 1.0": None, "os.chdir('/')\nreturn 1.0": None,
+    "if os.fork() == 0: sys.exit()\nreturn 1.0": None,
     "threading.Thread(target=time.sleep, args=(99,)).start()\nreturn 1.0": None,
 }  # fmt: skip
 
@@ -112,32 +108,18 @@ def test_a_keyword_of_a_reward_is_no_third_argument(tmp_path):
     assert file.reward(Problem("1", "2", ""), "x") == 3
 
 
-def test_the_code_that_runs_is_the_text_of_the_digest(tmp_path, monkeypatch):
-    """Of equal size and time, so that Python would take what the text before has left in __pycache__."""
-    monkeypatch.syspath_prepend(tmp_path)
-    path, helper = tmp_path / "task.py", tmp_path / "helper.py"
-
-    def write(first: int, second: int):
-        path.write_text("import os, helper\ndef sample(rng): return str(rng.randint(1, 9)), '1'\n"
-                        f"def reward(problem, text): return 10 * {first} + helper.value if text else os._exit(3)")
-        helper.write_text(f"value = {second}")
-        for file in (path, helper):
-            os.utime(file, (0, 0))
-
-    digests = set()
-    for first, second in ((1, 1), (2, 1), (2, 2)):
-        write(first, second)
+def test_a_process_that_is_started_again_runs_the_text_of_the_digest(tmp_path):
+    path, digests = tmp_path / "task.py", set()
+    for value in (1, 2):
+        path.write_text("import os\ndef sample(rng): return str(rng.randint(1, 9)), '1'\n"
+                        f"def reward(problem, text): return {value} if text else os._exit(3)")
         task = load_task(str(path), 0, limit_s=60)
-        assert task.reward(task.train[0], "x") == 10 * first + second
-        assert digests or not (tmp_path / "__pycache__").exists()
         digests.add(task.fingerprint)
-        py_compile.compile(str(path))
-        py_compile.compile(str(helper))
-    assert len(digests) == 3
-    write(3, 3)
+    assert len(digests) == 2
+    path.write_text("")
     with pytest.raises(ValueError, match="ended with status 3"):
         task.reward(task.train[0], "")
-    assert task.reward(task.train[0], "x") == 22  # the process is another, the digest is not
+    assert task.reward(task.train[0], "x") == 2
 
 
 def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_counted(tmp_path, capsys):

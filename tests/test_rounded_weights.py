@@ -8,7 +8,6 @@ from helpers import (
     ROUNDING,
     close_live_engine,
     command,
-    config_of,
     mismatch,
     move,
     qwen2,
@@ -81,15 +80,6 @@ def test_a_run_with_a_correction_trains_its_own_weights_and_samples_from_rounded
     saved = Policy.load(str(out / "policy"), torch.float32, "cpu").model
     weight = saved.model.layers[0].mlp.down_proj.weight
     assert all(len(row.unique()) > 15 for row in weight)  # int4 has 15 values in a channel
-
-
-@pytest.mark.parametrize("options", [
-    dict(engine="shared"), dict(engine="transformers"), dict(lora_rank=4), dict(probe_every=1),
-    dict(probe_on_alarm=True),
-], ids=str)  # fmt: skip
-def test_what_would_drop_the_rounding_is_refused(options):
-    with pytest.raises(ValueError, match="rollout_weights must be own with|must be off with lora_rank and rollout_weights"):
-        config_of(rollout_weights="int8", **options)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GPT2", "FalconH1"])

@@ -24,6 +24,7 @@ from helpers import (
 from config import GrpoConfig, ParityFlags
 from engine_adapter import Engine
 from examples.toys import toy_tokenizer
+from extras.gradient_checkpointing import checkpoint_layers
 from extras.routes import RoutedEngine, Routes
 from probe.diagnose import ALARMS
 from probe.noise import self_noise
@@ -61,7 +62,7 @@ def test_replay_uses_the_given_choice_with_the_models_own_weights_and_gradients(
     policy, plain = Policy(model, **Routes(model).parts(replay=True)), Policy(model)
     batch = make_batch([Rollout(prompt[:5], None, prompt[5 : 9 + row], [0.0] * (4 + row))
                         for row, prompt in enumerate(PROMPTS)])  # fmt: skip
-    own = own_choice(model, batch)
+    own, usual = own_choice(model, batch), plain.logprobs(batch)
     foreign = torch.rand(*own.shape[:3], 16, generator=generator).argsort(dim=-1)[..., :4]  # (B, T, layers, k)
 
     def with_routes(routes):
@@ -76,12 +77,12 @@ def test_replay_uses_the_given_choice_with_the_models_own_weights_and_gradients(
             weights = weights / weights.sum(dim=1, keepdim=True)
         return output[0], weights, choice
 
-    assert torch.equal(with_routes(own), plain.logprobs(batch))
+    assert torch.equal(with_routes(own), usual)
     with hooked(model, by_hand) as routers:
         expected = plain.logprobs(batch)
     logprobs = with_routes(foreign)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=ROUNDING)
-    assert torch.equal(*(each.agreement(batch)["agrees"] for each in (policy, plain)))  # of the trainer's own choice
+    assert torch.equal(plain.logprobs(batch), usual)  # the choice is the trainer's own again
     assert policy.free_body is plain.body
     found, wanted = (torch.autograd.grad(each.sum(), routers[0].weight)[0] for each in (logprobs, expected))
     assert (found - wanted).norm() < 1e-3 * wanted.norm()
@@ -101,9 +102,7 @@ def test_recorded_routes_are_the_engines_after_preemptions_and_over_a_load_in_fl
     model = small_model("Qwen2Moe", False, **EXPERTS)
     model.save_pretrained(tmp_path)
     policy = Policy(model)
-    config = model.config
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * 32 * 4  # bytes
-    gib = 14 * 32 * per_token / 2**30  # 14 blocks
+    gib = 14 * 32 * 512 / 2**30  # 14 blocks of 32 tokens with 512 bytes each
     engine = RoutedEngine(str(tmp_path), policy.weights(), ParityFlags(), max_model_len=96, block_size=32,
                           kv_cache_gib=gib)
     engine.load(policy.weights(), policy.response_logprobs)
@@ -143,12 +142,10 @@ def figures_of_noise(folder: str) -> dict[tuple, dict]:
         on, minibatches = batch.mask > 0, minibatches_of(batch, 1, grpo.micro_batch_tokens)
         for policy in policies:
             metrics = in_micro_batches(policy.token_metrics, batch, minibatches)
-            old = metrics["logprobs"]
-            mismatch = (old - batch.behavior_logprobs)[on].abs()
-            floor = self_noise(policy, replace(batch, old_logprobs=old), grpo)[on].abs()
-            found[noise, policy.body.__name__] = {
-                "mismatch": mismatch.mean(), "tail": mismatch.quantile(0.999), "floor": floor.mean(),
-                **{name: metrics[name][on].mean() for name in ("routed_otherwise", "router_noise")}}
+            old = metrics.pop("logprobs")
+            metrics["mismatch"] = (old - batch.behavior_logprobs).abs()
+            metrics["floor"] = self_noise(policy, replace(batch, old_logprobs=old), grpo).abs()
+            found[noise, policy.body.__name__] = {name: values[on].mean() for name, values in metrics.items()}
     engine.close()
     return found
 
@@ -159,7 +156,6 @@ def test_replay_leaves_the_noise_floor_and_hides_a_noisy_router_that_the_share_s
     found = figures_of_noise(str(tmp_path))
     (plain, noisy), (replay, hidden) = ([found[noise, body] for noise in (0.0, 0.02)]
                                         for body in ("prompts_once", "replayed"))
-    assert replay["tail"] < plain["tail"] / 2
     assert replay["mismatch"] / 1.3 < replay["floor"] < plain["floor"]
     assert replay["mismatch"] < plain["mismatch"]
     assert hidden["mismatch"] < noisy["mismatch"] / 1.4  # 0.39 to 0.48 of it with five seeds
@@ -195,13 +191,6 @@ def test_recording_and_measuring_change_no_other_figure_of_a_run(run, monkeypatc
 
 
 @pytest.mark.engine
-def test_ten_steps_with_replay_are_the_same_with_gradient_checkpointing(run):
-    rows = run("plain", "--steps 10 --replay-routes")
-    assert run("checkpointed", "--steps 10 --replay-routes --gradient-checkpointing") == rows
-    assert all("routed_otherwise" in row for row in rows) and any(row["updates"] for row in rows)
-
-
-@pytest.mark.engine
 def test_a_noisy_router_raises_an_alarm_and_the_probe_names_it(run, monkeypatch, tmp_path):
     def load(engine, weights):
         return Engine._transfer(engine, {name: each + 0.1 * each.std() * torch.randn_like(each)
@@ -215,19 +204,13 @@ def test_a_noisy_router_raises_an_alarm_and_the_probe_names_it(run, monkeypatch,
     assert "=> numerics: router: " in report
 
 
-@pytest.mark.parametrize("parity, options, sentence", [
-    ({}, dict(engine="shared"), "shared"), ({}, dict(engine="transformers"), "shared or transformers"),
-    ({}, dict(prefix_cache="versioned"), "a prefix cache"), (dict(fp32_head=False), {}, "while a fix is off"),
-    (dict(uncached_runtime=False), dict(correct_a_broken_backend=True), "async scheduling"),
-])  # fmt: skip
-def test_replay_is_refused_where_the_choice_is_unknown_and_while_a_fix_is_off(parity, options, sentence):
-    with pytest.raises(ValueError, match=f"replay_routes must be off.* {sentence}"):
-        config_of(ParityFlags(**parity), replay_routes=True, **options)
-
-
-def test_replay_is_refused_without_routers_and_on_a_gpu(monkeypatch):
+def test_replay_is_refused_without_routers_with_checkpointing_and_on_a_gpu(monkeypatch):
     with pytest.raises(ValueError, match="replay_routes must be off with Qwen2ForCausalLM"):
         Routes(qwen2(True)).parts(replay=True)
+    model = small_model("Mixtral", False)
+    checkpoint_layers(model)
+    with pytest.raises(ValueError, match="replay_routes must be off with gradient_checkpointing"):
+        Routes(model).parts(replay=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="replay_routes must be off on a GPU"):
         prepare(config_of(replay_routes=True))

@@ -1,6 +1,5 @@
 """The sampler's mask (top-k, top-p, min-p): the kept sets of both engines, and the trainer's use of them."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -118,9 +117,6 @@ def test_the_reference_engine_samples_under_the_same_masks():
         rollouts = sampled(engine, **mask)
         check_kept_sets(policy, rollouts, **mask)
         assert measured(policy, rollouts, **mask)[0]["mismatch_abs_mean"] <= ROUNDING
-    drawn = engine.generate([[5, 6, 7]], 2000, Sampling(1.3, 1, top_k=3))
-    probabilities = {r.token_ids[0]: math.exp(r.logprobs[0]) for r in drawn}
-    assert sum(probabilities.values()) == pytest.approx(1.0, abs=1e-5)  # three tokens, all drawn
 
 
 def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution():
@@ -145,12 +141,10 @@ def test_rows_of_a_batch_take_their_kept_sets_along():
     a, b = with_kept([5, 6], [[7, 1], [8]]), with_kept([9], [[4], [3, 1, 2], [2, 9]])
     batch, support = make_batch([b, b, a]), SamplingMask(Sampling(1.0, 3))
     last = batch.mask_rows([True, False, True]).select(torch.tensor([1, 2]))
-    of_a, of_b = [[7, 1], [8]], [[4], [1, 2, 3], [2, 9]]
-    for micro, sets in ((batch, of_b + of_b + of_a), (last, of_a)):
-        restrict = support.restriction(micro, micro.mask > 0)
-        for part in (slice(None), slice(1, 2)):
-            masked = restrict(torch.zeros(len(sets[part]), 10), part)
-            assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked] == list(map(set, sets[part]))
+    of_a, of_b = [{7, 1}, {8}], [{4}, {1, 2, 3}, {2, 9}]
+    for micro, part, sets in ((batch, slice(1, 8), (of_b + of_b + of_a)[1:]), (last, slice(None), of_a)):
+        masked = support.restriction(micro, micro.mask > 0)(torch.zeros(len(sets), 10), part)
+        assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked] == sets
     fewer = make_batch([replace(a, kept=a.kept[:1])])
     with pytest.raises(AssertionError, match="kept"):
         support.restriction(fewer, fewer.mask > 0)

@@ -14,10 +14,8 @@ from helpers import (
     ALWAYS_TIED,
     MATRIX_PROMPTS,
     MATRIX_SAMPLING,
-    PROMPTS,
     ROUNDING,
     SEEDS,
-    WARM,
     at,
     built,
     close_live_engine,
@@ -31,22 +29,16 @@ from helpers import (
 
 from config import has_sampling_mask
 from engine_adapter import Engine, WeightLoadError
-from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask
 from extras.shared_engine import ExactError
 from objectives import REJECTIONS
-from rl import Batch, Optimizer, Policy, Scoring
+from rl import Batch, Policy, Scoring
 from rollouts import Sampling
 from run import Run, TrainingState
 from train import train_step
 
 pytestmark = pytest.mark.engine
 SINGLE, HALF = torch.float32, torch.bfloat16
-
-
-def is_exact(engine: Engine, prompts=PROMPTS, sampling: Sampling = WARM) -> bool:
-    batch = scored(engine.policy, engine.generate(prompts, 4, sampling, SEEDS), 0.7)
-    return torch.equal(batch.old_logprobs, batch.behavior_logprobs)
 
 
 # ------------------------------------------------------------------------------------------------ architectures
@@ -74,53 +66,23 @@ def test_the_trainers_module_is_exact_in_the_engine_before_and_after_a_weight_ch
             move(plain, 0.02, seed)
             engine.load(plain.weights(), engine.policy.response_logprobs)
         kernel, usual = gradient(engine.policy, batch), gradient(plain, batch)
-    # Small tensors are compared with 1 % of the largest one. Rounding sends tokens to other experts.
-    floor, allowed = 0.01 * max(each.norm() for each in usual), 1e-3 if dtype == SINGLE else 0.3
+    # The head's differs: it multiplies the kernel's states. Small tensors are compared with 1 % of the largest one.
+    floor = 0.01 * max(each.norm() for each in usual)
     errors = [(one - other).norm() / other.norm().clamp(min=floor) for one, other in zip(kernel, usual, strict=True)]
-    assert 0 < max(errors) <= (0.9 if name == "Mixtral" else allowed)
+    assert 0 < max(errors) <= (1e-4 if dtype == SINGLE else 0.2)
 
 
-@pytest.mark.parametrize("name, kind, reason", [
-    ("Mixtral", "exact", "exact must be off here: a product of few rows is rounded differently, as those of experts"),
-    ("FalconH1", "shared", "cannot start falcon_h1 .*: it has recurrent layers, .*; try --engine vllm"),
-    ("Llama, dynamic rope", "shared", "cannot start llama .* longest row of a batch; try --engine vllm"),
+@pytest.mark.parametrize("name, kind, error, reason", [
+    ("Mixtral", "exact", WeightLoadError, "canary's mean .* more than 0.0e"),  # products of few rows round differently
+    ("FalconH1", "shared", ValueError, "cannot start falcon_h1 .*: it has recurrent layers, .*; try --engine vllm"),
+    ("Llama, dynamic rope", "shared", ValueError, "cannot start llama .* longest row of a batch; try --engine vllm"),
 ])  # fmt: skip
-def test_a_module_that_vllm_cannot_serve_is_refused_by_name(tmp_path, name, kind, reason):
+def test_a_module_that_vllm_cannot_serve_is_refused_by_name(tmp_path, name, kind, error, reason):
     small_model(name, False).save_pretrained(tmp_path)
     policy = Policy.load(str(tmp_path), SINGLE, "cpu")
-    with pytest.raises(ValueError, match=reason), started(str(tmp_path), policy, kind=kind):
+    with pytest.raises(error, match=reason), started(str(tmp_path), policy, kind=kind):
         pass
     assert Engine.live is None
-
-
-# ------------------------------------------------------------------------------------------------ weights in place
-@pytest.mark.parametrize("dtype, make_optimizer", [(SINGLE, Optimizer), (HALF, OffloadedOptimizer)])
-def test_optimizer_steps_and_a_checkpoint_in_place_are_seen_and_copied_weights_refused(
-        engine_folders, dtype, make_optimizer):
-    plain = Policy(qwen2(tied=False, dtype=dtype))
-    with started(engine_folders[False], plain, kind="exact") as engine:
-        policy = engine.policy
-        load = lambda: engine.load(policy.weights(), policy.response_logprobs)  # noqa: E731
-        optimizer, first = make_optimizer(policy.model, 0.0), deepcopy(policy.model.state_dict())
-        batch, version = scored(policy, engine.generate(PROMPTS, 4, WARM, SEEDS), 0.7), engine.weight_version
-        engine.sleep()
-        with optimizer.on_device():
-            optimizer.backward(at(policy, 0.7).logprobs(batch).sum() / 100)
-            assert optimizer.step(lr=1e-2, grad_clip=1.0) > 0
-        engine.wake()
-        load()
-        assert engine.weight_version == version + 1
-        assert is_exact(engine)
-        assert (scored(policy, batch.rollouts.tolist(), 0.7).old_logprobs - batch.old_logprobs).abs().max() > 0.1
-        policy.model.load_state_dict(first)  # as from a checkpoint
-        load()
-        assert is_exact(engine)
-        again = engine.generate(PROMPTS, 4, WARM, SEEDS)
-        assert [each.token_ids for each in again] == [each.token_ids for each in batch.rollouts]
-
-        with pytest.raises(WeightLoadError, match=r"must be the trainer's own, not copies of .*up_proj"):
-            engine.load({n: w.clone() for n, w in policy.weights().items()}, policy.response_logprobs)
-        assert engine.state == "ready"
 
 
 # ------------------------------------------------------------------------------------------------ exact at length
@@ -237,17 +199,6 @@ def test_without_exact_a_correction_changes_the_weights(good, tmp_path):
         assert all(0 < row["mismatch_max"] < 100 * ROUNDING for row in table)
         for correction in ({"tis": "token"}, {"reject": "binary_tv", "reject_high": 1e-8}):
             assert not equal(from_the_start(run, live, state, 2, **correction)[1], weights)
-
-
-def test_fresh_rollouts_are_exact_with_groups_in_flight(good, tmp_path):
-    """Answers end at one of many tokens, so that some groups take longer than a step."""
-    with job(good, tmp_path, inflight_groups=3, max_num_seqs=12, max_new_tokens=24) as (run, live):
-        live.source.sampling = replace(run.sampling, stop_token_ids=tuple(range(2, 8)))
-        table = steps(run, live, *range(1, 7))
-    assert {row["current_mismatch_max"] for row in table if row["exact_tokens"]} == {0}
-    assert any(0 < row["exact_tokens"] < row["tokens"] for row in table)
-    assert max(row["staleness_max"] for row in table) > 0
-    assert max(row["mismatch_max"] for row in table) > 0.01  # of stale tokens
 
 
 # ------------------------------------------------------------------------------------------------ planted faults

@@ -1,7 +1,5 @@
 """Groups in flight: an evaluation leaves them as they are, and without a mismatch staleness is all that differs."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import built, close_live_engine, command, qwen2, rows, started, train_here
@@ -22,12 +20,12 @@ def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_
     words = ("--task {root}/task.py --steps 6 --inflight-groups 6 --max-num-seqs 12 --max-new-tokens 24 --lr 1e-2"
              f" --eval-problems 3 --eval-samples 2 --temperature 1.3 --max-staleness 20 {options}")  # fmt: skip
     found = []
-    for every in (1, 3, 6):
+    for every in (1, 6):
         out = tmp_path / str(every)
         train_here(command(good, words, "--eval-every", str(every), "--out", str(out)))
         found.append([{name: value for name, value in row.items() if not name.startswith("eval_")
                        and not name.endswith(("_s", "_gib"))} for row in rows(out)[1:]])  # fmt: skip
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     assert sum(row["updates"] > 0 and row["staleness_max"] > 0 for row in found[0]) > 2
 
 
@@ -57,33 +55,6 @@ def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is
         assert all(len(rollout.token_ids) == 150 for rollout in rollouts)
 
 
-def of_own_versions(run, state, num_steps: int) -> list[tuple]:
-    """By step: log-probabilities (N,) under the weights of each token's own version, those that were reported, versions
-    (N,), and the weight version of the step.
-    """
-    history, found, take = {state.engine.weight_version: state.policy.copied_weights()}, [], state.source.next
-
-    def kept(step):
-        problems, rollouts = take(step)
-        found.append([version for rollout in rollouts for version in rollout.versions])
-        return problems, rollouts
-
-    state.source.next = kept
-    for step in range(1, num_steps + 1):
-        version = state.engine.weight_version
-        batch = train.train_step(run, state, step).batch
-        response = batch.mask > 0
-        versions = torch.tensor(found[-1])
-        own = torch.zeros(len(versions))
-        for each in versions.unique().tolist():
-            with torch.no_grad(), state.policy.using(history[each]):
-                values = state.policy.logprobs(replace(batch, old_logprobs=None))[response]
-            own = torch.where(versions == each, values, own)
-        found[-1] = own, batch.behavior_logprobs[response], versions, version
-        history[state.engine.weight_version] = state.policy.copied_weights()
-    return found
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("parity", [
     ParityFlags(inflight_keep=False), ParityFlags(inflight_keep=False, variants=("recompute",)), ParityFlags(),
@@ -92,10 +63,19 @@ def test_exactly_every_token_has_the_value_of_its_own_version_unless_its_cache_w
     close_live_engine()
     run, state, _ = built(good, tmp_path, engine="shared", exact=True, task=str(good / "task.py"), inflight_groups=6,
                           max_num_seqs=12, max_new_tokens=24, lr=1e-2, temperature=1.3, parity=parity)  # fmt: skip
-    found = of_own_versions(run, state, 6)
+    history, apart, exact, stale = {}, [], 0, 0
+    for step in range(1, 7):
+        version = state.engine.weight_version
+        history[version] = state.policy.copied_weights()
+        done = train.train_step(run, state, step)
+        exact += state.observers[0](done)["exact_tokens"]  # ExactError if a token of the current weights alone differs
+        versions = torch.tensor([each for rollout in done.batch.rollouts for each in rollout.versions])
+        stale += (versions < version).sum()
+        for each in versions.unique().tolist():
+            with torch.no_grad(), state.policy.using(history[each]):
+                differences = state.policy.logprobs(done.batch) - done.batch.behavior_logprobs
+            apart.append(differences[done.batch.mask > 0][versions == each])
     state.engine.close()
-    ages = torch.cat([step - versions for _, _, versions, step in found])
-    own, reported = (torch.cat(each) for each in list(zip(*found, strict=True))[:2])
-    assert (ages > 0).sum() > 50
-    assert torch.equal(own[ages == 0], reported[ages == 0]) or parity.inflight_keep
-    assert torch.equal(own, reported) != parity.inflight_keep
+    assert exact > 0
+    assert stale > 50
+    assert torch.cat(apart).any() == parity.inflight_keep

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from objectives import (
-    NO_REJECTION,
     OBJECTIVES,
     REJECTIONS,
     WEIGHTS,
@@ -57,14 +56,6 @@ def test_the_gradient_of_the_kl_term_is_that_of_the_stated_divergence_by_enumera
 
 
 # ------------------------------------------------------------------------------------------------ corrections
-def test_a_correction_survives_disjoint_policies():
-    huge = torch.full((1, 4), 100.0)
-    for sign, expected in ((1, math.exp(20)), (-1, math.exp(-20))):  # the exponent is clamped to +-20
-        for tis in WEIGHTS:
-            weights = correct(sign * huge, torch.zeros(1, 4), torch.ones(1, 4), tis, 1e12, NO_REJECTION).weights
-            assert weights[0].tolist() == pytest.approx([expected] * 4, rel=1e-4)
-
-
 def ragged(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """old_logprobs, behavior_logprobs, mask (6, 8), float64. The mismatch is small in some rows, large in others, and
     outside the mask it is huge. A row has 0 to 8 tokens.
@@ -147,10 +138,7 @@ def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():
 
 def test_reinforce_has_the_whole_ratio_as_a_constant_and_stays_finite():
     """-sg(r) A log pi, whose gradient is -r A: also where CISPO's cap and GRPO's clip act."""
-    logprobs = torch.tensor([[0.0, -1.0, -0.5]], requires_grad=True)
-    denominator = torch.tensor([[-3.0, 1.0, -200.0]])
-    row = OBJECTIVES["reinforce"]
-    loss, clipped = row.surrogate(logprobs, denominator, torch.tensor([[2.0]]), torch.ones(1, 3), row.clip)
-    loss.sum().backward()
-    assert logprobs.grad[0].tolist() == pytest.approx([-2 * math.exp(3), -2 * math.exp(-2), -2 * math.exp(20)])
-    assert clipped.tolist() == [[False, False, True]]
+    logprobs, row = torch.tensor([[0.0, -0.5]], requires_grad=True), OBJECTIVES["reinforce"]
+    denominator, advantage = torch.tensor([[-3.0, -200.0]]), torch.tensor([[2.0]])
+    row.surrogate(logprobs, denominator, advantage, torch.ones(1, 2), row.clip).loss.sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([-2 * math.exp(3), -2 * math.exp(20)])

@@ -26,11 +26,8 @@ from rl import (
     Scoring,
     TargetLogprobs,
     frozen_logprobs,
-    head_chunk,
     in_micro_batches,
     make_batch,
-    plain_body,
-    product,
     update,
 )
 from rollouts import Rollout, Sampling
@@ -61,16 +58,6 @@ def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
     assert batch.select(torch.tensor([1])).inputs.tolist() == [[9]]  # cut to the longest of the rows
 
 
-def test_micro_batches_hold_each_row_once_with_few_tokens_and_less_padding_than_unsorted_ones():
-    batch = make_batch(rollouts([(3, 2 + 23 * row % 38) for row in range(64)]))
-    steps = minibatches_of(batch, 2, 128)
-    assert [sorted(torch.cat(micros).tolist()) for micros in steps] == [list(range(32)), list(range(32, 64))]
-    sizes = [len(rows) * int(batch.lengths[rows].max()) for micros in steps for rows in micros]
-    assert max(sizes) <= 128
-    assert sum(sizes) < 0.8 * 64 * batch.lengths.max()
-    assert all(len(rows) == 1 for micros in minibatches_of(batch, 1, 1) for rows in micros)  # a longer row goes alone
-
-
 @pytest.mark.parametrize("prompt, bound", [(100, 0.9), (2, 1.0)])
 def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then(prompt, bound):
     """Positions are counted as the model sees them. Their values are in test_architectures.py."""
@@ -95,19 +82,18 @@ def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_c
 
 
 # ------------------------------------------------------------------------------------------------ head and policy
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_chunks(temperature):
+def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_chunks():
     model, rows = qwen2(tied=True), rollouts()
     rows[0].token_ids[-1] = plain_logits(model, rows[0])[-1].argmax().item()
     batch = make_batch(rows)
     for chunk_elements in (2**25, 96 * 2, 1):
-        policy = Policy(model, Scoring(temperature), chunk_elements=chunk_elements)
+        policy = Policy(model, Scoring(0.7), chunk_elements=chunk_elements)
         measured, agrees = policy.token_metrics(batch), policy.agreement(batch)["agrees"]
         assert torch.equal(policy.logprobs(batch), measured["logprobs"])
         assert not any(values[batch.mask == 0].any() for values in (*measured.values(), agrees))
         for row, rollout in enumerate(rows):
             inside, tokens, logits = batch.mask[row] > 0, torch.tensor(rollout.token_ids), plain_logits(model, rollout)
-            logprobs = (logits / temperature).log_softmax(-1)
+            logprobs = (logits / 0.7).log_softmax(-1)
             found = torch.stack([measured["logprobs"], measured["entropy"]])[:, row, inside]
             expected = torch.stack([logprobs[range(len(tokens)), tokens], -(logprobs.exp() * logprobs).sum(-1)])
             torch.testing.assert_close(found.double(), expected, atol=ROUNDING, rtol=0)
@@ -161,21 +147,6 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     assert (logprobs - expected).norm() < 1e-5 * expected.norm()
     for gradient, truth in zip(gradients, truths, strict=True):
         assert (gradient - truth).norm() < rounding * truth.norm()
-
-
-def test_a_chunk_of_the_head_takes_at_most_a_64th_of_a_gpus_memory_and_1_gib():
-    for gib, power in ((0, 25), (15.6, 25), (23.5, 26), (39.4, 27), (79.2, 28), (139.8, 28)):
-        assert head_chunk(gib) == 2**power
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_of_16_bit_numbers_are_exact_in_fp32(dtype, device):
-    """Each single product; their sum is rounded to fp32. The GPU's way, through the tensor cores, gives the same."""
-    left, right = torch.randn(40, 300).to(device, dtype), torch.randn(300, 50).to(device, dtype)
-    truth = left.double() @ right.double()
-    assert (product(left, right, torch.float32) - truth).norm() < 1e-5 * truth.norm()
-    assert (product(left, right, dtype) - truth).norm() > 5e-5 * truth.norm()
 
 
 def test_an_unknown_operation_after_the_head_is_refused():
@@ -360,9 +331,8 @@ def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
         assert not noise[batch.mask == 0].any()
         assert torch.equal(before, frozen_logprobs(policy, batch, minibatches_of(batch)))
         assert low < (noise.abs().sum() / batch.mask.sum()).item() < high
-    for keep, names in ((True, {"self_noise_abs_mean", "self_noise_max"}), (False, set())):
-        step = SimpleNamespace(metrics={"step": 1}, batch=batch.mask_rows([keep] * 4))  # as --mask-truncated may
-        assert observe_self_noise(policy, config_of(self_noise_every=1), step).keys() == names
+    step = SimpleNamespace(metrics={"step": 1}, batch=batch.mask_rows([False] * 4))  # as --mask-truncated may
+    assert observe_self_noise(policy, config_of(self_noise_every=1), step) == {}
 
 
 def test_gradient_checkpointing_computes_each_layer_again_and_changes_no_gradient():
@@ -420,14 +390,6 @@ def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
             minibatch(float("nan"))
 
 
-def test_the_canary_is_scored_a_row_at_a_time(monkeypatch):
-    policy, shapes = Policy(qwen2(tied=True)), []
-    monkeypatch.setattr(policy, "body", lambda *given: shapes.append(given[1].inputs.shape) or plain_body(*given))
-    values = policy.response_logprobs([[5, 6, 7, 8], [9, 8, 7, 6]], 2)
-    assert [len(row) for row in values] == [2, 2]
-    assert shapes == [(1, 3)] * 2
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restored_or_offloaded_optimizer_goes_on_exactly_masters_included(dtype, device):
@@ -451,17 +413,11 @@ def test_a_restored_or_offloaded_optimizer_goes_on_exactly_masters_included(dtyp
         assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(weights[0], other, strict=True))
 
 
-def test_the_moments_are_there_at_the_start_as_torch_would_create_them_and_a_load_frees_them_first():
-    """In memory that is not mixed with activations. torch creates them in the first step: here one of gradients 0."""
-    shapes = torch.ones(3, 4), torch.ones(4).bfloat16(), torch.ones(3, 4).T
-    optimizer, held = Optimizer(torch.nn.ParameterList(map(torch.nn.Parameter, shapes)), weight_decay=0.1), []
-    theirs = torch.optim.AdamW(optimizer.masters, lr=0.0, fused=True)
-    for master in optimizer.masters:
-        master.grad = torch.zeros_like(master)
-    theirs.step()
-    for master in optimizer.masters:
-        expected = theirs.state[master] | {"step": torch.tensor(0.0)}
-        torch.testing.assert_close(optimizer.adamw.state[master], expected, check_stride=True)
+def test_the_moments_are_there_at_the_start_and_a_load_frees_them_first():
+    """In memory that is not mixed with activations. torch creates them in the first step."""
+    (_, optimizer), held = one_parameter(torch.bfloat16), []
+    state = optimizer.state_dict()
+    assert state["adamw"]["state"][0].keys() == {"step", "exp_avg", "exp_avg_sq"}
     optimizer.adamw.register_load_state_dict_pre_hook(lambda adamw, _: held.append(len(adamw.state)))
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(state)
     assert held == [0]

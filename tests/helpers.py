@@ -251,30 +251,19 @@ def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
             parameter.add_(scale * torch.randn_like(parameter))
 
 
-def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling: Sampling) -> list[float]:
+def by_the_book(row: list[float], _prompt: set[int], _counts: list[int], sampling: Sampling) -> list[float]:
     """Probabilities of one token, entry by entry, in plain Python."""
-    row = list(row)
-    for token, count in enumerate(counts):
-        if token in prompt or count:
-            rate = sampling.repetition_penalty
-            row[token] = row[token] / rate if row[token] > 0 else row[token] * rate
-        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
-    row = [value / (sampling.temperature or 1.0) for value in row]
-    kept = set(range(len(row)))
-    if sampling.temperature:
-        kept = {t for t in kept if math.exp(row[t] - max(row)) >= sampling.min_p}
-        if sampling.top_k:
-            bar = sorted((row[t] for t in kept), reverse=True)[: sampling.top_k][-1]
-            kept = {t for t in kept if row[t] >= bar}
-        total, mass, nucleus = sum(math.exp(row[t]) for t in kept), 0.0, set()
-        for token in sorted(kept, key=lambda t: -row[t]):
-            if mass >= sampling.top_p and nucleus:
-                break
+    weights = [math.exp((value - max(row)) / sampling.temperature) for value in row]  # the largest is 1
+    likeliest = sorted(range(len(row)), key=lambda token: -weights[token])
+    bar = weights[likeliest[(sampling.top_k or len(row)) - 1]]
+    kept = [token for token in likeliest if weights[token] >= max(bar, sampling.min_p)]
+    total, mass, nucleus = sum(weights[token] for token in kept), 0.0, set()
+    for token in kept:
+        if mass < sampling.top_p * total:
             nucleus.add(token)
-            mass += math.exp(row[token]) / total
-        kept = nucleus
-    total = sum(math.exp(row[t]) for t in kept)
-    return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
+        mass += weights[token]
+    total = sum(weights[token] for token in nucleus)
+    return [weight / total if token in nucleus else 0.0 for token, weight in enumerate(weights)]
 
 
 def differing(engine: Engine, policy: Policy) -> list[str]:

@@ -16,7 +16,6 @@ from helpers import (
     SEEDS,
     WARM,
     close_live_engine,
-    differing,
     floors,
     floors_of,
     load_into,
@@ -149,10 +148,11 @@ def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_en
         assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(4)]  # group-major
         assert {r.finish_reason for r in rollouts} >= {"stop"}
         for rollout in rollouts:
-            assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions) <= 30
-            assert (rollout.token_ids[-1] in stops.stop_token_ids) == (rollout.finish_reason == "stop")
-            assert not set(rollout.token_ids[:-1]) & set(stops.stop_token_ids)
-            assert set(rollout.versions) == {engine.weight_version}
+            *others, last = [token in stops.stop_token_ids for token in rollout.token_ids]
+            assert not any(others)
+            assert last == (rollout.finish_reason == "stop")
+            assert rollout.versions == [engine.weight_version] * len(rollout.token_ids)
+            assert len(rollout.token_ids) == 30 or last
 
 
 @pytest.mark.engine
@@ -163,8 +163,6 @@ def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_pr
         again = tokens(engine.generate(PROMPTS[::-1], 3, WARM, SEEDS[::-1]))
         assert first == [ids for group in range(3, -1, -1) for ids in again[3 * group : 3 * group + 3]]
         assert tokens(engine.generate(PROMPTS[1:2], 1, WARM, [SEEDS[1] + 2])) == first[5:6]  # sample 2 of prompt 1
-        assert tokens(engine.generate(PROMPTS, 3, WARM, [seed + 50 for seed in SEEDS])) != first
-        assert len(set(map(tuple, first))) > 6  # samples of a group differ
         with pytest.raises(ValueError, match="shorter than"):
             engine.generate(PROMPTS, 1, WARM, SEEDS[:1])
         assert engine.num_unfinished == 0
@@ -173,7 +171,7 @@ def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_pr
             reseed(seed)
             batches.append(tokens(engine.generate(PROMPTS, 3, WARM)))
     assert batches[0] == batches[1] != batches[2]
-    assert len(set(map(tuple, batches[0]))) > 6
+    assert all(len({*map(tuple, batch)}) > 6 for batch in (first, *batches))  # samples of a group differ
 
 
 # ------------------------------------------------------------------------------------------------ weight load
@@ -214,24 +212,6 @@ def test_the_canary_finds_a_tensor_that_differs_from_the_trainers(engine_folders
             with pytest.raises(EngineStateError, match="broken: build a new one"):
                 engine.generate(PROMPTS, 1, WARM, SEEDS)
             engine.state = "empty"  # all tensors had arrived: the test alone may go on with this engine
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("dtype, tied", [(torch.float32, False), (torch.float16, True)])
-def test_consecutive_loads_arrive_bit_by_bit_tied_or_not(engine_folders, tied, dtype):
-    """Loads of other architectures and of bfloat16 are in test_proof.py."""
-    policy = Policy(qwen2(tied=tied, dtype=dtype))
-    with started(engine_folders[tied], policy) as engine:
-        first = engine.weight_version
-        for load in range(1, 4):
-            move(policy, 0.05, seed=load)
-            assert differing(engine, policy)
-            load_into(engine, policy)
-            assert engine.weight_version == first + load
-            assert not differing(engine, policy)
-        name, tensor = list(policy.model.named_parameters())[5]
-        tensor.data.view(-1)[3] += 2**-7  # one value of one tensor
-        assert differing(engine, policy) == [name]
 
 
 BLOCK = 32  # the CPU build's smallest
@@ -293,20 +273,6 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
     assert [name for name, reference in held.items() if reference() is not None] == []
 
 
-@pytest.mark.engine
-@pytest.mark.gpu
-@pytest.mark.own_process
-def test_sleep_releases_memory_and_a_load_brings_the_policy_back(engine_folders):
-    policy = Policy(qwen2(tied=False, dtype=torch.bfloat16).cuda())
-    with started(engine_folders[False], policy, kv_cache_gib=2.0) as engine:
-        free_awake = torch.cuda.mem_get_info()[0]
-        engine.sleep()
-        assert torch.cuda.mem_get_info()[0] - free_awake > 1.5 * 2**30
-        engine.wake()
-        load_into(engine, policy)
-        assert mismatch(policy, engine)["mismatch_abs_mean"] < 0.1
-
-
 # ------------------------------------------------------------------------------------------------ without an engine
 def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypatch):
     """A later vLLM's metadata is put in front of the installed one, as an upgrade would."""
@@ -320,9 +286,8 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("wrong", [
-    dict(temperature=-1.0), dict(temperature=0.001), dict(temperature=float("nan")), dict(top_k=-1), dict(top_p=0.0),
-    dict(min_p=1.5), dict(repetition_penalty=0.0), dict(presence_penalty=float("nan")),
-], ids=str)  # fmt: skip
+    dict(temperature=0.001), dict(top_k=-1), dict(repetition_penalty=0.0), dict(presence_penalty=float("nan")),
+], ids=str)
 def test_sampling_refuses_what_cannot_be_scored(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
         Sampling(**dict(temperature=1.0, max_new_tokens=8) | wrong)

@@ -423,12 +423,9 @@ def reward(problem, response):
 
 
 def command(root: Path, options: str, *more: str) -> list[str]:
-    """The options in place of a good run's own of the same name."""
-    usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
-             "--group-size": 2}  # fmt: skip
-    given = [*options.format(root=root).split(), *more]
-    names = [word.partition("=")[0] for word in given]
-    return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
+    """A good run's options and then the given ones: of two with one name the second counts."""
+    usual = "--out {root}/run --model {root}/model --task {root}/task.jsonl --num-prompts 4 --group-size 2 "
+    return [*(usual + options).format(root=root).split(), *more]
 
 
 def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:

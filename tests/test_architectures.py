@@ -1,6 +1,7 @@
 """Each architecture as a small random model of its real configuration class: trainer and live engine agree."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -153,8 +154,8 @@ def test_consecutive_loads_pack_the_experts_once_each_bit_by_bit(tmp_path):
             for seed in range(1, loads):
                 move(policy, 0.02, seed)
                 load_into(engine, policy)
-            layers = [each for each in engine.vllm_model.modules() if hasattr(each, "w13_weight")]
-            found.append([weight.clone() for each in layers for weight in (each.w13_weight, each.w2_weight)])
+            held = dict(engine.vllm_model.named_parameters())
+            found.append([held[name].clone() for name in held if re.search("w13_|w2_", name)])
             engine.close()
     assert len(found[0]) == 4
     assert all(map(torch.equal, *found))

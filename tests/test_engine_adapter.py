@@ -191,27 +191,10 @@ def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it
         for wrong, reason in ((some_nan, not_finite), (tensor / 0, not_finite), (tensor.T, "vLLM refused the weights")):
             with pytest.raises((WeightLoadError, FloatingPointError), match=reason):
                 engine.load(weights | {name: wrong}, policy.response_logprobs)
-            assert engine.state == "broken"
-            engine.state = "ready"  # the test alone may go on with this engine
-        engine.close()
-
-
-@pytest.mark.engine
-def test_the_canary_finds_a_tensor_that_differs_from_the_trainers(engine_folders):
-    faults = {
-        "model.layers.0.self_attn.o_proj.weight": lambda w: w.T.contiguous(),  # square: no shape gives it away
-        "model.layers.1.mlp.down_proj.weight": lambda w: w + 1e-3 * torch.randn_like(w),  # as if one AdamW step missed
-        "model.norm.weight": lambda w: w * 1.01,
-    }
-    policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy) as engine:
-        for name, change in faults.items():
-            weights = policy.weights() | {name: change(policy.weights()[name])}
-            with pytest.raises(WeightLoadError, match="does not hold the trainer's weights"):
-                engine.load(weights, policy.response_logprobs)
             with pytest.raises(EngineStateError, match="broken: build a new one"):
                 engine.generate(PROMPTS, 1, WARM, SEEDS)
-            engine.state = "empty"  # all tensors had arrived: the test alone may go on with this engine
+            engine.state = "ready"  # the test alone may go on with this engine
+        engine.close()
 
 
 BLOCK = 32  # the CPU build's smallest

@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
+import torch
 from helpers import CACHE, ROOT, ROUNDING, close_live_engine
+from transformers import AutoModelForCausalLM
 
 JOB = "--steps 3 --num-prompts 16 --eval-problems 8 --lr 3e-3"
 OPTIONS = {  # what a patch changes on the trainer's side needs no vLLM
@@ -38,12 +40,8 @@ def check_overlong_penalty(done):
 
 def check_two_turns(done):
     """The environment's token has no loss, and the two turns are aligned: the mismatch is rounding."""
-    for row, rollout in enumerate(done.batch.rollouts):
-        said = rollout.trained.index(False)
-        assert sum(rollout.trained) == len(rollout.token_ids) - 1
-        column = len(rollout.prompt_ids) + said - 1
-        assert done.batch.mask[row, column] == 0 and done.batch.mask[row, column - 1] == 1
-    assert done.batch.mask.sum() == done.metrics["tokens"]
+    for rollout in done.batch.rollouts:
+        assert 0 < rollout.trained.index(False) < sum(rollout.trained) == len(rollout.token_ids) - 1
     assert done.metrics["mismatch_max"] < 100 * ROUNDING
 
 
@@ -123,9 +121,6 @@ def test_a_fork_does_what_its_paper_says(name, tmp_path):
 @pytest.mark.engine
 def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch):
     """A ratio of 1.25 passes the upper bound, one of 1.3 and one of 0.75 do not; the second pass has moved."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     monkeypatch.chdir(tmp_path)
     with fork("page_clip_higher", tmp_path):
         import grpo

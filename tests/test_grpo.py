@@ -258,9 +258,6 @@ def test_the_written_job_is_a_file_of_problems_and_a_whole_model(tmp_path):
     run_script("examples/toys.py", tmp_path)
     task = load_task(str(tmp_path / "problems.jsonl"), seed=0)
     assert (len(task.train), len(task.held_out)) == (65, 7)
-    for problem in task.train:
-        left, right = (number.rstrip("=") for number in problem.question.split("+"))
-        assert problem.answer == "".join(map(max, left, right))
     describe_model(str(tmp_path / "model"))  # raises ValueError if a file is missing
 
 

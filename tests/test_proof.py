@@ -13,6 +13,7 @@ from rl import Optimizer, Policy
 
 CASES = [(name, tied, dtype, "cpu") for name in ARCHITECTURES if name not in PATCHED
          for tied in ((True,) if name in ALWAYS_TIED else (False, True)) for dtype in dtypes_of(name)]
+CASES.append(("Qwen2", True, torch.float16, "cpu"))
 GPU = pytest.param("Qwen2", False, torch.bfloat16, "cuda", marks=[pytest.mark.gpu, pytest.mark.own_process])
 
 

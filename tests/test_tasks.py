@@ -14,7 +14,6 @@ from examples.toys import (
     digits,
     forget_the_carry,
     share_of_digits,
-    take_the_smaller,
     toy_tokenizer,
 )
 from extras.problem_files import last_number, load_task, numeric_match, plain_number
@@ -43,13 +42,12 @@ def test_the_reward_of_digits_is_the_share_of_right_ones():
     assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
 
 
-def test_the_teachers_forget_the_carry_or_take_the_smaller_digit():
+def test_the_teacher_forgets_the_carry_in_seven_of_ten_answers():
+    """What the one of digits teaches is in test_models.py."""
     rng = random.Random(0)
     answers = Counter(forget_the_carry(Problem("", "2360", "347+285"), rng) for _ in range(1000))
     assert answers.keys() == {"2360", "2250"}
     assert 0.65 < answers["2250"] / 1000 < 0.75
-    taken = [take_the_smaller(Problem("", "", "1" * 16 + "+" + "2" * 16), rng) for _ in range(100)]
-    assert 0.65 < "".join(taken).count("1") / 1600 < 0.75
 
 
 # ------------------------------------------------------------------------------------------------ rewards
@@ -59,9 +57,8 @@ def test_exact_match():
 
 
 @pytest.mark.parametrize("answer, response, reward", [
-    ("1200", "So she has $1,200.00 left.", 1), ("6 * 7 = 42\n#### 42", "6 times 7 is 42", 1),
-    ("42", "first 42, then 43", 0), ("42", "420", 0), ("1e-05", "that is 0.00001", 1), ("42", "", 0),
-    ("1", "9e-99999999999999999999", 0),  # too large an exponent for decimal
+    ("6 * 7 = 42\n#### 42", "6 times 7 is 42.00", 1), ("42", "first 42, then 43", 0), ("1e-05", "that is 0.00001", 1),
+    ("42", "", 0),
 ])  # fmt: skip
 def test_numeric_match_compares_last_numbers(answer, response, reward):
     assert numeric_match(Problem("?", answer, ""), response) == reward
@@ -77,7 +74,8 @@ NUMBERS = PLAIN | {
 OTHERS = [
     "1/2", "so 3 / 2", "10^5", "10^{5}", r"\frac{3}{2}", r"\sqrt{2}", "\u221a2", "2\u00b2", "2x",
     "12\u202f345", "1_000", "3,14", "2,4", "1,2345", "0,123", "1.2.3", "...42", "12:30", "10-12", "COVID-19",
-    "0x1F", "(2)-3", "no idea", "1e99999999999999999999", "1/-2", "5, not 3/2", "3\u00f72", "1\u00bc", "5 \u00bd",
+    "0x1F", "(2)-3", "no idea", "1e99999999999999999999", "9e-99999999999999999999", "1/-2", "5, not 3/2",
+    "3\u00f72", "1\u00bc", "5 \u00bd",
 ]  # fmt: skip
 
 
@@ -157,7 +155,6 @@ def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second
 def test_a_users_file_gives_different_problems_decided_by_the_seed(good):
     task, again, other = (load_task(str(good / "task.py"), seed, limit_s=60) for seed in (0, 0, 1))
     assert (len(task.train), len(task.held_out)) == (54, 6)  # all there are, each once
-    assert len({problem.question for problem in task.train + task.held_out}) == 60
     assert task.train == again.train != other.train
 
 

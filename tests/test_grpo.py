@@ -55,8 +55,7 @@ def rows_of_core(job: dict) -> list[dict]:
     rows = []
     for step in range(1, job["steps"] + 1):
         metrics, _, batch, _ = train.train_step(run, state, step)
-        pairs = zip(batch.targets, batch.mask, strict=True)
-        rows.append(metrics | {"tokens": [targets[mask > 0].tolist() for targets, mask in pairs]})
+        rows.append(metrics | {"tokens": [rollout.token_ids for rollout in batch.rollouts]})
     rows[-1]["held_out"] = train.evaluate(run, state, step)["eval_reward_greedy"]
     state.engine.close()
     return rows
@@ -89,7 +88,7 @@ def options(tmp_path_factory) -> dict:
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, stop]
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    rows, forms = [], ("{}", "so #### {}", "${}", "{}.0")
+    rows = []
     torch.manual_seed(0)
     while len(rows) < 12:
         question = "".join(rng.choices("0123456789+", k=140))
@@ -98,24 +97,22 @@ def options(tmp_path_factory) -> dict:
                                  attention_mask=torch.ones_like(ids))[:, ids.shape[1] :]  # fmt: skip
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
         last = Counter(filter(None, map(last_number, texts)))
-        for number, count in last.most_common(1):
-            if 4 <= count <= 12:
-                rows.append({"question": question, "answer": forms[len(rows) % len(forms)].format(number)})
+        rows += [{"question": question, "answer": f"so #### {number}.0"}
+                 for number, count in last.most_common(1) if 4 <= count <= 12]
     (root / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    tokenizer.chat_template = ("{% for message in messages %}1+{{ message.content }}{% endfor %}"
-                               "{% if add_generation_prompt %}={% endif %}")  # fmt: skip
     model.config.eos_token_id, model.generation_config.eos_token_id = stop, tokenizer.eos_token_id
     model.save_pretrained(root / "chat")
-    tokenizer.save_pretrained(root / "chat")
-    tokenizer.chat_template = None
+    with_template = toy_tokenizer()
+    with_template.chat_template = ("{% for message in messages %}1+{{ message.content }}{% endfor %}"
+                                   "{% if add_generation_prompt %}={% endif %}")  # fmt: skip
+    with_template.save_pretrained(root / "chat")
     with torch.no_grad():  # as in pretrained models all logits have an offset, which only rounding notices
-        hidden = model.base_model(ids).last_hidden_state.mean(dim=(0, 1))  # (H,)
-        model.lm_head.weight += 64 * hidden / hidden.square().sum()
+        model.model.embed_tokens.weight[:, 0] = 4.0
+        model.lm_head.weight[:, 0] = 16.0
     model.save_pretrained(root / "offset")
     tokenizer.save_pretrained(root / "offset")
-    names = {"model": "model", "problems": "problems.jsonl", "out": "policy"}
-    return {option: str(root / name) for option, name in names.items()} | dict(
-        seed=1, steps=3, num_prompts=4, group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)
+    return dict(model=str(root / "model"), problems=str(root / "problems.jsonl"), out=str(root / "policy"), seed=1,
+                steps=3, num_prompts=4, group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)
 
 
 @pytest.mark.engine
@@ -285,14 +282,13 @@ def test_page_is_one_page_and_stands_alone():
 def test_what_page_leaves_out_is_in_the_files_that_it_names():
     import grpo
 
-    listed, of_extras = grpo.__doc__.partition("Left out, but in ")[2].split("in extras/")
-    names = {*re.findall(r"\((\w+\.py)\)", listed), *(f"extras/{name}" for name in re.findall(r"\((\S+)\)", of_extras))}
-    assert len(names) > 12
+    listed = grpo.__doc__.partition("Left out, but in ")[2]
+    of_core, of_extras = listed.split("in extras/")
+    names = re.findall(r"\((\w+\.py)\)", of_core) + [f"extras/{name}" for name in re.findall(r"\((\S+)\)", of_extras)]
     assert [name for name in names if not (ROOT / name).is_file()] == []
-    flags = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", listed + of_extras)}
-    options = {field for group in vars(Config()).values() for field in vars(group)}
-    assert flags - options == set()
-    assert flags & vars(grpo.Options()).keys() == set()
+    flags = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", listed)}
+    assert len(flags) > 9
+    assert flags <= Config().flat().keys() - vars(grpo.Options()).keys()
 
 
 @pytest.mark.engine  # it starts none, but the page imports torch and transformers

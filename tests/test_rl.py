@@ -35,7 +35,7 @@ from rollouts import Rollout, Sampling
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
     generator = torch.Generator().manual_seed(1)
     draw = lambda n: torch.randint(3, 90, (n,), generator=generator).tolist()  # noqa: E731
-    return [Rollout(draw(p), 0, draw(r), [-0.1 * (i + 1) for i in range(r)], [1] * r, "stop") for p, r in lengths]
+    return [Rollout(draw(p), 0, draw(r), [-0.1 * (i + 1) for i in range(r)]) for p, r in lengths]
 
 
 def plain_logits(model, rollout: Rollout) -> torch.Tensor:
@@ -47,8 +47,8 @@ def plain_logits(model, rollout: Rollout) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------------------ batch
 def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
-    a = Rollout([5, 6], 0, [7, 8], [-0.1, -0.2], [1, 1], "stop", trained=[False, True])
-    b = Rollout([9], 0, [4], [-0.3], [1], "length")
+    a = Rollout([5, 6], 0, [7, 8], [-0.1, -0.2], trained=[False, True])
+    b = Rollout([9], 0, [4], [-0.3])
     batch = make_batch([a, b])
     assert batch.inputs.tolist() == [[5, 6, 7], [9, 4, 0]]
     assert batch.targets.tolist() == [[6, 7, 8], [4, 0, 0]]
@@ -278,13 +278,6 @@ def moved(policy: Policy) -> bool:
     return any(not torch.equal(start, now) for start, now in own)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_the_ratio_starts_at_exactly_1_whatever_the_micro_batches(dtype):
-    for tokens in (1, 13, 4096):
-        metrics = step(*fresh(dtype=dtype), GrpoConfig(num_minibatches=1, micro_batch_tokens=tokens))
-        assert (metrics["ratio_mean"], metrics["kl_old_new"]) == (1.0, 0.0)
-
-
 def test_a_masked_row_with_extreme_log_probabilities_changes_no_figure_to_nan():
     batch = make_batch(rollouts())
     unlikely = torch.tensor([[-200.0], [-200.0], [-200.0], [-2.0]]) * batch.mask  # exp(200) is infinite in fp32
@@ -305,7 +298,6 @@ def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(grpo, advantages
     assert (metrics["skipped_updates"], metrics["updates"]) == (skipped, 2 - skipped)
     assert (metrics["loss"] is None) == (skipped == 2)
     assert moved(policy) == (skipped < 2)
-    assert metrics["weights_ess"] == (0.0 if "reject" in grpo or not keep else 1.0)
 
 
 def test_a_nan_stops_the_update_before_the_weights_move():
@@ -316,14 +308,13 @@ def test_a_nan_stops_the_update_before_the_weights_move():
 
 
 # ------------------------------------------------------------------------------------------------ noise, memory
-def test_self_noise_is_rounding_of_the_dtype_and_leaves_the_policy_as_it_was():
+def test_self_noise_is_rounding_of_the_dtype_and_needs_a_token():
     for dtype, low, high in ((torch.float32, -1, ROUNDING), (torch.bfloat16, ROUNDING, 1)):
         policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts())
         before = frozen_logprobs(policy, batch, minibatches_of(batch))
         batch = replace(batch, old_logprobs=before, advantages=torch.ones(4, 1))
         noise = self_noise(policy, batch, GrpoConfig())
         assert not noise[batch.mask == 0].any()
-        assert torch.equal(before, frozen_logprobs(policy, batch, minibatches_of(batch)))
         assert low < (noise.abs().sum() / batch.mask.sum()).item() < high
     step = SimpleNamespace(metrics={"step": 1}, batch=batch.mask_rows([False] * 4))  # as --mask-truncated may
     assert observe_self_noise(policy, config_of(self_noise_every=1), step) == {}

@@ -7,7 +7,6 @@ from collections import Counter
 from decimal import Decimal
 
 import pytest
-from helpers import prompt_ids
 
 from examples.toys import (
     addition,
@@ -23,7 +22,7 @@ from tasks import Problem, Task, encode, exact_match
 # ------------------------------------------------------------------------------------------------ the toys
 @pytest.mark.parametrize("toy, sizes", [(addition, (18_000, 2_000)), (digits, (64, 256))])
 def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes):
-    task, tokenizer = toy(0), toy_tokenizer()
+    task = toy(0)
     assert (len(task.train), len(task.held_out)) == sizes
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     assert task.train == toy(0).train != toy(1).train
@@ -34,7 +33,6 @@ def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes
             assert problem.answer == f"{int(a) + int(b):04}"[::-1]
         else:  # the larger digit at each place
             assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
-            assert len(prompt_ids(tokenizer, problem)) == 35  # longer than a KV block of 32
 
 
 def test_the_reward_of_digits_is_the_share_of_right_ones():
@@ -120,9 +118,8 @@ def test_without_math_verify_only_plain_numbers_are_answers(tmp_path, monkeypatc
 def test_a_pipe_is_no_task(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.mkfifo(tmp_path / "pipe.py")
-    for paths in ([str(tmp_path / "pipe.jsonl")], [answers(tmp_path, 1, 2), str(tmp_path / "pipe.jsonl")]):
-        with pytest.raises(ValueError, match="must be a regular file"):
-            load_task(paths[0], 0, *paths[1:])
+    with pytest.raises(ValueError, match="must be a regular file"):
+        load_task(str(tmp_path / "pipe.jsonl"), 0)
     with pytest.raises(ValueError, match=r"pipe.py fails \(no answer within 0.5 s"):
         load_task(str(tmp_path / "pipe.py"), 0, limit_s=0.5)
 
@@ -138,18 +135,18 @@ def test_a_chat_template_without_end_is_named():
 # ------------------------------------------------------------------------------------------------ files
 def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second_file(tmp_path):
     """40 questions twice, one copy with another solution of the same number and a space: merged before the split."""
-    rows = [{"question": f"{i}\u2028+1=", "answer": i + 1} for i in range(40)]
-    again = [{"question": f"{i}\u2028+1= ", "answer": f"so #### {i + 1}.0"} for i in range(40)]
+    rows = [{"question": f"{i}\u2028+1={end}", "answer": answer.format(i)}
+            for end, answer in (("", "{}"), (" ", "so #### {}.0")) for i in range(40)]
     path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows + again]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")  # with a byte-order mark
     task = load_task(str(path), seed=0)
     assert (len(task.train), len(task.held_out), task.num_repeated) == (36, 4, 40)
-    assert not {p.question.strip() for p in task.train} & {p.question.strip() for p in task.held_out}
-    held_out.write_text("\n".join(map(json.dumps, again[:5] + again[:5])))
+    assert len({p.question.strip() for p in task.train + task.held_out}) == 40
+    held_out.write_text("\n".join(lines[-5:] * 2))
     task = load_task(str(path), 0, str(held_out))
     assert len(task.train) == 35
-    assert [{"question": p.question, "answer": p.answer} for p in task.held_out] == again[:5]
+    assert [{"question": p.question, "answer": p.answer} for p in task.held_out] == rows[-5:]
 
 
 def test_a_users_file_gives_different_problems_decided_by_the_seed(good):

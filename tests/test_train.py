@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from statistics import fmean
 
 import numpy
@@ -204,7 +205,7 @@ def test_the_process_is_seeded_by_run_stream_and_step():
         reseed(*stream)
         return torch.rand(1).item(), numpy.random.rand()
 
-    streams = [(run, name, step) for run in (0, 1) for name in ("train", "eval") for step in range(50)]
+    streams = [*product((0, 1), ("train", "eval"), range(50))]
     first = [drawn(*stream) for stream in streams]
     assert first == [drawn(*stream) for stream in streams]
     assert all(len(set(values)) == len(streams) for values in zip(*first, strict=True))

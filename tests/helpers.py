@@ -156,9 +156,9 @@ def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
 
 @contextmanager
 def started(
-    folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, kind: str = "vllm", **options
+    folder: str, policy: Policy, parity: ParityFlags | None = None, kind: str = "vllm", **options
 ) -> Iterator[Engine]:
-    """A live engine for the architecture in `folder`. It holds the policy's weights, or with `load=False` none at all.
+    """A live engine for the architecture in `folder`. It holds the policy's weights.
 
     The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. Of the kind
     "shared" or "exact" it is a SharedEngine, which stays alive for the same model only; its own policy then trains.
@@ -169,7 +169,7 @@ def started(
     if kind == "vllm":
         options.setdefault("dtype", policy.model.dtype)
     key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), options))
-    if shared.get(Engine.live) != key or not load or Engine.live.state not in ("ready", "empty"):
+    if shared.get(Engine.live) != key or Engine.live.state not in ("ready", "empty"):
         close_live_engine()
         if kind == "vllm":
             shared[Engine(folder, contract, parity, **options)] = key
@@ -179,8 +179,7 @@ def started(
     engine.abort(list(engine._requests.values()))  # left unfinished
     trainer = policy if kind == "vllm" else engine.policy
     try:
-        if load:
-            load_into(engine, trainer)
+        load_into(engine, trainer)
         yield engine
     except BaseException:  # a failed test may leave anything behind
         close_live_engine()

@@ -106,7 +106,7 @@ def test_a_new_backend_fix_is_one_row_and_is_read_back(engine_folders, monkeypat
     close_live_engine()
     monkeypatch.setattr(engine_adapter, "SETTINGS", [*SETTINGS, ROW])
     engine = Engine(engine_folders[False], contract, Flags(fcfs=False), max_model_len=64)
-    assert engine.settings["scheduling_policy"] == "priority"
+    assert (engine.settings["scheduling_policy"], engine.state) == ("priority", "empty")  # nothing was loaded
     engine.close()
 
 
@@ -228,11 +228,11 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
     close_live_engine()
     monkeypatch.setattr(gc, "freeze", helpers.freeze)  # as on a GPU, where helpers.py leaves them alone
     monkeypatch.setattr(gc, "unfreeze", helpers.unfreeze)
-    with started(engine_folders[False], policy, load=False, kind=kind) as engine:
+    with started(engine_folders[False], policy, kind=kind) as engine:
         awake = {r"empty: load\(\) the weights first": sample, "wake needs an engine that is asleep": engine.wake}
         asleep = {r"generate .* asleep: wake\(\) it first": sample, r"load .* asleep: wake\(\) it first": load,
                   "sleep needs an engine that is ready": engine.sleep, "audit needs": engine.audit}  # fmt: skip
-        for calls, then in ((awake, load), ({}, engine.sleep), (asleep, engine.wake), (awake, load)):
+        for calls, then in (({}, engine.sleep), (asleep, engine.wake), (awake, load)):
             for reason, call in calls.items():
                 with pytest.raises(EngineStateError, match=reason):
                     call()

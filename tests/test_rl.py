@@ -61,8 +61,9 @@ def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
 def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then(prompt, bound):
     """Positions are counted as the model sees them. Their values are in test_architectures.py."""
     policy, seen, counts = Policy(qwen2(tied=True)), [], []
-    batch = make_batch([replace(each, prompt_ids=[row // 8 + 3] * prompt)
-                        for row, each in enumerate(rollouts([(0, 1 + 11 * row % 29) for row in range(32)]))])
+    lengths = [1 + 11 * row % 29 for row in range(32)]
+    batch = make_batch([Rollout([row // 8 + 3] * prompt, None, [5] * length, [0.0] * length)
+                        for row, length in enumerate(lengths)])
     policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     for shared_prompts in (False, True):
         minibatches = batch.minibatches(torch.ones(32) > 0, 1, 480, shared_prompts)

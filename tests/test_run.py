@@ -50,13 +50,13 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys
 
 
 def test_a_switch_that_can_change_nothing_is_named(job, capsys):
-    off = ParityFlags(inflight_keep=False, fp32_head=False)
-    for changes, named in (({}, ["inflight_keep", "fp32_head"]), ({"inflight_groups": 1}, ["fp32_head"]),
-                           ({"dtype": "bfloat16"}, ["inflight_keep"]), ({"parity": ParityFlags()}, []),
-                           ({"parity": ParityFlags(), "replay_routes": True}, []),
-                           ({"parity": ParityFlags(), "replay_routes": True, "num_minibatches": 1},
-                            ["replay_routes"])):  # fmt: skip
-        name_idle_switches(prepare(job(**{"parity": off} | changes)), block=16)
+    on, off = ParityFlags(), ParityFlags(inflight_keep=False, fp32_head=False)
+    for parity, changes, named in (
+        (on, {}, []), (off, {}, ["inflight_keep", "fp32_head"]), (off, {"inflight_groups": 1}, ["fp32_head"]),
+        (off, {"dtype": "bfloat16"}, ["inflight_keep"]), (on, {"replay_routes": True}, []),
+        (on, {"replay_routes": True, "num_minibatches": 1}, ["replay_routes"]),
+    ):  # fmt: skip
+        name_idle_switches(prepare(job(parity=parity, **changes)), block=16)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
 

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import examples.toys as toys
 import train
 from config import Config, ParityFlags
-from engine_adapter import Engine, held_and_sent
+from engine_adapter import Engine, WeightLoadError
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
@@ -156,9 +156,9 @@ def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
 
 @contextmanager
 def started(
-    folder: str, policy: Policy, parity: ParityFlags | None = None, load: bool = True, kind: str = "vllm", **options
+    folder: str, policy: Policy, parity: ParityFlags | None = None, kind: str = "vllm", **options
 ) -> Iterator[Engine]:
-    """A live engine for the architecture in `folder`. It holds the policy's weights, or with `load=False` none at all.
+    """A live engine for the architecture in `folder`. It holds the policy's weights.
 
     The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. Of the kind
     "shared" or "exact" it is a SharedEngine, which stays alive for the same model only; its own policy then trains.
@@ -169,7 +169,7 @@ def started(
     if kind == "vllm":
         options.setdefault("dtype", policy.model.dtype)
     key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), options))
-    if shared.get(Engine.live) != key or not load or Engine.live.state not in ("ready", "empty"):
+    if shared.get(Engine.live) != key or Engine.live.state not in ("ready", "empty"):
         close_live_engine()
         if kind == "vllm":
             shared[Engine(folder, contract, parity, **options)] = key
@@ -179,8 +179,7 @@ def started(
     engine.abort(list(engine._requests.values()))  # left unfinished
     trainer = policy if kind == "vllm" else engine.policy
     try:
-        if load:
-            load_into(engine, trainer)
+        load_into(engine, trainer)
         yield engine
     except BaseException:  # a failed test may leave anything behind
         close_live_engine()
@@ -251,43 +250,29 @@ def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
             parameter.add_(scale * torch.randn_like(parameter))
 
 
-def by_the_book(row: list[float], prompt: set[int], counts: list[int], sampling: Sampling) -> list[float]:
+def by_the_book(row: list[float], _prompt: set[int], _counts: list[int], sampling: Sampling) -> list[float]:
     """Probabilities of one token, entry by entry, in plain Python."""
-    row = list(row)
-    for token, count in enumerate(counts):
-        if token in prompt or count:
-            rate = sampling.repetition_penalty
-            row[token] = row[token] / rate if row[token] > 0 else row[token] * rate
-        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
-    row = [value / (sampling.temperature or 1.0) for value in row]
-    kept = set(range(len(row)))
-    if sampling.temperature:
-        kept = {t for t in kept if math.exp(row[t] - max(row)) >= sampling.min_p}
-        if sampling.top_k:
-            bar = sorted((row[t] for t in kept), reverse=True)[: sampling.top_k][-1]
-            kept = {t for t in kept if row[t] >= bar}
-        total, mass, nucleus = sum(math.exp(row[t]) for t in kept), 0.0, set()
-        for token in sorted(kept, key=lambda t: -row[t]):
-            if mass >= sampling.top_p and nucleus:
-                break
+    weights = [math.exp((value - max(row)) / sampling.temperature) for value in row]  # the largest is 1
+    likeliest = sorted(range(len(row)), key=lambda token: -weights[token])
+    bar = weights[likeliest[(sampling.top_k or len(row)) - 1]]
+    kept = [token for token in likeliest if weights[token] >= max(bar, sampling.min_p)]
+    total, mass, nucleus = sum(weights[token] for token in kept), 0.0, set()
+    for token in kept:
+        if mass < sampling.top_p * total:
             nucleus.add(token)
-            mass += math.exp(row[token]) / total
-        kept = nucleus
-    total = sum(math.exp(row[t]) for t in kept)
-    return [math.exp(row[t]) / total if t in kept else 0.0 for t in range(len(row))]
+        mass += weights[token]
+    total = sum(weights[token] for token in nucleus)
+    return [weight / total if token in nucleus else 0.0 for token, weight in enumerate(weights)]
 
 
 def differing(engine: Engine, policy: Policy) -> list[str]:
-    """The tensors that the engine holds otherwise than the policy, as the proof of a load reads them."""
-    from vllm.config import set_current_vllm_config
-
-    sent, found = policy.weights(), {}
-    with set_current_vllm_config(engine.llm.vllm_config), torch.no_grad():
-        for name, module in engine.vllm_model.named_modules():
-            for tensor, held, theirs in held_and_sent(name, module, sent):
-                found[tensor] = found.get(tensor, True) and torch.equal(held, theirs.to(held.dtype))
-    assert found.keys() | {"lm_head.weight"} == sent.keys() | {"lm_head.weight"}  # a tied head is the embedding
-    return [name for name, equal in found.items() if not equal]
+    """The tensors that the engine holds otherwise than the policy, as the proof of a load names them."""
+    engine._loads = 0  # all of them are compared
+    try:
+        engine._prove(policy.weights())
+    except WeightLoadError as refused:
+        return re.split(" sent in |, ", str(refused))[1:]
+    return []
 
 
 # ------------------------------------------------------------------------------------------------ in flight
@@ -313,11 +298,9 @@ def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch
     for policy, inputs in ((old, ids[:, :cut]), *((new, ids[:, t : t + 1]) for t in range(cut, ids.shape[1] - 1))):
         body = policy.model.base_model(input_ids=inputs, use_cache=True, **{word: cache})
         parts.append(policy.logits(body.last_hidden_state[0]))
-    alone = [policy.logits(policy.hidden(ids[:, :-1])[0]) for policy in (old, new)]
-    kept, own = torch.cat(parts), torch.cat([alone[0][:cut], alone[1][cut:]])  # (L - 1, V)
-    scored = (torch.log_softmax(logits.double() / 0.7, dim=-1).gather(1, ids[0, 1:, None])[first:, 0]
-              for logits in (kept, own))  # fmt: skip
-    return tuple(scored)
+    kept = torch.log_softmax(torch.cat(parts) / 0.7, dim=-1).gather(1, ids[0, 1:, None])[:, 0]  # (L - 1,)
+    of_old, of_new = (scored(policy, [rollout], 0.7).old_logprobs[0] for policy in (old, new))
+    return kept[first:], torch.cat([of_old[first:cut], of_new[cut:]])
 
 
 # ------------------------------------------------------------------------------------------------ small models
@@ -365,6 +348,9 @@ ARCHITECTURES = {
 }  # fmt: skip
 ALWAYS_TIED = ("Gemma2", "Cohere")  # vLLM takes their logits from the embedding
 RECURRENT = ("FalconH1", "Mamba2")
+# vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
+# process.
+PATCHED = ("Olmo2", "Olmo3", "SmolLM3", "GPTNeoX")
 MIXTURES = ("Qwen3Moe", "Qwen2Moe", "Mixtral")
 MATRIX_PROMPTS = [list(range(5 + i, 29 + i)) for i in range(4)]  # with the responses 56 tokens: a window of 16 cuts
 MATRIX_SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
@@ -434,12 +420,9 @@ def reward(problem, response):
 
 
 def command(root: Path, options: str, *more: str) -> list[str]:
-    """The options in place of a good run's own of the same name."""
-    usual = {"--out": root / "run", "--model": root / "model", "--task": root / "task.jsonl", "--num-prompts": 4,
-             "--group-size": 2}  # fmt: skip
-    given = [*options.format(root=root).split(), *more]
-    names = [word.partition("=")[0] for word in given]
-    return [*(str(word) for name, value in usual.items() if name not in names for word in (name, value)), *given]
+    """A good run's options and then the given ones: of two with one name the second counts."""
+    usual = "--out {root}/run --model {root}/model --task {root}/task.jsonl --num-prompts 4 --group-size 2 "
+    return [*(usual + options).format(root=root).split(), *more]
 
 
 def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:

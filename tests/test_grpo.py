@@ -43,28 +43,26 @@ def rows_of_page(job: dict) -> list[dict]:
 
 def rows_of_core(job: dict) -> list[dict]:
     """One for each step, the last one with the held-out reward."""
-    job.pop("out")
-    parity = ParityFlags(**{name: job.pop(name) for name in vars(ParityFlags()) if name in job})
-    cap, two_policies = job.pop("tis_cap", 0), job.pop("two_policy", False)
-    if cap:
-        job |= {"tis": "token", "tis_cap": cap}
-    old_policy = "rollout" if two_policies else "recompute"
-    run, state, _ = built(Path(job["model"]).parent, Path(mkdtemp()), parity=parity, engine="vllm",
-                          task=job.pop("problems"), old_policy=old_policy, micro_batch_tokens=1000, **job)  # fmt: skip
+    del job["out"]
+    run, state, _ = built(Path(job["model"]).parent, Path(mkdtemp()), engine="vllm", task=job.pop("problems"),
+                          micro_batch_tokens=1000, **job)  # fmt: skip
     state.policy = state.policy.changed(body=plain_body)  # as on the page
     rows = []
     for step in range(1, job["steps"] + 1):
         metrics, _, batch, _ = train.train_step(run, state, step)
-        pairs = zip(batch.targets, batch.mask, strict=True)
-        rows.append(metrics | {"tokens": [targets[mask > 0].tolist() for targets, mask in pairs]})
+        rows.append(metrics | {"tokens": [rollout.token_ids for rollout in batch.rollouts]})
     rows[-1]["held_out"] = train.evaluate(run, state, step)["eval_reward_greedy"]
     state.engine.close()
     return rows
 
 
-def of_both(options: dict, **changes) -> tuple[list[dict], list[dict]]:
-    job = options | changes
-    return rows_of_page(job), rows_of_core(job)
+def of_both(options: dict, page: dict, core: dict) -> tuple[list[dict], list[dict]]:
+    """The same job in the options of each program."""
+    return rows_of_page(options | page), rows_of_core(options | core)
+
+
+def without(fix: str) -> tuple[dict, dict]:
+    return {fix: False}, {"parity": ParityFlags(**{fix: False})}
 
 
 def assert_equal(page: dict, core: dict) -> None:
@@ -89,7 +87,7 @@ def options(tmp_path_factory) -> dict:
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, stop]
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    rows, forms = [], ("{}", "so #### {}", "${}", "{}.0")
+    rows = []
     torch.manual_seed(0)
     while len(rows) < 12:
         question = "".join(rng.choices("0123456789+", k=140))
@@ -98,34 +96,33 @@ def options(tmp_path_factory) -> dict:
                                  attention_mask=torch.ones_like(ids))[:, ids.shape[1] :]  # fmt: skip
         texts = tokenizer.batch_decode(sampled, skip_special_tokens=True)
         last = Counter(filter(None, map(last_number, texts)))
-        for number, count in last.most_common(1):
-            if 4 <= count <= 12:
-                rows.append({"question": question, "answer": forms[len(rows) % len(forms)].format(number)})
+        rows += [{"question": question, "answer": f"so #### {number}.0"}
+                 for number, count in last.most_common(1) if 4 <= count <= 12]
     (root / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    tokenizer.chat_template = ("{% for message in messages %}1+{{ message.content }}{% endfor %}"
-                               "{% if add_generation_prompt %}={% endif %}")  # fmt: skip
     model.config.eos_token_id, model.generation_config.eos_token_id = stop, tokenizer.eos_token_id
     model.save_pretrained(root / "chat")
-    tokenizer.save_pretrained(root / "chat")
-    tokenizer.chat_template = None
+    with_template = toy_tokenizer()
+    with_template.chat_template = ("{% for message in messages %}1+{{ message.content }}{% endfor %}"
+                                   "{% if add_generation_prompt %}={% endif %}")  # fmt: skip
+    with_template.save_pretrained(root / "chat")
     with torch.no_grad():  # as in pretrained models all logits have an offset, which only rounding notices
-        hidden = model.base_model(ids).last_hidden_state.mean(dim=(0, 1))  # (H,)
-        model.lm_head.weight += 64 * hidden / hidden.square().sum()
+        model.model.embed_tokens.weight[:, 0] = 4.0
+        model.lm_head.weight[:, 0] = 16.0
     model.save_pretrained(root / "offset")
     tokenizer.save_pretrained(root / "offset")
-    names = {"model": "model", "problems": "problems.jsonl", "out": "policy"}
-    return {option: str(root / name) for option, name in names.items()} | dict(
-        seed=1, steps=3, num_prompts=4, group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)
+    return dict(model=str(root / "model"), problems=str(root / "problems.jsonl"), out=str(root / "policy"), seed=1,
+                steps=3, num_prompts=4, group_size=6, max_new_tokens=3, temperature=0.7, lr=1e-3, block_size=128)
 
 
 @pytest.mark.engine
 def test_page_and_core_make_the_same_three_steps(options):
     """The importance weights of the first job are all 0.9. In the second job a minibatch is a group of odd size, so
     that some have no signal, and there is a chat template. The third job has the two-policy form with raw values."""
-    chat = str(Path(options["model"]).with_name("chat"))
-    jobs = [of_both(options, **changes) for changes in (
-        {"tis_cap": 0.9}, {"group_size": 5, "num_minibatches": 4, "model": chat},
-        {"two_policy": True, "processed_logprobs": False})]  # fmt: skip
+    by_group = {"group_size": 5, "num_minibatches": 4, "model": str(Path(options["model"]).with_name("chat"))}
+    page, core = without("processed_logprobs")
+    jobs = [of_both(options, *changes) for changes in (
+        ({"tis_cap": 0.9}, {"tis_cap": 0.9, "tis": "token"}), (by_group, by_group),
+        (page | {"two_policy": True}, core | {"old_policy": "rollout"}))]  # fmt: skip
     for page, core in jobs:
         for page_row, core_row in zip(page, core, strict=True):
             assert_equal(page_row, core_row)
@@ -145,10 +142,9 @@ def test_page_and_core_make_the_same_three_steps(options):
 def test_without_a_fix_the_same_figure_moves_in_page_and_core(options):
     """In fp32 the head has the model's dtype with and without the fix, so fp32_head needs bfloat16. There the page has
     no fp32 masters: only the first step is equal."""
-    offset = str(Path(options["model"]).with_name("offset"))
-    narrow = {"model": offset, "dtype": "bfloat16", "steps": 1}
-    stale, head, no_head = (of_both(options, **changes) for changes in (
-        {"uncached_runtime": False}, narrow, narrow | {"fp32_head": False}))  # fmt: skip
+    narrow = options | {"model": str(Path(options["model"]).with_name("offset")), "dtype": "bfloat16", "steps": 1}
+    stale = of_both(options, *without("uncached_runtime"))
+    head, no_head = of_both(narrow, {}, {}), of_both(narrow, *without("fp32_head"))
     # Here the tokens differ: vLLM has no async scheduling on a CPU, and the core forces it there.
     for rows in stale:
         assert rows[0]["mismatch_abs_mean"] < ROUNDING  # no weights have changed yet
@@ -258,9 +254,6 @@ def test_the_written_job_is_a_file_of_problems_and_a_whole_model(tmp_path):
     run_script("examples/toys.py", tmp_path)
     task = load_task(str(tmp_path / "problems.jsonl"), seed=0)
     assert (len(task.train), len(task.held_out)) == (65, 7)
-    for problem in task.train:
-        left, right = (number.rstrip("=") for number in problem.question.split("+"))
-        assert problem.answer == "".join(map(max, left, right))
     describe_model(str(tmp_path / "model"))  # raises ValueError if a file is missing
 
 
@@ -277,25 +270,22 @@ def test_what_page_reads_as_a_number_is_what_the_core_reads():
     assert {text: last_number(text) for text in PLAIN} == PLAIN
 
 
-def test_page_is_one_page_and_stands_alone():
-    text = (ROOT / "grpo.py").read_text()
-    assert len(text.splitlines()) <= 306
-    modules = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.M))
-    assert modules - sys.stdlib_module_names == {"torch", "transformers", "vllm"}
+def test_page_is_one_page():
+    """That it imports nothing of ours is shown in test_layout.py."""
+    assert len((ROOT / "grpo.py").read_text().splitlines()) <= 306
 
 
 @pytest.mark.engine  # it starts none, but the page imports vllm
 def test_what_page_leaves_out_is_in_the_files_that_it_names():
     import grpo
 
-    listed, of_extras = grpo.__doc__.partition("Left out, but in ")[2].split("in extras/")
-    names = {*re.findall(r"\((\w+\.py)\)", listed), *(f"extras/{name}" for name in re.findall(r"\((\S+)\)", of_extras))}
-    assert len(names) > 12
+    listed = grpo.__doc__.partition("Left out, but in ")[2]
+    of_core, of_extras = listed.split("in extras/")
+    names = re.findall(r"\((\w+\.py)\)", of_core) + [f"extras/{name}" for name in re.findall(r"\((\S+)\)", of_extras)]
     assert [name for name in names if not (ROOT / name).is_file()] == []
-    flags = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", listed + of_extras)}
-    options = {field for group in vars(Config()).values() for field in vars(group)}
-    assert flags - options == set()
-    assert flags & vars(grpo.Options()).keys() == set()
+    flags = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", listed)}
+    assert len(flags) > 9
+    assert flags <= Config().flat().keys() - vars(grpo.Options()).keys()
 
 
 @pytest.mark.engine  # it starts none, but the page imports torch and transformers

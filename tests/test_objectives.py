@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from objectives import (
-    NO_REJECTION,
     OBJECTIVES,
     REJECTIONS,
     WEIGHTS,
@@ -57,14 +56,6 @@ def test_the_gradient_of_the_kl_term_is_that_of_the_stated_divergence_by_enumera
 
 
 # ------------------------------------------------------------------------------------------------ corrections
-def test_a_correction_survives_disjoint_policies():
-    huge = torch.full((1, 4), 100.0)
-    for sign, expected in ((1, math.exp(20)), (-1, math.exp(-20))):  # the exponent is clamped to +-20
-        for tis in WEIGHTS:
-            weights = correct(sign * huge, torch.zeros(1, 4), torch.ones(1, 4), tis, 1e12, NO_REJECTION).weights
-            assert weights[0].tolist() == pytest.approx([expected] * 4, rel=1e-4)
-
-
 def ragged(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """old_logprobs, behavior_logprobs, mask (6, 8), float64. The mismatch is small in some rows, large in others, and
     outside the mask it is huge. A row has 0 to 8 tokens.
@@ -116,12 +107,12 @@ def test_each_weight_with_each_rejection_equals_its_definition_on_60_ragged_batc
         assert not corrected.rejected[~inside].any()
         assert not REJECTIONS[name].rejects(batch[0], batch[0], batch[2]).any()  # without a mismatch
         metrics = correction_metrics(corrected, *batch)
-        assert metrics["rejected_frac"] == metrics[f"rejected_frac_{name}"]
-        assert metrics["rejected_frac"] == pytest.approx(rejected.double().mean().item())
-        assert metrics["tis_clip_frac"] == pytest.approx(truncated.double().mean().item())
-        expected = weights.sum() ** 2 / (len(weights) * weights.square().sum())
-        assert metrics["weights_ess"] == pytest.approx(expected.nan_to_num().item(), rel=1e-9)
+        ess = weights.sum() ** 2 / (len(weights) * weights.square().sum())
         seen.append(rejected.double().mean())
+        expected = {"rejected_frac": seen[-1], f"rejected_frac_{name}": seen[-1],
+                    "tis_clip_frac": truncated.double().mean(), "weights_ess": ess.nan_to_num()}  # fmt: skip
+        for figure, value in expected.items():
+            assert metrics[figure] == pytest.approx(value.item()), figure
     assert 0.001 < sum(seen) / len(seen) < 0.9, name
 
 
@@ -129,11 +120,12 @@ def test_mismatch_metrics_equal_the_divergence_by_enumeration_and_hand_computed_
     behavior, old = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
     samples = torch.tensor([[0, 0, 1, 2]])  # behavior's tokens in their exact proportions
     metrics = mismatch_metrics(old.log()[samples], behavior.log()[samples], torch.ones(1, 4))
-    assert metrics["mismatch_kl"] == pytest.approx((behavior * (behavior / old).log()).sum().item(), rel=1e-5)
-    assert metrics["mismatch_abs_mean"] == pytest.approx(0.75 * math.log(2), rel=1e-5)
-    assert metrics["mismatch_max"] == pytest.approx(math.log(2), rel=1e-5)
-    assert metrics["mismatch_ratio"] == pytest.approx((0.5 + 0.5 + 1 + 2) / 4, rel=1e-5)
-    assert metrics["ess"] == pytest.approx((0.5 + 0.5 + 1 + 2) ** 2 / (4 * (0.25 + 0.25 + 1 + 4)), rel=1e-5)
+    expected = {
+        "mismatch_kl": (behavior * (behavior / old).log()).sum().item(), "mismatch_abs_mean": 0.75 * math.log(2),
+        "mismatch_max": math.log(2), "mismatch_ratio": (0.5 + 0.5 + 1 + 2) / 4,
+        "ess": (0.5 + 0.5 + 1 + 2) ** 2 / (4 * (0.25 + 0.25 + 1 + 4)),
+    }  # fmt: skip
+    assert metrics == pytest.approx(expected, rel=1e-5)
 
 
 def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():
@@ -147,10 +139,7 @@ def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():
 
 def test_reinforce_has_the_whole_ratio_as_a_constant_and_stays_finite():
     """-sg(r) A log pi, whose gradient is -r A: also where CISPO's cap and GRPO's clip act."""
-    logprobs = torch.tensor([[0.0, -1.0, -0.5]], requires_grad=True)
-    denominator = torch.tensor([[-3.0, 1.0, -200.0]])
-    row = OBJECTIVES["reinforce"]
-    loss, clipped = row.surrogate(logprobs, denominator, torch.tensor([[2.0]]), torch.ones(1, 3), row.clip)
-    loss.sum().backward()
-    assert logprobs.grad[0].tolist() == pytest.approx([-2 * math.exp(3), -2 * math.exp(-2), -2 * math.exp(20)])
-    assert clipped.tolist() == [[False, False, True]]
+    logprobs, row = torch.tensor([[0.0, -0.5]], requires_grad=True), OBJECTIVES["reinforce"]
+    denominator, advantage = torch.tensor([[-3.0, -200.0]]), torch.tensor([[2.0]])
+    row.surrogate(logprobs, denominator, advantage, torch.ones(1, 2), row.clip).loss.sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([-2 * math.exp(3), -2 * math.exp(20)])

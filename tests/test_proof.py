@@ -5,14 +5,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, ARCHITECTURES, dtypes_of, load_into, move, policy_of, started
-from test_architectures import PATCHED
+from helpers import ALWAYS_TIED, ARCHITECTURES, PATCHED, dtypes_of, load_into, move, policy_of, started
 
 from engine_adapter import WeightLoadError
-from rl import Optimizer, Policy
+from rl import Policy
 
 CASES = [(name, tied, dtype, "cpu") for name in ARCHITECTURES if name not in PATCHED
          for tied in ((True,) if name in ALWAYS_TIED else (False, True)) for dtype in dtypes_of(name)]
+CASES.append(("Qwen2", True, torch.float16, "cpu"))
 GPU = pytest.param("Qwen2", False, torch.bfloat16, "cuda", marks=[pytest.mark.gpu, pytest.mark.own_process])
 
 
@@ -59,43 +59,6 @@ def test_every_tensor_that_misses_a_change_of_one_bit_is_named(tmp_path, name, t
         expected = {re.sub(r"\.experts\..*", ".experts", name) for name in changed}
         assert found | {"lm_head.weight"} == expected | {"lm_head.weight"}  # a tied head may be the embedding
         assert len(changed) >= len(list(policy.model.parameters()))
-        load_into(engine, policy)
-        engine.close()
-
-
-def swapped(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[[1, 0, *range(2, len(tensor))]]
-
-
-DOWN, GATE, UP, KEYS = (f"model.layers.1.{name}.weight"
-                        for name in ("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "self_attn.k_proj"))
-FAULTS = {
-    "two rows swapped": lambda new, old: {DOWN: swapped(new[DOWN])},
-    "a fused part left out": lambda new, old: {KEYS: old[KEYS]},
-    "parts exchanged": lambda new, old: {GATE: new[UP], UP: new[GATE]},
-    "nothing sent": lambda new, old: old,
-}  # fmt: skip
-
-
-@pytest.mark.engine
-def test_faults_are_named_by_the_load_that_makes_them_after_an_update_that_moves_few_weights(tmp_path):
-    """One step of AdamW on fp32 masters, rate 1e-6: in bfloat16 one weight in a hundred moves. An adapter that is
-    merged twice is in test_planted.py.
-    """
-    policy = policy_of(tmp_path, "Qwen2", dtype=torch.bfloat16)
-    optimizer = Optimizer(policy.model, 0.0)
-    with started(str(tmp_path), policy, verify_loads=1) as engine:
-        old = copied(policy)
-        for master in optimizer.masters:
-            master.grad = torch.randn(master.shape)
-        optimizer.step(1e-6, grad_clip=1e9)
-        new = copied(policy)
-        assert 0 < sum((new[name] != old[name]).sum() for name in new) < 0.1 * sum(map(torch.numel, new.values()))
-        for fault, tensors in FAULTS.items():
-            sent = tensors(new, old)
-            with sending(engine, sent):
-                found = named(engine, policy)
-            assert found == {name for name in sent if not torch.equal(sent[name], new[name])}, fault
         load_into(engine, policy)
         engine.close()
 

@@ -29,7 +29,7 @@ def job(good, tmp_path) -> Callable[..., Config]:
     return lambda **changes: config_of(**usual | changes)
 
 
-def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, tmp_path, capsys):
+def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys):
     lengths = sorted(map(len, prepare(job()).task.prompts))
     limit = lengths[14]
     longer = sum(length > limit for length in lengths)
@@ -37,13 +37,10 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, tmp_pa
                  rf" \d+ has {lengths[-1]}; try --overlong-prompts drop")  # fmt: skip
     with pytest.raises(ValueError, match=complaint):
         prepare(job(max_prompt_tokens=limit))
-    other = tmp_path / "eval.jsonl"
-    other.write_text((tmp_path / "task.jsonl").read_text().replace('"question": "1', '"question": "2'))
-    run = prepare(job(max_prompt_tokens=limit, overlong_prompts="drop", eval_task=str(other)))
-    assert run.dropped_prompts == 2 * longer
-    said = f"{2 * longer} of 40 prompts are longer than {limit} tokens (--max-prompt-tokens): DROPPED"
+    run = prepare(job(max_prompt_tokens=limit, overlong_prompts="drop"))
+    assert run.dropped_prompts == longer == 20 - len(run.task.train + run.task.held_out)
+    said = f"{longer} of 20 prompts are longer than {limit} tokens (--max-prompt-tokens): DROPPED"
     assert said in capsys.readouterr().out
-    assert (len(run.task.train), len(run.task.held_out)) == (20 - longer, 20 - longer)
     assert max(map(len, run.task.prompts)) == limit
     assert run.max_model_len == limit + 8
     with pytest.raises(ValueError, match=rf"longer than {limit - 1} tokens \(the context of 256 less"):
@@ -53,13 +50,13 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, tmp_pa
 
 
 def test_a_switch_that_can_change_nothing_is_named(job, capsys):
-    off = ParityFlags(inflight_keep=False, fp32_head=False)
-    for changes, named in (({}, ["inflight_keep", "fp32_head"]), ({"inflight_groups": 1}, ["fp32_head"]),
-                           ({"dtype": "bfloat16"}, ["inflight_keep"]), ({"parity": ParityFlags()}, []),
-                           ({"parity": ParityFlags(), "replay_routes": True}, []),
-                           ({"parity": ParityFlags(), "replay_routes": True, "num_minibatches": 1},
-                            ["replay_routes"])):  # fmt: skip
-        name_idle_switches(prepare(job(**{"parity": off} | changes)), block=16)
+    on, off = ParityFlags(), ParityFlags(inflight_keep=False, fp32_head=False)
+    for parity, changes, named in (
+        (on, {}, []), (off, {}, ["inflight_keep", "fp32_head"]), (off, {"inflight_groups": 1}, ["fp32_head"]),
+        (off, {"dtype": "bfloat16"}, ["inflight_keep"]), (on, {"replay_routes": True}, []),
+        (on, {"replay_routes": True, "num_minibatches": 1}, ["replay_routes"]),
+    ):  # fmt: skip
+        name_idle_switches(prepare(job(parity=parity, **changes)), block=16)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
 

@@ -7,14 +7,12 @@ from collections import Counter
 from decimal import Decimal
 
 import pytest
-from helpers import prompt_ids
 
 from examples.toys import (
     addition,
     digits,
     forget_the_carry,
     share_of_digits,
-    take_the_smaller,
     toy_tokenizer,
 )
 from extras.problem_files import last_number, load_task, numeric_match, plain_number
@@ -24,7 +22,7 @@ from tasks import Problem, Task, encode, exact_match
 # ------------------------------------------------------------------------------------------------ the toys
 @pytest.mark.parametrize("toy, sizes", [(addition, (18_000, 2_000)), (digits, (64, 256))])
 def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes):
-    task, tokenizer = toy(0), toy_tokenizer()
+    task = toy(0)
     assert (len(task.train), len(task.held_out)) == sizes
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     assert task.train == toy(0).train != toy(1).train
@@ -35,7 +33,6 @@ def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes
             assert problem.answer == f"{int(a) + int(b):04}"[::-1]
         else:  # the larger digit at each place
             assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
-            assert len(prompt_ids(tokenizer, problem)) == 35  # longer than a KV block of 32
 
 
 def test_the_reward_of_digits_is_the_share_of_right_ones():
@@ -43,13 +40,12 @@ def test_the_reward_of_digits_is_the_share_of_right_ones():
     assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
 
 
-def test_the_teachers_forget_the_carry_or_take_the_smaller_digit():
+def test_the_teacher_forgets_the_carry_in_seven_of_ten_answers():
+    """What the one of digits teaches is in test_models.py."""
     rng = random.Random(0)
     answers = Counter(forget_the_carry(Problem("", "2360", "347+285"), rng) for _ in range(1000))
     assert answers.keys() == {"2360", "2250"}
     assert 0.65 < answers["2250"] / 1000 < 0.75
-    taken = [take_the_smaller(Problem("", "", "1" * 16 + "+" + "2" * 16), rng) for _ in range(100)]
-    assert 0.65 < "".join(taken).count("1") / 1600 < 0.75
 
 
 # ------------------------------------------------------------------------------------------------ rewards
@@ -59,9 +55,8 @@ def test_exact_match():
 
 
 @pytest.mark.parametrize("answer, response, reward", [
-    ("1200", "So she has $1,200.00 left.", 1), ("6 * 7 = 42\n#### 42", "6 times 7 is 42", 1),
-    ("42", "first 42, then 43", 0), ("42", "420", 0), ("1e-05", "that is 0.00001", 1), ("42", "", 0),
-    ("1", "9e-99999999999999999999", 0),  # too large an exponent for decimal
+    ("6 * 7 = 42\n#### 42", "6 times 7 is 42.00", 1), ("42", "first 42, then 43", 0), ("1e-05", "that is 0.00001", 1),
+    ("42", "", 0),
 ])  # fmt: skip
 def test_numeric_match_compares_last_numbers(answer, response, reward):
     assert numeric_match(Problem("?", answer, ""), response) == reward
@@ -77,7 +72,8 @@ NUMBERS = PLAIN | {
 OTHERS = [
     "1/2", "so 3 / 2", "10^5", "10^{5}", r"\frac{3}{2}", r"\sqrt{2}", "\u221a2", "2\u00b2", "2x",
     "12\u202f345", "1_000", "3,14", "2,4", "1,2345", "0,123", "1.2.3", "...42", "12:30", "10-12", "COVID-19",
-    "0x1F", "(2)-3", "no idea", "1e99999999999999999999", "1/-2", "5, not 3/2", "3\u00f72", "1\u00bc", "5 \u00bd",
+    "0x1F", "(2)-3", "no idea", "1e99999999999999999999", "9e-99999999999999999999", "1/-2", "5, not 3/2",
+    "3\u00f72", "1\u00bc", "5 \u00bd",
 ]  # fmt: skip
 
 
@@ -122,9 +118,8 @@ def test_without_math_verify_only_plain_numbers_are_answers(tmp_path, monkeypatc
 def test_a_pipe_is_no_task(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.mkfifo(tmp_path / "pipe.py")
-    for paths in ([str(tmp_path / "pipe.jsonl")], [answers(tmp_path, 1, 2), str(tmp_path / "pipe.jsonl")]):
-        with pytest.raises(ValueError, match="must be a regular file"):
-            load_task(paths[0], 0, *paths[1:])
+    with pytest.raises(ValueError, match="must be a regular file"):
+        load_task(str(tmp_path / "pipe.jsonl"), 0)
     with pytest.raises(ValueError, match=r"pipe.py fails \(no answer within 0.5 s"):
         load_task(str(tmp_path / "pipe.py"), 0, limit_s=0.5)
 
@@ -140,24 +135,23 @@ def test_a_chat_template_without_end_is_named():
 # ------------------------------------------------------------------------------------------------ files
 def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second_file(tmp_path):
     """40 questions twice, one copy with another solution of the same number and a space: merged before the split."""
-    rows = [{"question": f"{i}\u2028+1=", "answer": i + 1} for i in range(40)]
-    again = [{"question": f"{i}\u2028+1= ", "answer": f"so #### {i + 1}.0"} for i in range(40)]
+    rows = [{"question": f"{i}\u2028+1={end}", "answer": answer.format(i)}
+            for end, answer in (("", "{}"), (" ", "so #### {}.0")) for i in range(40)]
     path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows + again]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")  # with a byte-order mark
     task = load_task(str(path), seed=0)
     assert (len(task.train), len(task.held_out), task.num_repeated) == (36, 4, 40)
-    assert not {p.question.strip() for p in task.train} & {p.question.strip() for p in task.held_out}
-    held_out.write_text("\n".join(map(json.dumps, again[:5] + again[:5])))
+    assert len({p.question.strip() for p in task.train + task.held_out}) == 40
+    held_out.write_text("\n".join(lines[-5:] * 2))
     task = load_task(str(path), 0, str(held_out))
     assert len(task.train) == 35
-    assert [{"question": p.question, "answer": p.answer} for p in task.held_out] == again[:5]
+    assert [{"question": p.question, "answer": p.answer} for p in task.held_out] == rows[-5:]
 
 
 def test_a_users_file_gives_different_problems_decided_by_the_seed(good):
     task, again, other = (load_task(str(good / "task.py"), seed, limit_s=60) for seed in (0, 0, 1))
     assert (len(task.train), len(task.held_out)) == (54, 6)  # all there are, each once
-    assert len({problem.question for problem in task.train + task.held_out}) == 60
     assert task.train == again.train != other.train
 
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from statistics import fmean
 
 import numpy
@@ -23,7 +24,6 @@ from helpers import (
     qwen2,
     rows,
     run_script,
-    timeless,
     train_here,
 )
 
@@ -43,7 +43,6 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
     run_script("train.py", "--out", tmp_path / "run", *options.split())
     text, table = capsys.readouterr().out, rows(tmp_path / "run")
     steps = table[1:]
-    assert [row["step"] for row in table] == list(range(len(table)))
     for name in ("eval_reward", "eval_reward_greedy"):  # the policy starts with a wrong habit
         assert table[0][name] < 0.5
         assert table[-1][name] > (0.6 if not SHIFT else table[0][name] - 0.05)
@@ -52,10 +51,7 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
     assert all(row["staleness_max"] == 0 for row in steps)
     assert min(row["eval_agree"] for row in table if "eval_agree" in row) >= 0.95  # float32 has a few near ties
     record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert record["audit"]["logprobs_mode"] == "processed_logprobs"
-    assert record["config"]["temperature"] == 0.7
     assert set(record) >= {"config", "audit", "versions", "commit", "dirty", "device"}
-    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
     assert len(re.findall(r"^step +\d+/\d+ \| reward .* \| mismatch_kl .* s", text, re.M)) == len(steps)
 
 
@@ -67,10 +63,9 @@ def test_greedy_agreement_counts_a_tie_as_agreement_and_one_wrong_token_as_none(
     state = policy.hidden(torch.tensor([[5, 6]]))[0, -1]
     head[7] = head[8] = state * (2 * head @ state).amax() / state.dot(state)  # after 5, 6 the likeliest tokens are 7, 8
     logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1]
-    best, worst = logits.argmax().item(), logits.argmin().item()
-    answers = [Rollout([5, 6], None, ids, [0.0] * len(ids)) for ids in ([7], [8], [9], [7, best], [7, worst])]
-    assert [greedy_agreement(policy, [answer], grpo) for answer in answers] == [1, 1, 0, 1, 0]
-    assert greedy_agreement(policy, answers, grpo) == pytest.approx(3 / 5)
+    answers = [Rollout([5, 6], None, ids, [0.0] * len(ids)) for ids in ([7], [8], [9], [7, logits.argmin().item()])]
+    assert [greedy_agreement(policy, [answer], grpo) for answer in answers] == [1, 1, 0, 0]
+    assert greedy_agreement(policy, answers, grpo) == 1 / 2
 
 
 def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):
@@ -92,7 +87,8 @@ def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):
 
     run, state, _ = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3)
     state.source = Signed(state.engine, run.task, run.sampling, 4, 2, 0)
-    batch = train_step(run, state, 1).batch
+    done = train_step(run, state, 1)
+    batch = done.batch
     assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
     assert (batch.advantages != 0).all()
     assert batch.mask.sum() == sum(len(rollout.token_ids) - 1 for rollout in batch.rollouts)
@@ -101,29 +97,17 @@ def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):
     assert len(samples) == 5 + 5 * 3
     assert max(sample["tokens"] for sample in samples) == 4
     assert calls == [(4, 2, 0.7), (5, 1, 0.0), (5, 3, 0.7)]
-
-
-def test_each_step_draws_other_problems_and_a_source_of_the_same_state_the_same(good, tmp_path):
-    _, state, _ = built(good, tmp_path, task=str(good / "task.py"))
-    before = state.source.state_dict()
-    first, second = (state.source.next(step)[0] for step in (1, 2))
-    state.source.load_state_dict(before)
-    assert state.source.next(1)[0] == first != second
+    assert state.source.next(2)[0] != done.problems
 
 
 def test_a_function_before_the_update_adds_metrics_and_scales_the_learning_rate(good, tmp_path):
     run, state, _ = built(good, tmp_path, task=str(good / "task.py"))
 
-    def by_sample_size(batch, metrics: dict) -> dict:
-        assert batch.advantages is not None
-        assert metrics["ess"] == pytest.approx(1.0, abs=ROUNDING)
-        return {"rows": len(batch.mask), "lr_factor": 0.25}
-
-    state.before_update = [by_sample_size, lambda batch, metrics: {"rows_again": metrics["rows"]}]
+    state.before_update = [lambda batch, metrics: {"rows": len(batch.advantages), "lr_factor": metrics["ess"] / 4},
+                           lambda batch, metrics: {"rows_again": metrics["rows"]}]  # fmt: skip
     metrics = train_step(run, state, 1).metrics
-    assert metrics["lr"] == pytest.approx(run.config.lr_at(1) / 4)
-    assert (metrics["rows"], metrics["rows_again"]) == (8, 8)
-    assert "lr_factor" not in metrics
+    assert metrics["lr"] == pytest.approx(run.config.lr_at(1) / 4, rel=ROUNDING)
+    assert (metrics["rows_again"], "lr_factor" in metrics) == (8, False)
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -141,19 +125,6 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path):
 
 
 @pytest.mark.engine
-def test_a_probe_after_a_step_stores_its_verdict_and_changes_nothing(good, tmp_path):
-    options = (*SMALL, "--steps", "2", "--eval-every", "2", "--lr", "3e-3", "--temperature", "2")
-    for name, probes in ("plain", ()), ("probed", ("--probe-every", "1", "--probe-on-alarm")):
-        train_here(command(good, "--task {root}/task.py", *options, "--out", str(tmp_path / name), *probes))
-    probed = timeless(tmp_path / "probed")
-    assert [row.pop("probe", None) for row in probed] == [None, "parity", "parity"]
-    assert probed == timeless(tmp_path / "plain")  # the probe changes no random state and no weight
-    assert any(row["updates"] for row in probed[1:])
-    assert "=> parity" in (tmp_path / "probed" / "probe" / "step_000002.txt").read_text()
-    assert (tmp_path / "probed" / "probe" / "step_000002.npz").exists()
-
-
-@pytest.mark.engine
 def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     options = ("--steps", "1", "--probe-on-alarm", "--parity.no-processed-logprobs")
     train_here(command(good, "--task {root}/task.py", *SMALL, "--out", str(tmp_path), *options))
@@ -161,6 +132,7 @@ def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     report = (tmp_path / "probe" / "step_000001.txt").read_text()
     assert "=> semantics: raw log-probabilities. Repair: " in report
     assert "--parity.processed-logprobs" in report
+    assert (tmp_path / "probe" / "step_000001.npz").exists()
 
 
 # ------------------------------------------------------------------------------------------------ users' tasks
@@ -177,7 +149,7 @@ def reward(problem, response):
 
 
 @pytest.mark.engine
-def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures_are_counted(good, tmp_path, capsys):
+def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures_are_counted(good, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     out = tmp_path / "run"
     train_here(command(good, f"--out {out} --task {tmp_path}/mine.py --num-prompts 8 --group-size 4 --steps 3"
@@ -185,14 +157,12 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
                        " --micro-batch-tokens 64 --mask-truncated --max-prompt-tokens 10 --overlong-prompts drop"
                        " --reward-errors count --eval-problems 16 --eval-samples 2 --eval-every 3"
                        " --eval-trainer-alone --objective gspo --kl-coef 0.05 --tis sequence --lr 1e-4"))  # fmt: skip
-    text, steps = capsys.readouterr().out, rows(out)[1:]
+    steps = rows(out)[1:]
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)
     assert 0 < sum(row["trunc_frac"] for row in steps) < 3
     assert all(math.isfinite(row.get("kl_ref") or 0) for row in steps)
     assert any(row.get("grad_norm") is not None for row in steps)  # fp16 may lose steps until its scale fits
     assert sum(row["reward_errors"] for row in steps) > 0
-    assert re.search(r"REWARD FAILED, one of \d+: the reward fails \(TypeError: it returned nan.*response '[4-9]", text)
-    assert "1 of 55 prompts are longer than 10 tokens (--max-prompt-tokens): DROPPED" in text
     record = json.loads((out / "config.json").read_text())
     expected = {"model_dtype": "float16", "head_dtype": "float32", "gradient_checkpointing": True, "body": "plain_body"}
     assert record["trainer"].items() >= expected.items()
@@ -235,17 +205,14 @@ def test_the_process_is_seeded_by_run_stream_and_step():
         reseed(*stream)
         return torch.rand(1).item(), numpy.random.rand()
 
-    streams = [(run, name, step) for run in (0, 1) for name in ("train", "eval") for step in range(50)]
+    streams = [*product((0, 1), ("train", "eval"), range(50))]
     first = [drawn(*stream) for stream in streams]
     assert first == [drawn(*stream) for stream in streams]
     assert all(len(set(values)) == len(streams) for values in zip(*first, strict=True))
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():
-    config = config_of(steps=100, lr=1.0, lr_warmup_steps=4)
-    rates = [config.lr_at(step) for step in range(1, 101)]
-    assert rates[:5] == pytest.approx([0.2, 0.4 * 0.99, 0.6 * 0.98, 0.8 * 0.97, 0.96])
-    assert rates[-1] == pytest.approx(0.01)
-    assert rates[4:] == sorted(rates[4:], reverse=True)
+    config, steps = config_of(steps=100, lr=1.0, lr_warmup_steps=4), (1, 4, 5, 50, 100)
     constant = config_changed(config, lr_decay="none")
-    assert [constant.lr_at(step) for step in (1, 5, 100)] == pytest.approx([0.2, 1.0, 1.0])
+    assert [config.lr_at(step) for step in steps] == pytest.approx([0.2, 0.8 * 0.97, 0.96, 0.51, 0.01])
+    assert [constant.lr_at(step) for step in steps] == pytest.approx([0.2, 0.8, 1.0, 1.0, 1.0])

@@ -35,13 +35,6 @@ NO_MASK = semantics("{} applied by the sampler and not by the trainer",
 PREFIX = inference("prompt KV computed under earlier weights (stale prefix cache)",
                    "enable_prefix_caching=False, or reset_prefix_cache() at each load"
                    " (--parity.uncached-runtime)")
-KEPT = inference("KV kept over an in-flight update", "no backend fix: these values belong to no"
-                 " single set of weights; correct them with TIS")
-RECOMPUTED = inference("in-flight update with KV recomputed under the new weights",
-                       "no backend fix: score each token under the weights of its own version")
-MISLABELLED = inference(
-    "weight versions one token off at an update (async scheduling)",
-    "enable_prefix_caching=False, async_scheduling=False (--parity.uncached-runtime)")
 STALE = inference("weights {} update(s) old", "load every tensor before sampling, or diagnose with"
                   " the weights that have sampled (--model)")
 WRONG_REQUESTS = inference("wrong requests among right ones",

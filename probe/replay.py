@@ -58,19 +58,19 @@ class Replay:
         """Hidden states in the precision of `weights`: (N, H).
 
         With `old`, the KV cache of row b's first `num_old[b]` inputs, (B,), is that of old weights.
-        Tokens predicted from within these inputs get zeros.
+        These inputs are a part of the prompt.
         """
         from transformers import DynamicCache
 
         if num_old is None:
             num_old = torch.zeros_like(self.lengths)
-        model, longest = self.policy.model, self.inputs.shape[1]
+        model = self.policy.model
         name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
         kind = next(iter(weights.values())).dtype
         hidden = torch.zeros(*self.inputs.shape, self.policy.head.weight.shape[1], dtype=kind,
                              device=self.device)
         with precisely(self.policy, weights):
-            for prefix in num_old[num_old < longest].unique().tolist():
+            for prefix in num_old.unique().tolist():
                 for rows in (num_old == prefix).nonzero()[:, 0].split(self.rows_per_pass):
                     ids, cached = self.inputs[rows], {"use_cache": False}
                     if prefix:

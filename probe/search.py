@@ -178,10 +178,8 @@ class Probe(Replay):
                        for name, each in linear_layers(self.policy.model).items()}
             yield self._forward(self.weights | weights, causes.ROUNDED.of(kind))
         for updates, weights in self.earlier.items():
-            old = self._forward(weights, causes.STALE.of(updates), of_some=True)
-            yield old
+            yield self._forward(weights, causes.STALE.of(updates), of_some=True)
             yield from self._stale_prefixes(weights)
-            yield from self._in_flight(old, weights)
 
     def _stale_prefixes(self, weights: Weights) -> Iterator[Pass]:
         """Keys and values of whole blocks of the prompt, computed under old weights."""
@@ -191,20 +189,6 @@ class Probe(Replay):
             if prefix.any():
                 yield self._forward(self.weights, causes.PREFIX, of_some=True, old=weights,
                                     num_old=prefix)
-
-    def _in_flight(self, old: Pass, weights: Weights) -> Iterator[Pass]:
-        """An update where the trace's versions change, or one token later (async scheduling)."""
-        versions = [rollout.versions for rollout in self.trace.rollouts]
-        newest = max(map(max, filter(None, versions)), default=0)
-        before = self.lengths.new_tensor([len(each) - each.count(newest)
-                                          for each in versions])  # (B,) tokens of older weights
-        for late in (0, 1) if before.any() else ():
-            count = torch.where(before > 0, before + late, 0).minimum(self.lengths)
-            inputs = torch.where(before > 0, self.prompt_lengths + count - 1, 0)
-            kept = self._forward(self.weights, old=weights, num_old=inputs)
-            for cause, then in ((causes.RECOMPUTED, self.now), (causes.KEPT, kept)):
-                named = (cause, causes.MISLABELLED)[: 1 + late]
-                yield merge(self.positions < count[self.rows], old, then, named)
 
     def _forward(self, weights: Weights, *named: Cause, of_some: bool = False,
                  old: Weights | None = None, num_old: Tensor | None = None) -> Pass:

@@ -5,7 +5,7 @@ vLLM need not be installed to read a trace. Log-probabilities in nats.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,8 @@ class Trace:
 
 
 def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
-    """The rollout with that many response tokens, all of them the engine's, and without routes."""
-    return replace(rollout, token_ids=rollout.token_ids[:count], logprobs=rollout.logprobs[:count],
-                   versions=rollout.versions[:count], trained=[], routes=[])
+    """What a trace has of a rollout, with that many response tokens, all of them the engine's."""
+    return Rollout(rollout.prompt_ids, None, rollout.token_ids[:count], rollout.logprobs[:count])
 
 
 def save_trace(path: str, trace: Trace) -> None:
@@ -60,8 +59,7 @@ def save_trace(path: str, trace: Trace) -> None:
         "meta": numpy.array(json.dumps(meta)),
         "prompt_ids": table([each.prompt_ids for each in rollouts], -1, numpy.int32),
         f"{name}/tokens": table([each.token_ids for each in rollouts], -1, numpy.int32),
-        f"{name}/logprobs": table([each.logprobs for each in rollouts], 0.0, numpy.float32),
-        f"{name}/versions": table([each.versions for each in rollouts], -1, numpy.int32)})
+        f"{name}/logprobs": table([each.logprobs for each in rollouts], 0.0, numpy.float32)})
 
 
 def load_traces(path: str) -> list[Trace]:
@@ -105,9 +103,8 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
     if len(prompts) != len(tokens) or not all(prompts) or not all(tokens):
         raise ValueError(f"{name}/tokens must have a non-empty row for each non-empty row of"
                          " prompt_ids")
-    versions = columns.get("versions", [[]] * len(tokens))
     rollouts = [Rollout(prompt, None, *values) for prompt, *values
-                in zip(prompts, tokens, logprobs, versions, strict=True)]
+                in zip(prompts, tokens, logprobs, strict=True)]
     # vLLM's word for no top-k is -1; the end of a response is not in a trace.
     top_k = max(0, group["sampling"].get("top_k", 0))
     sampling = Sampling(**group["sampling"] | {"top_k": top_k, "max_new_tokens": 1})
@@ -127,7 +124,7 @@ def _id(value: Any) -> int:
     return int(value)
 
 
-COLUMNS = {"tokens": _id, "logprobs": float, "versions": int, "trainer_logprobs": float}
+COLUMNS = {"tokens": _id, "logprobs": float, "trainer_logprobs": float}
 
 
 def _length(ids: list[int]) -> int:

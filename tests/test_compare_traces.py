@@ -32,7 +32,7 @@ def compare(before: str, after: str, options: tuple[str, ...] = ("--group", "t0.
 
 def sixteen_rows(source: str) -> Trace:
     (trace,) = [each for each in load_traces(source) if each.name == "t0.7"]
-    return replace(trace, rollouts=[replace(rollout, versions=[1] * 64) for rollout in trace.rollouts[:16]])
+    return replace(trace, rollouts=trace.rollouts[:16])
 
 
 # ------------------------------------------------------------------------------------------------ worse and better

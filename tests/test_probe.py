@@ -28,7 +28,6 @@ MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.np
 RAW = "semantics: raw log-probabilities"
 STALE = "inference path: weights 1 update(s) old"
 PREFIX = "inference path: prompt KV computed under earlier weights (stale prefix cache)"
-KEPT = "inference path: KV kept over an in-flight update"
 HALF = "numerics: head in 16 bits in the engine"
 ROUNDED = "numerics: linear layers rounded to {}, one scale for each output channel"
 EXPECTED = {
@@ -36,11 +35,7 @@ EXPECTED = {
     "trainer without penalties": "semantics: penalties applied by the sampler and not by the trainer",
     "generation config": "semantics: top_k 5 of generation_config.json in the sampler and not in the trace",
     "stale by 2": "inference path: weights 2 update(s) old",
-    "kept": KEPT,
-    "staggered": KEPT,
-    "recomputed": "inference path: in-flight update with KV recomputed under the new weights",
     "prefix": PREFIX,
-    "async": f"{KEPT}; and inference path: weight versions one token off at an update (async scheduling)",
     "head in trainer": "numerics: head in 16 bits in the trainer",
     "head on both sides": "numerics: head in 16 bits on both sides",
     "raw+stale": f"{STALE}; and {RAW}",
@@ -112,9 +107,6 @@ def test_the_limit_is_that_of_its_formula(reference):
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
-IN_FLIGHT = {"kept", "recomputed", "async", "staggered"}
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Its engines live from test to test."""
@@ -130,7 +122,7 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     with torch.no_grad():  # an offset in all logits changes the rounding of a 16-bit head but not the softmax
         for weight in model.model.embed_tokens.weight, model.get_output_embeddings().weight:
             weight[:, 0] = 4.0
-    parity = ParityFlags(processed_logprobs="raw" not in faults, uncached_runtime=not faults & {"prefix", "async"},
+    parity = ParityFlags(processed_logprobs="raw" not in faults, uncached_runtime="prefix" not in faults,
                          fp32_head=not faults & {"head", "head on both sides"})  # fmt: skip
     policy = Policy(model, Scoring(fp32_head=parity.fp32_head))
     place = str(folder / f"{tied} {dtype}")
@@ -150,31 +142,20 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     if "stale by 2" in faults:
         move(policy, 0.01, 50)
         earlier.insert(0, policy.copied_weights())
-    rollouts, asked = [], sampling
+    asked = sampling
     if "generation config" in faults:
         model.generation_config.top_k = 5
         asked = replace(sampling, top_k=5)
     if "prefix" in faults:
         engine.generate(prompts[:-3], 1, asked, seeds[:-3])  # all but three are sent again
-    if faults & IN_FLIGHT:
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            rollouts += engine.submit(prompt, 1, asked, seed)
-            if "staggered" in faults and len(rollouts) % 2:
-                engine.step()
-        for _ in range(11):
-            engine.step()
-    if faults & (IN_FLIGHT | {"stale", "stale by 2", "prefix"}):
+    if faults & {"stale", "stale by 2", "prefix"}:
         move(policy, 0.01, 60)
-    if "recomputed" in faults:
-        assert engine.llm.reset_prefix_cache(reset_running_requests=True)
     with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
         weights = policy.weights()
         for kind in faults & {"int8", "fp8", "int4"}:
             weights = RoundedWeights(model, kind)(weights)
         engine.load(weights, policy.response_logprobs)
-    rollouts = rollouts or [engine.submit(p, 1, asked, s)[0] for p, s in zip(prompts, seeds, strict=True)]
-    while engine.num_unfinished:
-        engine.step()
+    rollouts = engine.generate(prompts, 1, asked, seeds)
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
     trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"
     return policy, Trace("planted", rollouts, sampling), earlier, trainer
@@ -242,7 +223,7 @@ def test_values_that_are_not_finite_and_the_worst_finite_ones_are_listed(referen
 
 # ------------------------------------------------------------------------------------------------ traces and commands
 def test_a_trace_is_the_same_after_save_and_load(tmp_path):
-    rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5], [1, 2]), Rollout([7], None, [2], [-0.125], [2])]
+    rollouts = [Rollout([1, 2, 3], None, [4, 5], [-0.5, -1.5]), Rollout([7], None, [2], [-0.125])]
     trace = Trace("mine", rollouts, Sampling(0.7, 1, top_k=5))
     save_trace(str(tmp_path / "trace.npz"), trace)
     (again,) = load_traces(str(tmp_path / "trace.npz"))

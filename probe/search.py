@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from config import has_sampling_mask
-from extras.rounded_weights import linear_layers, rounded
 from probe import causes
 from probe.causes import Cause
 from probe.noise import twice_precise
@@ -34,7 +33,6 @@ MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 # same, so that it may leave the mean error as it is.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
-ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 NEUTRAL = dict(top_k=0, top_p=1.0, min_p=0.0) | NO_PENALTIES  # fields of a Sampling
 
@@ -173,10 +171,6 @@ class Probe(Replay):
     def _passes(self) -> Iterator[Pass]:
         """Weights and KV caches, cheap ones first."""
         yield self.now
-        for kind in ROUNDINGS:
-            weights = {name: rounded(each.weight.detach(), kind)
-                       for name, each in linear_layers(self.policy.model).items()}
-            yield self._forward(self.weights | weights, causes.ROUNDED.of(kind))
         for updates, weights in self.earlier.items():
             yield self._forward(weights, causes.STALE.of(updates), of_some=True)
             yield from self._stale_prefixes(weights)

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from helpers import ROOT, move, qwen2, refusal, started
+from helpers import ROOT, load_into, move, qwen2, refusal, started
 
 from config import ParityFlags
-from extras.rounded_weights import RoundedWeights
 from probe.__main__ import main
 from probe.diagnose import alarms, as_trace, diagnose
 from probe.search import Probe
@@ -29,7 +28,6 @@ RAW = "semantics: raw log-probabilities"
 STALE = "inference path: weights 1 update(s) old"
 PREFIX = "inference path: prompt KV computed under earlier weights (stale prefix cache)"
 HALF = "numerics: head in 16 bits in the engine"
-ROUNDED = "numerics: linear layers rounded to {}, one scale for each output channel"
 EXPECTED = {
     "trainer without mask": "semantics: mask applied by the sampler and not by the trainer",
     "trainer without penalties": "semantics: penalties applied by the sampler and not by the trainer",
@@ -42,9 +40,6 @@ EXPECTED = {
     "raw+prefix": f"{PREFIX}; and {RAW}",
     "raw+head": f"{RAW}; and {HALF}",
     "head+stale": f"{STALE}; and {HALF}",
-    "int8": ROUNDED.format("int8"),
-    "fp8": ROUNDED.format("fp8"),
-    "raw+int4": f"{ROUNDED.format('int4')}; and {RAW}",
 }
 
 
@@ -151,10 +146,7 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     if faults & {"stale", "stale by 2", "prefix"}:
         move(policy, 0.01, 60)
     with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
-        weights = policy.weights()
-        for kind in faults & {"int8", "fp8", "int4"}:
-            weights = RoundedWeights(model, kind)(weights)
-        engine.load(weights, policy.response_logprobs)
+        load_into(engine, policy)
     rollouts = engine.generate(prompts, 1, asked, seeds)
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
     trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"

@@ -22,7 +22,6 @@ semantics = partial(Cause, "semantics")
 inference = partial(Cause, "inference path")
 numerics = partial(Cause, "numerics")
 
-ALONE = "send these requests again, each alone"
 RAW = semantics("raw log-probabilities",
                 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
 HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
@@ -38,8 +37,7 @@ PREFIX = inference("prompt KV computed under earlier weights (stale prefix cache
 STALE = inference("weights {} update(s) old", "load every tensor before sampling, or diagnose with"
                   " the weights that have sampled (--model)")
 WRONG_REQUESTS = inference("wrong requests among right ones",
-                           f"match responses to prompts by request id, or {ALONE}")
-NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
+                           "match responses to prompts by request id, or send these again, alone")
 
 HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
                 ' "float32"} in vLLM (--parity.fp32-head)')

@@ -30,14 +30,14 @@ class Verdict:
     logprobs: Tensor  # (N,) the trainer's
     status: Literal["parity", "mismatch", "unexplained"]
     causes: list[Cause]  # none: parity or unexplained
-    requests: dict[str, list[int]]  # rows of the trace by finding
+    wrong_requests: list[int]  # rows of the trace
     found: list[Explanation]  # all hypotheses tried, the best first
 
     def __post_init__(self):
         self.trace, self.start = self.probe.trace, self.probe.start
         apart = (self.logprobs - self.probe.reported).abs()
         self.mismatch = apart.where(apart.isfinite(), math.nan)  # (N,)
-        mean = self.mismatch.nanmean().nan_to_num(math.inf).item()
+        mean = self.mismatch.nanmean().item()
         self.sizes = [f"{size:.1e}" for size in (mean, self.start.mean, self.start.trainer_error)]
         self.figures = FIGURES.format(*self.sizes)
         named = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
@@ -55,9 +55,8 @@ class Verdict:
             if not self.probe.earlier:
                 parts.append("Not tested without earlier weights (--earlier): old weights and KV")
             parts.append("Next: python -m probe layers says which layer of the model differs")
-        for finding, rows in self.requests.items():
-            if rows:
-                parts.append(f"Requests {finding}: {', '.join(map(str, rows))}")
+        if self.wrong_requests:
+            parts.append(f"Requests wrong: {', '.join(map(str, self.wrong_requests))}")
         return ". ".join(parts)
 
     @property
@@ -113,17 +112,14 @@ def diagnose(
     found = probe.search()
     best = found[0]
     wrong = best.wrong | best.apart
-    requests = {
-        "wrong": wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else [],
-        "not finite": probe.rows[probe.reported.isnan()].unique().tolist()}
+    wrong_requests = wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else []
     named = (observed or []) + (_causes(probe, best) if best.fits else [])
-    named += [causes.NOT_FINITE] * bool(requests["not finite"])
     status = "parity"
     if named:
         status = "mismatch"
     elif not best.fits:
         status = "unexplained"
-    return Verdict(probe, logprobs, status, named, requests, found)
+    return Verdict(probe, logprobs, status, named, wrong_requests, found)
 
 
 def _causes(probe: Probe, best: Explanation) -> list[Cause]:

@@ -3,7 +3,6 @@
 All values are flat: N response tokens of B sequences, row after row. Log-probabilities in nats.
 """
 
-import math
 from dataclasses import replace
 
 import torch
@@ -41,8 +40,7 @@ class Replay:
         self.targets = batch.targets[self.response]  # (N,)
         # Not from the batch, whose log-probabilities are float32.
         values = [value for rollout in trace.rollouts for value in rollout.logprobs]
-        reported = torch.tensor(values, dtype=torch.float64, device=self.device)  # (N,)
-        self.reported = reported.where(reported.isfinite(), math.nan)
+        self.reported = torch.tensor(values, dtype=torch.float64, device=self.device)  # (N,)
         self.lengths = self.response.sum(dim=1)  # (B,)
         self.rows_per_pass = max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
 
@@ -112,7 +110,7 @@ class Replay:
 
     # ------------------------------------------------------------------------------ per sequence
     def row_means(self, values: Tensor) -> Tensor:
-        """Means of (N,) over the tokens of each row without NaN: (B,), 0 for a row of NaN."""
+        """Means of (N,) over the tokens of each row without NaN: (B,)."""
         known = ~values.isnan()
         means = values.new_zeros(len(self.lengths))
         return means.scatter_reduce(0, self.rows[known], values[known], "mean", include_self=False)

@@ -4,6 +4,7 @@ vLLM need not be installed to read a trace. Log-probabilities in nats.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,10 +113,13 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
 
 
 def _rows(given: Any, name: str, kind: Callable) -> list[list]:
-    try:
-        return [list(map(kind, row)) for row in given]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must be rows of numbers: {error}") from error
+    rows = []
+    for index, row in enumerate(given):
+        try:
+            rows.append([kind(value) for value in row])
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{name}, row {index} must be numbers: {error}") from error
+    return rows
 
 
 def _id(value: Any) -> int:
@@ -124,7 +128,13 @@ def _id(value: Any) -> int:
     return int(value)
 
 
-COLUMNS = {"tokens": _id, "logprobs": float, "trainer_logprobs": float}
+def _finite(value: Any) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not finite")
+    return float(value)
+
+
+COLUMNS = {"tokens": _id, "logprobs": _finite, "trainer_logprobs": _finite}
 
 
 def _length(ids: list[int]) -> int:

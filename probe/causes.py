@@ -27,7 +27,7 @@ RAW = semantics("raw log-probabilities",
 HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
                    "name every sampling parameter in every request;"
                    ' generation_config="vllm" (--parity.uncached-runtime)')
-NO_MASK = semantics("{} applied by the sampler and not by the trainer",
+NO_MASK = semantics("mask or penalties applied by the sampler and not by the trainer",
                     "sample without it, or score the processed distribution in the trainer too"
                     " (a mask: --parity.sampling-mask)")
 
@@ -39,7 +39,7 @@ STALE = inference("weights {} update(s) old", "load every tensor before sampling
 WRONG_REQUESTS = inference("wrong requests among right ones",
                            "match responses to prompts by request id, or send these again, alone")
 
-HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
+HEAD = numerics("head in 16 bits {}", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
                 ' "float32"} in vLLM (--parity.fp32-head)')
 ROUTER = numerics("router: {:.1%} of tokens and layers have other experts, more than by rounding",
                   "compare the routers' weights and dtype on both sides; --replay-routes hides it")

@@ -6,18 +6,16 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from engine_adapter import Engine
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights
-from probe.search import Explanation, Probe
+from probe.search import Explanation, Probe, size_of
 from probe.traces import Trace, first_tokens, save_trace
 from rl import Policy
 from rollouts import Rollout, Sampling
 
-WORST = 10  # tokens listed
 FIGURES = "mean |mismatch| {} nats, error of the engine {}, of the trainer {}"
 
 
@@ -27,7 +25,6 @@ class Verdict:
     """What the probe found in one trace."""
 
     probe: Probe
-    logprobs: Tensor  # (N,) the trainer's
     status: Literal["parity", "mismatch", "unexplained"]
     causes: list[Cause]  # none: parity or unexplained
     wrong_requests: list[int]  # rows of the trace
@@ -35,10 +32,9 @@ class Verdict:
 
     def __post_init__(self):
         self.trace, self.start = self.probe.trace, self.probe.start
-        apart = (self.logprobs - self.probe.reported).abs()
-        self.mismatch = apart.where(apart.isfinite(), math.nan)  # (N,)
-        mean = self.mismatch.nanmean().item()
-        self.sizes = [f"{size:.1e}" for size in (mean, self.start.mean, self.start.trainer_error)]
+        mismatch = size_of(self.probe.recomputed - self.probe.reported).nanmean().item()
+        self.sizes = [f"{size:.1e}"
+                      for size in (mismatch, self.start.mean, self.start.trainer_error)]
         self.figures = FIGURES.format(*self.sizes)
         named = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
         self.blamed = named or self.status
@@ -60,17 +56,8 @@ class Verdict:
         return ". ".join(parts)
 
     @property
-    def worst(self) -> str:
-        """The tokens with the largest mismatch: request, position: trainer, reported."""
-        probe = self.probe
-        largest = self.mismatch.nan_to_num(-1.0).argsort(descending=True)[:WORST]
-        return "; ".join(f"{probe.rows[token]}, {probe.positions[token]}:"
-                         f" {self.logprobs[token]:.4f}, {probe.reported[token]:.4f}"
-                         for token in largest)
-
-    @property
     def report(self) -> str:
-        """All hypotheses, each at its best (*: it fits), the worst tokens, and the sentence."""
+        """All hypotheses, each at its best (*: it fits), and the sentence."""
         rows: dict[tuple[Cause, ...], Explanation] = {}
         for each in self.found:
             rows.setdefault(each.causes, each)
@@ -79,12 +66,11 @@ class Verdict:
         for each in rows.values():
             mark = "*" if each.fits else " "
             lines.append(f"{mark}{each.name[:70]:<71} {each.mean:8.1e} {each.allowed:8.1e}")
-        lines += [f"worst tokens (request, position: trainer, reported): {self.worst}",
-                  f"=> {self.sentence}"]
+        lines.append(f"=> {self.sentence}")
         if self.trace.trainer_logprobs:
             own = torch.tensor([*chain(*self.trace.trainer_logprobs)], dtype=torch.float64)
             reported, recomputed = ((own - other.cpu()).abs().mean()
-                                    for other in (self.probe.reported, self.logprobs))
+                                    for other in (self.probe.reported, self.probe.recomputed))
             lines.append(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e}"
                          f" nats to the reported, {recomputed:.1e} to those recomputed here")
         return "\n".join(lines)
@@ -105,36 +91,25 @@ def diagnose(
     Raises: ValueError if a token is outside the vocabulary, or the trainer's own values are NaN.
     """
     probe = Probe(policy, trace, earlier or [], trainer)
-    logprobs = probe.now.rounded[probe.trainer]
-    if logprobs.isnan().any():
+    if probe.recomputed.isnan().any():
         raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
                          " the model's weights")
     found = probe.search()
-    best = found[0]
-    wrong = best.wrong | best.apart
-    wrong_requests = wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else []
-    named = (observed or []) + (_causes(probe, best) if best.fits else [])
+    best, named = found[0], list(observed or [])
+    if best.fits:
+        named += best.causes
+        if probe.trainer.head != torch.float32 and best.readout.head == torch.float32:
+            named.append(causes.HEAD.of("in the trainer"))
+        if best.wrong.any():
+            named.append(causes.WRONG_REQUESTS)
     status = "parity"
     if named:
         status = "mismatch"
     elif not best.fits:
         status = "unexplained"
-    return Verdict(probe, logprobs, status, named, wrong_requests, found)
-
-
-def _causes(probe: Probe, best: Explanation) -> list[Cause]:
-    """The causes of an explanation that fits, and what settings add."""
-    reported, scored = (probe.distributions[each.distribution][1]
-                        for each in (best.readout, probe.trainer))
-    named = [cause for cause in best.causes if cause not in (causes.HEAD, scored)]
-    sides = [side for side, readout in (("engine", best.readout), ("trainer", probe.trainer))
-             if readout.head != torch.float32]
-    if sides:
-        where = "on both sides" if len(sides) == 2 else f"in the {sides[0]}"
-        named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {where}"))
-    if scored and not reported:
-        named.append(scored)  # the engine reports the mask, the trainer has none
-    return named
+    few = best.wrong.sum() <= 0.5 * len(best.wrong)
+    wrong_requests = best.wrong.nonzero()[:, 0].tolist() if few else []
+    return Verdict(probe, status, named, wrong_requests, found)
 
 
 # ---------------------------------------------------------------------------------- a live engine

@@ -25,12 +25,13 @@ MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.np
 
 # By faults that are planted, the causes to be named.
 RAW = "semantics: raw log-probabilities"
+NO_MASK = "semantics: mask or penalties applied by the sampler and not by the trainer"
 STALE = "inference path: weights 1 update(s) old"
 PREFIX = "inference path: prompt KV computed under earlier weights (stale prefix cache)"
 HALF = "numerics: head in 16 bits in the engine"
 EXPECTED = {
-    "trainer without mask": "semantics: mask applied by the sampler and not by the trainer",
-    "trainer without penalties": "semantics: penalties applied by the sampler and not by the trainer",
+    "trainer without mask": NO_MASK,
+    "trainer without penalties": NO_MASK,
     "generation config": "semantics: top_k 5 of generation_config.json in the sampler and not in the trace",
     "stale by 2": "inference path: weights 2 update(s) old",
     "prefix": PREFIX,

@@ -104,7 +104,7 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
 @pytest.mark.parametrize("parallel, status, sentence", [
     (False, 0, "float32: all layers are within their noise floors$"),
     # A difference that nobody planted: vLLM's class does not read `use_parallel_residual`.
-    (True, 1, "float32: layer 0, input of MLP: .* in prefill and decode$"),
+    (True, 1, "float32: layer 0, input of MLP: .*, noise floor "),
 ])  # fmt: skip
 def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(
     tmp_path, capsys, parallel, status, sentence

@@ -8,7 +8,7 @@ under the same hypothesis (`limit`).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ from rollouts import Sampling
 
 TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
-MAX_CAUSES = 2  # of one explanation, beside wrong requests
 MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 # Standard deviations of a fair coin by which the signs of what a 16-bit head changes must agree
 # with the engine's error: its rounding of a slightly different hidden state is only partly the
@@ -65,10 +64,9 @@ class Pass:
     precise: Values  # in twice the precision of the model
     rounded: Values  # in the model's own
     causes: tuple[Cause, ...] = ()
-    of_some: bool = False  # it may hold for some requests: those that it brings closer
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Explanation:
     """A hypothesis and the engine's error against it."""
 
@@ -78,15 +76,16 @@ class Explanation:
     mean_of_right: float  # of the sequences that are not wrong
     trainer_error: float
     allowed: float  # the limit of `mean_of_right`
-    allowed_alone: float  # that of a sequence's mean
     wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
-    enough: bool = True  # False: the causes explain too little
+    enough: bool  # False: the causes explain too little
+
+    @property
+    def few_wrong(self) -> bool:
+        return self.wrong.sum().item() <= 0.5 * len(self.wrong)
 
     @property
     def fits(self) -> bool:
-        """For at least half of the sequences."""
-        few = self.wrong.sum() <= 0.5 * len(self.wrong)
-        return bool(self.enough and few and self.mean_of_right <= self.allowed)
+        return self.enough and self.few_wrong and self.mean_of_right <= self.allowed
 
     @property
     def order(self) -> tuple:
@@ -125,7 +124,7 @@ def distributions_of(sampling: Sampling, model: Any, trainer: str) -> dict[Sampl
 class Probe(Replay):
     """The search in one trace. The arguments are those of `diagnose`."""
 
-    def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights],
+    def __init__(self, policy: Policy, trace: Trace, earlier: Sequence[Weights],
                  trainer: Literal["processed", "temperature"] = "processed"):
         super().__init__(policy, trace)
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
@@ -145,7 +144,8 @@ class Probe(Replay):
         tried = []
         for found in self._passes():
             for readout in found.precise:
-                tried += self._try(found, readout)
+                closer = self._where_closer(found, readout)
+                tried.append(self.explain(closer, readout))
             tried.sort(key=lambda each: each.order)
             best = tried[0]
             if best.fits and not best.wrong.any() and len(best.causes) <= 1:
@@ -166,11 +166,10 @@ class Probe(Replay):
 
     def _forward(self, cause: Cause, weights: Weights, old: Weights | None = None,
                  num_old: Tensor | None = None) -> Pass:
-        """With weights, and in some requests with the first keys and values of old ones."""
+        """With weights, and with the first keys and values of old ones."""
         precise = self._values(twice_precise(self.policy, weights),
                                old and twice_precise(self.policy, old), num_old)
-        rounded = self._values(weights, old, num_old)
-        return Pass(precise, rounded, (cause,), of_some=old is not None)
+        return Pass(precise, self._values(weights, old, num_old), (cause,))
 
     def _values(self, weights: Weights, old: Weights | None = None,
                 num_old: Tensor | None = None) -> Values:
@@ -207,38 +206,34 @@ class Probe(Replay):
         """The engine's error against a hypothesis: (N,)."""
         return self.reported - found.precise[readout]
 
-    def trainer_error(self, found: Pass, readout: Readout) -> Tensor:
-        """That of the trainer's own arithmetic; 0 where both sides rule the token out: (N,)."""
+    def limits(self, found: Pass, readout: Readout) -> tuple[float, float, float]:
+        """The trainer's mean |error|, and the limits of the engine's and of each sequence's."""
         ours, exact = found.rounded[readout], found.precise[readout]
-        return (ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0)
-
-    def explain(self, found: Pass, readout: Readout) -> Explanation:
-        ours = size_of(self.trainer_error(found, readout))
-        mean = ours.nanmean()
+        # 0 where both sides rule the token out.
+        error = size_of((ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0))
+        mean, sequences = error.nanmean(), len(self.lengths)
         # One sequence more, as far from the mean as the RMS of single tokens: few sequences do not
         # show their spread.
-        distance = (self.row_means(ours) - mean).square().sum() + ours.square().nanmean()
-        sequences = len(self.lengths)
+        distance = (self.row_means(error) - mean).square().sum() + error.square().nanmean()
         own = mean.item(), (distance / sequences).sqrt().item()
-        alone = 2 * limit(*own, 1)  # the worst sequence of all is further away than one
-        size = size_of(self.error(found, readout))
-        wrong = self.row_means(size) > alone
-        named = self.distributions[readout.distribution], self.heads[readout.head]
-        return Explanation(
-            causes=(*found.causes, *filter(None, named)), readout=readout,
-            mean=size.nanmean().item(), mean_of_right=size[~wrong[self.rows]].nanmean().item(),
-            trainer_error=own[0], allowed=limit(*own, sequences), allowed_alone=alone, wrong=wrong)
+        # The worst sequence of all is further away than one.
+        return own[0], limit(*own, sequences), 2 * limit(*own, 1)
 
-    def _try(self, found: Pass, readout: Readout) -> list[Explanation]:
-        """The explanation, if its causes are not too many."""
-        if found.of_some:
-            found = self._where_closer(found, readout)
-        each = self.explain(found, readout)
+    def explain(self, found: Pass, readout: Readout) -> Explanation:
+        trainer_error, allowed, allowed_alone = self.limits(found, readout)
+        size = size_of(self.error(found, readout))
+        mean = size.nanmean().item()
+        wrong = self.row_means(size) > allowed_alone
+        changes = self.distributions[readout.distribution], self.heads[readout.head]
+        named = (*found.causes, *filter(None, changes))
+        enough = True
         if readout.head != torch.float32:
-            each.enough = self._signs_agree(found, readout)
-        elif each.causes:
-            each.enough = each.mean <= MOST_LEFT * self.start.mean
-        return [each] if len(each.causes) <= MAX_CAUSES else []
+            enough = self._signs_agree(found, readout)
+        elif named:
+            enough = mean <= MOST_LEFT * self.start.mean
+        mean_of_right = size[~wrong[self.rows]].nanmean().item()
+        return Explanation(named, readout, mean, mean_of_right, trainer_error, allowed, wrong,
+                           enough)
 
     def _signs_agree(self, found: Pass, readout: Readout) -> bool:
         """Has what a 16-bit head changes the signs and the size of the engine's error without?"""

@@ -2,15 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from helpers import ROOT, load_into, move, qwen2, refusal, started
+from helpers import load_into, move, qwen2, refusal, started
 
 from config import ParityFlags
 from probe.__main__ import main
@@ -25,20 +23,18 @@ MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.np
 
 # By faults that are planted, the causes to be named.
 RAW = "semantics: raw log-probabilities"
-NO_MASK = "semantics: mask or penalties applied by the sampler and not by the trainer"
 STALE = "inference path: weights 1 update(s) old"
 PREFIX = "inference path: prompt KV computed under earlier weights (stale prefix cache)"
 HALF = "numerics: head in 16 bits in the engine"
 EXPECTED = {
-    "trainer without mask": NO_MASK,
-    "trainer without penalties": NO_MASK,
+    "no mask": "semantics: mask or penalties applied by the sampler and not by the trainer",
     "generation config": "semantics: top_k 5 of generation_config.json in the sampler and not in the trace",
     "stale by 2": "inference path: weights 2 update(s) old",
     "prefix": PREFIX,
     "head in trainer": "numerics: head in 16 bits in the trainer",
     "head on both sides": "numerics: head in 16 bits on both sides",
-    "raw+stale": f"{STALE}; and {RAW}",
     "raw+prefix": f"{PREFIX}; and {RAW}",
+    "raw+head+prefix": f"{PREFIX}; and {RAW}; and {HALF}",
     "raw+head": f"{RAW}; and {HALF}",
     "head+stale": f"{STALE}; and {HALF}",
 }
@@ -130,10 +126,8 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     prompts = [torch.randint(6, 96, (length,), generator=generator).tolist() for length in lengths]
     seeds = [5000 + 7 * row for row in range(batch)]
     sampling = Sampling(temperature, 40, stop_token_ids=(2, 3, 4, 5), **parameters)
-    if "trainer without mask" in faults:
-        sampling = replace(sampling, top_k=8)
-    if "trainer without penalties" in faults:
-        sampling = replace(sampling, repetition_penalty=1.2, presence_penalty=0.2)
+    if "no mask" in faults:
+        sampling = replace(sampling, top_k=8, repetition_penalty=1.2, presence_penalty=0.2)
     earlier = [policy.copied_weights()]
     if "stale by 2" in faults:
         move(policy, 0.01, 50)
@@ -150,7 +144,7 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
         load_into(engine, policy)
     rollouts = engine.generate(prompts, 1, asked, seeds)
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
-    trainer = "temperature" if faults & {"trainer without mask", "trainer without penalties"} else "processed"
+    trainer = "temperature" if "no mask" in faults else "processed"
     return policy, Trace("planted", rollouts, sampling), earlier, trainer
 
 
@@ -217,11 +211,9 @@ def json_trace(**changes) -> dict:
 @pytest.mark.parametrize("record, complaint", [
     ({}, "'meta' is missing"),
     ({"meta": {"format": 2}}, "meta.format must be 1 (newer ones need a newer probe), got 2"),
-    ([], "list indices must be integers or slices, not str (docs/audit.md has the layout)"),
     (json_trace(tokens=[], logprobs=[]), "g/tokens must have a row for each row of prompt_ids"),
     (json_trace(tokens=[[4, 5.5]]), "g/tokens, row 0 must be token ids, padded with -1 on the right"),
-    (json_trace(tokens=[[4, -3]]), "g/tokens, row 0 must be token ids"),
-    (json_trace(tokens=[4, 5]), "g/tokens, row 0 must be token ids"),
+    (json_trace(tokens=[4]), "g/tokens, row 0 must be token ids"),
     (json_trace(logprobs=[[-0.5, math.nan]]), "g/logprobs, row 0 must have a finite number for each token"),
     (json_trace(logprobs=[[-0.5]]), "g/logprobs, row 0 must have a finite number for each token"),
     (json_trace(sampling={"temperature": -1.0}), "temperature must be in [0.01,"),
@@ -241,15 +233,10 @@ def exit_status(*arguments: str) -> int:
     return stop.value.code
 
 
-def test_diagnose_needs_no_vllm_and_exits_with_0_for_parity():
-    arguments = ["diagnose", "--model", MODEL, DEFAULT, "--group", "t1"]
-    program = f"import sys; sys.modules['vllm'] = None; from probe.__main__ import main; main({arguments!r})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "=> parity" in done.stdout
-
-
 def test_exit_status_is_1_for_a_mismatch_and_the_report_has_its_figures(capsys):
+    """Without the marker `engine`: diagnose needs no vLLM."""
+    assert exit_status("diagnose", "--model", MODEL, DEFAULT, "--group", "t1") == 0
+    assert "=> parity" in capsys.readouterr().out
     assert exit_status("diagnose", "--model", MODEL, DEFAULT, "--group", "t0.7") == 1
     title, _, best, *_, sentence = capsys.readouterr().out.strip().splitlines()
     assert title == "t0.7: 4096 tokens"

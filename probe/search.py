@@ -192,7 +192,7 @@ class Probe(Replay):
 
     def _where_closer(self, found: Pass, readout: Readout) -> Pass:
         """The pass in the requests that it brings closer, and the trainer's own in the others."""
-        gain = self.error(self.now, readout).abs() - self.error(found, readout).abs()
+        gain = size_of(self.error(self.now, readout)) - size_of(self.error(found, readout))
         closer = (self.row_means(gain) > 0)[self.rows]  # (N,)
 
         def choose(one: Values, other: Values) -> Values:

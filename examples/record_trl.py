@@ -45,5 +45,5 @@ class TraceRecorder(TrainerCallback):
         dtype = str(self.trainer.accelerator.unwrap_model(self.trainer.model).dtype)
         meta = {"format": 1, "dtype": dtype.removeprefix("torch."), "step": step}
         group = {"sampling": sampling, "tokens": tokens, "logprobs": reported,
-                 "trainer_logprobs": ours, "versions": [[step] * len(row) for row in tokens]}
+                 "trainer_logprobs": ours}
         return {"meta": meta, "prompt_ids": prompts, "groups": {"trl": group}}

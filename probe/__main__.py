@@ -72,9 +72,7 @@ class Diagnose:
     trainer_head: Literal["float32", "model"] = "float32"
 
     def run(self) -> int:
-        traces = [each for each in load_traces(self.trace) if self.group in (None, each.name)]
-        if not traces:
-            raise ValueError(f"group must be one of the trace's, got {self.group}")
+        traces = groups_of(self.trace, self.group)
         check_model(self.model, traces[0])
         dtype = self.dtype or traces[0].dtype
         policy = load_policy(self.model, dtype, self.trainer_head == "float32")
@@ -100,7 +98,7 @@ class Compare:
     def run(self) -> int:
         load = cache(load_policy)
         words = []
-        for pair in same_workload(*map(load_traces, self.traces), self.group):
+        for pair in same_workload(*(groups_of(path, self.group) for path in self.traces)):
             verdicts = []
             for path, trace in zip(self.traces, pair, strict=True):
                 check_model(self.model, trace)
@@ -110,6 +108,14 @@ class Compare:
             words.append(word)
             print(f"=> {word}: {details}", flush=True)
         return int("worse" in words)
+
+
+def groups_of(path: str, group: str | None) -> list[Trace]:
+    """Every group of the trace, or one. Raises: ValueError if the trace has none of that name."""
+    traces = [each for each in load_traces(path) if group in (None, each.name)]
+    if not traces:
+        raise ValueError(f"group must be one of those in {path}, got {group}")
+    return traces
 
 
 def check_model(path: str, trace: Trace) -> None:

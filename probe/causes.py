@@ -22,36 +22,24 @@ semantics = partial(Cause, "semantics")
 inference = partial(Cause, "inference path")
 numerics = partial(Cause, "numerics")
 
-ALONE = "send these requests again, each alone"
 RAW = semantics("raw log-probabilities",
                 'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
 HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
                    "name every sampling parameter in every request;"
                    ' generation_config="vllm" (--parity.uncached-runtime)')
-NO_MASK = semantics("{} applied by the sampler and not by the trainer",
+NO_MASK = semantics("mask or penalties applied by the sampler and not by the trainer",
                     "sample without it, or score the processed distribution in the trainer too"
                     " (a mask: --parity.sampling-mask)")
 
 PREFIX = inference("prompt KV computed under earlier weights (stale prefix cache)",
                    "enable_prefix_caching=False, or reset_prefix_cache() at each load"
                    " (--parity.uncached-runtime)")
-KEPT = inference("KV kept over an in-flight update", "no backend fix: these values belong to no"
-                 " single set of weights; correct them with TIS")
-RECOMPUTED = inference("in-flight update with KV recomputed under the new weights",
-                       "no backend fix: score each token under the weights of its own version")
-MISLABELLED = inference(
-    "weight versions one token off at an update (async scheduling)",
-    "enable_prefix_caching=False, async_scheduling=False (--parity.uncached-runtime)")
 STALE = inference("weights {} update(s) old", "load every tensor before sampling, or diagnose with"
                   " the weights that have sampled (--model)")
 WRONG_REQUESTS = inference("wrong requests among right ones",
-                           f"match responses to prompts by request id, or {ALONE}")
-NOT_FINITE = inference("log-probabilities that are not finite", ALONE)
+                           "match responses to prompts by request id, or send these again, alone")
 
-HEAD = numerics("head in 16 bits", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
+HEAD = numerics("head in 16 bits {}", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
                 ' "float32"} in vLLM (--parity.fp32-head)')
-ROUNDED = numerics("linear layers rounded to {}, one scale for each output channel",
-                   "load the weights as they are, or correct for the difference"
-                   " (--rollout-weights, --tis)")
 ROUTER = numerics("router: {:.1%} of tokens and layers have other experts, more than by rounding",
                   "compare the routers' weights and dtype on both sides; --replay-routes hides it")

@@ -18,16 +18,17 @@ def change(one: Verdict, two: Verdict) -> tuple[str, str]:
         word = "better"
     became = one.blamed if one.blamed == two.blamed else f"{one.blamed} became {two.blamed}"
     sizes = [f"{old} -> {new}" for old, new in zip(one.sizes, two.sizes, strict=True)]
-    settings = changed_settings(flat(one.trace.meta), flat(two.trace.meta))
+    settings = changed_settings(flat(one.probe.trace.meta), flat(two.probe.trace.meta))
     return word, f"{became}, {FIGURES.format(*sizes)}; with it changed {settings}."
 
 
 def is_worse(one: Verdict, two: Verdict) -> bool:
     """Whether `two` has a worse status, a new cause, or a larger error."""
+    before, after = one.probe.start, two.probe.start
     known = {each.name for each in one.causes}
     new = one.status != "unexplained" and any(each.name not in known for each in two.causes)
     return (ORDER.index(two.status) > ORDER.index(one.status) or new
-            or two.start.mean > max(one.start.allowed, TIMES * one.start.mean))
+            or after.mean > max(before.allowed, TIMES * before.mean))
 
 
 def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -46,16 +47,14 @@ def flat(meta: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def same_workload(before: list[Trace], after: list[Trace],
-                  group: str | None) -> list[tuple[Trace, Trace]]:
+def same_workload(before: list[Trace], after: list[Trace]) -> list[tuple[Trace, Trace]]:
     """The groups of both traces in pairs. Raises: ValueError if the workloads differ."""
     first, second = ({each.name: each for each in traces} for traces in (before, after))
-    names = [group] if group else sorted(first.keys() | second.keys())
-    if not first.keys() & second.keys() >= set(names):
-        raise ValueError(f"both traces must have {', '.join(names)}, the first has"
-                         f" {', '.join(first)}, the second {', '.join(second)}; try --group")
-    for name in names:
+    if first.keys() != second.keys():
+        raise ValueError(f"both traces must have the same groups, the first has {', '.join(first)},"
+                         f" the second {', '.join(second)}; try --group")
+    for name in first:
         if first[name].workload != second[name].workload:
             raise ValueError("the traces must be of one workload, the prompts or the sampling of"
                              f" {name} differ")
-    return [(first[name], second[name]) for name in names]
+    return [(first[name], second[name]) for name in first]

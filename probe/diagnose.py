@@ -1,23 +1,22 @@
 """The verdict on one trace: layer, cause and repair of its mismatch, or "unexplained"."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from engine_adapter import Engine
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights
-from probe.search import Explanation, Probe
+from probe.search import Explanation, Probe, size_of
 from probe.traces import Trace, first_tokens, save_trace
 from rl import Policy
 from rollouts import Rollout, Sampling
 
-WORST = 10  # tokens listed
 FIGURES = "mean |mismatch| {} nats, error of the engine {}, of the trainer {}"
 
 
@@ -27,18 +26,15 @@ class Verdict:
     """What the probe found in one trace."""
 
     probe: Probe
-    logprobs: Tensor  # (N,) the trainer's
     status: Literal["parity", "mismatch", "unexplained"]
     causes: list[Cause]  # none: parity or unexplained
-    requests: dict[str, list[int]]  # rows of the trace by finding
     found: list[Explanation]  # all hypotheses tried, the best first
 
     def __post_init__(self):
-        self.trace, self.start = self.probe.trace, self.probe.start
-        apart = (self.logprobs - self.probe.reported).abs()
-        self.mismatch = apart.where(apart.isfinite(), math.nan)  # (N,)
-        mean = self.mismatch.nanmean().nan_to_num(math.inf).item()
-        self.sizes = [f"{size:.1e}" for size in (mean, self.start.mean, self.start.trainer_error)]
+        probe = self.probe
+        mismatch = size_of(probe.recomputed - probe.reported).nanmean().item()
+        sizes = mismatch, probe.start.mean, probe.start.trainer_error
+        self.sizes = [f"{size:.1e}" for size in sizes]
         self.figures = FIGURES.format(*self.sizes)
         named = "; and ".join(f"{cause.layer}: {cause.name}" for cause in self.causes)
         self.blamed = named or self.status
@@ -55,37 +51,29 @@ class Verdict:
             if not self.probe.earlier:
                 parts.append("Not tested without earlier weights (--earlier): old weights and KV")
             parts.append("Next: python -m probe layers says which layer of the model differs")
-        for finding, rows in self.requests.items():
-            if rows:
-                parts.append(f"Requests {finding}: {', '.join(map(str, rows))}")
+        best = self.found[0]
+        if best.wrong.any() and best.few_wrong:
+            rows = best.wrong.nonzero()[:, 0].tolist()
+            parts.append(f"Requests wrong: {', '.join(map(str, rows))}")
         return ". ".join(parts)
 
     @property
-    def worst(self) -> str:
-        """The tokens with the largest mismatch: request, position: trainer, reported."""
-        probe = self.probe
-        largest = self.mismatch.nan_to_num(-1.0).argsort(descending=True)[:WORST]
-        return "; ".join(f"{probe.rows[token]}, {probe.positions[token]}:"
-                         f" {self.logprobs[token]:.4f}, {probe.reported[token]:.4f}"
-                         for token in largest)
-
-    @property
     def report(self) -> str:
-        """All hypotheses, each at its best (*: it fits), the worst tokens, and the sentence."""
+        """All hypotheses, each at its best (*: it fits), and the sentence."""
         rows: dict[tuple[Cause, ...], Explanation] = {}
         for each in self.found:
             rows.setdefault(each.causes, each)
-        lines = [f"{self.trace.name}: {self.trace.num_tokens} tokens",
+        trace, probe = self.probe.trace, self.probe
+        lines = [f"{trace.name}: {len(probe.reported)} tokens",
                  f"{'hypothesis':<72} {'error':>8} {'limit':>8}"]
         for each in rows.values():
             mark = "*" if each.fits else " "
             lines.append(f"{mark}{each.name[:70]:<71} {each.mean:8.1e} {each.allowed:8.1e}")
-        lines += [f"worst tokens (request, position: trainer, reported): {self.worst}",
-                  f"=> {self.sentence}"]
-        if self.trace.trainer_logprobs:
-            own = torch.tensor([*chain(*self.trace.trainer_logprobs)], dtype=torch.float64)
+        lines.append(f"=> {self.sentence}")
+        if trace.trainer_logprobs:
+            own = torch.tensor([*chain(*trace.trainer_logprobs)], dtype=torch.float64)
             reported, recomputed = ((own - other.cpu()).abs().mean()
-                                    for other in (self.probe.reported, self.logprobs))
+                                    for other in (probe.reported, probe.recomputed))
             lines.append(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e}"
                          f" nats to the reported, {recomputed:.1e} to those recomputed here")
         return "\n".join(lines)
@@ -93,8 +81,8 @@ class Verdict:
 
 @torch.no_grad()
 def diagnose(
-    policy: Policy, trace: Trace, earlier: list[Weights] | None = None,
-    trainer: Literal["processed", "temperature"] = "processed", observed: list[Cause] | None = None,
+    policy: Policy, trace: Trace, earlier: Sequence[Weights] = (),
+    trainer: Literal["processed", "temperature"] = "processed", observed: Sequence[Cause] = (),
 ) -> Verdict:
     """Explain the difference between a trace and the trainer's own log-probabilities of its tokens.
 
@@ -105,40 +93,24 @@ def diagnose(
 
     Raises: ValueError if a token is outside the vocabulary, or the trainer's own values are NaN.
     """
-    probe = Probe(policy, trace, earlier or [], trainer)
-    logprobs = probe.now.rounded[probe.trainer]
-    if logprobs.isnan().any():
+    probe = Probe(policy, trace, earlier, trainer)
+    if probe.recomputed.isnan().any():
         raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
                          " the model's weights")
     found = probe.search()
-    best = found[0]
-    wrong = best.wrong | best.apart
-    requests = {
-        "wrong": wrong.nonzero()[:, 0].tolist() if wrong.sum() <= 0.5 * len(wrong) else [],
-        "not finite": probe.rows[probe.reported.isnan()].unique().tolist()}
-    named = (observed or []) + (_causes(probe, best) if best.fits else [])
-    named += [causes.NOT_FINITE] * bool(requests["not finite"])
+    best, named = found[0], list(observed)
+    if best.fits:
+        named += best.causes
+        if probe.trainer.head != torch.float32 and best.readout.head == torch.float32:
+            named.append(causes.HEAD.of("in the trainer"))
+        if best.wrong.any():
+            named.append(causes.WRONG_REQUESTS)
     status = "parity"
     if named:
         status = "mismatch"
     elif not best.fits:
         status = "unexplained"
-    return Verdict(probe, logprobs, status, named, requests, found)
-
-
-def _causes(probe: Probe, best: Explanation) -> list[Cause]:
-    """The causes of an explanation that fits, and what settings add."""
-    reported, scored = (probe.distributions[each.distribution][1]
-                        for each in (best.readout, probe.trainer))
-    named = [cause for cause in best.causes if cause not in (causes.HEAD, scored)]
-    sides = [side for side, readout in (("engine", best.readout), ("trainer", probe.trainer))
-             if readout.head != torch.float32]
-    if sides:
-        where = "on both sides" if len(sides) == 2 else f"in the {sides[0]}"
-        named.append(replace(causes.HEAD, name=f"{causes.HEAD.name} {where}"))
-    if scored and not reported:
-        named.append(scored)  # the engine reports the mask, the trainer has none
-    return named
+    return Verdict(probe, status, named, found)
 
 
 # ---------------------------------------------------------------------------------- a live engine
@@ -195,19 +167,19 @@ class StepProbe:
         A step is probed if it is planned or its metrics exceed ALARMS. Writes step_N.npz (the
         trace) and step_N.txt (the report) to the run's folder `probe` and prints a line.
         """
-        measure, number, exceeded = self.run.config.measure, step.metrics["step"], []
-        if measure.probe_on_alarm:
-            exceeded = alarms(step.metrics, self.run.config.grpo.clip[1])
+        measure, number = self.run.config.measure, step.metrics["step"]
+        exceeded = alarms(step.metrics, self.run.config.grpo.clip[1])
         planned = measure.probe_every and (number - 1) % measure.probe_every == 0
         status = {}
-        if exceeded or planned:
-            why = f"alarm of {', '.join(exceeded)}" if exceeded else "as planned"
-            status = self._probe(step, f"probe after step {number} ({why})")
+        if planned or (exceeded and measure.probe_on_alarm):
+            status = self._probe(step, exceeded)
         self.weights = [self.policy.copied_weights(), self.weights[0]]
         return status
 
-    def _probe(self, step: Any, title: str) -> dict[str, str]:
-        run, current = self.run, step.current
+    def _probe(self, step: Any, exceeded: list[str]) -> dict[str, str]:
+        run, current, number = self.run, step.current, step.metrics["step"]
+        why = f"alarm of {', '.join(exceeded)}" if exceeded else "as planned"
+        title = f"probe after step {number} ({why})"
         rollouts = [_sampled_part(rollout) for rollout, mask
                     in zip(current.rollouts, current.mask, strict=True) if mask.any()]
         if not rollouts:
@@ -216,12 +188,12 @@ class StepProbe:
         trace = as_trace(self.engine, rollouts, replace(run.sampling, max_kept=0))
         scored = "processed" if run.sampling.max_kept else "temperature"
         observed = []
-        if "router_noise" in alarms(step.metrics, NARROW_CLIP):
+        if "router_noise" in exceeded:
             observed = [causes.ROUTER.of(step.metrics["routed_otherwise"])]
         weights, *earlier = self.weights
         with self.policy.using(weights):
             verdict = diagnose(self.policy, trace, earlier, trainer=scored, observed=observed)
-        path = run.out / "probe" / f"step_{step.metrics['step']:06d}"
+        path = run.out / "probe" / f"step_{number:06d}"
         path.parent.mkdir(parents=True, exist_ok=True)
         save_trace(f"{path}.npz", trace)
         path.with_suffix(".txt").write_text(f"{title}\n{verdict.report}\n")

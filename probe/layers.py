@@ -7,6 +7,7 @@ earlier fault cannot hide a later one.
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -72,7 +73,7 @@ def collect(points: dict[str, Point], run: Callable[[], Any],
             states.copy_(given[place].view_as(states))
 
     def enter(place: str, _module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         visit(place, next(each for each in tensors if each.is_floating_point()))
 
     def leave(place: str, _module: Module, _args: tuple, output: Any) -> None:
@@ -80,18 +81,14 @@ def collect(points: dict[str, Point], run: Callable[[], Any],
             visit(place + SUMMED, output[0] + output[1])
         visit(place, output if isinstance(output, Tensor) else output[0])
 
-    hooks = []
-    for place, (module, kind) in points.items():
-        if kind == "entering":
-            hook = module.register_forward_pre_hook(partial(enter, place), with_kwargs=True)
-        else:
-            hook = module.register_forward_hook(partial(leave, place))
-        hooks.append(hook)
-    try:
+    with ExitStack() as hooks:
+        for place, (module, kind) in points.items():
+            if kind == "entering":
+                hook = module.register_forward_pre_hook(partial(enter, place), with_kwargs=True)
+            else:
+                hook = module.register_forward_hook(partial(leave, place))
+            hooks.callback(hook.remove)
         result = run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     return result, {place: torch.cat(parts) for place, parts in seen.items()}
 
 
@@ -110,7 +107,7 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]],
     ours, theirs = find_modules(policy.model.base_model, count), find_modules(model, count)
     trainers = {place: ours[place] for place in ours if place in theirs}
     engines = {place: theirs[place] for place in trainers}
-    figures, positions, decoded = [], [], []
+    figures, positions = [], []
     twice = twice_precise(policy, dict(policy.model.named_parameters()))
     for seed, prompt in enumerate(prompts):
         run = partial(engine.generate, [prompt], 1, sampling, [seed])
@@ -118,11 +115,8 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]],
         ids = (prompt + rollout.token_ids)[:-1]
         figures.append(_differences(policy, twice, trainers, ids, states))
         positions.append(torch.arange(len(ids)))
-        decoded.append(positions[-1] >= len(prompt))
     order = torch.cat(positions).argsort()
-    decoded = torch.cat(decoded)[order]
-    phases = {"prefill": order[~decoded], "decode": order[decoded]}
-    return [{"title": place} | _row(phases, *torch.cat([each[place] for each in figures], dim=1))
+    return [_row(place, *torch.cat([each[place] for each in figures], dim=1)[:, order])
             for place in figures[0]]
 
 
@@ -155,16 +149,12 @@ def _differences(policy: Policy, twice: dict[str, Tensor], points: dict[str, Poi
     return dict(zip(alone, figures, strict=True))
 
 
-def _row(phases: dict[str, Tensor], difference: Tensor, floor: Tensor) -> dict[str, Any]:
-    """The figures of one place from those of N tokens, (N,) each; `phases` has ordered tokens."""
-    worst = {}
-    for phase, tokens in phases.items():
-        floors = (difference / floor)[tokens].clamp(max=MOST)
-        blocks = floors.tensor_split(len(tokens) // BLOCK or 1)
-        worst[phase] = max(block.mean().item() for block in blocks)
-    return {"difference": difference.mean().item(), "floor": floor.mean().item(),
-            "floors": max(worst.values()),
-            "beyond": [phase for phase, mean in worst.items() if mean > FLOORS]}
+def _row(place: str, difference: Tensor, floor: Tensor) -> dict[str, Any]:
+    """The figures of one place from those of N tokens in the order of their positions, (N,)."""
+    floors = (difference / floor).clamp(max=MOST)
+    worst = max(block.mean().item() for block in floors.tensor_split(len(floors) // BLOCK or 1))
+    return {"title": place, "difference": difference.mean().item(), "floor": floor.mean().item(),
+            "floors": worst, "beyond": worst > FLOORS}
 
 
 def report(rows: list[dict[str, Any]], title: str) -> str:
@@ -172,8 +162,8 @@ def report(rows: list[dict[str, Any]], title: str) -> str:
     lines = [f"{'place':<28} {'differs':>8} {'floor':>8} floors"]
     for row in rows:
         lines.append(f"{row['title']:<28} {row['difference']:8.1e} {row['floor']:8.1e}"
-                     f" {row['floors']:6.2f}{' *' * bool(row['beyond'])}")
-    beyond = [f"{row['title']}: {row['difference']:.1e}, noise floor {row['floor']:.1e}, in"
-              f" {' and '.join(row['beyond'])}" for row in rows if row["beyond"]]
+                     f" {row['floors']:6.2f}{' *' * row['beyond']}")
+    beyond = [f"{row['title']}: {row['difference']:.1e}, noise floor {row['floor']:.1e}"
+              for row in rows if row["beyond"]]
     first = next(iter(beyond), "all layers are within their noise floors")
     return "\n".join([*lines, f"=> {title}: {first}"])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,18 +80,18 @@ def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
         policy.model.set_experts_implementation(usual)
 
 
-def _recomputed(policy: Policy, batch: Batch, grpo: GrpoConfig, micro_batch_tokens: int) -> Tensor:
-    """The log-probabilities in the minibatches of the update, with other micro-batches: (B, T)."""
-    has_signal = batch.advantages.any(dim=1).cpu()
-    minibatches = batch.minibatches(has_signal, grpo.num_minibatches, micro_batch_tokens)
-    return frozen_logprobs(policy, batch, minibatches)
-
-
 def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
-    """`old_logprobs` minus their recomputation along the second path: (B, T)."""
+    """The log-probabilities minus those along the second path, with smaller micro-batches: (B, T).
+    """
+    has_signal = batch.advantages.any(dim=1).cpu()
+
+    def recomputed(micro_batch_tokens: int) -> Tensor:
+        minibatches = batch.minibatches(has_signal, grpo.num_minibatches, micro_batch_tokens)
+        return frozen_logprobs(policy, batch, minibatches)
+
+    usual = recomputed(grpo.micro_batch_tokens)
     with rounded_otherwise(policy):
-        other = _recomputed(policy, batch, grpo, -(-grpo.micro_batch_tokens // 3))
-    return batch.old_logprobs - other
+        return usual - recomputed(-(-grpo.micro_batch_tokens // 3))
 
 
 def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, float]:
@@ -100,12 +99,11 @@ def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, f
 
     In nats: the mismatch that rounding alone would cause.
     """
-    batch, grpo = step.batch, config.grpo
+    batch = step.batch
     planned = (step.metrics["step"] - 1) % config.measure.self_noise_every == 0
     if not planned or not batch.mask.any():  # --mask-truncated may leave no token
         return {}
-    logprobs = _recomputed(policy, batch, grpo, grpo.micro_batch_tokens)
-    noise = self_noise(policy, replace(batch, old_logprobs=logprobs), grpo)
+    noise = self_noise(policy, batch, config.grpo)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],
             "self_noise_max": metrics["mismatch_max"]}

@@ -3,7 +3,6 @@
 All values are flat: N response tokens of B sequences, row after row. Log-probabilities in nats.
 """
 
-import math
 from dataclasses import replace
 
 import torch
@@ -41,8 +40,7 @@ class Replay:
         self.targets = batch.targets[self.response]  # (N,)
         # Not from the batch, whose log-probabilities are float32.
         values = [value for rollout in trace.rollouts for value in rollout.logprobs]
-        reported = torch.tensor(values, dtype=torch.float64, device=self.device)  # (N,)
-        self.reported = reported.where(reported.isfinite(), math.nan)
+        self.reported = torch.tensor(values, dtype=torch.float64, device=self.device)  # (N,)
         self.lengths = self.response.sum(dim=1)  # (B,)
         self.rows_per_pass = max(1, MICRO_BATCH_TOKENS // self.inputs.shape[1])
 
@@ -58,19 +56,19 @@ class Replay:
         """Hidden states in the precision of `weights`: (N, H).
 
         With `old`, the KV cache of row b's first `num_old[b]` inputs, (B,), is that of old weights.
-        Tokens predicted from within these inputs get zeros.
+        These inputs are a part of the prompt.
         """
         from transformers import DynamicCache
 
         if num_old is None:
             num_old = torch.zeros_like(self.lengths)
-        model, longest = self.policy.model, self.inputs.shape[1]
+        model = self.policy.model
         name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
         kind = next(iter(weights.values())).dtype
         hidden = torch.zeros(*self.inputs.shape, self.policy.head.weight.shape[1], dtype=kind,
                              device=self.device)
         with precisely(self.policy, weights):
-            for prefix in num_old[num_old < longest].unique().tolist():
+            for prefix in num_old.unique().tolist():
                 for rows in (num_old == prefix).nonzero()[:, 0].split(self.rows_per_pass):
                     ids, cached = self.inputs[rows], {"use_cache": False}
                     if prefix:
@@ -112,7 +110,7 @@ class Replay:
 
     # ------------------------------------------------------------------------------ per sequence
     def row_means(self, values: Tensor) -> Tensor:
-        """Means of (N,) over the tokens of each row without NaN: (B,), 0 for a row of NaN."""
+        """Means of (N,) over the tokens of each row without NaN: (B,)."""
         known = ~values.isnan()
         means = values.new_zeros(len(self.lengths))
         return means.scatter_reduce(0, self.rows[known], values[known], "mean", include_self=False)

@@ -8,15 +8,13 @@ under the same hypothesis (`limit`).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from config import has_sampling_mask
-from extras.rounded_weights import linear_layers, rounded
 from probe import causes
 from probe.causes import Cause
 from probe.noise import twice_precise
@@ -27,14 +25,12 @@ from rollouts import Sampling
 
 TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
-MAX_CAUSES = 2  # of one explanation, beside wrong requests
 MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 # Standard deviations of a fair coin by which the signs of what a 16-bit head changes must agree
 # with the engine's error: its rounding of a slightly different hidden state is only partly the
 # same, so that it may leave the mean error as it is.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
-ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 NEUTRAL = dict(top_k=0, top_p=1.0, min_p=0.0) | NO_PENALTIES  # fields of a Sampling
 
@@ -52,10 +48,10 @@ def limit(mean: float, spread: float, sequences: int) -> float:
 # ---------------------------------------------------------------------------------- hypotheses
 @dataclass(frozen=True)
 class Readout:
-    """How reported values follow from a forward pass; each change of a default is a cause."""
+    """How reported values follow from a forward pass."""
 
-    distribution: str = "processed"  # a key of Probe.distributions
-    head: torch.dtype = torch.float32  # or the model's
+    distribution: Sampling
+    head: torch.dtype  # float32, or the model's
 
 
 Values = dict[Readout, Tensor]  # log-probabilities (N,)
@@ -68,35 +64,35 @@ class Pass:
     precise: Values  # in twice the precision of the model
     rounded: Values  # in the model's own
     causes: tuple[Cause, ...] = ()
-    of_some: bool = False  # it may hold for some requests: those that it brings closer
-    merged: bool = False  # from two others; among equals these come last
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Explanation:
     """A hypothesis and the engine's error against it."""
 
     causes: tuple[Cause, ...]
-    found: Pass
     readout: Readout
     mean: float  # |reported - computed|
+    mean_of_right: float  # of the sequences that are not wrong
     trainer_error: float
-    allowed: float  # the limit of `mean`
-    allowed_alone: float  # that of a sequence's mean
+    allowed: float  # the limit of `mean_of_right`
     wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
-    apart: Tensor  # (B,) bool: sequences left out as wrong requests
-    enough: bool = True  # False: the causes explain too little
+    enough: bool  # False: the causes explain too little
+
+    @property
+    def few_wrong(self) -> bool:
+        return self.wrong.sum().item() <= 0.5 * len(self.wrong)
 
     @property
     def fits(self) -> bool:
-        return self.enough and not self.wrong.any() and self.mean <= self.allowed
+        return self.enough and self.few_wrong and self.mean_of_right <= self.allowed
 
     @property
     def order(self) -> tuple:
-        """Sort key: those that fit first, by fewest causes, not merged, smallest error."""
+        """Sort key: those that fit first, for all sequences, by fewest causes, smallest error."""
         if not self.fits:
             return True, self.mean
-        return False, len(self.causes), self.found.merged, self.mean
+        return False, self.wrong.any().item(), len(self.causes), self.mean
 
     @property
     def name(self) -> str:
@@ -110,23 +106,17 @@ def size_of(error: Tensor) -> Tensor:
     return error.abs().masked_fill(outside, math.nan if few else 1.0)
 
 
-def distributions_of(sampling: Sampling, model: Any,
-                     trainer: str) -> dict[str, tuple[Sampling, Cause | None]]:
-    """The sampled distribution, and those that an engine may report or draw from instead."""
-    found = {"processed": (sampling, None)}
+def distributions_of(sampling: Sampling, model: Any, trainer: str) -> dict[Sampling, Cause | None]:
+    """What the trainer scores, and what an engine may report instead, with the cause of that."""
     alone = replace(sampling, **NEUTRAL)
-    if trainer == "temperature" and alone != sampling:
-        what = "mask" if has_sampling_mask(sampling) else "penalties"
-        found["temperature"] = alone, causes.NO_MASK.of(what)
-    raw = replace(alone, temperature=float(sampling.temperature > 0))
-    if raw not in [other for other, _ in found.values()]:
-        found["raw"] = raw, causes.RAW
+    found = {alone if trainer == "temperature" else sampling: None}
+    found.setdefault(sampling, causes.NO_MASK)
+    found.setdefault(replace(alone, temperature=float(sampling.temperature > 0)), causes.RAW)
     config = model.generation_config.to_diff_dict()
     hidden = {name: config[name] for name, neutral in NEUTRAL.items()
-              if getattr(sampling, name) == neutral != config.get(name, neutral)}
-    for some in [hidden] * bool(hidden) + [{name: value} for name, value in hidden.items()]:
-        shown = ", ".join(f"{name} {value}" for name, value in some.items())
-        found[shown] = replace(sampling, **some), causes.HIDDEN.of(shown)
+              if name in config and getattr(sampling, name) == neutral}
+    shown = ", ".join(f"{name} {value}" for name, value in hidden.items())
+    found.setdefault(replace(sampling, **hidden), causes.HIDDEN.of(shown))
     return found
 
 
@@ -134,84 +124,52 @@ def distributions_of(sampling: Sampling, model: Any,
 class Probe(Replay):
     """The search in one trace. The arguments are those of `diagnose`."""
 
-    def __init__(self, policy: Policy, trace: Trace, earlier: list[Weights],
+    def __init__(self, policy: Policy, trace: Trace, earlier: Sequence[Weights],
                  trainer: Literal["processed", "temperature"] = "processed"):
         super().__init__(policy, trace)
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
-        self.earlier = dict(enumerate(earlier, 1))  # by updates since then
+        self.earlier = earlier
         self.distributions = distributions_of(trace.sampling, policy.model, trainer)
-        self.heads = dict.fromkeys((torch.float32, policy.model.dtype))
-        scored = "temperature" if "temperature" in self.distributions else "processed"
-        head = torch.float32 if policy.scoring.fp32_head else policy.model.dtype
-        self.trainer = Readout(scored, head=head)
+        scored, fp32_head = next(iter(self.distributions)), policy.scoring.fp32_head
+        where = "in the engine" if fp32_head else "on both sides"
+        self.heads = {policy.model.dtype: causes.HEAD.of(where)} | {torch.float32: None}
+        self.trainer = Readout(scored, torch.float32 if fp32_head else policy.model.dtype)
         precise = self._values(twice_precise(policy, self.weights))
         self.now = Pass(precise, self._read(self.as_trained()))
-        self.start = self.explain(self.now, Readout())
-        self.found: list[Explanation] = []
+        self.recomputed = self.now.rounded[self.trainer]  # (N,) the trainer's log-probabilities
+        self.start = self.explain(self.now, Readout(scored, torch.float32))
 
     def search(self) -> list[Explanation]:
-        """Tries pass after pass until one cause explains the trace. Returns all, the best first.
-
-        If nothing explains it, a few requests may be wrong.
-        """
-        self._try(self.now, Readout())
+        """Tries pass after pass until one cause explains the trace. Returns all, the best first."""
+        tried = []
         for found in self._passes():
-            if any(each.fits and len(each.causes) <= 1 for each in self.found):
+            for readout in found.precise:
+                closer = self._where_closer(found, readout)
+                tried.append(self.explain(closer, readout))
+            tried.sort(key=lambda each: each.order)
+            best = tried[0]
+            if best.fits and not best.wrong.any() and len(best.causes) <= 1:
                 break
-            for readout in self.now.precise:
-                self._try(found, readout)
-                if found.of_some:
-                    gain = self.error(self.now, readout).abs() - self.error(found, readout).abs()
-                    closer = self.row_means(gain) > 0  # (B,)
-                    merged = merge(closer[self.rows], found, self.now, found.causes)
-                    self._try(merged, readout)
-        if not any(each.fits for each in self.found):
-            self.found += self._few_wrong()
-        return sorted(self.found, key=lambda each: each.order)
+        return tried
 
     # ------------------------------------------------------------------------------ passes
     def _passes(self) -> Iterator[Pass]:
         """Weights and KV caches, cheap ones first."""
         yield self.now
-        for kind in ROUNDINGS:
-            weights = {name: rounded(each.weight.detach(), kind)
-                       for name, each in linear_layers(self.policy.model).items()}
-            yield self._forward(self.weights | weights, causes.ROUNDED.of(kind))
-        for updates, weights in self.earlier.items():
-            old = self._forward(weights, causes.STALE.of(updates), of_some=True)
-            yield old
-            yield from self._stale_prefixes(weights)
-            yield from self._in_flight(old, weights)
+        for updates, weights in enumerate(self.earlier, 1):
+            yield self._forward(causes.STALE.of(updates), weights)
+            for block in BLOCK_SIZES:  # of the prompt, computed under the old weights
+                # (B,) a full hit leaves one token to compute.
+                prefix = (self.prompt_lengths - 1) // block * block
+                if prefix.any():
+                    yield self._forward(causes.PREFIX, self.weights, weights, prefix)
 
-    def _stale_prefixes(self, weights: Weights) -> Iterator[Pass]:
-        """Keys and values of whole blocks of the prompt, computed under old weights."""
-        for block in BLOCK_SIZES:
-            # (B,) a full hit leaves one token to compute.
-            prefix = (self.prompt_lengths - 1) // block * block
-            if prefix.any():
-                yield self._forward(self.weights, causes.PREFIX, of_some=True, old=weights,
-                                    num_old=prefix)
-
-    def _in_flight(self, old: Pass, weights: Weights) -> Iterator[Pass]:
-        """An update where the trace's versions change, or one token later (async scheduling)."""
-        versions = [rollout.versions for rollout in self.trace.rollouts]
-        newest = max(map(max, filter(None, versions)), default=0)
-        before = self.lengths.new_tensor([len(each) - each.count(newest)
-                                          for each in versions])  # (B,) tokens of older weights
-        for late in (0, 1) if before.any() else ():
-            count = torch.where(before > 0, before + late, 0).minimum(self.lengths)
-            inputs = torch.where(before > 0, self.prompt_lengths + count - 1, 0)
-            kept = self._forward(self.weights, old=weights, num_old=inputs)
-            for cause, then in ((causes.RECOMPUTED, self.now), (causes.KEPT, kept)):
-                named = (cause, causes.MISLABELLED)[: 1 + late]
-                yield merge(self.positions < count[self.rows], old, then, named)
-
-    def _forward(self, weights: Weights, *named: Cause, of_some: bool = False,
-                 old: Weights | None = None, num_old: Tensor | None = None) -> Pass:
+    def _forward(self, cause: Cause, weights: Weights, old: Weights | None = None,
+                 num_old: Tensor | None = None) -> Pass:
         """With weights, and with the first keys and values of old ones."""
         precise = self._values(twice_precise(self.policy, weights),
                                old and twice_precise(self.policy, old), num_old)
-        return Pass(precise, self._values(weights, old, num_old), named, of_some)
+        return Pass(precise, self._values(weights, old, num_old), (cause,))
 
     def _values(self, weights: Weights, old: Weights | None = None,
                 num_old: Tensor | None = None) -> Values:
@@ -227,48 +185,55 @@ class Probe(Replay):
             projection = policy.projection(1.0, torch.promote_types(states.dtype, head))
             for part in projection.parts(len(states)):
                 logits, _ = projection.logits(states[part], policy.head.weight, policy.head_bias)
-                for name, (sampling, _) in self.distributions.items():
+                for sampling in self.distributions:
                     logprobs = self.logprobs(logits, sampling, part)
-                    values[Readout(name, head)].append(logprobs)
+                    values[Readout(sampling, head)].append(logprobs)
         return {readout: torch.cat(parts).double() for readout, parts in values.items()}
+
+    def _where_closer(self, found: Pass, readout: Readout) -> Pass:
+        """The pass in the requests that it brings closer, and the trainer's own in the others."""
+        gain = size_of(self.error(self.now, readout)) - size_of(self.error(found, readout))
+        closer = (self.row_means(gain) > 0)[self.rows]  # (N,)
+
+        def choose(one: Values, other: Values) -> Values:
+            return {each: torch.where(closer, one[each], other[each]) for each in one}
+
+        return Pass(choose(found.precise, self.now.precise),
+                    choose(found.rounded, self.now.rounded), found.causes)
 
     # ------------------------------------------------------------------------------ explanations
     def error(self, found: Pass, readout: Readout) -> Tensor:
         """The engine's error against a hypothesis: (N,)."""
         return self.reported - found.precise[readout]
 
-    def trainer_error(self, found: Pass, readout: Readout) -> Tensor:
-        """That of the trainer's own arithmetic; 0 where both sides rule the token out: (N,)."""
+    def limits(self, found: Pass, readout: Readout) -> tuple[float, float, float]:
+        """The trainer's mean |error|, and the limits of the engine's and of each sequence's."""
         ours, exact = found.rounded[readout], found.precise[readout]
-        return (ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0)
-
-    def explain(self, found: Pass, readout: Readout, apart: Tensor | None = None) -> Explanation:
-        ours = size_of(self.trainer_error(found, readout))
-        mean = ours.nanmean()
+        # 0 where both sides rule the token out.
+        error = size_of((ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0))
+        mean, sequences = error.nanmean(), len(self.lengths)
         # One sequence more, as far from the mean as the RMS of single tokens: few sequences do not
         # show their spread.
-        distance = (self.row_means(ours) - mean).square().sum() + ours.square().nanmean()
-        own = mean.item(), (distance / len(self.lengths)).sqrt().item()
-        if apart is None:
-            apart = torch.zeros_like(self.lengths, dtype=torch.bool)
-        size = size_of(self.error(found, readout)).masked_fill(apart[self.rows], math.nan)
-        alone = 2 * limit(*own, 1)  # the worst sequence of all is further away than one
-        named = (self.distributions[readout.distribution][1],
-                 causes.HEAD if readout.head != torch.float32 else None)
-        return Explanation(
-            causes=(*found.causes, *filter(None, named)), found=found, readout=readout,
-            mean=size.nanmean().nan_to_num(math.inf).item(), trainer_error=own[0],
-            allowed=limit(*own, int((~apart).sum())), allowed_alone=alone,
-            wrong=self.row_means(size) > alone, apart=apart)
+        distance = (self.row_means(error) - mean).square().sum() + error.square().nanmean()
+        own = mean.item(), (distance / sequences).sqrt().item()
+        # The worst sequence of all is further away than one.
+        return own[0], limit(*own, sequences), 2 * limit(*own, 1)
 
-    def _try(self, found: Pass, readout: Readout) -> None:
-        each = self.explain(found, readout)
-        if len(each.causes) <= MAX_CAUSES:
-            self.found.append(each)
-            if readout.head != torch.float32:
-                each.enough = self._signs_agree(found, readout)
-            elif each.causes:
-                each.enough = each.mean <= MOST_LEFT * self.start.mean
+    def explain(self, found: Pass, readout: Readout) -> Explanation:
+        trainer_error, allowed, allowed_alone = self.limits(found, readout)
+        size = size_of(self.error(found, readout))
+        mean = size.nanmean().item()
+        wrong = self.row_means(size) > allowed_alone
+        changes = self.distributions[readout.distribution], self.heads[readout.head]
+        named = (*found.causes, *filter(None, changes))
+        enough = True
+        if readout.head != torch.float32:
+            enough = self._signs_agree(found, readout)
+        elif named:
+            enough = mean <= MOST_LEFT * self.start.mean
+        mean_of_right = size[~wrong[self.rows]].nanmean().item()
+        return Explanation(named, readout, mean, mean_of_right, trainer_error, allowed, wrong,
+                           enough)
 
     def _signs_agree(self, found: Pass, readout: Readout) -> bool:
         """Has what a 16-bit head changes the signs and the size of the engine's error without?"""
@@ -282,23 +247,3 @@ class Probe(Replay):
         large = error[signed].abs().mean() > 0.5 * change[signed].abs().mean()
         sigmas = (2 * agreeing.double().mean() - 1) * len(agreeing) ** 0.5
         return bool(large and sigmas > SIGN_SIGMAS)
-
-    # ------------------------------------------------------------------------------ a few requests
-    def _few_wrong(self) -> list[Explanation]:
-        """Explanations that hold for at least half of the sequences; the others are listed."""
-        found = []
-        for each in self.found:
-            few = 0 < each.wrong.sum() <= 0.5 * len(each.wrong)
-            if few and each.enough and len(each.causes) < MAX_CAUSES:
-                rest = self.explain(each.found, each.readout, apart=each.wrong)
-                found.append(replace(rest, causes=(*each.causes, causes.WRONG_REQUESTS)))
-        return found
-
-
-def merge(first: Tensor, ours: Pass, theirs: Pass, named: tuple[Cause, ...]) -> Pass:
-    """A pass with the values of `ours` where `first` (N,) is true, else of `theirs`."""
-    def choose(one: Values, other: Values) -> Values:
-        return {readout: torch.where(first, one[readout], other[readout]) for readout in one}
-
-    return Pass(choose(ours.precise, theirs.precise), choose(ours.rounded, theirs.rounded),
-                named, merged=True)

@@ -4,8 +4,7 @@ vLLM need not be installed to read a trace. Log-probabilities in nats.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from examples.record_vllm import NEUTRAL, table
 from rollouts import Rollout, Sampling
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
+VALUES = ("logprobs", "trainer_logprobs")  # columns of a group beside its tokens
 FORMAT = 1  # version of the trace format (docs/audit.md); a file without one is read as 1
 
 
@@ -36,19 +36,14 @@ class Trace:
         return self.meta.get("dtype", "float32")
 
     @property
-    def num_tokens(self) -> int:
-        return sum(len(rollout.token_ids) for rollout in self.rollouts)
-
-    @property
     def workload(self) -> tuple[list[list[int]], Sampling]:
         """What must be equal in two traces that are compared."""
         return [rollout.prompt_ids for rollout in self.rollouts], self.sampling
 
 
 def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
-    """The rollout with that many response tokens, all of them the engine's, and without routes."""
-    return replace(rollout, token_ids=rollout.token_ids[:count], logprobs=rollout.logprobs[:count],
-                   versions=rollout.versions[:count], trained=[], routes=[])
+    """What a trace has of a rollout, with that many response tokens, all of them the engine's."""
+    return Rollout(rollout.prompt_ids, None, rollout.token_ids[:count], rollout.logprobs[:count])
 
 
 def save_trace(path: str, trace: Trace) -> None:
@@ -60,8 +55,7 @@ def save_trace(path: str, trace: Trace) -> None:
         "meta": numpy.array(json.dumps(meta)),
         "prompt_ids": table([each.prompt_ids for each in rollouts], -1, numpy.int32),
         f"{name}/tokens": table([each.token_ids for each in rollouts], -1, numpy.int32),
-        f"{name}/logprobs": table([each.logprobs for each in rollouts], 0.0, numpy.float32),
-        f"{name}/versions": table([each.versions for each in rollouts], -1, numpy.int32)})
+        f"{name}/logprobs": table([each.logprobs for each in rollouts], 0.0, numpy.float32)})
 
 
 def load_traces(path: str) -> list[Trace]:
@@ -72,7 +66,7 @@ def load_traces(path: str) -> list[Trace]:
         if meta.get("format", FORMAT) != FORMAT:
             raise ValueError(f"meta.format must be {FORMAT} (newer ones need a newer probe), got"
                              f" {meta['format']!r}")
-        prompts = [row[: _length(row)] for row in _rows(record["prompt_ids"], "prompt_ids", _id)]
+        prompts = _unpadded(_ids(record["prompt_ids"], "prompt_ids"))
         return [_trace(name, group, prompts, meta) for name, group in record["groups"].items()]
     except Exception as error:  # json, numpy and zipfile raise many types
         missing = " is missing" if isinstance(error, KeyError) else ""
@@ -84,52 +78,48 @@ def _read_npz(path: str) -> dict[str, Any]:
     with numpy.load(path) as archive:
         arrays = dict(archive)
     meta = json.loads(str(arrays["meta"]))
-    groups = {name: {"sampling": sampling} for name, sampling in meta["groups"].items()}
-    for key, rows in arrays.items():
-        name, _, column = key.rpartition("/")
-        if name in groups:
-            groups[name][column] = rows
+    groups = {}
+    for name, sampling in meta["groups"].items():
+        columns = {column: arrays[f"{name}/{column}"] for column in ("tokens", *VALUES)
+                   if f"{name}/{column}" in arrays}
+        groups[name] = {"sampling": sampling} | columns
     return {"meta": meta, "prompt_ids": arrays["prompt_ids"], "groups": groups}
 
 
 def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
            meta: dict[str, Any]) -> Trace:
-    columns = {column: _rows(group[column], f"{name}/{column}", kind)
-               for column, kind in COLUMNS.items() if column in group}
-    padded = columns["tokens"]
-    for column, rows in columns.items():
-        if list(map(len, rows)) != list(map(len, padded)):
-            raise ValueError(f"{name}/{column} must have the shape of {name}/tokens")
-        columns[column] = [row[: _length(ids)] for row, ids in zip(rows, padded, strict=True)]
-    tokens, logprobs = columns["tokens"], columns["logprobs"]
-    if len(prompts) != len(tokens) or not all(prompts) or not all(tokens):
-        raise ValueError(f"{name}/tokens must have a non-empty row for each non-empty row of"
-                         " prompt_ids")
-    versions = columns.get("versions", [[]] * len(tokens))
+    padded = _ids(group["tokens"], f"{name}/tokens")
+    if len(padded) != len(prompts):
+        raise ValueError(f"{name}/tokens must have a row for each row of prompt_ids")
+    columns = {column: _values(group[column], f"{name}/{column}", padded)
+               for column in VALUES if column in group}
     rollouts = [Rollout(prompt, None, *values) for prompt, *values
-                in zip(prompts, tokens, logprobs, versions, strict=True)]
+                in zip(prompts, _unpadded(padded), columns["logprobs"], strict=True)]
     # vLLM's word for no top-k is -1; the end of a response is not in a trace.
     top_k = max(0, group["sampling"].get("top_k", 0))
     sampling = Sampling(**group["sampling"] | {"top_k": top_k, "max_new_tokens": 1})
     return Trace(name, rollouts, sampling, meta, columns.get("trainer_logprobs", []))
 
 
-def _rows(given: Any, name: str, kind: Callable) -> list[list]:
-    try:
-        return [list(map(kind, row)) for row in given]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must be rows of numbers: {error}") from error
+def _ids(given: Any, name: str) -> list[numpy.ndarray]:
+    rows = [numpy.asarray(row) for row in given]
+    for index, row in enumerate(rows):
+        if row.ndim != 1 or row.dtype.kind not in "iu" or row.min() < -1 or row.max() < 0:
+            raise ValueError(f"{name}, row {index} must be token ids, padded with -1 on the right")
+    return rows
 
 
-def _id(value: Any) -> int:
-    if not int(value) == value >= -1:
-        raise ValueError(f"{value} is no token id, and no padding of -1")
-    return int(value)
+def _values(given: Any, name: str, padded: list[numpy.ndarray]) -> list[list[float]]:
+    if len(given) != len(padded):
+        raise ValueError(f"{name} must have the shape of the tokens")
+    rows = []
+    for index, (row, ids) in enumerate(zip(given, padded, strict=True)):
+        values = numpy.asarray(row, float)
+        if values.shape != ids.shape or not numpy.isfinite(values[ids >= 0]).all():
+            raise ValueError(f"{name}, row {index} must have a finite number for each token")
+        rows.append(values[ids >= 0].tolist())
+    return rows
 
 
-COLUMNS = {"tokens": _id, "logprobs": float, "versions": int, "trainer_logprobs": float}
-
-
-def _length(ids: list[int]) -> int:
-    """Without the padding."""
-    return [*ids, -1].index(-1)
+def _unpadded(rows: list[numpy.ndarray]) -> list[list[int]]:
+    return [row[row >= 0].tolist() for row in rows]

@@ -2,10 +2,11 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, close_live_engine, small_model, started
+from helpers import ALWAYS_TIED, close_live_engine, policy_of, small_model, started
 
 from probe.__main__ import main
 from probe.layers import compare_layers, find_modules, report
@@ -22,14 +23,12 @@ def of_layer(weights: Weights, part: str = "") -> list[torch.Tensor]:
     return [tensor for name, tensor in weights.items() if re.search(rf"\.(layers|h)\.2\..*{part}", name)]
 
 
-def scale_norm(weights: Weights) -> None:
-    (norm,) = of_layer(weights, "input_layernorm")
+def scale_norm(weights: Weights, name: str = "input_layernorm") -> None:
+    (norm,) = of_layer(weights, name)
     norm.mul_(1.01)
 
 
-def scale_norm_of_mlp(weights: Weights) -> None:
-    (norm,) = of_layer(weights, "post_attention_layernorm")
-    norm.mul_(1.01)
+scale_norm_of_mlp = partial(scale_norm, name="post_attention_layernorm")
 
 
 def round_experts_to_8_bits(weights: Weights) -> None:
@@ -104,7 +103,7 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
 @pytest.mark.parametrize("parallel, status, sentence", [
     (False, 0, "float32: all layers are within their noise floors$"),
     # A difference that nobody planted: vLLM's class does not read `use_parallel_residual`.
-    (True, 1, "float32: layer 0, input of MLP: .* in prefill and decode$"),
+    (True, 1, "float32: layer 0, input of MLP: .*, noise floor "),
 ])  # fmt: skip
 def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(
     tmp_path, capsys, parallel, status, sentence
@@ -120,12 +119,9 @@ def test_the_command_prints_each_place_and_the_first_beyond_its_noise_floor(
     assert re.search(sentence, last)
 
 
-@pytest.mark.engine
 def test_what_hooks_do_not_see_is_refused_in_a_sentence(tmp_path):
-    close_live_engine()
-    small_model("FalconH1", False).save_pretrained(tmp_path)
-    policy = Policy.load(str(tmp_path), torch.float32, "cpu")
-    with started(str(tmp_path), policy) as engine, pytest.raises(ValueError, match="must have no recurrent layers"):
-        compare_layers(policy, engine, *REQUESTS)
+    policy = policy_of(tmp_path, "FalconH1")
+    with pytest.raises(ValueError, match="must have no recurrent layers"):
+        compare_layers(policy, None, *REQUESTS)
     with pytest.raises(ValueError, match="model must have its 7 decoder layers in a list"):
         find_modules(policy.model, 7)

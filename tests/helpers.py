@@ -250,7 +250,7 @@ def move(policy: Policy, scale: float = 0.02, seed: int = 7) -> None:
             parameter.add_(scale * torch.randn_like(parameter))
 
 
-def by_the_book(row: list[float], _prompt: set[int], _counts: list[int], sampling: Sampling) -> list[float]:
+def by_the_book(row: list[float], sampling: Sampling) -> list[float]:
     """Probabilities of one token, entry by entry, in plain Python."""
     weights = [math.exp((value - max(row)) / sampling.temperature) for value in row]  # the largest is 1
     likeliest = sorted(range(len(row)), key=lambda token: -weights[token])

@@ -49,10 +49,10 @@ def long_prompts(length: int) -> list[list[int]]:
 
 # ------------------------------------------------------------------------------------------------ fixes off
 @pytest.mark.engine
-def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folders):
+def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, ParityFlags(uncached_runtime=False)) as engine:
+    with started(engine_folder, policy, ParityFlags(uncached_runtime=False)) as engine:
         check_settings(engine, enable_prefix_caching=True, async_scheduling=True, generation_config="auto")
         assert "repetition_penalty" in engine.settings["sampling_defaults"]  # of generation_config.json
         prompts = long_prompts(140)
@@ -63,22 +63,22 @@ def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folders)
 
 
 @pytest.mark.engine
-def test_without_processed_logprobs_only_temperature_1_agrees(engine_folders):
+def test_without_processed_logprobs_only_temperature_1_agrees(engine_folder):
     policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, ParityFlags(processed_logprobs=False)) as engine:
+    with started(engine_folder, policy, ParityFlags(processed_logprobs=False)) as engine:
         check_settings(engine, logprobs_mode="raw_logprobs")
         assert mismatch(policy, engine)["mismatch_abs_mean"] > 0.05
         assert floors(policy, engine, Sampling(1.0, 12, (2,))) < AT_PARITY
 
 
 @pytest.mark.engine
-def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_live_change(engine_folders):
+def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_live_change(engine_folder):
     model = qwen2(tied=False, dtype=torch.bfloat16)
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
         model.model.embed_tokens.weight[:, 0] = 4.0
         model.lm_head.weight[:, 0] = 16.0
     fine, coarse = Policy(model), Policy(model, Scoring(fp32_head=False))
-    with started(engine_folders[False], fine) as engine:
+    with started(engine_folder, fine) as engine:
         check_settings(engine)
         both, one = mismatch(fine, engine)["mismatch_abs_mean"], mismatch(coarse, engine)["mismatch_abs_mean"]
         assert both < 0.5 * one
@@ -86,7 +86,7 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
         with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
             engine.audit()
         engine.close()
-    with started(engine_folders[False], coarse, ParityFlags(fp32_head=False)) as engine:
+    with started(engine_folder, coarse, ParityFlags(fp32_head=False)) as engine:
         check_settings(engine, head_dtype="bfloat16")
 
 
@@ -101,25 +101,25 @@ ROW = Setting("fcfs", "scheduling_policy", "fcfs", "priority",
 
 
 @pytest.mark.engine
-def test_a_new_backend_fix_is_one_row_and_is_read_back(engine_folders, monkeypatch):
+def test_a_new_backend_fix_is_one_row_and_is_read_back(engine_folder, monkeypatch):
     contract = {name: tensor.shape for name, tensor in Policy(qwen2(tied=False)).weights().items()}
     close_live_engine()
     monkeypatch.setattr(engine_adapter, "SETTINGS", [*SETTINGS, ROW])
-    engine = Engine(engine_folders[False], contract, Flags(fcfs=False), max_model_len=64)
+    engine = Engine(engine_folder, contract, Flags(fcfs=False), max_model_len=64)
     assert (engine.settings["scheduling_policy"], engine.state) == ("priority", "empty")  # nothing was loaded
     engine.close()
 
 
 # ------------------------------------------------------------------------------------------------ one engine at parity
 @pytest.mark.engine
-def test_the_audit_names_every_setting_that_is_not_in_force_and_one_dtype_of_a_16_bit_head(engine_folders):
+def test_the_audit_names_every_setting_that_is_not_in_force_and_one_dtype_of_a_16_bit_head(engine_folder):
     def in_16_bits(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
         """Some steps' logits fit into both 16-bit types, others into bfloat16 alone: 1e-9 is too small for float16."""
         calls.append(len(calls))
         return torch.full_like(logits, 1.5 if len(calls) % 2 else 1e-9).bfloat16().float()
 
     calls = []
-    with started(engine_folders[False], Policy(qwen2(tied=False))) as engine:
+    with started(engine_folder, Policy(qwen2(tied=False))) as engine:
         check_settings(engine)
         sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
         hook = engine.vllm_model.logits_processor.register_forward_hook(in_16_bits)
@@ -134,10 +134,10 @@ def test_the_audit_names_every_setting_that_is_not_in_force_and_one_dtype_of_a_1
 
 
 @pytest.mark.engine
-def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_engines_version(engine_folders):
+def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_engines_version(engine_folder):
     """The model's generation_config.json asks for penalties, masks, another temperature and another stop token."""
     policy, stops = Policy(qwen2(tied=False)), Sampling(0.7, 30, tuple(range(2, 40)))
-    with started(engine_folders[False], policy) as engine:
+    with started(engine_folder, policy) as engine:
         rollouts = engine.generate(PROMPTS, 4, stops, SEEDS)
         assert floors_of(policy, rollouts, 0.7) < AT_PARITY
         assert [r.prompt_ids for r in rollouts] == [p for p in PROMPTS for _ in range(4)]  # group-major
@@ -151,9 +151,9 @@ def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_en
 
 
 @pytest.mark.engine
-def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_process_does(engine_folders):
+def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_process_does(engine_folder):
     policy, tokens = Policy(qwen2(tied=False)), lambda rollouts: [r.token_ids for r in rollouts]
-    with started(engine_folders[False], policy) as engine:
+    with started(engine_folder, policy) as engine:
         first = tokens(engine.generate(PROMPTS, 3, WARM, SEEDS))
         assert tokens(engine.generate(PROMPTS[1:2], 1, WARM, [SEEDS[1] + 2])) == first[5:6]  # sample 2 of prompt 1
         with pytest.raises(ValueError, match="shorter than"):
@@ -169,9 +169,9 @@ def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_pr
 
 # ------------------------------------------------------------------------------------------------ weight load
 @pytest.mark.engine
-def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it_was(engine_folders):
+def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it_was(engine_folder):
     policy, name = Policy(qwen2(tied=False)), "model.layers.1.self_attn.k_proj.weight"
-    with started(engine_folders[False], policy) as engine:
+    with started(engine_folder, policy) as engine:
         version, weights = engine.weight_version, policy.weights()
         missing = {each: tensor for each, tensor in weights.items() if each != name}
         for names, word in ((missing, name), (weights | {"model.layers.7": weights[name]}, "model.layers.7")):
@@ -194,12 +194,12 @@ BLOCK = 32  # the CPU build's smallest
 
 
 @pytest.mark.engine
-def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folders):
+def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folder):
     """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
     endless = replace(WARM, stop_token_ids=())
     prompts, options = long_prompts(3 * BLOCK + 5), dict(block_size=BLOCK, prefix_cache="versioned", max_num_seqs=4)
     policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, **options) as engine:
+    with started(engine_folder, policy, **options) as engine:
         check_settings(engine, prefix_cache="versioned", enable_prefix_caching=True)
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         for seed in range(2):
@@ -220,7 +220,7 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
 # ------------------------------------------------------------------------------------------------ states
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["vllm", "shared"])
-def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folders, kind, monkeypatch):
+def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folder, kind, monkeypatch):
     """vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
     policy = Policy(qwen2(tied=False))
     load = lambda: load_into(engine, policy)  # noqa: E731
@@ -228,7 +228,7 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
     close_live_engine()
     monkeypatch.setattr(gc, "freeze", helpers.freeze)  # as on a GPU, where helpers.py leaves them alone
     monkeypatch.setattr(gc, "unfreeze", helpers.unfreeze)
-    with started(engine_folders[False], policy, kind=kind) as engine:
+    with started(engine_folder, policy, kind=kind) as engine:
         awake = {r"empty: load\(\) the weights first": sample, "wake needs an engine that is asleep": engine.wake}
         asleep = {r"generate .* asleep: wake\(\) it first": sample, r"load .* asleep: wake\(\) it first": load,
                   "sleep needs an engine that is ready": engine.sleep, "audit needs": engine.audit}  # fmt: skip
@@ -239,7 +239,7 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
             then()
         assert floors(policy, engine) < AT_PARITY
         with pytest.raises(EngineStateError, match="a process holds one engine"):
-            Engine(engine_folders[False], {}, ParityFlags(), max_model_len=128)
+            Engine(engine_folder, {}, ParityFlags(), max_model_len=128)
     held = [engine.runner, engine.runner.sampler, *engine.vllm_model.modules()]
     if kind == "vllm":  # the shared engine's parameters are the trainer's
         held += engine.vllm_model.parameters()

@@ -44,7 +44,7 @@ def named(value) -> str:
 
 
 @contextmanager
-def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 64, **options):
+def backend(kind: str, engine_folder, parity: ParityFlags = KEEP, room: int = 64, **options):
     """A live policy and an engine of either kind that holds its weights and accepts groups for `room` rollouts."""
     policy = Policy(qwen2(tied=False))
     if kind == "transformers":
@@ -52,7 +52,7 @@ def backend(kind: str, engine_folders, parity: ParityFlags = KEEP, room: int = 6
         engine.load(policy.weights(), policy.response_logprobs)
         yield policy, engine
         return
-    with started(engine_folders[False], policy, parity, **options) as engine:
+    with started(engine_folder, policy, parity, **options) as engine:
         engine.counters = dict.fromkeys(engine.counters, 0)  # of an earlier test
         usual, engine.max_num_seqs = engine.max_num_seqs, room
         yield policy, engine
@@ -84,9 +84,9 @@ def vllm(parity: ParityFlags, room: int, **changes):
     ("transformers", KEEP, 4), vllm(KEEP, 64), vllm(RECOMPUTE, 4), vllm(ABORT, 64),
     vllm(KEEP, 4, uncached_runtime=False), vllm(ABORT, 4, uncached_runtime=False),  # asynchronous scheduling
 ], ids=named)  # fmt: skip
-def test_every_group_is_trained_on_once_dropped_or_in_flight(engine_folders, kind, parity, room):
+def test_every_group_is_trained_on_once_dropped_or_in_flight(engine_folder, kind, parity, room):
     taken, spans, groups_of = [], 0, numbered_groups()
-    with backend(kind, engine_folders, parity, room) as (policy, engine):
+    with backend(kind, engine_folder, parity, room) as (policy, engine):
         flight = in_flight(engine, 3, LONG_TAIL, max_staleness=2)
         for step in range(8):
             flight.groups += islice(groups_of, 4 + 3 - len(flight.groups))
@@ -118,11 +118,11 @@ def test_every_group_is_trained_on_once_dropped_or_in_flight(engine_folders, kin
 
 
 @pytest.mark.engine
-def test_with_pace_no_group_is_dropped_and_none_becomes_too_old(engine_folders):
+def test_with_pace_no_group_is_dropped_and_none_becomes_too_old(engine_folder):
     dropped, ages = {}, []
     for pace in (False, True):
         groups_of = numbered_groups()
-        with backend("vllm", engine_folders) as (policy, engine):
+        with backend("vllm", engine_folder) as (policy, engine):
             reseed(0)
             flight = in_flight(engine, 3, LONG_TAIL, max_staleness=1, pace=pace)
             for step in range(12):
@@ -138,8 +138,8 @@ def test_with_pace_no_group_is_dropped_and_none_becomes_too_old(engine_folders):
 
 
 @pytest.mark.engine
-def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folders):
-    with backend("vllm", engine_folders, room=8) as (policy, engine):
+def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_folder):
+    with backend("vllm", engine_folder, room=8) as (policy, engine):
         flight = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         flight.groups += islice(numbered_groups(), 9)
         flight.take(3)
@@ -186,8 +186,8 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("parity", [RECOMPUTE, ABORT], ids=named)
-def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(engine_folders, parity):
-    with backend("vllm", engine_folders, parity) as (policy, engine):
+def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(engine_folder, parity):
+    with backend("vllm", engine_folder, parity) as (policy, engine):
         whole = engine.generate([[20, 21, 22]], 4, LONG_TAIL, [7])
         group, version = engine.submit([20, 21, 22], 4, LONG_TAIL, 7), engine.weight_version
         for _ in range(3):
@@ -204,9 +204,9 @@ def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(engin
 
 @pytest.mark.engine
 @pytest.mark.parametrize("parity", [KEEP, RECOMPUTE], ids=named)
-def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folders, parity):
+def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, parity):
     """128 prompt tokens to an engine step: the load finds half of the first request's prompt computed."""
-    with backend("vllm", engine_folders, parity, token_budget=128) as (policy, engine):
+    with backend("vllm", engine_folder, parity, token_budget=128) as (policy, engine):
         flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=1)
         flight.groups = [group := Group(Problem("0", "0", "test", HALF))]
         flight._fill()

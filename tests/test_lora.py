@@ -90,7 +90,7 @@ def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradien
 # ------------------------------------------------------------------------------------------------ the engine
 @pytest.mark.engine
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folders, monkeypatch, dtype):
+def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folder, monkeypatch, dtype):
     policy = adapted(qwen2(tied=False, dtype=dtype))
     usual, alive, sizes = AdaptedLinear.merged, Counter(), []
 
@@ -101,7 +101,7 @@ def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folder
         sizes.append(alive["bytes"])
         return tensor
 
-    with started(engine_folders[False], policy, max_model_len=64) as engine:
+    with started(engine_folder, policy, max_model_len=64) as engine:
         for load in range(3):
             grow(policy, 0.05, load)
             assert len(differing(engine, policy)) == 14

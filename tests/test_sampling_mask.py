@@ -53,7 +53,7 @@ def check_kept_sets(policy: Policy, rollouts: list[Rollout], **mask) -> None:
         ids = torch.tensor([rollout.prompt_ids + rollout.token_ids], device=policy.device)
         with torch.no_grad():
             logits = policy.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].tolist()
-        masked = [by_the_book(row, set(), [0] * len(row), sampling) for row in logits]
+        masked = [by_the_book(row, sampling) for row in logits]
         support = [{token for token, probability in enumerate(row) if probability} for row in masked]
         assert [set(ids.tolist()) for ids in rollout.kept] == support
         assert all(token in kept for token, kept in zip(rollout.token_ids, support, strict=True))
@@ -63,9 +63,9 @@ def check_kept_sets(policy: Policy, rollouts: list[Rollout], **mask) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[*DEVICES[1].marks, pytest.mark.own_process])])
 def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_takes_its_softmax_over_them(
-        engine_folders, device):
+        engine_folder, device):
     policy = Policy(qwen2(tied=False).to(device))
-    with started(engine_folders[False], policy) as engine:
+    with started(engine_folder, policy) as engine:
         for mask in MASKS:
             rollouts = sampled(engine, **mask)
             check_kept_sets(policy, rollouts, **mask)
@@ -80,9 +80,9 @@ def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_take
 
 
 @pytest.mark.engine
-def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folders):
+def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
     policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, ParityFlags(sampling_mask=False)) as engine:
+    with started(engine_folder, policy, ParityFlags(sampling_mask=False)) as engine:
         assert engine.settings["max_logprobs"] == 20  # vLLM's default
         rollouts = sampled(engine, max_kept=0, top_p=0.8)
     assert not any(rollout.kept for rollout in rollouts)
@@ -92,9 +92,9 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folders):
 
 
 @pytest.mark.engine
-def test_requests_with_other_masks_run_beside_each_other_and_an_aborted_one_forgets_its_kept_sets(engine_folders):
+def test_requests_with_other_masks_run_beside_each_other_and_an_aborted_one_forgets_its_kept_sets(engine_folder):
     policy = Policy(qwen2(tied=False))
-    with started(engine_folders[False], policy, ParityFlags(inflight_keep=False)) as engine:
+    with started(engine_folder, policy, ParityFlags(inflight_keep=False)) as engine:
         masks = [dict(top_k=2, max_kept=4), dict(top_p=0.9, max_kept=90), {}]
         groups = [engine.submit(PROMPTS[0], 4, Sampling(1.3, 12, **mask), seed=9) for mask in masks]
         for _ in range(5):

@@ -24,11 +24,10 @@ from lab import cells
 from lab.study import markdown
 from objectives import OBJECTIVES, correct
 
-V, T = 8, 3
+V, T, S = 8, 3, 73
 ANSWERS = torch.cartesian_prod(*[torch.arange(V)] * T).repeat(2, 1)  # (Y, T)
 STATES = torch.stack([torch.zeros(len(ANSWERS), dtype=torch.long), 1 + ANSWERS[:, 0],
                       1 + V + V * ANSWERS[:, 0] + ANSWERS[:, 1]], dim=1)  # (Y, T)
-S = 1 + V + V**2
 RIGHT, WRONG = torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])
 SHARE = (ANSWERS == RIGHT).double().mean(dim=1)  # (Y,)
 SIGN = torch.tensor([1.0, -1.0]).double().repeat_interleave(V**T)  # (Y,)

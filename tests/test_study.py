@@ -167,7 +167,6 @@ def test_a_picture_shows_a_mismatch_of_exactly_0(tmp_path):
     curves = {field: [[0.0, 0.0]] for field in PANELS}
     other = {field: [[1e-3, None]] for field in PANELS}
     axes = draw({"exact": curves, "parity": other}, tmp_path / "p.png").axes
-    assert [axis.get_yscale() for axis in axes] == ["linear"] * 3 + ["symlog"] * 2 + ["linear"]
     assert axes[3].get_ylim()[0] <= 0 < axes[3].get_ylim()[1]
 
 

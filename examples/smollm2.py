@@ -63,11 +63,10 @@ def download(target: Path) -> Path:
 
 def convert(gguf: Path, folder: Path) -> None:
     """A GGUF file as a Hugging Face folder in float32."""
-    with stage(f"reading {gguf.name}"):
-        read = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+    read = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     # The model that was read is declared quantised, and cannot be saved as an ordinary one.
     del read.config.quantization_config
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)

@@ -159,17 +159,16 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryDirectory(dir=cache_dir).cleanup()
+        unfinished = TemporaryDirectory(dir=cache_dir, prefix=f"{folder.name}.")
     except OSError as error:
         raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try"
                          f" --cache-dir") from error
     started = time.monotonic()
-    model = teach(TOYS[name], toy_config(name), seed)
-    print(f"{name} model: taught for {TOYS[name].steps} steps in"
-          f" {time.monotonic() - started:.0f} s", flush=True)
-    # Written after the teaching: a teaching that is killed leaves nothing.
-    with TemporaryDirectory(dir=cache_dir, prefix=f"{folder.name}.") as unfinished:
-        whole = Path(unfinished) / "model"
+    with unfinished:
+        model = teach(TOYS[name], toy_config(name), seed)
+        print(f"{name} model: taught for {TOYS[name].steps} steps in"
+              f" {time.monotonic() - started:.0f} s", flush=True)
+        whole = Path(unfinished.name) / "model"
         model.save_pretrained(whole)
         toy_tokenizer().save_pretrained(whole)
         with suppress(OSError):  # another process may have been faster

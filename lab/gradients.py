@@ -3,17 +3,15 @@
     python -m lab.gradients        # prints the tables of docs/dose.md
 
 A policy so small that all its answers can be enumerated, in float64: a table of logits for V = 8
-words at each of the S = 73 beginnings (states) of an answer of T = 3 words. An answer's reward is
-its share of right words, and the policy prefers wrong ones. `luck` is added to it or taken from it,
-whatever the words: it stands for the other tokens of a longer answer, which decide most of its
-reward. So there are Y = 1,024 answers, 512 with each luck. The losses are those of objectives.py.
-Groups and batches are infinitely large.
+words at each of the S = 73 beginnings (states) of an answer of T = 3 words. The reward is the share
+of right words, plus or minus `luck`, which stands for the other tokens of a longer answer. So there
+are Y = 1,024 answers, 512 with each luck.
 """
 
 import shlex
 from collections.abc import Callable
 from functools import partial
-from math import inf, log
+from math import inf
 from statistics import fmean as mean
 from typing import NamedTuple
 
@@ -26,11 +24,10 @@ from lab import cells
 from lab.study import markdown
 from objectives import OBJECTIVES, correct
 
-V, T = 8, 3
+V, T, S = 8, 3, 73
 ANSWERS = torch.cartesian_prod(*[torch.arange(V)] * T).repeat(2, 1)  # (Y, T)
 STATES = torch.stack([torch.zeros(len(ANSWERS), dtype=torch.long), 1 + ANSWERS[:, 0],
                       1 + V + V * ANSWERS[:, 0] + ANSWERS[:, 1]], dim=1)  # (Y, T)
-S = 1 + V + V**2
 RIGHT, WRONG = torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])
 SHARE = (ANSWERS == RIGHT).double().mean(dim=1)  # (Y,)
 SIGN = torch.tensor([1.0, -1.0]).double().repeat_interleave(V**T)  # (Y,)
@@ -71,7 +68,6 @@ WHOLE[STATES[ANSWERS[:, 0] == WRONG[0], 1:]] = 1
 Kind = Callable[[Tensor, Tensor, float], Backend]  # of logits and noise, (S, V), and a size
 KINDS: dict[str, Kind] = {
     "rounding": lambda z, noise, size: honest(z + size * noise),
-    "unlikely words": lambda z, noise, size: honest(z + size * noise * (at(z) < log(0.1))),
     "whole answers": lambda z, noise, size: honest(z + size * noise * WHOLE),
     "stale policy": lambda z, noise, size: honest(z - size * true_gradient(z)),
     "raw values": lambda z, _, size: Backend(at(z), at(z, TEMPERATURE * (1 + size))),
@@ -116,8 +112,8 @@ def true_gradient(logits: Tensor) -> Tensor:
 
 
 def gradient(logits: Tensor, old_logits: Tensor, backend: Backend, form: GrpoConfig,
-             luck: float) -> tuple[Tensor, float]:
-    """The mean (S, V) and the variance of one answer's gradient, summed over all logits."""
+             luck: float) -> Tensor:
+    """The expected gradient: (S, V)."""
     logits = logits.detach().requires_grad_()
     policy, chance = at(logits, backend.temperature), chances(backend.drawn)
     rewards = SIGN if luck == inf else SHARE + luck * SIGN  # (Y,)
@@ -129,12 +125,7 @@ def gradient(logits: Tensor, old_logits: Tensor, backend: Backend, form: GrpoCon
     denominator = behavior if form.old_policy == "rollout" else old
     loss, _ = OBJECTIVES["grpo"].surrogate(logprobs, denominator, advantages, MASK, form.clip)
     gain = -correction.weights * loss  # (Y, T)
-    expected, = torch.autograd.grad(chance @ gain.sum(dim=1), logits, retain_graph=True)
-    slopes, = torch.autograd.grad(gain.sum(), logprobs)  # (Y, T)
-    chosen = policy.detach().exp()  # by logits, a word's slope is (one - this) / temperature
-    squares = 1 - 2 * of_answers(chosen) + (chosen**2).sum(dim=1)[STATES]
-    second = (chance[:, None] * slopes**2 * squares).sum() / backend.temperature**2
-    return expected, (second - (expected**2).sum()).item()
+    return torch.autograd.grad(chance @ gain.sum(dim=1), logits)[0]
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
@@ -142,23 +133,22 @@ def cosine(one: Tensor, other: Tensor) -> float:
 
 
 def direction(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int) -> tuple:
-    """Cosine, ratio of norms and of variances, against three policies at parity with this luck."""
+    """The cosine with the gradient of three policies at parity with this luck."""
     logits, noise, size = setting(kind, wanted, seed)
-    ours, variance = gradient(logits, logits, kind(logits, noise, size), form, luck)
-    right, usual = gradient(logits, logits, honest(logits), FORMS["three"], luck)
-    return cosine(ours, right), (ours.norm() / right.norm()).item(), variance / usual
+    ours = gradient(logits, logits, kind(logits, noise, size), form, luck)
+    right = gradient(logits, logits, honest(logits), FORMS["three"], luck)
+    return (cosine(ours, right),)
 
 
-def force(kind: Kind, form: GrpoConfig, wanted: float, _: float, seed: int) -> tuple:
-    """With a reward of luck alone: cosine with the descent of KL(policy || reported), and norm."""
+def force(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int) -> tuple:
+    """With infinite luck: cosine with the descent of KL(policy || reported), and norm."""
     logits, noise, size = setting(kind, wanted, seed)
     backend = kind(logits, noise, size)
-    ours, _ = gradient(logits, logits, backend, form, inf)
-    right, _ = gradient(logits, logits, honest(logits), FORMS["three"], 0.0)
+    ours = gradient(logits, logits, backend, form, luck)
     moved = logits.clone().requires_grad_()
     distance = chances(at(moved)) @ of_answers(at(moved) - backend.reported).sum(dim=1)
     away, = torch.autograd.grad(distance, moved)
-    return cosine(ours, -away), (ours.norm() / right.norm()).item()
+    return cosine(ours, -away), ours.norm().item()
 
 
 def outcome(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int, renewed=False):
@@ -175,7 +165,7 @@ def outcome(kind: Kind, form: GrpoConfig, wanted: float, luck: float, seed: int,
             noise = torch.randn(S, V, generator=generator).double()
         backend = kind(old, noise * old.std() / first_scale, size)
         for _ in range(2):
-            logits.grad = -gradient(logits, old, backend, form, luck)[0]
+            logits.grad = -gradient(logits, old, backend, form, luck)
             optimizer.step()
     chance = chances(at(logits))
     return (chance @ SHARE).item(), -(chance @ of_answers(at(logits)).mean(dim=1)).item()
@@ -192,10 +182,10 @@ def table(measure: Callable[..., tuple], wanted: float, luck: float) -> str:
 
 
 MEASURES = {
-    "cosine, norms, variances": (direction, 0.0), "the same with luck": (direction, LUCK),
+    "cosine": (direction, 0.0), "the same with luck": (direction, LUCK),
     "of luck alone: cosine with the way to the reported values, norm": (force, inf),
-    "reward, entropy after 100 batches": (outcome, 0.0), "the same, with luck": (outcome, LUCK),
-    "and an error drawn anew": (partial(outcome, renewed=True), LUCK),
+    "with luck: reward, entropy after 100 batches": (outcome, LUCK),
+    "the same with an error drawn anew": (partial(outcome, renewed=True), LUCK),
 }  # fmt: skip
 
 

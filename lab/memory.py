@@ -17,7 +17,6 @@ from torch.nn import Linear
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from config import Config
-from examples.toys import toy_config
 from records import one_sentence, stage
 from rl import head_chunk
 
@@ -39,11 +38,11 @@ def phases(
     size = getattr(torch, config.run.dtype).itemsize
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
-    all_weights = size * sum(each.numel() for each in model.parameters())
+    weights = size * sum(each.numel() for each in model.parameters())
     adapters = config.lora.lora_rank * sum(
         sum(each.weight.shape) for each in model.base_model.modules() if type(each) is Linear)
-    trained = adapters or all_weights / size  # numbers
-    copied = 4 * adapters or all_weights  # bytes
+    trained = adapters or weights / size  # numbers
+    copied = 4 * adapters or weights  # bytes
     text = model_config.get_text_config()
     hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -52,26 +51,22 @@ def phases(
     activations = text.num_hidden_layers * layer
     if grpo.gradient_checkpointing:
         activations = text.num_hidden_layers * positions * size * hidden + layer
-    # Adapters are fp32, their own masters.
-    masters = 0 if adapters or size == 4 else 4 * trained
-    optimizer = {"masters": masters, "moments": 8 * trained}
+    masters = 0 if adapters or size == 4 else 4 * trained  # adapters are fp32, their own masters
     probed = config.measure.probe_every or config.measure.probe_on_alarm
     copies = bool(grpo.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
-    weights = {"weights": all_weights + copies * copied, "adapters": 4 * adapters,
-               "context": CONTEXT}
+    always = {"weights": weights + 4 * adapters + copies * copied, "context": CONTEXT}
+    optimizer = {"optimizer": masters + 8 * trained}
     # The shared engine has the trainer's weights.
-    engine = {"engine": all_weights * (backend.engine == "vllm"),
-              "kv cache": backend.kv_cache_gib * GIB}
-    generate = weights | engine
+    engine = weights * (backend.engine == "vllm") + backend.kv_cache_gib * GIB
+    # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
+    sampler = 4 * backend.max_num_seqs * text.vocab_size * 4
+    generate = always | {"engine": engine + sampler}
     if not grpo.offload_optimizer:
         generate |= optimizer
-    # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
-    generate["sampler"] = 4 * backend.max_num_seqs * text.vocab_size * 4
-    update = weights | optimizer
+    head = HEAD_CHUNKS * chunk_elements * 4
+    update = always | optimizer | {"gradients": 4 * trained, "activations": activations + head}
     if backend.inflight_groups and config.parity.inflight_keep:  # sleep would drop the KV cache
-        update |= engine
-    update |= {"gradients": 4 * trained, "activations": activations,
-               "head": HEAD_CHUNKS * chunk_elements * 4}
+        update["engine"] = engine
     return {"generate": generate, "update": update}
 
 
@@ -88,8 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = tyro.cli(Options, args=arguments, description=__doc__)
         name = config.run.model
         with stage(f"reading a model folder or a reachable hub name, {name},"):
-            model_config = (toy_config(config.run.task) if name == "toy"
-                            else AutoConfig.from_pretrained(name, trust_remote_code=False))
+            model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     prompt_tokens = config.data.max_prompt_tokens or 0
     by_phase = phases(config, model_config, prompt_tokens, head_chunk(config.gib))
     print("GiB on one GPU:")

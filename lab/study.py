@@ -346,19 +346,16 @@ def draw(curves: dict[str, dict[str, Any]], path: Path) -> Any:
 
     figure = Figure(figsize=(16, 8), layout="constrained")
     for axis, (field, title) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
-        positive = []
         for name, fields in curves.items():
             values = numpy.array(fields[field], dtype=float)  # (seeds, steps), NaN for None
             measured = numpy.flatnonzero(~numpy.isnan(values).any(axis=0))  # steps, from 0
             values = values[:, measured]
-            middle = values.mean(axis=0)
-            axis.plot(measured + 1, middle, label=name)
+            axis.plot(measured + 1, values.mean(axis=0), label=name)
             axis.fill_between(measured + 1, values.min(axis=0), values.max(axis=0), alpha=0.2)
-            positive += [*middle[middle > 0]]
         axis.set(title=title, xlabel="step")
         axis.legend(fontsize=8)
-        if title.endswith("(log)") and positive:  # linear below these values: 0 is on the axis
-            axis.set_yscale("symlog", linthresh=min(positive))
+        if title.endswith("(log)"):
+            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
     figure.savefig(path, dpi=110)
     return figure
 

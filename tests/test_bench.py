@@ -1,6 +1,5 @@
 """lab.bench: the bare work computes each row once, and no more than the products that it needs."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from helpers import close_live_engine, command, config_of, qwen2, rows
 from torch.utils.flop_counter import FlopCounterMode
 
-from lab.bench import bare_training, main, whole_groups
+from lab.bench import bare_training, main
 from lab.cells import METRICS, STUDIES
 from rl import Batch, Policy, make_batch
 from rollouts import Rollout
@@ -31,8 +30,9 @@ def batch_of(prompts: list[int], signal: list[bool]) -> Batch:
 
 @pytest.mark.parametrize("signal", [[True] * 4, [False] * 4, [True, False, False, True]])
 def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses(signal):
-    grpo = config_of(num_prompts=4, group_size=GROUP_SIZE).grpo
-    model, prompts = Policy(qwen2(tied=False)).model, [5, 9, 9, 5]
+    """Also in parts: 120 positions are at most two groups."""
+    grpo = config_of(num_prompts=4, group_size=GROUP_SIZE, num_minibatches=1, micro_batch_tokens=120).grpo
+    model, prompts = Policy(qwen2(tied=False)).model, [5, 5, 5, 9]
     body = sum(each.weight.numel() for each in model.model.modules() if isinstance(each, torch.nn.Linear))
     tokens = [GROUP_SIZE * (RESPONSE if learns else RESPONSE - 2) for learns in signal]
     groups = [2 * body * (prompt + count - GROUP_SIZE) + 2 * model.lm_head.weight.numel() * count
@@ -46,19 +46,6 @@ def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses(signal)
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_bare_work_takes_each_row_once_in_parts_of_one_minibatch():
-    lengths, signal = [5, 9, 5, 2, 9, 5, 2, 5], [True, False, True, True, True, False, True, True]
-    config = config_of(num_prompts=8, group_size=GROUP_SIZE, micro_batch_tokens=100)
-    batch = batch_of(lengths, signal)
-    parts = [*whole_groups(batch, config.grpo)]
-    assert torch.cat(parts).sort().values.tolist() == list(range(8 * GROUP_SIZE))
-    for part in parts:
-        assert batch.select(part).inputs.numel() <= 100
-        groups = part.view(-1, GROUP_SIZE)
-        assert (groups == groups[:, :1] + torch.arange(GROUP_SIZE)).all()  # whole groups, as `bare_training` needs
-        assert len({int(row) // (4 * GROUP_SIZE) for row in part}) == 1
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("engine", ["vllm", "shared"])
 def test_each_step_of_a_benchmark_has_the_seconds_of_its_bare_work(good, engine):
@@ -66,7 +53,4 @@ def test_each_step_of_a_benchmark_has_the_seconds_of_its_bare_work(good, engine)
     main(command(good, "--steps 3 --lr 1e-12 --out {root}/bench-" + engine, "--engine", engine))
     steps = rows(good / f"bench-{engine}")
     assert [row["step"] for row in steps] == [1, 2, 3]
-    assert all(row["bare_step_s"] == pytest.approx(sum(
-        row[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))) for row in steps)
-    measured = {name: METRICS[name].measure(steps) for name in STUDIES["bench"].metrics}
-    assert None not in measured.values(), json.dumps(measured)
+    assert None not in [METRICS[name].measure(steps) for name in STUDIES["bench"].metrics]

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from helpers import CACHE, CHILD, ROOT, SHIFT, forked, prompt_ids
+from helpers import ROOT, prompt_ids
 
-from examples.toys import EOS, TOYS, addition, digits, teach, toy_config, toy_model, toy_tokenizer
+from examples.toys import EOS, TOYS, digits, teach, toy_config, toy_model, toy_tokenizer
 from extras.model_folder import describe_model, load_tokenizer
 from models import load_model
 from tasks import Problem
@@ -33,28 +33,6 @@ def test_the_seed_alone_decides_what_a_toy_is_taught():
     first, again, other = ([*teach(toy, config, seed).parameters()] for seed in (1, 1, 2))
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first[:3], other[:3]))
-
-
-def teach_for(steps: int, begun, cache: str) -> None:
-    def pool(seed: int) -> list[Problem]:
-        begun.set()
-        return addition(seed).train
-
-    TOYS["toy"] = TOYS["toy"]._replace(pool=pool, steps=steps)
-    toy_model(cache, 0)
-
-
-def test_a_teaching_that_is_killed_leaves_nothing_in_the_cache(tmp_path):
-    begun, cache = CHILD.Event(), tmp_path / (CACHE.name if SHIFT else "")
-    for steps, left in ((10**9, 0), (1, 1)):
-        begun.clear()
-        process = forked(teach_for, steps, begun, str(tmp_path))
-        assert begun.wait(60)
-        if steps > 1:
-            process.kill()
-        process.join()
-        assert len(list(cache.glob("*"))) == left
-    assert describe_model(str(next(cache.glob("toy-*"))))[2] == (EOS,)
 
 
 def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good, tmp_path):

@@ -84,14 +84,11 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
 
 @pytest.mark.parametrize("words, complaint", [
     (["--engine-args", "{dtype"], "error: argument --engine-args: invalid loads value: '{dtype'"),
-    (["--sampling", '{"logit_bias": 1}'], "--sampling has logit_bias, which a trace cannot describe"),
     (["--prompts", "absent.json"], "No such file or directory: 'absent.json'"),
-    (["--out", "no/folder.npz"], "--out must be a new .npz file in a folder that can be written, got no/folder.npz"),
 ])  # fmt: skip
 def test_record_vllm_refuses_bad_input_before_vllm_is_imported(tmp_path, words, complaint):
-    words = ["--model", "x", *(words if "--out" in words else [*words, "--out", "t.npz"])]
-    done = subprocess.run([sys.executable, ROOT / "examples" / "record_vllm.py", *words], cwd=tmp_path, text=True,
-                          capture_output=True, check=False)  # fmt: skip
+    program = [sys.executable, ROOT / "examples" / "record_vllm.py", "--model", "x", "--out", "t.npz", *words]
+    done = subprocess.run(program, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert done.returncode == 2
     assert complaint in done.stderr
 

@@ -38,8 +38,7 @@ def write_run(out: Path, name: str, seed: int) -> Path:
 
 # ------------------------------------------------------------------------------------------------ whose runs count
 @pytest.mark.parametrize("other, named", [
-    ("--train-args=--lr 1e-4", "lr 0.002 instead of 0.0001"), ("--steps=7", "steps 40 instead of 7"),
-    ("--train-args=--parity.no-fp32-head", "'fp32_head': True")])  # fmt: skip
+    ("--train-args=--lr 1e-4", "lr 0.002 instead of 0.0001"), ("--steps=7", "steps 40 instead of 7")])
 def test_a_run_of_other_options_is_named_and_stays_as_it_is(tmp_path, other, named, capsys):
     folder = write_run(tmp_path, "parity", 0)
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -69,23 +68,11 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
 
 @pytest.mark.parametrize("words, complaint", [
     (["ladder", "--cells", "v2"], "cells must be names of cells or patterns, got v2; there are transformers,"),
-    (["ladder", "--seeds", "-1"], "seed must be in"), (["ladder", "--jobs", "0"], "jobs must be in [1, 2147483647]"),
+    (["ladder", "--jobs", "0"], "jobs must be in [1, 2147483647]"),
     (["ladder", "--print", "absent.json"], "reading the record absent.json failed"),
-    (["ladder", "--print", "--cells", "v2"], "cells must be names of cells or patterns, got v2"),
     (["ladder", "--print", "--baseline", "v2"], "cells must be names of cells or patterns, got v2")])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsys):
     assert complaint in refusal([*words, "--out", str(tmp_path)], capsys, main)
-
-
-def test_an_interrupted_study_says_what_its_next_call_does(tmp_path, monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lab.study.run_all", interrupted)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit, match="130"):
-        main(["ladder", "--out", str(tmp_path)])
-    assert capsys.readouterr().err.endswith("a study deletes and repeats its unfinished runs\n")
 
 
 # ------------------------------------------------------------------------------------------------ the cells
@@ -106,14 +93,6 @@ def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
     assert [len(flags) for flags in switched_off] == [4, 3, 2, 1, 0]
     assert all(fewer < more for more, fewer in pairwise(switched_off))
     assert switched_off[0] == set(ALONE.values())
-
-
-def test_corrections_have_three_policies_and_none_is_refused_beside_a_fault():
-    config = Plan(Options("corrections")).run("long.v1-defaults.icepop", 2).config
-    assert (config.grpo.old_policy, config.grpo.rejection.bounds, config.run.steps) == ("recompute", (0.5, 5.0), 20)
-    assert config.run.model.endswith("models/long-digits-seed2")
-    stale = Plan(Options("corrections")).run("ladder.stale-8.none", 0).config
-    assert stale.backend.inflight_groups == 8 * stale.grpo.num_prompts
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -167,7 +146,6 @@ def test_a_picture_shows_a_mismatch_of_exactly_0(tmp_path):
     curves = {field: [[0.0, 0.0]] for field in PANELS}
     other = {field: [[1e-3, None]] for field in PANELS}
     axes = draw({"exact": curves, "parity": other}, tmp_path / "p.png").axes
-    assert [axis.get_yscale() for axis in axes] == ["linear"] * 3 + ["symlog"] * 2 + ["linear"]
     assert axes[3].get_ylim()[0] <= 0 < axes[3].get_ylim()[1]
 
 

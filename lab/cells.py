@@ -63,6 +63,7 @@ FIRST, LAST5, LAST = slice(1), slice(-5, None), slice(-1, None)
 WARM = slice(2, None)  # without the first two steps
 METRICS = {
     "reward": column("reward, last 5 steps", ".2f", "reward", steps=LAST5),
+    "reward_best": column("reward, best step", ".2f", "reward", max),
     "eval_reward": column("held out, engine", ".2f", "eval_reward", steps=LAST),
     "eval_greedy": column("held out, greedily", ".2f", "eval_reward_greedy", steps=LAST),
     "eval_greedy_before": column("greedily, untrained", ".2f", "eval_reward_greedy", steps=FIRST),
@@ -83,6 +84,8 @@ METRICS = {
     "mismatch_noise": column("mismatch / own noise", ".2f", "mismatch_abs_mean",
                              per="self_noise_abs_mean"),
     "backend_clip": column("the backend's clip rate", ".2%", "backend_clip_rate"),
+    "backend_clip_first": column("the backend's clip rate, step 1", ".1%", "backend_clip_rate",
+                                 steps=FIRST),
     "backend_ratio": column("the backend's mean ratio", ".4f", "backend_ratio_mean"),
     "kept_mass": column("kept mass", ".4f", "kept_mass"),
     "outside": column("outside the trainer's mask", ".2%", "outside_frac"),

@@ -1,6 +1,7 @@
 """Every option of a run, in groups, with its reason and its rule; a broken rule is a ValueError.
 
-Each group checks itself, and `Config` checks what concerns two groups. The command line is flat.
+Each group checks itself, and `Config` checks what concerns two groups. The command line is flat;
+the comment of an option is its text in --help.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -12,7 +13,7 @@ import tyro
 
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
-# What can replace a fix that is off, other than all of V1's defaults: the name in
+# Which part is off while a fix is off, other than all of V1's defaults: the name in
 # --parity.variants, and the fix.
 VARIANTS = {
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
@@ -267,8 +268,7 @@ class ParityFlags:
             if getattr(self, flag):
                 raise ValueError(f"variants must not have {variant} with {flag} (it would do"
                                  f" nothing); try --parity.no-{flag.replace('_', '-')}")
-        stale_cache = not self.in_force("uncached_runtime", "prefix-cache")
-        if stale_cache and self.inflight_update == "recompute":
+        if self.stale_cache and self.inflight_update == "recompute":
             raise ValueError("variants must not have recompute while V1's prefix cache is on"
                              " (recompute clears the cache too, and so repairs the other fault)")
 
@@ -295,9 +295,14 @@ class ParityFlags:
         """Whether the trainer applies the temperature of the sampling."""
         return "both-raw" not in self.variants
 
+    @property
+    def stale_cache(self) -> bool:
+        """Whether V1's own prefix cache is on, which a load does not clear."""
+        return not self.in_force("uncached_runtime", "prefix-cache")
+
     def off(self) -> list[str]:
-        """The fixes that are off; a flag that is off by default is none."""
-        flags = [each for each in fields(self) if each.type is bool and each.default]
+        """The fixes that are off."""
+        flags = [each for each in fields(self) if each.type is bool]
         return [each.name for each in flags if not getattr(self, each.name)]
 
 
@@ -425,15 +430,15 @@ class Config:
             raise ValueError("tis, reject and replay_routes must be off while a fix is off (a"
                              f" correction hides the broken backend), got {used} without"
                              f" {', '.join(off)}; to study that, --correct-a-broken-backend")
-        cached = backend.prefix_cache != "off" or "uncached_runtime" in off
-        if grpo.replay_routes and (backend.engine != "vllm" or cached):
+        unreported = backend.prefix_cache != "off" or "uncached_runtime" in off
+        if grpo.replay_routes and (backend.engine != "vllm" or unreported):
             raise ValueError("replay_routes must be off with --engine shared or transformers (one"
                              " model, one choice), and with V1's async scheduling or a prefix cache"
                              " (the choice for a cached prompt is not reported); try --engine vllm,"
                              " --prefix-cache off and --parity.uncached-runtime")
 
     def _check_samplers(self) -> None:
-        """What another sampler than vLLM, or one with other weights, cannot do."""
+        """What engines other than vLLM, rounded weights and paced groups do not support."""
         grpo, backend, off = self.grpo, self.backend, self.parity.off()
         of_vllm = sorted(set(off) - {"sampling_mask"})
         if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
@@ -456,7 +461,7 @@ class Config:
                              f" {backend.inflight_groups}; try --old-groups drop")
 
     def _check_prefix_cache(self) -> None:
-        if self.run.resume and not self.parity.in_force("uncached_runtime", "prefix-cache"):
+        if self.run.resume and self.parity.stale_cache:
             raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint,"
                              " and an empty cache has no stale block); try another --out")
         if self.backend.prefix_cache != "off" and not self.parity.uncached_runtime:

@@ -109,25 +109,27 @@ def observed_head_dtype(engine: Any) -> str:
 
 # Start and audit of the engine. inflight_keep has no row: extras/inflight.py does it.
 SETTINGS = [
-    Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs",
-            lambda engine: engine.runner.sampler.logprobs_mode),
-    Setting("uncached_runtime", "enable_prefix_caching", False, True,
-            lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching, "prefix-cache"),
-    Setting("uncached_runtime", "async_scheduling", False, True,
-            lambda engine: "Async" in type(engine.core.scheduler).__name__
-            and engine.core.batch_queue is not None, "async-scheduling"),
+    Setting("processed_logprobs", "logprobs_mode", on="processed_logprobs", off="raw_logprobs",
+            read=lambda engine: engine.runner.sampler.logprobs_mode),
+    Setting("uncached_runtime", "enable_prefix_caching", on=False, off=True, part="prefix-cache",
+            read=lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
+    Setting("uncached_runtime", "async_scheduling", on=False, off=True, part="async-scheduling",
+            read=lambda engine: "Async" in type(engine.core.scheduler).__name__
+            and engine.core.batch_queue is not None),
     # Model runner V1 of 0.32 has no cascade attention, only a constant of this name.
-    Setting("uncached_runtime", "disable_cascade_attn", True, None,
-            lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False),
-            "cascade-attention", lambda engine: engine.on_gpu),
-    Setting("uncached_runtime", "generation_config", "vllm", "auto",
-            lambda engine: engine.llm.vllm_config.model_config.generation_config,
-            "generation-config", lambda engine: True),
+    Setting("uncached_runtime", "disable_cascade_attn", on=True, off=None, part="cascade-attention",
+            read=lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False),
+            echoed=lambda engine: engine.on_gpu),
+    Setting("uncached_runtime", "generation_config", on="vllm", off="auto",
+            part="generation-config",
+            read=lambda engine: engine.llm.vllm_config.model_config.generation_config,
+            echoed=lambda engine: True),
     # "model": the model's dtype.
-    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model", observed_head_dtype),
+    Setting("fp32_head", "hf_overrides.head_dtype", on="float32", off="model",
+            read=observed_head_dtype),
     # -1: a request may ask for kept sets of any size.
-    Setting("sampling_mask", "max_logprobs", -1, None,
-            lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
+    Setting("sampling_mask", "max_logprobs", on=-1, off=None,
+            read=lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
             echoed=lambda engine: True),
 ]  # fmt: skip
 
@@ -161,8 +163,10 @@ def held_and_sent(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The tensors that a module of vLLM's model holds: checkpoint name, held, sent.
 
-    Fused layers are compared as the layers they are made of. Left out is what has another form
-    here: it is not proven.
+    A module with `w13_weight` holds a mixture's experts. One without `quant_method` is a norm, a
+    recurrent layer or a plain parameter. Any other is a linear layer or an embedding: maybe fused
+    (FUSED), and then compared as the layers it is made of, packed (`_copies`), or transposed. Left
+    out is what has another form here: it is not proven.
     """
     path, _, last = name.replace(".mamba.mamba", ".mamba").rpartition(".")  # FalconH1
     prefix = f"{path}.{last}" if path else last
@@ -278,7 +282,7 @@ class Engine:
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
                                    " Engine.live.close()")
-        self.version = check_vllm_version(allow_untested_vllm)
+        self.vllm_version = check_vllm_version(allow_untested_vllm)
         prepare_environment()
         from transformers import AutoConfig
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -322,8 +326,9 @@ class Engine:
             cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
             sizes = (f"kv_cache_gib {kv_cache_gib}, block_size {block_size},"
                      f" prefix_cache {prefix_cache}")
-            raise ValueError(f"vLLM {self.version} ({current_platform.device_name}) cannot start"
-                             f" {self._config.model_type} ({sizes}): {_reason(error)}") from error
+            vllm = f"vLLM {self.vllm_version} ({current_platform.device_name})"
+            raise ValueError(f"{vllm} cannot start {self._config.model_type} ({sizes}):"
+                             f" {_reason(error)}") from error
         Engine.live = self  # before the audit: an engine that fails it can be closed
         self.settings = self.audit()
 
@@ -347,7 +352,9 @@ class Engine:
             argument, _, key = setting.argument.partition(".")
             if value is None:
                 continue
-            arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
+            if key:
+                value = arguments.get(argument, {}) | {key: value}
+            arguments[argument] = value
         return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:
@@ -388,7 +395,7 @@ class Engine:
         self, prompts: list[list[int]], group_size: int, sampling: Sampling,
         seeds: list[int] | None = None,
     ) -> list[Rollout]:
-        """Sample `group_size` responses to each of P prompts. Others advance meanwhile.
+        """Sample `group_size` responses to each of P prompts. Other unfinished requests also run.
 
         With `seeds`, sample g of prompt p has the seed `seeds[p] + g`, and other requests do not
         change it. Without them, call `reseed` first: the same calls then give the same samples.
@@ -399,7 +406,8 @@ class Engine:
         self._require("generate", "ready")
         rollouts = []
         seeds = [None] * len(prompts) if seeds is None else seeds
-        for prompt, seed in list(zip(prompts, seeds, strict=True)):  # checked before any is queued
+        # A list: the error of `strict` comes before any prompt is queued.
+        for prompt, seed in list(zip(prompts, seeds, strict=True)):
             while not self.has_room:
                 self.step()
             rollouts += self.submit(prompt, group_size, sampling, seed)
@@ -428,7 +436,8 @@ class Engine:
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Queue rollouts of one prompt, a request each, in vLLM's engine core.
 
-        LLMEngine's own add_request and step would also build objects that a server needs.
+        LLMEngine's own add_request and step would also build objects that a server needs. The state
+        is not checked: the canary samples while `load` has set it to "broken".
         """
         first = rollouts[0]
         params = self.sampling_params(first.sampling, first.seed)
@@ -604,8 +613,7 @@ class Engine:
                         differing.append(tensor_name)
         if differing:
             names = ", ".join(dict.fromkeys(differing))  # each once
-            raise WeightLoadError(f"after load {self.weight_version + 1} the engine holds other"
-                                  f" values than were sent in {names}")
+            raise WeightLoadError(f"the engine holds other values than were sent in {names}")
         if self._loads == 1:
             # What no load compares, experts by their layer.
             names = {re.sub(r"\.experts\..*", ".experts", name) for name in self.contract}
@@ -640,6 +648,7 @@ class Engine:
 
     def _interrupt(self) -> list[Rollout]:
         """What a weight update does to unfinished rollouts; returns those that it aborts."""
+        # `interrupt` also counts the preemptions of those kept at the last load, finished or not.
         if not self.num_unfinished and not self._kept:
             return []
         from extras.inflight import interrupt
@@ -695,9 +704,9 @@ class Engine:
         return self.sample_beside(prompts, CANARY_SAMPLING)
 
     def sample_beside(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
-        """A seeded response to each prompt, in any state that computes. Others advance meanwhile.
-        """
-        rollouts = [Rollout(prompt, row, sampling=sampling) for row, prompt in enumerate(prompts)]
+        """A seeded response to each prompt, in any state. Other unfinished requests also run."""
+        rollouts = [Rollout(prompt, seed=row, sampling=sampling)
+                    for row, prompt in enumerate(prompts)]
         for rollout in rollouts:
             self._submit([rollout])
         while any(rollout.finish_reason is None for rollout in rollouts):
@@ -706,7 +715,7 @@ class Engine:
 
     def _check_canary(self, trainer_logprobs: TrainerLogprobs) -> None:
         # Rounding can send a token to another expert, and one such token can differ by several
-        # nats. In 16 bits there are a few; in fp32 a tie of two experts is not in other prompts.
+        # nats. In 16 bits there are a few; in fp32 other prompts rarely have such a tie.
         middle = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
         attempts = 2 if self._experts else 1
         for prompt_seed in range(attempts):
@@ -739,10 +748,10 @@ class Engine:
         model = config.model_config
         layers = [module for module in self.vllm_model.modules() if hasattr(module, "impl")]
         prefix_cache = self.prefix_cache
-        if not self.parity.in_force("uncached_runtime", "prefix-cache"):
+        if self.parity.stale_cache:
             prefix_cache = "V1's default, not cleared by a load"
         found = {setting.name: setting.read(self) for setting in SETTINGS} | {
-            "vllm": self.version,
+            "vllm": self.vllm_version,
             "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
             # Of the model's file; each request overrides them.
             "sampling_defaults": model.get_diff_sampling_param(),
@@ -761,7 +770,7 @@ class Engine:
                  for name, value in self._wanted.items()
                  if value is not None and found[name] != value]
         if wrong:
-            raise AuditError(f"requested but not in force in vLLM {self.version}:"
+            raise AuditError(f"requested but not in force in vLLM {self.vllm_version}:"
                              f" {'; '.join(wrong)} ({self.parity})")
         return found
 

@@ -16,8 +16,8 @@ numbers, with the habit to write the smaller one. The second unlearns it, and th
     python grpo.py --two-policy --no-processed-logprobs
 
 Raw log-probabilities are those at temperature 1, so before any update a ratio is p_0.7 / p_1, far
-below 1 for unlikely tokens. The clip silences those of wrong answers, and the policy drifts to
-random ones (docs/page.png). tests/test_grpo.py holds page and train.py equal.
+below 1 for unlikely tokens. The clip removes the gradient of those in wrong answers, and the policy
+drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.py equal.
 
 Left out, but in train.py: audit and bit-for-bit proof of a load (engine_adapter.py), fp32 masters
 (rl.py), --objective, --kl-coef, --reject (objectives.py), and in extras/ more forms of numbers
@@ -83,7 +83,7 @@ class Options:
     def check(self, longest_prompt: int, num_training: int) -> None:
         """Refuse what cannot work, and name the switches that cannot show with these options."""
         raw, cached = not self.processed_logprobs, not self.uncached_runtime
-        rows, all_fixes = self.num_prompts * self.group_size, self.fp32_head and not raw | cached
+        rows, all_fixes = self.num_prompts * self.group_size, self.fp32_head and not (raw or cached)
         alone = all_fixes and not self.two_policy  # which has the same weight in its ratio
         assert alone or not self.tis_cap, "tis_cap needs all fixes to be on, and two_policy off"
         for name, value in vars(self).items():

@@ -10,7 +10,8 @@ old_logprobs` is what the update moves.
 
 P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is
 (B, T), aligned with the targets. `mask` is 1.0 on response tokens, the end-of-sequence token
-included, else 0.0. Log-probabilities in nats.
+included, else 0.0. Log-probabilities are in nats, and 0 outside the batch's mask. A surrogate's
+mask also leaves rejected tokens out, where they are not 0, so a surrogate multiplies by its mask.
 """
 
 from collections.abc import Callable
@@ -139,8 +140,8 @@ class Objective(NamedTuple):
     `surrogate(logprobs, denominator, advantages, mask, clip)` returns a TokenLoss for one
     micro-batch. Its `mask` leaves rejected tokens out. `advantages(scores, group_size, policies)`
     maps (B,) to (B, 1), or to (B, T) for an advantage per token. `clip` has the papers' usual
-    bounds, unless the user gives others. `old_policy` is the form that it needs, if it is another
-    algorithm in the other one: a value of --old-policy.
+    bounds, unless the user gives others. `old_policy` is the only value of --old-policy that is
+    allowed with the row; None allows both. No row here sets it or `needs_reference`: forks do.
     """
 
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]

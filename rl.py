@@ -37,7 +37,7 @@ class Batch:
 
     Row b predicts `targets[b, t]` from `inputs[b, : t + 1]`.
 
-    Shapes: per-token values (B, T); lengths (B,), the positions of a row, prompt included;
+    Shapes: per-token values (B, T); input_lengths (B,), a row's inputs, its prompt included;
     prompt_lengths (B,). Lengths are on the CPU. What make_batch does not know is None at first.
     """
 
@@ -45,7 +45,7 @@ class Batch:
     targets: Tensor
     mask: Tensor
     behavior_logprobs: Tensor
-    lengths: Tensor
+    input_lengths: Tensor
     prompt_lengths: Tensor
     rollouts: Any = None  # (B,) numpy array of the rollouts, for what is not a tensor
     old_logprobs: Tensor | None = None
@@ -55,7 +55,7 @@ class Batch:
 
     def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
-        longest = int(self.lengths[rows].max())
+        longest = int(self.input_lengths[rows].max())
         index = rows.numpy()  # `rollouts` is numpy's: a tensor of one element would give an item
 
         def part(values: Any) -> Any:
@@ -72,31 +72,32 @@ class Batch:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
-        is longer. Rows without a signal, (B,) bool, share none with the others, because `update`
-        skips the backward of a micro-batch whose advantages are all 0. Rows of similar length are
-        neighbours, so that there is little padding; with `shared_prompts` (the body computes each
-        prompt once), rows of one prompt are, where fewer positions are computed then. The longest
-        come first: a batch that does not fit into memory fails at once. All passes over a batch use
-        the same micro-batches, so that in 16 bits the ratio starts at exactly 1.
+        is longer. Its rows all have a signal, (B,) bool, or all have none, because `update` skips
+        the backward of a micro-batch whose advantages are all 0. Rows are in the order of their
+        length, so that there is little padding. With `shared_prompts` (the body computes each
+        prompt once) the order by prompt is tried too, and the one that computes fewer positions
+        wins. The longest come first: a batch that does not fit into memory fails at once. All
+        passes over a batch use the same micro-batches, so that in 16 bits the ratio starts at
+        exactly 1.
         """
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
             micro_batches = []
             for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
-                by_length = part[self.lengths[part].argsort(descending=True, stable=True)]
-                found = self._micro_batches(by_length, micro_batch_tokens)
+                longest_first = part[self.input_lengths[part].argsort(descending=True, stable=True)]
+                best = self._micro_batches(longest_first, micro_batch_tokens)
                 if shared_prompts:
-                    siblings = self._siblings_together(by_length)
+                    siblings = self._siblings_together(longest_first)
                     by_prompt = self._micro_batches(siblings, micro_batch_tokens)
-                    found = min(found, by_prompt, key=self._computed)
-                micro_batches += found
+                    best = min(best, by_prompt, key=self._num_positions)
+                micro_batches += best
             minibatches.append(micro_batches)
         return minibatches
 
     def _micro_batches(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
         """Neighbours in `ordered`, as many as fit."""
         parts, start, longest = [], 0, 0
-        for end, length in enumerate(self.lengths[ordered].tolist()):
+        for end, length in enumerate(self.input_lengths[ordered].tolist()):
             longest = max(longest, length)
             if end > start and longest * (end - start + 1) > micro_batch_tokens:
                 parts.append(ordered[start:end])
@@ -110,13 +111,13 @@ class Batch:
             siblings.setdefault(self._prompt(row), []).append(row)
         return torch.tensor(list(chain(*siblings.values())), dtype=torch.long)
 
-    def _computed(self, micro_batches: list[Tensor]) -> int:
+    def _num_positions(self, micro_batches: list[Tensor]) -> int:
         """Positions that `prompts_once` computes: each prompt, and each response."""
         total = 0
         for rows in micro_batches:
             prompts = {self._prompt(row) for row in rows.tolist()}
             starts = self.prompt_lengths[rows]
-            responses = self.lengths[rows] - starts
+            responses = self.input_lengths[rows] - starts
             total += len(prompts) * int(starts.max()) + len(rows) * int(responses.max())
         return total
 
@@ -165,7 +166,7 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
         targets=ids[:, 1:].to(device),
         mask=mask[:, 1:].to(device),
         behavior_logprobs=behavior_logprobs[:, 1:].to(device) * mask[:, 1:].to(device),
-        lengths=ends - 1,
+        input_lengths=ends - 1,
         prompt_lengths=prompt_lengths,
         rollouts=numpy.fromiter(rollouts, object),
     )
@@ -330,7 +331,7 @@ def plain_body(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
 
 
 def distinct_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Prompts, padded with -1 on the left, and which of them each row has: (P, S), (B,)."""
+    """D prompts, padded with -1 on the left to S, and which of them each row has: (D, S), (B,)."""
     starts = batch.prompt_lengths.to(batch.inputs.device)[:, None]  # (B, 1)
     columns = torch.arange(-int(starts.max()), 0, device=batch.inputs.device)
     before = starts + columns  # (B, S), the prompts' columns, < 0 for padding
@@ -341,16 +342,16 @@ def distinct_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
 def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     """As `plain_body`, with each distinct prompt computed once for all its responses: the default.
 
-    Prompts are padded on the left, so that all P end in one column. Gradients are included.
+    Prompts are padded on the left, so that all D end in one column. Gradients are included.
     """
     from transformers import DynamicCache
 
-    prompts, rows = distinct_prompts(batch)  # (P, S), (B,)
+    prompts, rows = distinct_prompts(batch)  # (D, S), (B,)
     if len(prompts) == len(rows):
         return plain_body(policy, batch, response)  # nothing to share
     last = batch.inputs.shape[1] - 1
     starts = batch.prompt_lengths.to(policy.device)[:, None]  # (B, 1), where the responses begin
-    longest = int((batch.lengths - batch.prompt_lengths).max())
+    longest = int((batch.input_lengths - batch.prompt_lengths).max())
     after = starts + torch.arange(longest, device=policy.device)  # (B, R), the responses' columns
 
     def states(ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
@@ -360,12 +361,12 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
             use_cache=True).last_hidden_state
 
     cache = DynamicCache(config=policy.model.config)
-    real = prompts >= 0  # (P, S)
+    real = prompts >= 0  # (D, S)
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)
-    ends = states(prompts.clamp(min=0), real, positions)[:, -1:]  # (P, 1, H)
+    ends = states(prompts.clamp(min=0), real, positions)[:, -1:]  # (D, 1, H)
     hidden = ends.index_select(0, rows)  # (B, 1, H)
     if after.shape[1]:
-        cache.reorder_cache(rows)  # P rows become B
+        cache.reorder_cache(rows)  # D rows become B
         real = torch.cat([real[rows], real.new_ones(after.shape)], dim=1)  # (B, S + R)
         responses = batch.inputs.gather(1, after.clamp(max=last))
         hidden = torch.cat([hidden, states(responses, real, after)], dim=1)  # (B, R + 1, H)
@@ -400,7 +401,7 @@ class Send:
         return weights
 
     def engine_parameters(self) -> dict[str, Tensor]:
-        """By parameter name: those that the engine has otherwise than the policy computes."""
+        """Parameters whose values differ in the engine, by name."""
         return {}
 
 
@@ -411,9 +412,10 @@ class Policy:
     dtype), on response positions only and in chunks, so that a (B, T, V) tensor never exists.
 
     What options change is given: the `scoring`; the `body` (extras/shared_engine.py calls vLLM's
-    attention kernel), and the `free_body`, whose choices are the trainer's own; what the engine
-    gets of the weights (`send`: extras/lora.py merges adapters); functions of policy and batch
-    (`further_metrics`), which are called after the forward pass, in their order.
+    attention kernel), and the `free_body`, for `agreement`: the same, but without replayed routes
+    (extras/routes.py); what the engine gets of the weights (`send`: extras/lora.py merges
+    adapters); functions of policy and batch (`further_metrics`), which are called after the forward
+    pass, in their order.
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that
     does more after the head than soft-capping and scaling).
@@ -577,7 +579,8 @@ class Policy:
         with self.using(self.send.engine_parameters()):
             for ids in sequences:  # one at a time: the KV cache takes memory now
                 response = ids[prompt_length:]
-                rollout = Rollout(ids[:prompt_length], None, response, [0.0] * len(response))
+                unknown = [0.0] * len(response)
+                rollout = Rollout(ids[:prompt_length], None, response, logprobs=unknown)
                 logprobs = at_1.logprobs(make_batch([rollout], self.device))
                 found.append(logprobs[0, prompt_length - 1 :].tolist())
         return found
@@ -680,6 +683,7 @@ class Optimizer:
         """
         self.scaler.unscale_(self.adamw)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip).item()
+        # At scale 1 it cannot be halved.
         can_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
         if not math.isfinite(norm) and not can_overflow:
             raise FloatingPointError(f"the gradient's norm is {norm}, the learning rate {lr:.2g}")
@@ -763,16 +767,19 @@ def update(
     both_sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
     correction = correct(*both_sides, grpo.tis, grpo.tis_cap, grpo.rejection)
     batch = replace(batch, correction=correction.weights)
+    # Tokens that are `kept` have a surrogate; the loss's mean and the KL are of those `counted`.
     kept = batch.mask * ~correction.rejected  # (B, T)
     counted = kept if grpo.rejection.mean == "kept" else batch.mask  # (B, T)
     with optimizer.on_device():
         for micro_batches in minibatches:
             rows = torch.cat(micro_batches)
-            mask = counted[rows]  # (rows, T)
+            counted_rows = counted[rows]  # (rows, T)
             has_signal = (kept[rows] * batch.advantages[rows]).any()
-            if not has_signal and not (grpo.kl_coef and mask.any()):
+            has_kl = grpo.kl_coef and counted_rows.any()
+            if not (has_signal or has_kl):
                 continue
-            weights = loss_weights(mask, OBJECTIVES[grpo.objective].normalizer, grpo.max_new_tokens)
+            normalizer = OBJECTIVES[grpo.objective].normalizer
+            weights = loss_weights(counted_rows, normalizer, grpo.max_new_tokens)
             loss = 0.0
             parts = weights.split([len(each) for each in micro_batches])
             for micro_rows, part in zip(micro_batches, parts, strict=True):
@@ -807,7 +814,8 @@ def _backward(
         logprobs = policy.logprobs(micro)  # (rows, T)
         three_policies = grpo.old_policy == "recompute"
         denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
-        kept = micro.mask * (micro.correction > 0)  # GSPO's mean leaves rejected tokens out
+        # A weight is at least exp(-20), so 0 means rejected; GSPO's mean leaves these tokens out.
+        kept = micro.mask * (micro.correction > 0)
         loss, terms = weighted_loss(
             logprobs, denominator, micro.advantages, kept, weights[:, : logprobs.shape[1]],
             correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,

@@ -124,7 +124,7 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
 
-    if is_toy:
+    if is_toy:  # taught only now, after all refusals
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
     files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
@@ -252,7 +252,8 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
         # The first policy's, resumed or not: the checkpoint comes later.
         reference = partial(reference_logprobs, policy.copied_weights())
-        # It comes last: Routes.metrics reads the forward pass before it.
+        # Last, because it runs a second forward pass, and Routes.metrics reads what the first one
+        # left in the routers.
         policy = policy.changed(further_metrics=(*policy.further_metrics, reference))
     make_optimizer, make_source = Optimizer, Synchronous
     if grpo.offload_optimizer:
@@ -323,8 +324,10 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
 def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     """Compare both sides with log softmax(logits / temperature), computed apart.
 
-    The canary samples at temperature 1 and without a mask, and a mismatch does not show what both
-    sides forget. Raises: AuditError that names the side whose distribution is not the stated one.
+    The canary samples at temperature 1 and without a mask, and a mismatch is zero if both sides
+    forget the same. The engine's temperature becomes part of its settings.
+
+    Raises: AuditError that names the side whose distribution is not the stated one.
     """
     from extras.sampling_mask import masked_logits
 
@@ -339,7 +342,7 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
         ours = policy.logprobs(batch)[response]
         logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
     scaled = logits / sampling.temperature
-    masked = masked_logits(scaled, sampling)
+    masked = masked_logits(scaled, sampling)  # `scaled` without a mask
     trainers = scaled if parity.trainer_temperature else logits
     if has_sampling_mask(sampling) and parity.sampling_mask:
         trainers = masked
@@ -356,7 +359,7 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
     task, record = run.task, records.provenance(policy.device)
-    record["versions"]["vllm"] = engine.version
+    record["versions"]["vllm"] = engine.vllm_version
     return record | {
         "config": run.config.flat(), "audit": engine.settings,
         "trainer": policy.audit() | {"model_path": run.model_path},

@@ -58,8 +58,8 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
 class Step(NamedTuple):
     """What a step has done: its metrics, the P problems, the batch (B, T) that was trained on.
 
-    `current` is the batch with the loss of stale rows masked out, truncated rows included: what is
-    left was sampled with the weights before the update alone.
+    `current` is the batch with a mask only on the rows that were sampled entirely with the weights
+    before this update. --mask-truncated does not change it.
     """
 
     metrics: dict[str, Any]
@@ -81,9 +81,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         rows = run.task.score(problems, rollouts)
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # Flat groups get micro-batches of their own, because `update` skips their backward.
-    unequal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
-    minibatches = batch.minibatches(unequal, grpo.num_minibatches, grpo.micro_batch_tokens,
+    # Rows whose reward is their group's mean (all rows of a flat group) get micro-batches of their
+    # own, because `update` skips a backward without advantages.
+    off_mean = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
+    minibatches = batch.minibatches(off_mean, grpo.num_minibatches, grpo.micro_batch_tokens,
                                     shared_prompts=policy.shares_prompts)
 
     with clock("old_logprobs"):
@@ -105,10 +106,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
                 for name, values in token_metrics.items()}
     metrics |= all_mismatch_metrics(batch, current, grpo)
-    if grpo.mask_truncated:
+    if grpo.mask_truncated:  # after the metrics, which count truncated rows
         batch = batch.mask_rows([each.finish_reason != "length" for each in rollouts])
     lr = run.config.lr_at(step)
-    for adjust in state.before_update:
+    for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
         metrics |= adjust(batch, metrics)
         lr *= metrics.pop("lr_factor", 1.0)
     with clock("update"):
@@ -143,16 +144,17 @@ def rollout_metrics(rollouts: list[Rollout], batch: Batch, group_size: int) -> d
 
 
 def staleness_metrics(
-    rollouts: list[Rollout], oldest: list[int], version: int
+    rollouts: list[Rollout], oldest: list[int], weight_version: int
 ) -> dict[str, float]:
     """Updates between sampling and training: for the oldest token, and the mean of all tokens."""
-    versions = [token_version for rollout in rollouts for token_version in rollout.versions]
-    return {"staleness_max": version - min(oldest), "staleness_mean": version - mean(versions)}
+    versions = [version for rollout in rollouts for version in rollout.versions]
+    return {"staleness_max": weight_version - min(oldest),
+            "staleness_mean": weight_version - mean(versions)}
 
 
 def all_mismatch_metrics(
     batch: Batch, current: Batch, grpo: GrpoConfig
-) -> dict[str, float | None]:
+) -> dict[str, float]:
     """`mismatch_metrics` of the batch, and as current_... and backend_... of its rows in `current`.
 
     These were sampled with the current weights alone. Older rollouts are stale as well, and
@@ -162,8 +164,8 @@ def all_mismatch_metrics(
     if not current.mask.any():
         return metrics
     both_sides = current.old_logprobs, current.behavior_logprobs
-    backend = mismatch_metrics(*both_sides, current.mask)
-    metrics |= {f"current_{name}": value for name, value in backend.items()}
+    on_current = mismatch_metrics(*both_sides, current.mask)
+    metrics |= {f"current_{name}": value for name, value in on_current.items()}
     return metrics | backend_metrics(
         *both_sides, current.advantages, current.mask,
         objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)

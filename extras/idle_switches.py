@@ -7,7 +7,7 @@ def name_idle_switches(run: Any, block: int) -> None:
     """Print which switches do nothing. `run` is a run.Run, `block` the tokens of a KV block."""
     parity, grpo = run.config.parity, run.config.grpo
     float32 = run.config.run.dtype == "float32"
-    cached = not parity.in_force("uncached_runtime", "prefix-cache")
+    cached = parity.stale_cache
 
     def name_idle(switch: str, why: str) -> None:
         print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)

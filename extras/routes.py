@@ -130,7 +130,7 @@ class Routes:
         if routes is None:  # of the canary
             return plain_body(policy, batch, response)
         known = (routes[..., 0, 0] >= 0).sum(dim=1)
-        assert known.equal(batch.lengths), f"{known=} {batch.lengths=}"
+        assert known.equal(batch.input_lengths), f"{known=} {batch.input_lengths=}"
         by_layer = rearrange(routes, "b t layers k -> layers (b t) k")
         for router, given in zip(self.routers, by_layer, strict=True):
             router.given = given
@@ -151,15 +151,16 @@ class Routes:
         """
         routes = routes_of(batch)
         assert routes is not None or policy.body != self.replayed, "the engine recorded no routes"
-        if routes is None or batch.lengths.equal(batch.prompt_lengths):
+        if routes is None or batch.input_lengths.equal(batch.prompt_lengths):
             return {}
         own = rearrange([router.own for router in self.routers],
                         "layers (b w) k -> b w layers k", b=len(batch.inputs))
         columns, starts = torch.arange(batch.inputs.shape[1]), batch.prompt_lengths[:, None]
-        response = (columns >= starts) & (columns < batch.lengths[:, None])  # (B, T), N of them
+        in_row = columns < batch.input_lengths[:, None]  # (B, T)
+        response = in_row & (columns >= starts)  # (B, T), N of them
         theirs = routes[response]  # (N, layers, k)
         if own.shape[1] < len(columns):  # `prompts_once` has computed responses alone
-            response = columns[: own.shape[1]] < batch.lengths[:, None] - starts
+            response = columns[: own.shape[1]] < batch.input_lengths[:, None] - starts
         other = (own[response].sort().values != theirs.sort().values).any(dim=-1)  # (N, layers)
         share, first = (each.float().mean() * (batch.mask > 0) for each in (other, other[:, 0]))
         normal, experts = NormalDist(), self.routers[0].experts

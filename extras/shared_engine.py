@@ -132,7 +132,7 @@ class SharedEngine(Engine):
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         columns = torch.arange(batch.inputs.shape[1])
-        real = columns < batch.lengths[:, None]  # (B, T)
+        real = columns < batch.input_lengths[:, None]  # (B, T)
         row, position = real.nonzero(as_tuple=True)  # (N,) each
         begins = ((position == 0) | (position >= batch.prompt_lengths[row])).nonzero()[:, 0]  # (Q,)
         starts = torch.cat([begins, torch.tensor([len(row)])])  # (Q + 1,)

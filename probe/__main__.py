@@ -52,7 +52,7 @@ class Layers:
         prompts = torch.randint(policy.head.weight.shape[0], shape, generator=draw).tolist()
         rows = compare_layers(policy, engine, prompts, self.max_new_tokens)
         engine.close()
-        print(report(rows, f"vLLM {engine.version}, {self.dtype}"))
+        print(report(rows, f"vLLM {engine.vllm_version}, {self.dtype}"))
         return int(any(row["beyond"] for row in rows))
 
 

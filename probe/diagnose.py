@@ -145,7 +145,7 @@ def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
 
 def as_trace(engine: Engine, rollouts: list[Rollout], sampling: Sampling) -> Trace:
     """What a live engine has sampled, with its audit."""
-    meta = {"vllm": engine.version, "dtype": engine.settings["model_dtype"],
+    meta = {"vllm": engine.vllm_version, "dtype": engine.settings["model_dtype"],
             "audit": engine.settings}
     return Trace("sampled", rollouts, sampling, meta)
 

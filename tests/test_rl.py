@@ -67,7 +67,7 @@ def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_comput
     for shared_prompts in (False, True):
         minibatches = batch.minibatches(torch.ones(32) > 0, 1, 480, shared_prompts)
         assert sorted(torch.cat(minibatches[0]).tolist()) == list(range(32))
-        assert all(len(rows) == 1 or len(rows) * batch.lengths[rows].max() <= 480 for rows in minibatches[0])
+        assert all(len(rows) == 1 or len(rows) * batch.input_lengths[rows].max() <= 480 for rows in minibatches[0])
         frozen_logprobs(policy, batch, minibatches)
         counts.append(sum(seen))
         seen.clear()

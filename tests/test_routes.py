@@ -66,7 +66,7 @@ def test_replay_uses_the_given_choice_with_the_models_own_weights_and_gradients(
     foreign = torch.rand(*own.shape[:3], 16, generator=generator).argsort(dim=-1)[..., :4]  # (B, T, layers, k)
 
     def with_routes(routes):
-        for rollout, row, length in zip(batch.rollouts, routes, batch.lengths, strict=True):
+        for rollout, row, length in zip(batch.rollouts, routes, batch.input_lengths, strict=True):
             rollout.routes = [*row[:length].numpy()]
         return policy.logprobs(batch)
 

@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from config import ParityFlags
+from config import BackendConfig, ParityFlags
 from rollouts import Rollout, Sampling
 
 # The tests run on 0.32. docs/run.md says what 0.26 did; the versions between are untried.
@@ -272,11 +272,12 @@ class Engine:
 
     def __init__(
         self, model: str, contract: Iterable[str], parity: ParityFlags, *,
-        max_model_len: int, dtype: torch.dtype = torch.float32, max_num_seqs: int = 256,
-        kv_cache_gib: float = 0.25, block_size: int | None = None,
+        max_model_len: int, dtype: torch.dtype = torch.float32,
+        max_num_seqs: int = BackendConfig.max_num_seqs,
+        kv_cache_gib: float = BackendConfig.kv_cache_gib, block_size: int | None = None,
         prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
         token_budget: int | None = None, seed: int = 0,
-        verify_loads: int = 16, canary_nats: float | None = None,
+        verify_loads: int = BackendConfig.verify_loads, canary_nats: float | None = None,
         allow_untested_vllm: bool = False, collect: Collect = collect_nothing,
     ):
         if Engine.live is not None:

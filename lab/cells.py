@@ -406,8 +406,9 @@ STUDIES = {
          "staleness")),
     "dose": Study(
         DOSE, DOSE_CELLS,
-        ("mismatch_first", "reward", "eval_trainer_alone", "mismatch", "clip_rate", "ess",
-         "weights_ess", "rejected", "updates"), seeds=10),
+        ("mismatch_first", "backend_clip_first", "reward", "reward_best", "entropy", "eval_greedy",
+         "eval_trainer_alone", "mismatch", "clip_rate", "ess", "weights_ess", "rejected",
+         "updates"), seeds=10),
     "temperature": Study(
         DOSE, temperature_cells(),
         ("mismatch_first", "reward", "eval_trainer_alone", "mismatch", "clip_rate"), seeds=10),

@@ -58,12 +58,12 @@ class Batch:
         longest = int(self.input_lengths[rows].max())
         index = rows.numpy()  # `rollouts` is numpy's: a tensor of one element would give an item
 
-        def part(values: Any) -> Any:
+        def pick(values: Any) -> Any:
             if values is None:
                 return None
             return values[index] if values.ndim == 1 else values[index, :longest]
 
-        return Batch(**{each.name: part(getattr(self, each.name)) for each in fields(self)})
+        return Batch(**{each.name: pick(getattr(self, each.name)) for each in fields(self)})
 
     def minibatches(
         self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int,
@@ -423,7 +423,7 @@ class Policy:
 
     def __init__(
         self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body | None = None,
-        free_body: Body | None = None, send: Send | None = None, row_multiple: int = 1,
+        free_body: Body | None = None, send: Send | None = None,
         further_metrics: tuple[TokenMetrics, ...] = (), chunk_elements: int | None = None,
     ):
         self.model = model.eval()  # no dropout
@@ -431,7 +431,7 @@ class Policy:
         self.body = body or default_body(model)
         self.free_body = free_body or self.body
         self.send = send or Send()
-        self.row_multiple = row_multiple
+        self.row_multiple = 1  # of the head's products; extras/shared_engine.py changes it
         self.further_metrics = further_metrics
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, and so the trainer's body too. This attribute switches the patch off.

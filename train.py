@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import tyro
+from torch import Tensor
 
 import records
 from config import Config, GrpoConfig, refuse_old_names
@@ -100,7 +101,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     oldest = [rollout.oldest_version for rollout in rollouts]  # weight versions
     # The rows that were sampled with the current weights alone.
     current = batch.mask_rows([version == engine.weight_version for version in oldest])
-    metrics = {"step": step} | rollout_metrics(rollouts, batch, grpo.group_size)
+    metrics = {"step": step} | rollout_metrics(rollouts, scores, batch, grpo.group_size)
     metrics |= staleness_metrics(rollouts, oldest, engine.weight_version)
     # The entropy; kept_mass, outside_frac, routed_otherwise and router_noise with their options.
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
@@ -127,9 +128,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     return Step(metrics, problems, batch, current)
 
 
-def rollout_metrics(rollouts: list[Rollout], batch: Batch, group_size: int) -> dict[str, float]:
+def rollout_metrics(
+    rollouts: list[Rollout], scores: Tensor, batch: Batch, group_size: int
+) -> dict[str, float]:
     """Metrics of the rollouts alone; tokens are those that have a loss."""
-    scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     tokens = int(batch.mask.sum())
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
     groups = scores.view(-1, group_size)  # (P, G)

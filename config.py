@@ -301,8 +301,8 @@ class ParityFlags:
         return not self.in_force("uncached_runtime", "prefix-cache")
 
     def off(self) -> list[str]:
-        """The fixes that are off."""
-        flags = [each for each in fields(self) if each.type is bool]
+        """The fixes that are off; a flag that is off by default, such as a fork's, is no fix."""
+        flags = [each for each in fields(self) if each.type is bool and each.default]
         return [each.name for each in flags if not getattr(self, each.name)]
 
 

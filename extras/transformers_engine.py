@@ -41,7 +41,7 @@ class TransformersEngine(Engine):
     Raises: ValueError if transformers' KV cache cannot serve the model.
     """
 
-    version = None  # of vLLM
+    vllm_version = None
     on_gpu = _memory_released = False  # sleep has nothing to release
     state = "empty"
     weight_version = 0

@@ -41,5 +41,8 @@ WRONG_REQUESTS = inference("wrong requests among right ones",
 
 HEAD = numerics("head in 16 bits {}", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
                 ' "float32"} in vLLM (--parity.fp32-head)')
+ROUNDED = numerics("linear layers rounded to {}, one scale for each output channel",
+                   "load the weights as they are, or correct for the difference"
+                   " (--rollout-weights, --tis)")
 ROUTER = numerics("router: {:.1%} of tokens and layers have other experts, more than by rounding",
                   "compare the routers' weights and dtype on both sides; --replay-routes hides it")

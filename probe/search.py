@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from extras.rounded_weights import linear_layers, rounded
 from probe import causes
 from probe.causes import Cause
 from probe.noise import twice_precise
@@ -31,6 +32,7 @@ MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
 # same, so that it may leave the mean error as it is.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
+ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
 NEUTRAL = dict(top_k=0, top_p=1.0, min_p=0.0) | NO_PENALTIES  # fields of a Sampling
 
@@ -156,6 +158,10 @@ class Probe(Replay):
     def _passes(self) -> Iterator[Pass]:
         """Weights and KV caches, cheap ones first."""
         yield self.now
+        for kind in ROUNDINGS:
+            weights = {name: rounded(each.weight.detach(), kind)
+                       for name, each in linear_layers(self.policy.model).items()}
+            yield self._forward(causes.ROUNDED.of(kind), self.weights | weights)
         for updates, weights in enumerate(self.earlier, 1):
             yield self._forward(causes.STALE.of(updates), weights)
             for block in BLOCK_SIZES:  # of the prompt, computed under the old weights

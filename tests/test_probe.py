@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from helpers import load_into, move, qwen2, refusal, started
+from helpers import move, qwen2, refusal, started
 
 from config import ParityFlags
+from extras.rounded_weights import RoundedWeights
 from probe.__main__ import main
 from probe.diagnose import alarms, as_trace, diagnose
 from probe.search import Probe
@@ -26,6 +27,7 @@ RAW = "semantics: raw log-probabilities"
 STALE = "inference path: weights 1 update(s) old"
 PREFIX = "inference path: prompt KV computed under earlier weights (stale prefix cache)"
 HALF = "numerics: head in 16 bits in the engine"
+ROUNDED = "numerics: linear layers rounded to {}, one scale for each output channel"
 EXPECTED = {
     "no mask": "semantics: mask or penalties applied by the sampler and not by the trainer",
     "generation config": "semantics: top_k 5 of generation_config.json in the sampler and not in the trace",
@@ -37,6 +39,9 @@ EXPECTED = {
     "raw+head+prefix": f"{PREFIX}; and {RAW}; and {HALF}",
     "raw+head": f"{RAW}; and {HALF}",
     "head+stale": f"{STALE}; and {HALF}",
+    "int8": ROUNDED.format("int8"),
+    "fp8": ROUNDED.format("fp8"),
+    "raw+int4": f"{ROUNDED.format('int4')}; and {RAW}",
 }
 
 
@@ -141,7 +146,10 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     if faults & {"stale", "stale by 2", "prefix"}:
         move(policy, 0.01, 60)
     with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
-        load_into(engine, policy)
+        weights = policy.weights()
+        for kind in faults & {"int8", "fp8", "int4"}:
+            weights = RoundedWeights(model, kind)(weights)
+        engine.load(weights, policy.response_logprobs)
     rollouts = engine.generate(prompts, 1, asked, seeds)
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
     trainer = "temperature" if "no mask" in faults else "processed"

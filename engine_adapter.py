@@ -272,11 +272,10 @@ class Engine:
 
     def __init__(
         self, model: str, contract: Iterable[str], parity: ParityFlags, *,
-        max_model_len: int, dtype: torch.dtype = torch.float32,
-        max_num_seqs: int = BackendConfig.max_num_seqs,
-        kv_cache_gib: float = BackendConfig.kv_cache_gib, block_size: int | None = None,
+        max_model_len: int, dtype: torch.dtype = torch.float32, block_size: int | None = None,
         prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
-        token_budget: int | None = None, seed: int = 0,
+        max_num_seqs: int = BackendConfig.max_num_seqs, token_budget: int | None = None,
+        kv_cache_gib: float = BackendConfig.kv_cache_gib, seed: int = 0,
         verify_loads: int = BackendConfig.verify_loads, canary_nats: float | None = None,
         allow_untested_vllm: bool = False, collect: Collect = collect_nothing,
     ):
@@ -327,9 +326,9 @@ class Engine:
             cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
             sizes = (f"kv_cache_gib {kv_cache_gib}, block_size {block_size},"
                      f" prefix_cache {prefix_cache}")
-            vllm = f"vLLM {self.vllm_version} ({current_platform.device_name})"
-            raise ValueError(f"{vllm} cannot start {self._config.model_type} ({sizes}):"
-                             f" {_reason(error)}") from error
+            device = current_platform.device_name
+            raise ValueError(f"vLLM {self.vllm_version} ({device}) cannot start"
+                             f" {self._config.model_type} ({sizes}): {_reason(error)}") from error
         Engine.live = self  # before the audit: an engine that fails it can be closed
         self.settings = self.audit()
 

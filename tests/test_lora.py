@@ -109,7 +109,8 @@ def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folder
             engine.load(policy.weights(), policy.response_logprobs)
             monkeypatch.undo()
             assert not differing(engine, policy)
-    assert 3 * 14 < len(sizes) <= 3 * 2 * 14  # each load merges a layer once, and once more if it is compared
+    # Each load merges a layer once, and once more for each copy that it compares: some CPUs have a packed one too.
+    assert 3 * 14 < len(sizes) <= 3 * 3 * 14
     assert max(sizes) <= sum(layer.weight.nbytes for layer in policy.send.layers.values()) / 2  # of two layers
 
 

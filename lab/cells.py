@@ -364,6 +364,16 @@ REAL_DOSE_CELLS = of_forms({
     "tis-token": REAL_DOSES,
 }) | against("two.own", {"two.raw": RAW})  # fmt: skip
 
+# Policies of SmolLM2 that were trained with rounded rollouts and TIS, served by other formats.
+REAL_ROUNDED = rounded("int8", "fp8", "int4")
+REAL_TRAINED = {"own": THREE} | {
+    kind: f"{FORMS['tis-token']} {words}" for kind, words in REAL_ROUNDED.items()}
+REAL_SERVED = {"own": "", "bfloat16": "--dtype bfloat16", "float16": "--dtype float16"}
+REAL_TRANSFER_CELLS = against("own", REAL_TRAINED) | {
+    f"{trained}.{served}": Cell(f"{SERVE} {words}", f"{trained}.own", policy_of=trained)
+    for trained in REAL_TRAINED for served, words in (REAL_SERVED | REAL_ROUNDED).items()
+}  # fmt: skip
+
 # The learning rate is too small to change the policy: all steps sample from one.
 BENCH = "--lr 1e-12 --eval-every 1000000 --checkpoint-every 1000000"
 BENCH_CELLS = against("vllm", {
@@ -426,6 +436,7 @@ STUDIES = {
         REAL_DOSE, REAL_DOSE_CELLS,
         ("mismatch_first", "reward", "entropy", "eval_trainer_alone", "eval_greedy", "mismatch",
          "clip_rate", "ess"), steps=20),
+    "real-transfer": Study(REAL_DOSE, REAL_TRANSFER_CELLS, ("eval_reward", "eval_greedy"), steps=20),
     "bench": Study(
         BENCH, BENCH_CELLS, ("step_s", "step_bare", "generate_s", "generate_bare",
                              "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",

@@ -83,16 +83,16 @@ class Options:
     def check(self, longest_prompt: int, num_training: int) -> None:
         """Refuse what cannot work, and name the switches that cannot show with these options."""
         raw, cached = not self.processed_logprobs, not self.uncached_runtime
-        rows, all_fixes = self.num_prompts * self.group_size, self.fp32_head and not (raw or cached)
-        alone = all_fixes and not self.two_policy  # which has the same weight in its ratio
-        assert alone or not self.tis_cap, "tis_cap needs all fixes to be on, and two_policy off"
+        may_correct = self.fp32_head and not (raw or cached or self.two_policy)  # two: in the ratio
+        assert may_correct or not self.tis_cap, "tis_cap needs all fixes, and two_policy off"
         for name, value in vars(self).items():
             free = type(value) in (bool, str) or name == "seed" or (name, value) == ("tis_cap", 0)
             assert free or 0 < value < torch.inf, f"{name} must be positive and finite, got {value}"
         assert self.group_size > 1, "group_size must be 2 or more: the group is the baseline"
         precise = self.dtype == "float32" or (self.dtype == "bfloat16" and self.lr >= 1e-3)
         assert precise, "dtype must be float32, or bfloat16 with lr >= 1e-3 (no fp32 masters)"
-        assert rows % self.num_minibatches == 0, f"num_minibatches must divide the {rows} rows"
+        divides = self.num_prompts * self.group_size % self.num_minibatches == 0
+        assert divides, "num_minibatches must divide num_prompts * group_size"
         assert self.num_prompts <= num_training, f"num_prompts must be 1 to {num_training}"
         hidden = self.temperature == 1 or not self.two_policy
         notes = {

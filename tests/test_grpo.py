@@ -237,11 +237,11 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "File exists" in refusal(out=str(tmp_path / "file"))
     for changes, complaint in (
-        *((dict(tis_cap=2.0) | off, "tis_cap needs all fixes to be on, and two_policy off") for off in OFF),
+        *((dict(tis_cap=2.0) | off, "tis_cap needs all fixes, and two_policy off") for off in OFF),
         *(({name: value}, f"{name} must be positive and finite, got {value}") for name, value in WRONG.items()),
         (dict(dtype="float16"), "dtype must be float32, or bfloat16 with lr >= 1e-3"),
         (dict(dtype="bfloat16", lr=1e-6), "dtype must be float32, or bfloat16 with lr >= 1e-3"),
-        (dict(num_minibatches=5), "num_minibatches must divide the 24 rows"),
+        (dict(num_minibatches=5), "num_minibatches must divide num_prompts * group_size"),
         (dict(group_size=1), "group_size must be"),
         (dict(num_prompts=12), "num_prompts must be 1 to 11"),
     ):

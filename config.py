@@ -13,8 +13,8 @@ import tyro
 
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
-# Which part is off while a fix is off, other than all of V1's defaults: the name in
-# --parity.variants, and the fix.
+# A fix that is off means V1's default. A variant of --parity.variants is another way to be off: its
+# name, and its fix.
 VARIANTS = {
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
     "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
@@ -122,8 +122,8 @@ class GrpoConfig:
     lr: float = 1e-3  # AdamW's peak, for the toy; a pretrained model needs a thousandth of it.
     # Denominator of the ratio: the trainer before the update (three policies), or the engine (two).
     old_policy: Literal["recompute", "rollout"] = "recompute"
-    clip_low: float | None = None  # Lower clip distance; if not given, usual for the objective.
-    clip_high: float | None = None  # Upper clip distance (cispo: the absolute cap); the same.
+    clip_low: float | None = None  # Lower clip distance; if not given, the objective's usual one.
+    clip_high: float | None = None  # Upper clip distance (cispo: the absolute cap); as clip_low.
     kl_coef: float = 0.0  # Weight of the KL to the initial policy, a frozen copy of it in memory.
     # k3: the gradient of the estimator alone, as in GRPO; on policy it is that of KL(ref || pi).
     # exact: of KL(pi || ref), by the ratio, as in TRL.
@@ -132,9 +132,11 @@ class GrpoConfig:
     tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
     tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
     reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens without gradient (but a KL's).
-    reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's usual.
-    reject_high: float | None = None  # Largest ratio, or divergence, that is kept; the same.
-    reject_mean: Literal["all", "kept"] | None = None  # Tokens that the loss's mean counts; same.
+    # If not given, the rule's own: smallest ratio that is kept; largest ratio, or divergence, that
+    # is kept; tokens that the loss's mean counts.
+    reject_low: float | None = None
+    reject_high: float | None = None
+    reject_mean: Literal["all", "kept"] | None = None
     # Mixtures of experts in 16 bits, a correction too: the trainer sends each token to the experts
     # that the engine has chosen (R3). It hides a broken router: see routed_otherwise.
     replay_routes: bool = False
@@ -142,7 +144,7 @@ class GrpoConfig:
     correct_a_broken_backend: bool = False
     mask_truncated: bool = False  # No loss for responses cut off; they stay in the baseline (DAPO).
     num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip can act.
-    micro_batch_tokens: int = 4096  # Tokens per forward and backward; only memory depends on it.
+    micro_batch_tokens: int = 4096  # Tokens per forward and backward: memory, speed and rounding.
     lr_warmup_steps: int = 5  # Linear warm-up: Adam's second moments are noise at first.
     lr_decay: Literal["linear", "none"] = "linear"  # To zero after the last step, or a constant lr.
     weight_decay: float = 0.0  # Decoupled; a few hundred steps of RL have nothing to regularise.
@@ -184,7 +186,7 @@ class GrpoConfig:
         if self.reject == "off" and self.rejection != NO_REJECTION:
             raise ValueError("reject_low, reject_high and reject_mean need reject (without it they"
                              " do nothing), got off")
-        equal, mask = torch.zeros(1, 1), torch.ones(1, 1)
+        equal, mask = torch.zeros(1, 1), torch.ones(1, 1)  # of two equal policies
         if self.rejection.rejects(equal, equal, mask).any():
             raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
                              " ratio is 1, its divergence 0), got"
@@ -237,23 +239,22 @@ class LoraConfig:
 class ParityFlags:
     """The five fixes. Off is V1's default; without sampling_mask: that of most trainers."""
 
-    # Semantics, engine: log-probabilities of the distribution that the sampler drew from
-    # (temperature applied); off: raw ones.
+    # Semantics, engine. On: log-probabilities of the distribution that the sampler drew from
+    # (temperature applied). Off: raw ones.
     processed_logprobs: bool = True
-    # Inference path, engine: prefix caching, async scheduling, cascade attention and the model's
-    # generation_config.json off; off: V1's defaults, and a load does not clear the cache (on a GPU
-    # the sleep before it does). --prefix-cache versioned is not V1's cache.
+    # Inference path, engine. On: no prefix caching, async scheduling, cascade attention or
+    # generation_config.json of the model. Off: V1's defaults, and a load does not clear the cache
+    # (on a GPU the sleep before it does). --prefix-cache versioned is not V1's cache.
     uncached_runtime: bool = True
-    # Inference path, engine: a weight update keeps unfinished requests and their KV cache; off:
-    # V1's pause, which aborts them. They start again. (V1 also clears the prefix cache; here only
+    # Inference path, engine. On: a weight update keeps unfinished requests and their KV cache. Off:
+    # V1's pause, which aborts them; they start again. (V1 also clears the prefix cache; here only
     # uncached_runtime controls the cache.)
     inflight_keep: bool = True
-    # Numerics, both sides: the final projection in fp32; off: the engine's in the model's dtype,
-    # V1's default, the trainer's still in fp32.
+    # Numerics, both sides. On: the final projection in fp32. Off: the engine's in the model's
+    # dtype, V1's default, and the trainer's still in fp32.
     fp32_head: bool = True
-    # Semantics, trainer: with a sampling mask (top-k, top-p, min-p) its softmax is over the tokens
-    # that the sampler kept, which travel with each token; off: over the vocabulary, as in most
-    # trainers.
+    # Semantics, trainer, with top-k, top-p or min-p. On: its softmax is over the tokens that the
+    # sampler kept, which travel with each token. Off: over the vocabulary, as in most trainers.
     sampling_mask: bool = True
     # In place of V1's defaults. prefix-cache, async-scheduling, cascade-attention,
     # generation-config: without uncached_runtime these alone go back to V1's defaults. recompute:
@@ -273,7 +274,10 @@ class ParityFlags:
                              " (recompute clears the cache too, and so repairs the other fault)")
 
     def in_force(self, flag: str, variant: str | None = None) -> bool:
-        """Whether a fix is on; with `variant`, whether that part of it is."""
+        """Whether a fix is on; with `variant`, whether that part of it is.
+
+        If variants of a fix are given, they alone are off.
+        """
         named = [each for each in self.variants if VARIANTS[each] == flag]
         if variant and named:
             return variant not in named
@@ -424,7 +428,8 @@ class Config:
         """Fix the backend first, then correct the remaining mismatch."""
         grpo, backend, off = self.grpo, self.backend, self.parity.off()
         if self.lora.lora_forward == "added" and backend.engine == "vllm":
-            off.append("lora_forward merged")  # the engine's weights are rounded, the trainer's not
+            # Counts as a fix that is off: the engine's weights are rounded, the trainer's not.
+            off.append("lora_forward merged")
         used = grpo.corrections or ("replay_routes" if grpo.replay_routes else "")
         if used and off and not grpo.correct_a_broken_backend:
             raise ValueError("tis, reject and replay_routes must be off while a fix is off (a"
@@ -440,11 +445,12 @@ class Config:
     def _check_samplers(self) -> None:
         """What engines other than vLLM, rounded weights and paced groups do not support."""
         grpo, backend, off = self.grpo, self.backend, self.parity.off()
-        of_vllm = sorted(set(off) - {"sampling_mask"})
+        faults_of_vllm = sorted(set(off) - {"sampling_mask"})
         if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
-            of_vllm.remove("fp32_head")
-        if backend.engine == "transformers" and of_vllm:
-            raise ValueError(f"engine must be vllm without {of_vllm[0]} (only vLLM has that fault)")
+            faults_of_vllm.remove("fp32_head")
+        if backend.engine == "transformers" and faults_of_vllm:
+            raise ValueError(f"engine must be vllm without {faults_of_vllm[0]} (only vLLM has that"
+                             " fault)")
         if backend.exact and (set(off) - {"inflight_keep"} or grpo.gradient_checkpointing):
             raise ValueError("exact must be off if a fix other than inflight_keep is off, and with"
                              " gradient_checkpointing")
@@ -500,7 +506,8 @@ class Config:
         if not has_sampling_mask(self.grpo) or not self.parity.sampling_mask:
             return 0
         top_k = self.grpo.top_k
-        usual = top_k + top_k // 4 + 16 if top_k else 512  # many logits of a 16-bit head are equal
+        # More than top_k, because of ties: many logits of a 16-bit head are equal.
+        usual = top_k + top_k // 4 + 16 if top_k else 512
         return self.backend.max_kept or usual
 
     def lr_at(self, step: int) -> float:

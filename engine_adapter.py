@@ -36,7 +36,6 @@ CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
 # KV cache, windows, kernels.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-LIKELIEST = slice(1, None)  # columns of vLLM's log-probabilities; column 0 is the sampled token
 # (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
 TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
@@ -52,7 +51,7 @@ class WeightLoadError(RuntimeError):
 
 
 class AuditError(RuntimeError):
-    """A requested setting is not in force in the live engine."""
+    """A requested setting is not in force, or a side's distribution is not the stated one."""
 
 
 # ------------------------------------------------------------ the fixes as settings of vLLM
@@ -66,7 +65,7 @@ class Setting(NamedTuple):
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while
     the flag is on and off; None leaves the value to vLLM. `read` returns the value that is in force
     in a live `Engine`; `echoed` says whether it returns the configuration only, and no observation.
-    `part` is the setting's name among config.VARIANTS.
+    `variant` is the setting's name among config.VARIANTS, if it can be off alone.
     """
 
     flag: str
@@ -74,7 +73,7 @@ class Setting(NamedTuple):
     on: Any
     off: Any
     read: Callable[[Any], Any]
-    part: str | None = None
+    variant: str | None = None
     echoed: Callable[[Any], bool] = lambda engine: False
 
     @property
@@ -88,12 +87,11 @@ def observed_head_dtype(engine: Any) -> str:
     A 16-bit product that is cast to fp32 afterwards is still recognised, because its values do not
     change in 16 bits (unless the model scales or caps its logits after the cast).
     """
-    sixteen_bits = [torch.bfloat16, torch.float16]
-    sixteen_bits.sort(key=lambda dtype: dtype != engine.dtype)  # the engine's first
+    candidates = sorted((torch.bfloat16, torch.float16), key=lambda each: each != engine.dtype)
     seen: set[str] = set()
 
     def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
-        equal = [dtype for dtype in sixteen_bits
+        equal = [dtype for dtype in candidates  # the engine's own first
                  if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
         seen.add(dtype_name(equal[0] if equal else logits.dtype))
 
@@ -111,17 +109,20 @@ def observed_head_dtype(engine: Any) -> str:
 SETTINGS = [
     Setting("processed_logprobs", "logprobs_mode", on="processed_logprobs", off="raw_logprobs",
             read=lambda engine: engine.runner.sampler.logprobs_mode),
-    Setting("uncached_runtime", "enable_prefix_caching", on=False, off=True, part="prefix-cache",
+    Setting("uncached_runtime", "enable_prefix_caching", on=False, off=True,
+            variant="prefix-cache",
             read=lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
-    Setting("uncached_runtime", "async_scheduling", on=False, off=True, part="async-scheduling",
+    Setting("uncached_runtime", "async_scheduling", on=False, off=True,
+            variant="async-scheduling",
             read=lambda engine: "Async" in type(engine.core.scheduler).__name__
             and engine.core.batch_queue is not None),
     # Model runner V1 of 0.32 has no cascade attention, only a constant of this name.
-    Setting("uncached_runtime", "disable_cascade_attn", on=True, off=None, part="cascade-attention",
+    Setting("uncached_runtime", "disable_cascade_attn", on=True, off=None,
+            variant="cascade-attention",
             read=lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False),
             echoed=lambda engine: engine.on_gpu),
     Setting("uncached_runtime", "generation_config", on="vllm", off="auto",
-            part="generation-config",
+            variant="generation-config",
             read=lambda engine: engine.llm.vllm_config.model_config.generation_config,
             echoed=lambda engine: True),
     # "model": the model's dtype.
@@ -137,10 +138,10 @@ SETTINGS = [
 def wanted_settings(
     parity: ParityFlags, dtype: torch.dtype, prefix_cache: str = "off", cuda_graphs: bool = False
 ) -> dict[str, Any]:
-    """What the start asks for and `Engine.audit` must find, by name; None leaves it to vLLM."""
+    """What the start asks for and `Engine.audit` must then find; None leaves it to vLLM."""
     wanted = {}
     for setting in SETTINGS:
-        is_on = parity.in_force(setting.flag, setting.part)
+        is_on = parity.in_force(setting.flag, setting.variant)
         wanted[setting.name] = setting.on if is_on else setting.off
     if wanted["head_dtype"] == "model":
         wanted["head_dtype"] = dtype_name(dtype)
@@ -163,10 +164,12 @@ def held_and_sent(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The tensors that a module of vLLM's model holds: checkpoint name, held, sent.
 
-    A module with `w13_weight` holds a mixture's experts. One without `quant_method` is a norm, a
-    recurrent layer or a plain parameter. Any other is a linear layer or an embedding: maybe fused
-    (FUSED), and then compared as the layers it is made of, packed (`_copies`), or transposed. Left
-    out is what has another form here: it is not proven.
+    A module that has
+        `w13_weight`        is a mixture's experts
+        no `quant_method`   is a norm, a recurrent layer or a plain parameter
+        neither             is a linear layer or an embedding: maybe fused (FUSED; the layers it is
+                            made of are compared), packed (`_copies`), or transposed
+    What has another form here is left out: it is listed as `not_proven`.
     """
     path, _, last = name.replace(".mamba.mamba", ".mamba").rpartition(".")  # FalconH1
     prefix = f"{path}.{last}" if path else last
@@ -265,7 +268,8 @@ class Engine:
     tensor of a load.
 
     Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the
-    model; AuditError if a parity flag is not in force in the live engine.
+    model; AuditError if a parity flag is not in force in the live engine; RuntimeError if torch and
+    vLLM are of different devices.
     """
 
     live: ClassVar["Engine | None"] = None  # one in a process: vLLM's parallel groups are global
@@ -305,7 +309,7 @@ class Engine:
             model=model, seed=seed, block_size=block_size,
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_SAMPLING.max_new_tokens),
             max_num_batched_tokens=token_budget or max(8192, max_model_len),
-            # The CPU cannot split the prompt of a seeded request.
+            # The CPU cannot split the prompt of a seeded request. (A test gives a token_budget.)
             enable_chunked_prefill=self.on_gpu or token_budget is not None,
             kv_cache_memory_bytes=int(kv_cache_gib * 2**30), enforce_eager=not cuda_graphs,
         )
@@ -313,11 +317,12 @@ class Engine:
         self._request_ids = map(str, itertools.count())
         self._memory_released = False  # by vLLM's sleep
         self._cache_salt: str | None = None
-        # Requests that kept their KV cache at the last load, and their preemptions then.
-        self._kept: list[tuple[Any, int]] = []
-        self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
         self.weight_version = 0
-        # Since the start. `kv_lost`: kept KV caches that vLLM has lost to preemption.
+        # Of extras/inflight.py: requests that kept their KV cache at the last load, and their
+        # preemptions then; rows of the runner's batch that `hold` restores; and since the start,
+        # tokens thrown away and kept KV caches lost to preemption.
+        self._kept: list[tuple[Any, int]] = []
+        self._places: dict[str, Any] = {}
         self.counters = dict(tokens_wasted=0, kv_lost=0)
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
@@ -376,14 +381,15 @@ class Engine:
         self.llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self.core = self.llm.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        # No local name: a frame that a lazy import keeps would keep the model after `close`.
+        # No local name: a frame that is kept alive would keep the model in memory after `close`.
         self.vllm_model = self.runner.get_model()
+        # Of vLLM's parameters; a SharedEngine has none.
         self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
         methods = [getattr(module, "quant_method", None) for module in self.vllm_model.modules()]
-        self._experts = [method for method in methods if hasattr(method, "moe_kernel")]
+        self._experts = [method for method in methods if hasattr(method, "moe_kernel")]  # mixtures'
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
-        if self._names and "lm_head.bias" in self.contract - self._names:  # none if shared
+        if self._names and "lm_head.bias" in self.contract - self._names:
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                              " into a live engine")
         self._canary_tokens = self._canary_length(config, arguments["enable_chunked_prefill"])
@@ -443,6 +449,7 @@ class Engine:
         params = self.sampling_params(first.sampling, first.seed)
         prompt = {"type": "token", "prompt_token_ids": first.prompt_ids}
         tasks = self.llm.get_supported_tasks()
+        # One check for all; each request gets its id below.
         checked = self.llm.input_processor.process_inputs("", prompt, params, tasks)
         checked.cache_salt = self._cache_salt
         for rollout in rollouts:
@@ -484,9 +491,10 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
-            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
+            # (n, 1 + K) each: the sampled token, then the K likeliest ones
+            ids, logprobs = output.new_logprobs[:2]
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
-            self._collect(rollout, ids[:, LIKELIEST], logprobs[:, LIKELIEST])
+            self._collect(rollout, ids[:, 1:], logprobs[:, 1:])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
@@ -531,10 +539,10 @@ class Engine:
         """Put the trainer's tensors into the live engine, check them, count one version up.
 
         The load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished
-        rollouts are kept, recomputed, or aborted and submitted again (`parity.inflight_update`).
-        The later log-probabilities of a kept one belong to no single set of weights: the new
-        weights compute them from keys and values of the old. Weights that have not `changed` are no
-        new version and do not touch unfinished rollouts. The canary's steps advance all of these.
+        rollouts are kept, recomputed, or aborted and submitted again (`parity.inflight_update`);
+        the canary's steps advance them too. The later log-probabilities of a kept one belong to no
+        single set of weights: the new weights compute them from keys and values of the old. Weights
+        that have not `changed` are no new version, and unfinished rollouts go on with them.
         No second copy of the model is made. Returns the seconds of load, proof and canary.
 
         Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing or unexpected
@@ -560,7 +568,7 @@ class Engine:
         if changed:
             self.weight_version += 1
         self._renew_cache_keys()
-        awake = time.perf_counter()
+        started = time.perf_counter()
         self._check_buffers()
         self._check_canary(trainer_logprobs)
         self.state = "ready"
@@ -568,7 +576,7 @@ class Engine:
             from extras.inflight import restart
 
             restart(self, aborted)
-        canary_s = time.perf_counter() - awake
+        canary_s = time.perf_counter() - started
         return {"load_s": load_s, "proof_s": proof_s, "canary_s": canary_s}
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
@@ -578,12 +586,12 @@ class Engine:
         # has no such name.
         if self._tied and "lm_head.weight" not in self._names:
             names.pop("lm_head.weight", None)
-        experts = self._drop_expert_kernels()
+        without_kernel = self._drop_expert_kernels()
         try:
             # One by one: extras/lora.py computes a tensor when it is asked for.
             iterator = ((name, weights[name]) for name in names)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
-            if any(method.moe_kernel is None for method in experts):
+            if any(method.moe_kernel is None for method in without_kernel):  # the load makes them
                 raise ValueError("its weight load does not reach the experts of"
                                  f" {self._config.model_type}")
         except Exception as error:
@@ -600,7 +608,7 @@ class Engine:
         from vllm.config import set_current_vllm_config
 
         modules = [*self.vllm_model.named_modules()]
-        if self._loads >= 2:
+        if self._loads >= 2:  # every verify_loads-th module
             modules = modules[self._loads % self.verify_loads :: self.verify_loads]
         self._loads += 1
         proven = set()
@@ -623,12 +631,12 @@ class Engine:
 
     def _drop_expert_kernels(self) -> list[Any]:
         """On a CPU vLLM packs experts when it makes their kernel. Returns those without one now."""
-        if self.on_gpu:
-            return []
-        packed = [method for method in self._experts if method.moe_kernel is not None]
-        for method in packed:
-            method.moe_kernel = None
-        return packed
+        dropped = []
+        for method in self._experts:
+            if method.moe_kernel is not None and not self.on_gpu:
+                method.moe_kernel = None
+                dropped.append(method)
+        return dropped
 
     def _renew_cache_keys(self) -> None:
         """With a versioned prefix cache, the key of each block has the version of its weights."""
@@ -637,6 +645,7 @@ class Engine:
         self._cache_salt = str(self.weight_version)
         for request in self.core.scheduler.requests.values():
             if not request.num_computed_tokens:  # its prompt will be computed under the new weights
+                # vLLM has hashed its blocks with the old salt.
                 request.cache_salt, request.block_hashes = self._cache_salt, []
                 request.update_block_hashes()
 
@@ -647,8 +656,10 @@ class Engine:
                                   f" or unknown are {', '.join(sorted(differing))}")
 
     def _interrupt(self) -> list[Rollout]:
-        """What a weight update does to unfinished rollouts; returns those that it aborts."""
-        # `interrupt` also counts the preemptions of those kept at the last load, finished or not.
+        """What a weight update does to unfinished rollouts; returns those that it aborts.
+
+        It also counts the caches that were kept at the last load and have been lost since.
+        """
         if not self.num_unfinished and not self._kept:
             return []
         from extras.inflight import interrupt
@@ -665,7 +676,10 @@ class Engine:
 
     # ------------------------------------------------------------------------------ canary
     def _buffers(self) -> dict[str, Tensor]:
-        """Tensors of vLLM's model that no load may change: rotary tables, scales."""
+        """Tensors of vLLM's model that no load may change: rotary tables, scales.
+
+        A buffer that shares its memory with a weight is none of them.
+        """
         weights = {each.untyped_storage().data_ptr() for each in self.vllm_model.parameters()}
         return {name: tensor for name, tensor in self.vllm_model.named_buffers()
                 if name not in self.contract
@@ -684,17 +698,17 @@ class Engine:
     def _canary_length(self, config: Any, chunked: bool) -> int:
         """Tokens of a canary's prompt: past a block of the KV cache and past a sliding window.
 
-        Only if the run's rows get so long. The prompts are the same at each load, so with V1's own
-        prefix cache the canary would read stale blocks, which are the fault under study: there it
-        stays below a block. On a CPU seeded prompts cannot be computed in chunks.
+        The prompts are the same at each load, so with V1's own prefix cache the canary would read
+        stale blocks, which are the fault under study: there it stays below a block. On a CPU seeded
+        prompts cannot be computed in chunks.
         """
         spans = [CANARY_PROMPT_TOKENS]
-        stale = self._wanted["enable_prefix_caching"] and self.prefix_cache == "off"
-        if not stale and (self.on_gpu or not chunked):
+        reads_stale_blocks = self._wanted["enable_prefix_caching"] and self.prefix_cache == "off"
+        if not reads_stale_blocks and (self.on_gpu or not chunked):
             window = config.model_config.get_sliding_window() or 0
             spans += [config.cache_config.block_size + 1, window + 1]
         longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
-        return max(span for span in spans if span <= longest)
+        return max(span for span in spans if span <= longest)  # the run's rows may be shorter
 
     def sample_canary(self, prompt_seed: int = 0) -> list[Rollout]:
         """A few tokens of decode, at temperature 1, where raw and processed values agree."""
@@ -716,14 +730,14 @@ class Engine:
     def _check_canary(self, trainer_logprobs: TrainerLogprobs) -> None:
         # Rounding can send a token to another expert, and one such token can differ by several
         # nats. In 16 bits there are a few; in fp32 other prompts rarely have such a tie.
-        middle = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
+        average = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
         attempts = 2 if self._experts else 1
         for prompt_seed in range(attempts):
             rollouts = self.sample_canary(prompt_seed)
             sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
             theirs = torch.tensor(trainer_logprobs(sequences, self._canary_tokens))
             ours = torch.tensor([rollout.logprobs for rollout in rollouts])  # (prompts, new tokens)
-            difference = middle((theirs - ours).abs()).item()
+            difference = average((theirs - ours).abs()).item()
             if difference <= self.canary_tolerance:
                 return
         other = ""
@@ -731,7 +745,7 @@ class Engine:
             other = f", or vLLM computes {self._config.model_type} differently"
         raise WeightLoadError(
             f"after load {self.weight_version} the engine does not hold the trainer's weights"
-            f"{other}: the canary's {middle.__name__} |trainer - engine| is {difference:.2e}"
+            f"{other}: the canary's {average.__name__} |trainer - engine| is {difference:.2e}"
             f" nats, more than {self.canary_tolerance:.1e}")
 
     # ------------------------------------------------------------------------------ audit, close
@@ -762,7 +776,7 @@ class Engine:
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
             "prefix_cache": prefix_cache,
-            "inflight_update": self.parity.inflight_update,  # done by this class
+            "inflight_update": self.parity.inflight_update,  # done by extras/inflight.py
             "echoed": [each.name for each in SETTINGS if each.echoed(self)] + ["inflight_update"],
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }
@@ -779,7 +793,7 @@ class Engine:
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
         LAYERWISE_INFO.clear()  # after a load it refers to the layers, which would stay alive
-        # Their tensors go before vLLM gives the memory back.
+        # The order matters: tensors go before vLLM gives the memory back.
         self.runner.sampler = self.runner.structured_outputs_worker = None
         self.runner.block_tables = None
         del self.core, self.runner, self.vllm_model

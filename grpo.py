@@ -73,7 +73,7 @@ class Options:
     temperature: float = 0.7  # of both sides; at 1, raw and processed log-probabilities are equal
     lr: float = 2e-3  # for the toy; a pretrained model needs a thousandth of it
     num_minibatches: int = 2  # optimizer steps per batch; from the second on the clip can act
-    micro_batch_tokens: int = 8192  # of a forward; the head needs 12 bytes * tokens * words
+    micro_batch_tokens: int = 8192  # of a forward; the head needs 12 bytes * tokens * vocabulary
     clip: float = 0.2  # the ratio is clipped to [1 - clip, 1 + clip]
     tis_cap: float = 0.0  # largest importance weight; 0 is off
     dtype: str = "float32"  # bfloat16 makes fp32_head visible; a small lr is rounded away
@@ -101,7 +101,7 @@ class Options:
             "on a GPU, sleep clears the cache": cached and ON_GPU,
             "in float32 each head is fp32": not self.fp32_head and self.dtype == "float32",
         }
-        for sentence in filter(notes.get, notes):
+        for sentence in [each for each, applies in notes.items() if applies]:
             print("note:", sentence)
 
 
@@ -188,10 +188,10 @@ def make_batch(outputs: list[RequestOutput]) -> tuple[Tensor, Tensor, Tensor, Te
     """inputs, targets, mask, behavior_logprobs: (B, T) each. Position t predicts token t + 1."""
     def padded(rows: list[list]) -> Tensor:  # on the right, where no token attends to it
         return rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(DEVICE)
-    pairs = [(output.outputs[0], [0.0] * len(output.prompt_token_ids)) for output in outputs]
+    pairs = [([0.0] * len(output.prompt_token_ids), output.outputs[0]) for output in outputs]
     ids = padded([[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs])
-    mask = padded([zeros + [1.0] * len(response.token_ids) for response, zeros in pairs])
-    logprobs = padded([zeros + response.logprobs.logprobs for response, zeros in pairs])
+    mask = padded([of_prompt + [1.0] * len(answer.token_ids) for of_prompt, answer in pairs])
+    logprobs = padded([of_prompt + answer.logprobs.logprobs for of_prompt, answer in pairs])
     return ids[:, :-1], ids[:, 1:], mask[:, 1:], logprobs[:, 1:]
 
 
@@ -245,12 +245,12 @@ def train(options: Options):
     model, report = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype,
         use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # fmt: skip
     config = model.config.get_text_config()
-    other = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
+    misfits = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
     untied = config.tie_word_embeddings and not model.all_tied_weights_keys
-    assert not (untied or other), f"{options.model}: weights not of config.json, {untied=}, {other}"
+    assert not (untied or misfits), f"{options.model}: not of config.json, {untied=}, {misfits}"
     optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), weight_decay=0.0, fused=True)
     sources = tokenizer, model.generation_config, model.config, config  # a chat model has several
-    named = [getattr(source, "eos_token_id", None) for source in sources]
+    named = [getattr(source, "eos_token_id", None) for source in sources]  # number, list or None
     stop = sorted({one for eos in named for one in (eos if type(eos) is list else [eos])} - {None})
     assert stop, f"{options.model} must name a stop token, or no response ends"
     llm = start_engine(options, longest_prompt + options.max_new_tokens)
@@ -262,8 +262,8 @@ def train(options: Options):
         drawn = draw.sample(training, options.num_prompts)
         asked = [problem for problem in drawn for _ in range(options.group_size)]
         seed = int(sha256(repr((options.seed, "train", step)).encode()).hexdigest()[:12], 16)
-        set_seed(seed % 2**32)  # numpy's generator, which vLLM uses on a GPU
-        torch.manual_seed(seed)  # torch's generator, which vLLM uses on a CPU
+        set_seed(seed % 2**32)  # numpy's generator, of vLLM's samples on a GPU
+        torch.manual_seed(seed)  # torch's generator, of its samples on a CPU
         outputs = sample(llm, asked, options.temperature, options.max_new_tokens, stop)
         if ON_GPU:
             llm.sleep(level=2)  # frees the engine's weights and its cache

@@ -50,7 +50,7 @@ def group_advantages(
 ) -> Tensor:
     """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division.
 
-    It is exactly 0 for equal scores. `policies` is for other rows of OBJECTIVES.
+    It is exactly 0 for equal scores. `policies` is not used: every row of OBJECTIVES gets it.
 
     Shapes: scores (B,) in float64, B = P * group_size, group-major -> (B, 1) in float32.
     Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025,
@@ -96,8 +96,9 @@ def gspo(
 ) -> TokenLoss:
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token.
 
-    Shapes: (B, T), (B, T) -> (B, T); weighted by 1 / (B * length) the row sums to one sequence's
-    loss.
+    Weighted by 1 / (B * length) the row sums to one sequence's loss.
+
+    Shapes: (B, T), (B, T) -> (B, T).
     Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7. `clipped` marks all tokens of a row:
     weighted, it is the share of clipped sequences, as in the paper; verl reports the share of
     tokens.
@@ -196,8 +197,8 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- corrections of a mismatch
-# Of old_logprobs, behavior_logprobs and mask, (B, T) each: (B, T). Where the two are equal, and
-# outside the mask, a ratio is exactly 1 and a divergence exactly 0.
+# (old_logprobs, behavior_logprobs, mask) -> (B, T). Where the first two are equal, and outside the
+# mask, a ratio is exactly 1 and a divergence exactly 0.
 Statistic = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -251,7 +252,8 @@ REJECTIONS: dict[str, Rejection] = {
     "geometric": Rejection(partial(row_ratio, geometric=True), (0.99, 1.01)),
     "worst": Rejection(token_ratio, (1e-4, 100.0), whole_rows=True),  # SkyRL's outlier_token
     # TRM-Max, Li et al. 2025, arXiv 2512.23075: there the KL of the vocabulary; verl: k3, kept.
-    "trm": Rejection(lambda old, behavior, mask: kl_k3(behavior, old), (-torch.inf, 0.05), True),
+    "trm": Rejection(lambda old, behavior, mask: kl_k3(behavior, old), (-torch.inf, 0.05),
+                     whole_rows=True),
     # DPPO, arXiv 2602.04879: there of the policy in the update, and one-sided; prime-rl's `ipo`.
     "binary_tv": Rejection(lambda old, behavior, mask: (old.exp() - behavior.exp()).abs(),
                            (-torch.inf, 0.2)),
@@ -284,7 +286,7 @@ def correct(
 def correction_metrics(
     correction: Correction, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Shares of the response tokens, `rejected_frac_RULE` with usual bounds; ESS of the weights."""
+    """Shares of the response tokens, also of what each rule would reject; ESS of the weights."""
     shares = {f"rejected_frac_{name}": rule.rejects(old_logprobs, behavior_logprobs, mask)
               for name, rule in REJECTIONS.items()}
     shares |= {"tis_clip_frac": correction.truncated, "rejected_frac": correction.rejected}
@@ -306,12 +308,12 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 def mismatch_metrics(
     old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """How far the engine's log-probabilities are from the trainer's, on equal weights.
+    """How far the engine's log-probabilities are from the trainer's.
 
-    mismatch = old - behavior; `mismatch_kl` is its k3 = expm1(d) - d, the estimate of KL(behavior
-    || old). Of the untruncated weights exp(mismatch), `mismatch_ratio` is the mean and `ess` the
-    effective sample size. With top-k, top-p or min-p and without `sampling_mask`, that mean is the
-    mean probability of the tokens they keep.
+    mismatch = old - behavior; of stale rows it also holds the staleness. `mismatch_kl` is its k3 =
+    expm1(d) - d, the estimate of KL(behavior || old). Of the untruncated weights exp(mismatch),
+    `mismatch_ratio` is the mean and `ess` the effective sample size. With top-k, top-p or min-p and
+    without `sampling_mask`, that mean is the mean probability of the tokens they keep.
 
     Shapes: (B, T), (B, T), (B, T) -> floats. Units: nats.
     Raises: FloatingPointError if a value on a response token is not finite; ValueError without one.
@@ -366,8 +368,8 @@ def weighted_loss(
 
     `denominator` is that of the ratio: `old_logprobs`, or `behavior_logprobs` with two policies.
     Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the
-    sum of the weights. "Old" in `kl_old_new` = KL(old || new) is the denominator, of whose policy
-    the tokens are drawn: with two policies it holds the mismatch, as the ratio does.
+    sum of the weights. `kl_old_new` is KL(policy of the denominator || new): with two policies it
+    holds the mismatch, as the ratio does.
 
     Shapes: (B, T), advantages (B, 1) or (B, T) -> (), and () by name.
     """

@@ -1,4 +1,4 @@
-"""What a run leaves: seconds and memory, log lines, config.json, pictures, checkpoints."""
+"""What a run leaves: seconds and memory, errors, log lines, tables, pictures, checkpoints."""
 
 import fcntl
 import json
@@ -41,7 +41,7 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         with suppress(OSError):  # where it is forbidden, the peak is that of the whole process
-            Path("/proc/self/clear_refs").write_text("5")  # the CPU's peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the CPU's peak, begins anew
         started = time.perf_counter()
         yield
         if torch.cuda.is_available():
@@ -61,10 +61,10 @@ TABLES = "metrics.jsonl", "samples.jsonl"
 def one_line(error: BaseException) -> str:
     """An exception's type and text in one line that can be printed."""
     text = "".join(traceback.format_exception_only(error))  # also if the error's own __str__ fails
-    return printable(" ".join(text.split())[:1000])
+    return escaped(" ".join(text.split())[:1000])
 
 
-def printable(text: str) -> str:
+def escaped(text: str) -> str:
     """The text with characters that the terminal cannot show written as their numbers."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, errors="backslashreplace").decode(encoding)
@@ -83,7 +83,7 @@ def stage(what: str) -> Iterator[None]:
 def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status.
 
-    `out`: the folder of an accepted run, for the traceback. Before a run is accepted, what is no
+    `out`: the folder of an accepted run, for the traceback. Without it an exception that is no
     ValueError, and so no check of this program, is printed with its traceback.
     """
     try:
@@ -130,7 +130,7 @@ def locked(out: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------- log and files
-LOG_LINE = {  # by the name of a figure: what is shown if it is there, and is not 0
+LOG_LINE = {  # by the name of a figure: the text that is shown if it is there, and is not 0
     "reward":
         " | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
         " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e}"
@@ -191,7 +191,7 @@ def answer_line(row: dict[str, Any]) -> str:
     for name in ("question", "response"):
         text = json.dumps(row[name], ensure_ascii=False)
         shown.append(text if len(text) <= 80 else f"{text[:77]}...")
-    return printable(f"    {' -> '.join(shown)}, reward {row['reward']:g}")
+    return escaped(f"    {' -> '.join(shown)}, reward {row['reward']:g}")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

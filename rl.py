@@ -51,7 +51,8 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
-    correction: Tensor | None = None  # of the surrogate: importance weights, 0 on rejected tokens
+    correction: Tensor | None = None  # of the surrogate: importance weights
+    kept: Tensor | None = None  # the mask of the surrogate: without rejected tokens
 
     def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
@@ -72,21 +73,19 @@ class Batch:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
-        is longer. Its rows all have a signal, (B,) bool, or all have none, because `update` skips
-        the backward of a micro-batch whose advantages are all 0. Rows are in the order of their
-        length, so that there is little padding. With `shared_prompts` (the body computes each
-        prompt once) the order by prompt is tried too, and the one that computes fewer positions
-        wins. The longest come first: a batch that does not fit into memory fails at once. All
-        passes over a batch use the same micro-batches, so that in 16 bits the ratio starts at
-        exactly 1.
+        is longer. All passes over a batch use the same micro-batches, so that in 16 bits the ratio
+        starts at exactly 1. `has_signal` is (B,), bool.
         """
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
             micro_batches = []
+            # Apart, because `update` skips a backward without any advantage.
             for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
+                # Rows of like length need little padding. The longest first: a batch that does not
+                # fit into memory fails at once.
                 longest_first = part[self.input_lengths[part].argsort(descending=True, stable=True)]
                 best = self._micro_batches(longest_first, micro_batch_tokens)
-                if shared_prompts:
+                if shared_prompts:  # the body computes each prompt of a micro-batch once
                     siblings = self._siblings_together(longest_first)
                     by_prompt = self._micro_batches(siblings, micro_batch_tokens)
                     best = min(best, by_prompt, key=self._num_positions)
@@ -125,9 +124,9 @@ class Batch:
         return tuple(self.rollouts[row].prompt_ids)
 
     def mask_rows(self, keep: list[bool]) -> "Batch":
-        """The batch without the loss of the rows that are not to `keep`.
+        """The batch with a loss on the rows to `keep` only.
 
-        They have no loss but count in the B of `loss_weights`.
+        The others still count in the B of `loss_weights`.
         """
         kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
         # The log-probabilities too: new ones are 0 outside the mask, exp(0 - old) can overflow, and
@@ -150,17 +149,17 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
     prompt_lengths = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
     ends = prompt_lengths + torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     columns = torch.arange(int(ends.max()))
-    row = columns < ends[:, None]  # (B, T + 1), the prompt and the response
-    response = row & (columns >= prompt_lengths[:, None])  # (B, T + 1)
+    real = columns < ends[:, None]  # (B, T + 1), the prompt and the response
+    response = real & (columns >= prompt_lengths[:, None])  # (B, T + 1)
     sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
     trained = [rollout.trained or [True] * len(rollout.token_ids) for rollout in rollouts]
     flat_ids = torch.tensor(list(chain(*sequences)))
     flat_logprobs = torch.tensor(list(chain(*(rollout.logprobs for rollout in rollouts))))
     flat_trained = torch.tensor(list(chain(*trained)), dtype=torch.float32)
     # Padding has id 0, but any would do: no token attends to positions on its right.
-    ids = torch.zeros(row.shape, dtype=torch.long).masked_scatter(row, flat_ids)
-    behavior_logprobs = torch.zeros(row.shape).masked_scatter(response, flat_logprobs)
-    mask = torch.zeros(row.shape).masked_scatter(response, flat_trained)
+    ids = torch.zeros(real.shape, dtype=torch.long).masked_scatter(real, flat_ids)
+    behavior_logprobs = torch.zeros(real.shape).masked_scatter(response, flat_logprobs)
+    mask = torch.zeros(real.shape).masked_scatter(response, flat_trained)
     return Batch(
         inputs=ids[:, :-1].to(device),
         targets=ids[:, 1:].to(device),
@@ -176,14 +175,14 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
 def head_chunk(gpu_gib: float) -> int:
     """Logits that the head computes at once, n * V: 2^25 on a CPU (0 GiB), up to 2^28 on a GPU.
 
-    Each chunk also moves the weight's gradient, (V, H), so a GPU has few: one takes up to 1/64 of
-    the memory, in fp32.
+    Each chunk also moves the weight's gradient, (V, H), so a GPU has few and large ones.
     """
-    return 2 ** max(25, min(28, int(gpu_gib * 2**22).bit_length() - 1))
+    fitting = int(gpu_gib * 2**30 / 64 / 4)  # fp32 numbers in 1/64 of the memory
+    return min(2**28, max(2**25, fitting))
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in `dtype`. On a GPU, fp32 products of a 16-bit `right` use the tensor cores.
+    """left @ right in `dtype`. On a GPU the fp32 product of a 16-bit `right` uses tensor cores.
 
     vLLM's head does the same. The tensor cores multiply 16-bit numbers exactly and add in fp32.
     `left` is rounded to 16 bits: nothing changes for hidden states, and gradients of logits are
@@ -196,12 +195,12 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> None:
     """total += left @ right, in place; `total` is fp32, the product as in `product`."""
-    if right.dtype == torch.float32:
+    if right.dtype == torch.float32:  # of an fp32 model
         total.addmm_(left, right)
     elif right.is_cuda and dtype == torch.float32:
         torch.addmm(total, left.to(right.dtype), right, out_dtype=dtype, out=total)
     else:
-        total += product(left, right, dtype)
+        total += product(left, right, dtype)  # a temporary of total's size
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ class Projection:
     temperature: float = 1.0
     row_multiple: int = 1  # of each product; see extras/shared_engine.py
 
-    def parts(self, count: int) -> list[slice]:
+    def chunks(self, count: int) -> list[slice]:
         """The chunks of `count` rows; one that is empty if there are none."""
         starts = range(0, max(1, count), self.chunk_rows)
         return [slice(start, start + self.chunk_rows) for start in starts]
@@ -262,9 +261,10 @@ class TargetLogprobs(torch.autograd.Function):
                 restrict: Restriction, projection: Projection) -> Tensor:
         cast = projection.cast(weight)
         logprobs = []
-        for part in projection.parts(len(hidden)):
-            logits, _ = projection.logits(hidden[part], cast, bias)  # (n, V)
-            logprobs.append(at_targets(restrict(logits, part).log_softmax(dim=-1), targets[part]))
+        for chunk in projection.chunks(len(hidden)):
+            logits, _ = projection.logits(hidden[chunk], cast, bias)  # (n, V)
+            all_logprobs = restrict(logits, chunk).log_softmax(dim=-1)
+            logprobs.append(at_targets(all_logprobs, targets[chunk]))
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.projection, ctx.restrict = projection, restrict
         return torch.cat(logprobs)
@@ -275,20 +275,24 @@ class TargetLogprobs(torch.autograd.Function):
         projection, dtype = ctx.projection, ctx.projection.dtype
         cast = projection.cast(weight)
         hidden_grads = []
-        trained = ctx.needs_input_grad[1]  # not with adapters
-        weight_grad = torch.zeros(weight.shape, device=weight.device) if trained else None
+        weight_is_trained = ctx.needs_input_grad[1]  # not with adapters
+        weight_grad = None
+        if weight_is_trained:
+            weight_grad = torch.zeros(weight.shape, device=weight.device)
         bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
-        for part in projection.parts(len(hidden)):
-            logits, slope = projection.logits(hidden[part], cast, bias)  # (n, V)
-            logits_grad = ctx.restrict(logits, part).softmax(dim=-1)
-            logits_grad.mul_(-gradient[part, None])
-            logits_grad.scatter_add_(1, targets[part, None], gradient[part, None])
+        for chunk in projection.chunks(len(hidden)):
+            logits, slope = projection.logits(hidden[chunk], cast, bias)  # (n, V)
+            # gradient * (onehot(target) - softmax)
+            logits_grad = ctx.restrict(logits, chunk).softmax(dim=-1)
+            logits_grad.mul_(-gradient[chunk, None])
+            logits_grad.scatter_add_(1, targets[chunk, None], gradient[chunk, None])
             product_grad = logits_grad.mul_(slope).to(dtype)
             hidden_grads.append(product(product_grad, cast, dtype).to(hidden.dtype))
-            if trained:
-                add_product(weight_grad, product_grad.T, hidden[part], dtype)
+            if weight_is_trained:
+                add_product(weight_grad, product_grad.T, hidden[chunk], dtype)
             if bias_grad is not None:
                 bias_grad += product_grad.sum(dim=0)
+        # Autograd rounds the fp32 gradients to the parameters' dtype.
         return torch.cat(hidden_grads), weight_grad, bias_grad, None, None, None
 
 
@@ -304,8 +308,9 @@ class Support:
     """
 
     def restriction(self, batch: Batch, response: Tensor) -> Restriction:
-        assert batch.rollouts is None or not any(each.kept for each in batch.rollouts), "kept sets"
-        return lambda logits, part: logits
+        assert batch.rollouts is None or not any(each.kept for each in batch.rollouts), (
+            "rollouts have kept sets, but the softmax is over the vocabulary")
+        return lambda logits, chunk: logits
 
     def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Further metrics of (n, V) logits and (n,) targets."""
@@ -349,10 +354,7 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     prompts, rows = distinct_prompts(batch)  # (D, S), (B,)
     if len(prompts) == len(rows):
         return plain_body(policy, batch, response)  # nothing to share
-    last = batch.inputs.shape[1] - 1
-    starts = batch.prompt_lengths.to(policy.device)[:, None]  # (B, 1), where the responses begin
-    longest = int((batch.input_lengths - batch.prompt_lengths).max())
-    after = starts + torch.arange(longest, device=policy.device)  # (B, R), the responses' columns
+    cache = DynamicCache(config=policy.model.config)
 
     def states(ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         """Last hidden states of `ids` after what is in the cache; `real` is false at padding."""
@@ -360,25 +362,34 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
             input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
             use_cache=True).last_hidden_state
 
-    cache = DynamicCache(config=policy.model.config)
     real = prompts >= 0  # (D, S)
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)
-    ends = states(prompts.clamp(min=0), real, positions)[:, -1:]  # (D, 1, H)
-    hidden = ends.index_select(0, rows)  # (B, 1, H)
-    if after.shape[1]:
+    prompt_ends = states(prompts.clamp(min=0), real, positions)[:, -1:]  # (D, 1, H)
+    hidden = prompt_ends.index_select(0, rows)  # (B, 1, H)
+
+    starts = batch.prompt_lengths.to(policy.device)[:, None]  # (B, 1), where the responses begin
+    longest = int((batch.input_lengths - batch.prompt_lengths).max())
+    # (B, R), the responses' columns in the batch; they are also positions (no padding on the left).
+    after_prompt = starts + torch.arange(longest, device=policy.device)
+    last_column = batch.inputs.shape[1] - 1
+    if longest:
         cache.reorder_cache(rows)  # D rows become B
-        real = torch.cat([real[rows], real.new_ones(after.shape)], dim=1)  # (B, S + R)
-        responses = batch.inputs.gather(1, after.clamp(max=last))
-        hidden = torch.cat([hidden, states(responses, real, after)], dim=1)  # (B, R + 1, H)
-    scored = torch.cat([starts - 1, after], dim=1)  # (B, R + 1), the columns of `hidden`
-    return hidden[response.gather(1, scored.clamp(max=last)) & (scored <= last)]
+        # Padding after a response counts as real: only other padding attends to it.
+        real = torch.cat([real[rows], real.new_ones(after_prompt.shape)], dim=1)  # (B, S + R)
+        responses = batch.inputs.gather(1, after_prompt.clamp(max=last_column))
+        hidden = torch.cat([hidden, states(responses, real, after_prompt)], dim=1)  # (B, R + 1, H)
+    columns = torch.cat([starts - 1, after_prompt], dim=1)  # (B, R + 1), those of `hidden`
+    inside = columns <= last_column  # the others are padding
+    # (B, R + 1); row by row, which is the order of `[response]` in plain_body.
+    wanted = response.gather(1, columns.clamp(max=last_column)) & inside
+    return hidden[wanted]
 
 
 def default_body(model: torch.nn.Module) -> Body:
     """`prompts_once`, or `plain_body` where the model's layers do not allow it.
 
-    A recurrent state would see the padding, transformers' cache keeps all keys of a window of 1,
-    and a checkpointed layer has no cache.
+    A recurrent state would see the padding, and a checkpointed layer has no cache. Of a window of 1
+    transformers' cache keeps all keys: the last 0 of them, as the slice [-0:].
     """
     from transformers import DynamicCache
 
@@ -411,11 +422,12 @@ class Policy:
     transformers computes the body. The head is computed in fp32 (without `fp32_head` in the model's
     dtype), on response positions only and in chunks, so that a (B, T, V) tensor never exists.
 
-    What options change is given: the `scoring`; the `body` (extras/shared_engine.py calls vLLM's
-    attention kernel), and the `free_body`, for `agreement`: the same, but without replayed routes
-    (extras/routes.py); what the engine gets of the weights (`send`: extras/lora.py merges
-    adapters); functions of policy and batch (`further_metrics`), which are called after the forward
-    pass, in their order.
+    What options change is given:
+        scoring           the distribution
+        body              computes hidden states (extras/shared_engine.py: by vLLM's kernel)
+        free_body         as `body`, without replayed routes (extras/routes.py); for `agreement`
+        send              what the engine gets of the weights (extras/lora.py merges adapters)
+        further_metrics   of policy and batch, called after the forward pass in their order
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that
     does more after the head than soft-capping and scaling).
@@ -506,9 +518,10 @@ class Policy:
         response = batch.mask > 0  # (B, T)
         restrict = self.scoring.support.restriction(batch, response)
 
-        def measure(logits: Tensor, targets: Tensor, part: slice) -> dict[str, Tensor]:
-            further = self.scoring.support.measure(logits, targets)  # `restrict` writes in place
-            all_logprobs = restrict(logits, part).log_softmax(dim=-1)  # (n, V)
+        def measure(logits: Tensor, targets: Tensor, chunk: slice) -> dict[str, Tensor]:
+            # Before `restrict`, which writes in place.
+            further = self.scoring.support.measure(logits, targets)
+            all_logprobs = restrict(logits, chunk).log_softmax(dim=-1)  # (n, V)
             logprobs = at_targets(all_logprobs, targets)
             entropy = torch.special.entr(all_logprobs.exp_()).sum(dim=-1)
             return {"logprobs": logprobs, "entropy": entropy} | further
@@ -521,7 +534,7 @@ class Policy:
     def agreement(self, batch: Batch) -> dict[str, Tensor]:
         """`agrees`: 1.0 where the target is a likeliest token, 0 outside `batch.mask`: (B, T)."""
 
-        def measure(logits: Tensor, targets: Tensor, part: slice) -> dict[str, Tensor]:
+        def measure(logits: Tensor, targets: Tensor, chunk: slice) -> dict[str, Tensor]:
             agrees = at_targets(logits, targets) == logits.amax(dim=-1)
             return {"agrees": agrees.float()}
 
@@ -536,12 +549,12 @@ class Policy:
         hidden = body(self, batch, response)  # (N, H)
         targets = batch.targets[response]  # (N,)
         weight = head.cast(self.head.weight)
-        chunks = []
-        for part in head.parts(len(hidden)):
-            logits, _ = head.logits(hidden[part], weight, self.head_bias)  # (n, V)
-            chunks.append(measure(logits, targets[part], part))
+        found = []
+        for chunk in head.chunks(len(hidden)):
+            logits, _ = head.logits(hidden[chunk], weight, self.head_bias)  # (n, V)
+            found.append(measure(logits, targets[chunk], chunk))
         zeros = torch.zeros_like(batch.mask)
-        flat = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}  # (N,)
+        flat = {name: torch.cat([each[name] for each in found]) for name in found[0]}  # (N,)
         return {name: zeros.masked_scatter(response, values) for name, values in flat.items()}
 
     def hidden(self, inputs: Tensor) -> Tensor:
@@ -607,7 +620,7 @@ class Policy:
 
     @contextmanager
     def using(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """The policy with these weights in its parameters. Tensors are swapped, and then back."""
+        """The policy with these weights in its parameters (None: its own); then they go back."""
         parameters = dict(self.model.named_parameters())
         own = {name: parameters[name].data for name in weights or ()}
         try:
@@ -653,7 +666,8 @@ class Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.masters = [_master(parameter) for parameter in trained]
         pairs = zip(trained, self.masters, strict=True)
-        self.rounded = [pair for pair in pairs if pair[0] is not pair[1]]  # (parameter, master)
+        # (16-bit parameter, its master)
+        self.rounded = [pair for pair in pairs if pair[0] is not pair[1]]
         self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay, fused=True)
         for master in self.masters:
             # torch does this in the first step, in blocks of memory that activations have freed.
@@ -661,7 +675,7 @@ class Optimizer:
             self.adamw.state[master] = {"step": master.new_zeros(())} | moments
         first = next(model.parameters())  # of the model itself: its adapters are in fp32
         self.scaler = torch.amp.GradScaler(first.device.type, enabled=first.dtype == torch.float16)
-        for parameter, master in self.rounded:
+        for parameter, master in self.rounded:  # a gradient goes to its master once it is computed
             parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
 
     @contextmanager
@@ -740,14 +754,6 @@ def in_micro_batches(
     return collected
 
 
-def frozen_logprobs(policy: Policy, batch: Batch, minibatches: Minibatches) -> Tensor:
-    """`policy.logprobs` of the whole batch, in the micro-batches of `update`: (B, T)."""
-    def logprobs(micro: Batch) -> dict[str, Tensor]:
-        return {"logprobs": policy.logprobs(micro)}
-
-    return in_micro_batches(logprobs, batch, minibatches)["logprobs"]
-
-
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches, grpo: GrpoConfig,
     lr: float,
@@ -764,27 +770,25 @@ def update(
     """
     losses, norms = [], []
     sums: dict[str, Tensor] = {}
-    both_sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
-    correction = correct(*both_sides, grpo.tis, grpo.tis_cap, grpo.rejection)
-    batch = replace(batch, correction=correction.weights)
-    # Tokens that are `kept` have a surrogate; the loss's mean and the KL are of those `counted`.
-    kept = batch.mask * ~correction.rejected  # (B, T)
-    counted = kept if grpo.rejection.mean == "kept" else batch.mask  # (B, T)
+    policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
+    batch = replace(batch, correction=correction.weights, kept=batch.mask * ~correction.rejected)
+    counted = batch.kept if grpo.rejection.mean == "kept" else batch.mask  # by mean and KL: (B, T)
+    normalizer = OBJECTIVES[grpo.objective].normalizer
     with optimizer.on_device():
         for micro_batches in minibatches:
             rows = torch.cat(micro_batches)
             counted_rows = counted[rows]  # (rows, T)
-            has_signal = (kept[rows] * batch.advantages[rows]).any()
+            has_signal = (batch.kept[rows] * batch.advantages[rows]).any()
             has_kl = grpo.kl_coef and counted_rows.any()
             if not (has_signal or has_kl):
                 continue
-            normalizer = OBJECTIVES[grpo.objective].normalizer
-            weights = loss_weights(counted_rows, normalizer, grpo.max_new_tokens)
+            weights = loss_weights(counted_rows, normalizer, grpo.max_new_tokens)  # (rows, T)
+            micro_weights = weights.split([len(each) for each in micro_batches])
             loss = 0.0
-            parts = weights.split([len(each) for each in micro_batches])
-            for micro_rows, part in zip(micro_batches, parts, strict=True):
+            for micro_rows, of_micro in zip(micro_batches, micro_weights, strict=True):
                 micro = batch.select(micro_rows)
-                micro_loss, terms = _backward(policy, optimizer, micro, part, grpo)
+                micro_loss, terms = _backward(policy, optimizer, micro, of_micro, grpo)
                 loss += micro_loss
                 sums = {name: sums.get(name, 0.0) + term for name, term in terms.items()}
             if not math.isfinite(loss):
@@ -795,7 +799,7 @@ def update(
     weight = sums.pop("weight", None)
     unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "kl_old_new"))
     measured = {name: float(value / weight) for name, value in sums.items()}
-    return unmeasured | measured | correction_metrics(correction, *both_sides) | {
+    return unmeasured | measured | correction_metrics(correction, *policies) | {
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,
         "updates": len(finite),
@@ -814,10 +818,8 @@ def _backward(
         logprobs = policy.logprobs(micro)  # (rows, T)
         three_policies = grpo.old_policy == "recompute"
         denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
-        # A weight is at least exp(-20), so 0 means rejected; GSPO's mean leaves these tokens out.
-        kept = micro.mask * (micro.correction > 0)
         loss, terms = weighted_loss(
-            logprobs, denominator, micro.advantages, kept, weights[:, : logprobs.shape[1]],
+            logprobs, denominator, micro.advantages, micro.kept, weights[:, : logprobs.shape[1]],
             correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,
             clip=grpo.clip, kl_coef=grpo.kl_coef, kl_gradient=grpo.kl_gradient)
     if has_gradient:

@@ -63,7 +63,7 @@ class Rollout:
     reward: float | None = None  # the task's; None until it is scored
     reward_error: str | None = None  # what has failed, if the reward is 0 for it
     score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
-    prompt_version: int | None = None  # of its first part, if a load found it half computed
+    prompt_version: int | None = None  # of the prompt's first part, if a load came before its last
 
     @property
     def oldest_version(self) -> int | None:
@@ -82,7 +82,7 @@ class Rollout:
 
 
 def reseed(*stream: int | str) -> None:
-    """Seed the generators of all samples without a seed: torch's (V1 runner), numpy's (V2 runner).
+    """Seed the generators of all samples without a seed: torch's (CPU), numpy's (GPU, V2 runner).
 
     `stream` names what is sampled next, such as (seed of the run, "train", step).
     """

@@ -61,11 +61,11 @@ class TrainingState:
     engine: Engine
     source: Synchronous  # or extras.inflight.GroupsInFlight
     trainer_alone: Synchronous | None = None  # answers with the trainer's own modules
-    # Of batch and metrics between measurement and update: returns further metrics. A `lr_factor`
-    # among them is multiplied into the step's learning rate.
+    # Called with batch and metrics between measurement and update; return further metrics. A
+    # `lr_factor` among them is multiplied into the step's learning rate.
     before_update: list[Callable[[Batch, dict[str, Any]], dict[str, Any]]] = field(
         default_factory=list)
-    # Of a train.Step at its end: returns further metrics.
+    # Called with each train.Step at its end; return further metrics.
     observers: list[Callable[[Any], dict[str, Any]]] = field(default_factory=list)
     tensorboard: Callable[[dict[str, Any]], None] | None = None  # of a row of metrics.jsonl
 
@@ -109,16 +109,16 @@ def prepare(config: Config) -> Run:
         path = local_folder(config.run.model)
         model_config, tokenizer, stop_token_ids = describe_model(path)
     grpo, data = config.grpo, config.data
-    task = encode(tokenizer, task, data.reward_limit_s)
+    task = replace(encode(tokenizer, task, data.reward_limit_s), reward_errors=data.reward_errors)
     largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
     if largest >= model_config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
                          f" vocabulary of {model_config.vocab_size}")
-    num_problems = len(task.prompts)
     context = getattr(model_config, "max_position_embeddings", math.inf)
+    num_problems = len(task.prompts)
     task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens or math.inf,
                    drop=data.overlong_prompts == "drop")
-    task = replace(task, reward_errors=data.reward_errors)
+    dropped = num_problems - len(task.prompts)
     groups = grpo.num_prompts + config.backend.inflight_groups
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
@@ -132,7 +132,6 @@ def prepare(config: Config) -> Run:
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
     max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
-    dropped = num_problems - len(task.prompts)
     return Run(config, out, path, task, sampling, max_model_len, dropped, files)
 
 
@@ -166,7 +165,10 @@ def find_task(config: Config) -> Task:
 
 
 def is_routed(run: Run, model: Any) -> bool:
-    """Whether the engine's choice of experts is recorded: of any mixture in vLLM on a CPU."""
+    """Whether the engine's choice of experts is recorded: of any mixture in vLLM on a CPU.
+
+    The hook is of the routers of vLLM's CPU build.
+    """
     is_mixture = hasattr(model.config, "num_experts_per_tok") and not torch.cuda.is_available()
     return run.config.grpo.replay_routes or (is_mixture and run.config.backend.engine == "vllm")
 
@@ -250,10 +252,10 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     if config.backend.engine == "shared":
         policy = engine.policy  # of the same model, with the body and the products of the engine
     if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
-        # The first policy's, resumed or not: the checkpoint comes later.
+        # The first policy's, resumed or not: the checkpoint comes later. It is computed beside
+        # old_logprobs, as one of the metrics, and as the last of them, because it runs a second
+        # forward pass, and Routes.metrics reads what the first one left in the routers.
         reference = partial(reference_logprobs, policy.copied_weights())
-        # Last, because it runs a second forward pass, and Routes.metrics reads what the first one
-        # left in the routers.
         policy = policy.changed(further_metrics=(*policy.further_metrics, reference))
     make_optimizer, make_source = Optimizer, Synchronous
     if grpo.offload_optimizer:
@@ -339,18 +341,21 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     batch = make_batch(engine.sample_beside(prompts, sampling), policy.device)
     response = batch.mask > 0  # (B, T)
     with policy.using(policy.send.engine_parameters()):
-        ours = policy.logprobs(batch)[response]
+        scored = policy.logprobs(batch)[response]
+        # transformers' own head, no code of Policy
         logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
+    reported = batch.behavior_logprobs[response]
     scaled = logits / sampling.temperature
-    masked = masked_logits(scaled, sampling)  # `scaled` without a mask
-    trainers = scaled if parity.trainer_temperature else logits
+    masked = masked_logits(scaled, sampling)  # as `scaled` if there is no mask
+    trainers_logits = scaled if parity.trainer_temperature else logits
     if has_sampling_mask(sampling) and parity.sampling_mask:
-        trainers = masked
-    engines = masked if parity.processed_logprobs else logits
-    theirs = batch.behavior_logprobs[response]
-    for side, values, expected in (("trainer", ours, trainers), ("engine", theirs, engines)):
-        stated = at_targets(expected.log_softmax(dim=-1), batch.targets[response])
-        difference = (values - stated).abs().median().item()
+        trainers_logits = masked
+    engines_logits = masked if parity.processed_logprobs else logits
+    sides = ("trainer", scored, trainers_logits), ("engine", reported, engines_logits)
+    for side, logprobs, stated_logits in sides:
+        stated = at_targets(stated_logits.log_softmax(dim=-1), batch.targets[response])
+        # The median: in 16 bits single tokens can differ more.
+        difference = (logprobs - stated).abs().median().item()
         if not difference <= CANARY_TOLERANCE[policy.model.dtype]:
             raise AuditError(f"the {side}'s log-probabilities are not those of the stated"
                              f" distribution ({sampling}): they differ by {difference:.2e} nats")
@@ -381,7 +386,7 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
         from probe.noise import observe_self_noise
 
         policy = state.policy
-        if run.config.backend.exact:  # vLLM's kernel has no second path
+        if run.config.backend.exact:  # the noise is that of two paths; vLLM's kernel has one
             policy = policy.changed(body=default_body(policy.model))
         asked.append(partial(observe_self_noise, policy, run.config))
     if measure.probe_every or measure.probe_on_alarm:
@@ -392,8 +397,7 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
 
 
 def save_policy(run: Run, policy: Policy) -> None:
-    """The model as a Hugging Face folder, `policy` in that of the run; adapters are merged into it.
-    """
+    """OUT/policy: the model as a Hugging Face folder, with the adapters merged into it."""
     if run.config.lora.lora_rank:
         policy.send.merge()
     save_model(policy.model, run.task.tokenizer, run.sampling, run.out / "policy")

@@ -128,16 +128,16 @@ def split(
                              f" {problem.answer!r:.40} to the same question")
     problems = list(by_question.values())
     num_repeated = len(held_out) + len(train) - len(problems)
-    chosen = {problem.split_by for problem in held_out}
-    if not chosen:
+    held_out_families = {problem.split_by for problem in held_out}
+    if not held_out_families:
         problems = random.Random(seed).sample(problems, len(problems))
         families = list(dict.fromkeys(problem.split_by for problem in problems))
-        chosen = set(families[: max(1, round(0.1 * len(families)))])
-    training = [problem for problem in problems if problem.split_by not in chosen]
+        held_out_families = set(families[: max(1, round(0.1 * len(families)))])
+    training = [each for each in problems if each.split_by not in held_out_families]
     if not training:
         raise ValueError(f"task must have problems left to train on, {name} has {len(problems)}"
                          " without repeats, all of them held out")
-    held_out = [problem for problem in problems if problem.split_by in chosen]
+    held_out = [each for each in problems if each.split_by in held_out_families]
     return Task(training, held_out, reward, num_repeated)
 
 
@@ -147,6 +147,7 @@ def encode(tokenizer: Any, task: Task, limit_s: float = 10) -> Task:
     from extras.task_file import time_limit
 
     def encoded(problem: Problem) -> Problem:
+        # A chat template is a program and may not end.
         with stage(f"encoding the question of {problem.source}"), time_limit(limit_s):
             if tokenizer.chat_template is None:
                 encoding = tokenizer(problem.question)
@@ -164,26 +165,26 @@ def encode(tokenizer: Any, task: Task, limit_s: float = 10) -> Task:
 
 
 def fitting(
-    task: Task, context: float, response: int, longest_prompt: float, drop: bool
+    task: Task, context: float, max_new_tokens: int, longest_prompt: float, drop: bool
 ) -> Task:
     """The task without the problems whose prompts are too long, if these are to be dropped.
 
-    `context`, the model's, `response` and `longest_prompt` are in tokens; infinity is no limit.
+    `context`, the model's, and the other limits are in tokens; infinity is no limit.
     Raises: ValueError.
     """
-    if response >= context:
+    if max_new_tokens >= context:
         raise ValueError(f"max_new_tokens must be below the model's context of {context}, got"
-                         f" {response}")
-    limit, why = longest_prompt, "--max-prompt-tokens"
-    if context - response < limit:
-        limit, why = context - response, f"the context of {context} less --max-new-tokens"
+                         f" {max_new_tokens}")
+    limit, name = longest_prompt, "--max-prompt-tokens"
+    if context - max_new_tokens < limit:
+        limit, name = context - max_new_tokens, f"the context of {context} less --max-new-tokens"
     train = [problem for problem in task.train if len(problem.prompt_ids) <= limit]
     held_out = [problem for problem in task.held_out if len(problem.prompt_ids) <= limit]
     problems = task.train + task.held_out
     num_overlong = len(problems) - len(train) - len(held_out)
     if not num_overlong:
         return task
-    counted = f"{num_overlong} of {len(problems)} prompts are longer than {limit} tokens ({why})"
+    counted = f"{num_overlong} of {len(problems)} prompts are longer than {limit} tokens ({name})"
     if not drop:
         worst = max(problems, key=lambda problem: len(problem.prompt_ids))
         raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)};"

@@ -79,16 +79,17 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         engine.sleep()
 
     with clock("reward"):
-        rows = run.task.score(problems, rollouts)
+        rows = run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # Rows whose reward is their group's mean (all rows of a flat group) get micro-batches of their
-    # own, because `update` skips a backward without advantages.
-    off_mean = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
-    minibatches = batch.minibatches(off_mean, grpo.num_minibatches, grpo.micro_batch_tokens,
+    # Rows whose score is their group's mean (all rows of a flat group) have no signal. Advantages
+    # would tell it too, but a row of OBJECTIVES may compute them from old_logprobs, which are
+    # computed in these micro-batches.
+    has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
+    minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens,
                                     shared_prompts=policy.shares_prompts)
 
-    with clock("old_logprobs"):
+    with clock("old_logprobs"):  # one forward pass for all of these
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
     old_logprobs = token_metrics.pop("logprobs")
     ref_logprobs = token_metrics.pop("ref_logprobs", None)  # for --kl-coef
@@ -103,7 +104,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     current = batch.mask_rows([version == engine.weight_version for version in oldest])
     metrics = {"step": step} | rollout_metrics(rollouts, scores, batch, grpo.group_size)
     metrics |= staleness_metrics(rollouts, oldest, engine.weight_version)
-    # The entropy; kept_mass, outside_frac, routed_otherwise and router_noise with their options.
+    # The entropy, and with their options kept_mass, outside_frac, routed_otherwise, router_noise.
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
                 for name, values in token_metrics.items()}
     metrics |= all_mismatch_metrics(batch, current, grpo)
@@ -157,10 +158,10 @@ def staleness_metrics(
 def all_mismatch_metrics(
     batch: Batch, current: Batch, grpo: GrpoConfig
 ) -> dict[str, float]:
-    """`mismatch_metrics` of the batch, and as current_... and backend_... of its rows in `current`.
+    """Of the batch; and as current_... and backend_... of the rows of the current weights alone.
 
-    These were sampled with the current weights alone. Older rollouts are stale as well, and
-    staleness is not the backend's fault. Without such rows only the batch is measured.
+    Older rows are stale as well, and staleness is not the backend's fault. Without current rows
+    only the batch is measured.
     """
     metrics = mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
     if not current.mask.any():
@@ -208,7 +209,7 @@ def answer_held_out(
     """The source's answers to the held-out problems, and their rows of samples.jsonl."""
     problems = run.task.held_out[: run.config.measure.eval_problems]
     reseed(run.config.run.seed, "eval", step)
-    sampling = replace(run.sampling, max_kept=0, temperature=temperature)
+    sampling = replace(run.sampling, max_kept=0, temperature=temperature)  # no kept sets
     rollouts = source.answer(problems, num_samples, sampling)
     rows = [{"step": step, "mode": mode} | row for row in run.task.score(problems, rollouts)]
     records.append_rows(run.out / "samples.jsonl", rows)
@@ -218,8 +219,8 @@ def answer_held_out(
 def greedy_agreement(policy: Policy, rollouts: list[Rollout], grpo: GrpoConfig) -> float:
     """The share of rollouts whose every token is the trainer's likeliest one."""
     batch = make_batch(rollouts, policy.device)
-    all_rows = torch.ones(len(rollouts), dtype=torch.bool)
-    minibatches = batch.minibatches(all_rows, 1, grpo.micro_batch_tokens)
+    has_signal = torch.ones(len(rollouts), dtype=torch.bool)
+    minibatches = batch.minibatches(has_signal, 1, grpo.micro_batch_tokens)
     agrees = in_micro_batches(policy.agreement, batch, minibatches)["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
@@ -246,7 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
     with records.one_sentence(2), records.locked(out):
         run = prepare(config)
         checkpoint = find_checkpoint(run)
-        with records.one_sentence(2, out):  # accepted: from here on files are written
+        # The run is accepted: from here on files are written, an error's traceback too.
+        with records.one_sentence(2, out):
             policy = load_policy(run)
             engine = start_engine(run, policy)
             state = build(run, policy, engine)

@@ -83,10 +83,10 @@ class SamplingMask(Support):
             trained = rollout.trained or [True] * len(rollout.kept)
             kept += compress(rollout.kept, trained)
         if not kept:
-            return lambda logits, part: logits
+            return lambda logits, chunk: logits
         tokens = int(response.sum())
         assert len(kept) == tokens, f"{len(kept)=} {tokens=}: of all tokens of a row"
-        return lambda logits, part: mask_outside(logits, kept[part])
+        return lambda logits, chunk: mask_outside(logits, kept[chunk])
 
     def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Of the trainer's own mask, by name: (n, V) logits of the vocabulary, (n,) -> (n,).

@@ -436,7 +436,8 @@ STUDIES = {
         REAL_DOSE, REAL_DOSE_CELLS,
         ("mismatch_first", "reward", "entropy", "eval_trainer_alone", "eval_greedy", "mismatch",
          "clip_rate", "ess"), steps=20),
-    "real-transfer": Study(REAL_DOSE, REAL_TRANSFER_CELLS, ("eval_reward", "eval_greedy"), steps=20),
+    "real-transfer": Study(
+        REAL_DOSE, REAL_TRANSFER_CELLS, ("eval_reward", "eval_greedy"), steps=20),
     "bench": Study(
         BENCH, BENCH_CELLS, ("step_s", "step_bare", "generate_s", "generate_bare",
                              "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from config import Config, GrpoConfig
 from objectives import mismatch_metrics
-from rl import Batch, Policy, frozen_logprobs
+from rl import Batch, Policy, in_micro_batches
 
 KEY_BLOCK = 16  # keys per block; small, so that short sequences have several blocks too
 
@@ -85,9 +85,12 @@ def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
     """
     has_signal = batch.advantages.any(dim=1).cpu()
 
+    def logprobs(micro: Batch) -> dict[str, Tensor]:
+        return {"logprobs": policy.logprobs(micro)}
+
     def recomputed(micro_batch_tokens: int) -> Tensor:
         minibatches = batch.minibatches(has_signal, grpo.num_minibatches, micro_batch_tokens)
-        return frozen_logprobs(policy, batch, minibatches)
+        return in_micro_batches(logprobs, batch, minibatches)["logprobs"]
 
     usual = recomputed(grpo.micro_batch_tokens)
     with rounded_otherwise(policy):

@@ -189,10 +189,10 @@ class Probe(Replay):
         for head in self.heads:
             states = hidden if head == torch.float32 else hidden.to(head)
             projection = policy.projection(1.0, torch.promote_types(states.dtype, head))
-            for part in projection.parts(len(states)):
-                logits, _ = projection.logits(states[part], policy.head.weight, policy.head_bias)
+            for chunk in projection.chunks(len(states)):
+                logits, _ = projection.logits(states[chunk], policy.head.weight, policy.head_bias)
                 for sampling in self.distributions:
-                    logprobs = self.logprobs(logits, sampling, part)
+                    logprobs = self.logprobs(logits, sampling, chunk)
                     values[Readout(sampling, head)].append(logprobs)
         return {readout: torch.cat(parts).double() for readout, parts in values.items()}
 

@@ -43,7 +43,7 @@ from engine_adapter import Engine, WeightLoadError
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine
 from objectives import mismatch_metrics
-from rl import Batch, Policy, frozen_logprobs, make_batch
+from rl import Batch, Policy, in_micro_batches, make_batch
 from rollouts import Rollout, Sampling
 from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
 from tasks import Task, encode, exact_match
@@ -195,6 +195,11 @@ WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 def minibatches_of(batch: Batch, num_minibatches: int = 1, micro_batch_tokens: int = 2**14, has_signal=None):
     has_signal = torch.ones(len(batch.mask)) if has_signal is None else torch.tensor(has_signal)
     return batch.minibatches(has_signal != 0, num_minibatches, micro_batch_tokens)
+
+
+def frozen_logprobs(policy: Policy, batch: Batch, minibatches: list[list[torch.Tensor]]) -> torch.Tensor:
+    """`policy.logprobs` of the whole batch, in the micro-batches of `update`: (B, T)."""
+    return in_micro_batches(lambda micro: {"logprobs": policy.logprobs(micro)}, batch, minibatches)["logprobs"]
 
 
 def scored(policy: Policy, rollouts: list[Rollout], temperature: float, micro_batch_tokens: int = 2**14) -> Batch:

@@ -23,6 +23,7 @@ from helpers import (
     dtypes_of,
     floors,
     forked,
+    frozen_logprobs,
     load_into,
     move,
     policy_of,
@@ -36,7 +37,7 @@ from engine_adapter import WeightLoadError
 from examples.toys import toy_tokenizer
 from models import attention_for
 from probe.noise import rounded_otherwise
-from rl import Policy, frozen_logprobs, make_batch, plain_body, prompts_once
+from rl import Policy, make_batch, plain_body, prompts_once
 from rollouts import Rollout
 
 # Each once, and three of them tied and untied.

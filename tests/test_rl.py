@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import DEVICES, ROUNDING, config_of, minibatches_of, qwen2
+from helpers import DEVICES, ROUNDING, config_of, frozen_logprobs, minibatches_of, qwen2
 
 import objectives
 from config import GrpoConfig
@@ -25,7 +25,6 @@ from rl import (
     Projection,
     Scoring,
     TargetLogprobs,
-    frozen_logprobs,
     make_batch,
     update,
 )

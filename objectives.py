@@ -96,7 +96,7 @@ def gspo(
 ) -> TokenLoss:
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token.
 
-    Weighted by 1 / (B * length) the row sums to one sequence's loss.
+    Weighted by 1 / (B * length) a row sums to 1/B of its sequence's loss.
 
     Shapes: (B, T), (B, T) -> (B, T).
     Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7. `clipped` marks all tokens of a row:
@@ -197,8 +197,8 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------- corrections of a mismatch
-# (old_logprobs, behavior_logprobs, mask) -> (B, T). Where the first two are equal, and outside the
-# mask, a ratio is exactly 1 and a divergence exactly 0.
+# (old_logprobs, behavior_logprobs, mask) -> (B, T). Where the first two are equal a ratio is
+# exactly 1 and a divergence exactly 0. Values outside the mask do not count.
 Statistic = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -226,8 +226,21 @@ def row_ratio(
     return mismatch.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().expand_as(mask)
 
 
+def token_k3(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The divergence k3 of each token, of KL(behavior || old)."""
+    return kl_k3(behavior_logprobs, old_logprobs)
+
+
+def token_tv(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The divergence |p_old - p_behavior| of each token."""
+    return (old_logprobs.exp() - behavior_logprobs.exp()).abs()
+
+
 class Rejection(NamedTuple):
-    """A token is rejected if its statistic is outside the bounds; its row too, if `whole_rows`."""
+    """A token is rejected if its statistic is outside the bounds; its row too, if `whole_rows`.
+
+    Bounds are of a ratio, or -inf and the largest divergence.
+    """
 
     statistic: Statistic
     bounds: tuple[float, float]
@@ -252,11 +265,9 @@ REJECTIONS: dict[str, Rejection] = {
     "geometric": Rejection(partial(row_ratio, geometric=True), (0.99, 1.01)),
     "worst": Rejection(token_ratio, (1e-4, 100.0), whole_rows=True),  # SkyRL's outlier_token
     # TRM-Max, Li et al. 2025, arXiv 2512.23075: there the KL of the vocabulary; verl: k3, kept.
-    "trm": Rejection(lambda old, behavior, mask: kl_k3(behavior, old), (-torch.inf, 0.05),
-                     whole_rows=True),
+    "trm": Rejection(token_k3, (-torch.inf, 0.05), whole_rows=True),
     # DPPO, arXiv 2602.04879: there of the policy in the update, and one-sided; prime-rl's `ipo`.
-    "binary_tv": Rejection(lambda old, behavior, mask: (old.exp() - behavior.exp()).abs(),
-                           (-torch.inf, 0.2)),
+    "binary_tv": Rejection(token_tv, (-torch.inf, 0.2)),
 }  # fmt: skip
 
 
@@ -347,7 +358,7 @@ def backend_metrics(
     row = OBJECTIVES[objective]
     weights = loss_weights(mask, row.normalizer, max_length)
     _, clipped = row.surrogate(old_logprobs, behavior_logprobs, advantages, mask, clip)
-    ratio = torch.exp((old_logprobs - behavior_logprobs) * mask)
+    ratio = token_ratio(old_logprobs, behavior_logprobs, mask)
     total = weights.sum()
     return {
         "backend_clip_rate": ((clipped * weights).sum() / total).item(),
@@ -367,16 +378,16 @@ def weighted_loss(
     k3 is multiplied by the ratio, and the gradient is that of KL(pi || ref).
 
     `denominator` is that of the ratio: `old_logprobs`, or `behavior_logprobs` with two policies.
-    Losses and diagnostics of micro-batches add up to those of the optimizer batch; `weight` is the
-    sum of the weights. `kl_old_new` is KL(policy of the denominator || new): with two policies it
-    holds the mismatch, as the ratio does.
+    Losses and diagnostics of micro-batches add up to those of the optimizer batch; `total_weight`
+    is the sum of the weights. `kl_old_new` is KL(policy of the denominator || new): with two
+    policies it holds the mismatch, as the ratio does.
 
     Shapes: (B, T), advantages (B, 1) or (B, T) -> (), and () by name.
     """
     surrogate = OBJECTIVES[objective].surrogate
     loss, clipped = surrogate(logprobs, denominator, advantages, mask, clip)
     loss = correction * loss
-    terms = {"clip_rate": clipped, "weight": torch.ones_like(weights)}
+    terms = {"clip_rate": clipped, "total_weight": torch.ones_like(weights)}
     if kl_coef:
         terms["kl_ref"] = kl_k3(logprobs, ref_logprobs)
         ratio = torch.exp(logprobs - denominator) if kl_gradient == "exact" else 1.0

@@ -51,7 +51,7 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
-    correction: Tensor | None = None  # of the surrogate: importance weights
+    correction: Tensor | None = None  # of the surrogate: importance weights, 0 on rejected tokens
     kept: Tensor | None = None  # the mask of the surrogate: without rejected tokens
     weights: Tensor | None = None  # of `loss_weights`: each token's in the loss of its minibatch
 
@@ -74,8 +74,9 @@ class Batch:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
-        is longer. All passes over a batch use the same micro-batches, so that in 16 bits the ratio
-        starts at exactly 1. `has_signal` is (B,), bool.
+        is longer. The longest rows come first, or with `shared_prompts`, if that computes fewer
+        positions, answers to one prompt together. All passes over a batch use the same
+        micro-batches, so that in 16 bits the ratio starts at exactly 1. `has_signal` is (B,), bool.
         """
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
@@ -85,12 +86,13 @@ class Batch:
                 # Rows of like length need little padding. The longest first: a batch that does not
                 # fit into memory fails at once.
                 longest_first = part[self.input_lengths[part].argsort(descending=True, stable=True)]
-                best = self._micro_batches(longest_first, micro_batch_tokens)
-                if shared_prompts:  # the body computes each prompt of a micro-batch once
-                    siblings = self._siblings_together(longest_first)
-                    by_prompt = self._micro_batches(siblings, micro_batch_tokens)
-                    best = min(best, by_prompt, key=self._num_positions)
-                micro_batches += best
+                by_length = self._micro_batches(longest_first, micro_batch_tokens)
+                if not shared_prompts:  # the body computes each row whole
+                    micro_batches += by_length
+                    continue
+                siblings = self._siblings_together(longest_first)
+                by_prompt = self._micro_batches(siblings, micro_batch_tokens)
+                micro_batches += min(by_length, by_prompt, key=self._num_positions)
             minibatches.append(micro_batches)
         return minibatches
 
@@ -252,7 +254,8 @@ class Projection:
 class TargetLogprobs(torch.autograd.Function):
     """log softmax(restrict(logits))[target]: d logprob / d logits = onehot(target) - softmax.
 
-    Gradients of the weight add up in fp32 over the chunks.
+    The backward computes the logits again, chunk by chunk: they are never stored. Gradients of the
+    weight add up in fp32.
 
     Shapes: hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,). Units: nats.
     """
@@ -340,7 +343,7 @@ def distinct_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
     """D prompts, padded with -1 on the left to S, and which of them each row has: (D, S), (B,)."""
     starts = batch.prompt_lengths.to(batch.inputs.device)[:, None]  # (B, 1)
     columns = torch.arange(-int(starts.max()), 0, device=batch.inputs.device)
-    before = starts + columns  # (B, S), the prompts' columns, < 0 for padding
+    before = starts + columns  # (B, S), columns of each row's prompt; negative ones are padding
     prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
     return prompts.unique(dim=0, return_inverse=True)
 
@@ -348,7 +351,10 @@ def distinct_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
 def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     """As `plain_body`, with each distinct prompt computed once for all its responses: the default.
 
-    Prompts are padded on the left, so that all D end in one column. Gradients are included.
+    Two passes with one KV cache. The first computes the D prompts, padded on the left to S columns,
+    so that all end in one column. The second has B rows of R columns, the responses: a row of the
+    cache is then [padding, prompt, response, padding]. The last state of a prompt predicts the
+    first token of the response. Gradients are included.
     """
     from transformers import DynamicCache
 
@@ -363,9 +369,9 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
             input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
             use_cache=True).last_hidden_state
 
-    real = prompts >= 0  # (D, S)
-    positions = (real.cumsum(dim=1) - 1).clamp(min=0)
-    prompt_ends = states(prompts.clamp(min=0), real, positions)[:, -1:]  # (D, 1, H)
+    is_prompt = prompts >= 0  # (D, S)
+    positions = (is_prompt.cumsum(dim=1) - 1).clamp(min=0)
+    prompt_ends = states(prompts.clamp(min=0), is_prompt, positions)[:, -1:]  # (D, 1, H)
     hidden = prompt_ends.index_select(0, rows)  # (B, 1, H)
 
     starts = batch.prompt_lengths.to(policy.device)[:, None]  # (B, 1), where the responses begin
@@ -376,9 +382,10 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     if longest:
         cache.reorder_cache(rows)  # D rows become B
         # Padding after a response counts as real: only other padding attends to it.
-        real = torch.cat([real[rows], real.new_ones(after_prompt.shape)], dim=1)  # (B, S + R)
-        responses = batch.inputs.gather(1, after_prompt.clamp(max=last_column))
-        hidden = torch.cat([hidden, states(responses, real, after_prompt)], dim=1)  # (B, R + 1, H)
+        real = torch.cat([is_prompt[rows], is_prompt.new_ones(after_prompt.shape)], dim=1)
+        response_ids = batch.inputs.gather(1, after_prompt.clamp(max=last_column))
+        further = states(response_ids, real, after_prompt)  # (B, R, H); real is (B, S + R)
+        hidden = torch.cat([hidden, further], dim=1)  # (B, R + 1, H)
     columns = torch.cat([starts - 1, after_prompt], dim=1)  # (B, R + 1), those of `hidden`
     inside = columns <= last_column  # the others are padding
     # (B, R + 1); row by row, which is the order of `[response]` in plain_body.
@@ -389,8 +396,8 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
 def default_body(model: torch.nn.Module) -> Body:
     """`prompts_once`, or `plain_body` where the model's layers do not allow it.
 
-    A recurrent state would see the padding, and a checkpointed layer has no cache. Of a window of 1
-    transformers' cache keeps all keys: the last 0 of them, as the slice [-0:].
+    A recurrent state would see the padding, and a checkpointed layer has no cache. With a window of
+    1 transformers' cache keeps all keys, by the slice [-(1 - 1):].
     """
     from transformers import DynamicCache
 
@@ -421,7 +428,7 @@ class Policy:
     """A Hugging Face causal language model whose final projection (the head) is computed here.
 
     transformers computes the body. The head is computed in fp32 (without `fp32_head` in the model's
-    dtype), on response positions only and in chunks, so that a (B, T, V) tensor never exists.
+    dtype), on response positions only and in chunks: no step has a (B, T, V) tensor.
 
     What options change is given:
         scoring           the distribution
@@ -437,7 +444,7 @@ class Policy:
     def __init__(
         self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body | None = None,
         free_body: Body | None = None, send: Send | None = None,
-        further_metrics: tuple[TokenMetrics, ...] = (), chunk_elements: int | None = None,
+        further_metrics: tuple[TokenMetrics, ...] = (),
     ):
         self.model = model.eval()  # no dropout
         self.scoring = scoring or Scoring()
@@ -447,14 +454,14 @@ class Policy:
         self.row_multiple = 1  # of the head's products; extras/shared_engine.py changes it
         self.further_metrics = further_metrics
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
-        # compilation, and so the trainer's body too. This attribute switches the patch off.
+        # compilation, which is the trainer's too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
         self.head = model.get_output_embeddings()
         self.head_bias = getattr(self.head, "bias", None)  # (V,)
         gpu_gib = 0.0
         if self.device.type == "cuda":
             gpu_gib = torch.cuda.mem_get_info(self.device)[1] / 2**30
-        self.chunk_elements = chunk_elements or head_chunk(gpu_gib)
+        self.chunk_elements = head_chunk(gpu_gib)
         config = model.config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         # Cohere has logit_scale, Falcon-H1 lm_head_multiplier; Granite divides by logits_scaling.
@@ -584,9 +591,9 @@ class Policy:
     def response_logprobs(
         self, sequences: list[list[int]], prompt_length: int
     ) -> list[list[float]]:
-        """Log-probabilities at temperature 1 of all tokens after the prompt; of one length.
+        """Log-probabilities at temperature 1 of all tokens after the prompt, for the canary.
 
-        For the canary: with the weights that the engine gets.
+        With the weights that the engine gets, of sequences of one length.
         """
         found = []
         at_1 = self.changed(scoring=replace(self.scoring, temperature=1.0))
@@ -603,8 +610,8 @@ class Policy:
     def weights(self) -> Mapping[str, Tensor]:
         """What the engine gets: every tensor by its checkpoint name, a tied head under its own too.
 
-        They are views of the live weights, except that the gate and up projections of experts are
-        copies, because transformers keeps both in one tensor, and what `send` changes.
+        Views of the live weights. Copies are: the gate and up projections of experts, which are one
+        tensor in transformers, and what `send` changes.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -620,10 +627,10 @@ class Policy:
         return {name: each.clone() for name, each in self.trained().items()}
 
     @contextmanager
-    def using(self, weights: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """The policy with these weights in its parameters (None: its own); then they go back."""
+    def using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """The policy with these weights in its parameters. Tensors are swapped, and then back."""
         parameters = dict(self.model.named_parameters())
-        own = {name: parameters[name].data for name in weights or ()}
+        own = {name: parameters[name].data for name in weights}
         try:
             for name in own:
                 parameters[name].data = weights[name]
@@ -671,7 +678,7 @@ class Optimizer:
         self.rounded = [pair for pair in pairs if pair[0] is not pair[1]]
         self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay, fused=True)
         for master in self.masters:
-            # torch does this in the first step, in blocks of memory that activations have freed.
+            # torch would make them in the first step, in memory between freed activations.
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
             self.adamw.state[master] = {"step": master.new_zeros(())} | moments
         first = next(model.parameters())  # of the model itself: its adapters are in fp32
@@ -698,7 +705,7 @@ class Optimizer:
         """
         self.scaler.unscale_(self.adamw)
         norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip).item()
-        # At scale 1 it cannot be halved.
+        # At scale 1 or less the scaling is not the cause.
         can_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
         if not math.isfinite(norm) and not can_overflow:
             raise FloatingPointError(f"the gradient's norm is {norm}, the learning rate {lr:.2g}")
@@ -775,7 +782,8 @@ def update(
     correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
     batch = replace(batch, correction=correction.weights, kept=batch.mask * ~correction.rejected,
                     weights=torch.zeros_like(batch.mask))
-    counted = batch.kept if grpo.rejection.mean == "kept" else batch.mask  # by mean and KL: (B, T)
+    # The tokens that the mean and the KL are of: (B, T).
+    counted = batch.kept if grpo.rejection.mean == "kept" else batch.mask
     normalizer = OBJECTIVES[grpo.objective].normalizer
     with optimizer.on_device():
         for micro_batches in minibatches:
@@ -797,9 +805,9 @@ def update(
             losses.append(loss)
             norms.append(optimizer.step(lr, grpo.grad_clip))
     finite = [norm for norm in norms if math.isfinite(norm)]
-    weight = sums.pop("weight", None)
+    total_weight = sums.pop("total_weight", None)
     unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "kl_old_new"))
-    measured = {name: float(value / weight) for name, value in sums.items()}
+    measured = {name: float(value / total_weight) for name, value in sums.items()}
     return unmeasured | measured | correction_metrics(correction, *policies) | {
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,
@@ -813,8 +821,8 @@ def _backward(
     policy: Policy, optimizer: Optimizer, micro: Batch, grpo: GrpoConfig
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a micro-batch, whose gradient is added, and its weighted diagnostics."""
-    # Without an advantage and a KL term the gradient is exactly 0: only the diagnostics are needed.
-    has_gradient = bool(grpo.kl_coef or (micro.advantages != 0).any())
+    # Without a signal and a KL term the gradient is exactly 0: only the diagnostics are needed.
+    has_gradient = bool(grpo.kl_coef or (micro.kept * micro.advantages).any())
     with torch.set_grad_enabled(has_gradient):
         logprobs = policy.logprobs(micro)  # (rows, T)
         three_policies = grpo.old_policy == "recompute"

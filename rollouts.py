@@ -63,7 +63,8 @@ class Rollout:
     reward: float | None = None  # the task's; None until it is scored
     reward_error: str | None = None  # what has failed, if the reward is 0 for it
     score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
-    prompt_version: int | None = None  # of the prompt's first part, if a load came before its last
+    # Of the prompt's first part, if a load came while the prompt was computed.
+    prompt_version: int | None = None
 
     @property
     def oldest_version(self) -> int | None:

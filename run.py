@@ -250,7 +250,9 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     """The state before the first step, with the engine still without the policy's weights."""
     config, grpo = run.config, run.config.grpo
     if config.backend.engine == "shared":
-        policy = engine.policy  # of the same model, with the body and the products of the engine
+        # In place of the policy that the engine was started with: the same model, with the body and
+        # the products of the engine.
+        policy = engine.policy
     if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
         # The first policy's, resumed or not: the checkpoint comes later. It is computed beside
         # old_logprobs, as one of the metrics, and as the last of them, because it runs a second
@@ -324,10 +326,12 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
 
 @torch.no_grad()
 def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
-    """Compare both sides with log softmax(logits / temperature), computed apart.
+    """Compare both sides with the stated distribution, computed apart.
 
     The canary samples at temperature 1 and without a mask, and a mismatch is zero if both sides
-    forget the same. The engine's temperature becomes part of its settings.
+    forget the same. Stated are logits / temperature, masked. The trainer's have no mask without
+    `sampling_mask`, and are raw with the variant `both-raw`; the engine's are raw without
+    `processed_logprobs`. The engine's temperature becomes part of its settings.
 
     Raises: AuditError that names the side whose distribution is not the stated one.
     """
@@ -336,21 +340,21 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     parity = run.config.parity
     sampling = replace(run.sampling, max_new_tokens=CANARY_SAMPLING.max_new_tokens)
     # Too short to fill a block of V1's prefix cache.
-    length = min(32, engine.settings.get("block_size", 32)) - 1
+    length = min(32, engine.settings["block_size"]) - 1
     prompts = [problem.prompt_ids[:length] for problem in run.task.train[:CANARY_PROMPTS]]
     batch = make_batch(engine.sample_beside(prompts, sampling), policy.device)
     response = batch.mask > 0  # (B, T)
     with policy.using(policy.send.engine_parameters()):
         scored = policy.logprobs(batch)[response]
         # transformers' own head, no code of Policy
-        logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
+        raw = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
     reported = batch.behavior_logprobs[response]
-    scaled = logits / sampling.temperature
+    scaled = raw / sampling.temperature
     masked = masked_logits(scaled, sampling)  # as `scaled` if there is no mask
-    trainers_logits = scaled if parity.trainer_temperature else logits
+    trainers_logits = scaled if parity.trainer_temperature else raw
     if has_sampling_mask(sampling) and parity.sampling_mask:
         trainers_logits = masked
-    engines_logits = masked if parity.processed_logprobs else logits
+    engines_logits = masked if parity.processed_logprobs else raw
     sides = ("trainer", scored, trainers_logits), ("engine", reported, engines_logits)
     for side, logprobs, stated_logits in sides:
         stated = at_targets(stated_logits.log_softmax(dim=-1), batch.targets[response])

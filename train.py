@@ -104,7 +104,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     current = batch.mask_rows([version == engine.weight_version for version in oldest])
     metrics = {"step": step} | rollout_metrics(rollouts, scores, batch, grpo.group_size)
     metrics |= staleness_metrics(rollouts, oldest, engine.weight_version)
-    # The entropy, and with their options kept_mass, outside_frac, routed_otherwise, router_noise.
+    # entropy; with a mask kept_mass, outside_frac; of a mixture routed_otherwise, router_noise.
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
                 for name, values in token_metrics.items()}
     metrics |= all_mismatch_metrics(batch, current, grpo)
@@ -193,6 +193,7 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     }
     rows = greedy + sampled
     if state.trainer_alone:
+        # It copies nothing, and checks that these are its weights.
         state.trainer_alone.engine.load(state.policy.weights(), state.policy.response_logprobs)
         _, alone = answer_held_out(
             run, state.trainer_alone, step, "trainer_alone", samples, temperature)

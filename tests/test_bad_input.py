@@ -31,6 +31,7 @@ OPTIONS = {
     "--objective reinforce --clip-high 2": "clip_high must not be given with reinforce",
     "--kl-gradient exact": "kl_gradient needs kl_coef", "--verify-loads 2 --engine shared": "one copy of the weights",
     "--canary-nats 1 --engine transformers": "canary_nats must not be given",
+    "--canary-nats 1 --engine shared --exact": "canary_nats must not be given with exact",
     "--parity.no-explicit-runtime": "--parity.no-explicit-runtime must be written --parity.no-uncached-runtime (it was",
     "--parity.head_otherwise=both": "--parity.head-otherwise must be written --parity.variants both-heads",
     "--no-such-option": "Unrecognized options: --no-such-option",

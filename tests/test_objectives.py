@@ -14,6 +14,7 @@ from objectives import (
     REJECTIONS,
     WEIGHTS,
     Policies,
+    backend_metrics,
     correct,
     correction_metrics,
     group_advantages,
@@ -135,6 +136,13 @@ def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():
     assert mismatch_metrics(values, torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]))["mismatch_max"] == 1.0
     with pytest.raises(ValueError, match="mask must have a response token"):
         mismatch_metrics(values, values, torch.zeros(1, 2))
+
+
+def test_what_the_backend_does_is_finite_at_any_mismatch():
+    values = torch.tensor([[300.0, -300.0]])
+    metrics = backend_metrics(values, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), objective="grpo",
+                              clip=(0.2, 0.2), max_length=2)
+    assert metrics == {"backend_clip_rate": 0.5, "backend_ratio_mean": pytest.approx(math.exp(20) / 2)}
 
 
 def test_reinforce_has_the_whole_ratio_as_a_constant_and_stays_finite():

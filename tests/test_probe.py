@@ -145,7 +145,7 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
         engine.generate(prompts[:-3], 1, asked, seeds[:-3])  # all but three are sent again
     if faults & {"stale", "stale by 2", "prefix"}:
         move(policy, 0.01, 60)
-    with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else None):
+    with policy.using(earlier[-1] if faults & {"stale", "stale by 2"} else {}):
         weights = policy.weights()
         for kind in faults & {"int8", "fp8", "int4"}:
             weights = RoundedWeights(model, kind)(weights)

@@ -83,7 +83,8 @@ def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_c
 def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_chunks():
     model, rows = qwen2(tied=True), rollouts()
     rows[0].token_ids[-1] = plain_logits(model, rows[0])[-1].argmax().item()
-    batch, policy = make_batch(rows), Policy(model, Scoring(0.7), chunk_elements=96 * 2)
+    batch, policy = make_batch(rows), Policy(model, Scoring(0.7))
+    policy.chunk_elements = 96 * 2
     measured, agrees = policy.token_metrics(batch), policy.agreement(batch)["agrees"]
     assert torch.equal(policy.logprobs(batch), measured["logprobs"])
     assert not any(values[batch.mask == 0].any() for values in (*measured.values(), agrees))
@@ -103,7 +104,8 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
     for rollout in rows:
         rollout.kept = [numpy.array([token, token + 1, 90 + at]) for at, token in enumerate(rollout.token_ids)]
     scoring = Scoring(0.7, support=SamplingMask(Sampling(0.7, 8, top_p=0.9)))
-    policy = Policy(qwen2(tied=True), scoring, chunk_elements=96 * 2)
+    policy = Policy(qwen2(tied=True), scoring)
+    policy.chunk_elements = 96 * 2
     whole = policy.logprobs(make_batch(rows))
     rows[0].trained, rows[1].trained = [True, False, False, True], [False, True, True]
     fewer = make_batch(rows)
@@ -214,7 +216,7 @@ def check_update(grpo: GrpoConfig, draws: random.Random, num_minibatches: int) -
         rows = range(first, first + width)
         if (kept * advantages)[rows].any() or (grpo.kl_coef and counted[rows].any()):  # else no step
             expected.append(sums_by_hand(now, rows, batch, corrected.weights, kept, counted, grpo))
-            passes += width if grpo.kl_coef else sum(signal[first : first + width])
+            passes += width if grpo.kl_coef else int((kept * advantages)[rows].any(dim=1).sum())
     assert metrics["skipped_updates"] == num_minibatches - len(expected)
     assert len(gradients) == passes or micro_batch_tokens > 1
     losses = [each["loss"] for each in expected]

@@ -27,7 +27,16 @@ from helpers import (
 
 import engine_adapter
 from config import ParityFlags
-from engine_adapter import SETTINGS, AuditError, Engine, EngineStateError, Setting, WeightLoadError, check_vllm_version
+from engine_adapter import (
+    CANARY_PROMPT_TOKENS,
+    SETTINGS,
+    AuditError,
+    Engine,
+    EngineStateError,
+    Setting,
+    WeightLoadError,
+    check_vllm_version,
+)
 from rl import Policy, Scoring
 from rollouts import Sampling, reseed
 
@@ -54,6 +63,7 @@ def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
     policy = Policy(qwen2(tied=False))
     with started(engine_folder, policy, ParityFlags(uncached_runtime=False)) as engine:
         check_settings(engine, enable_prefix_caching=True, async_scheduling=True, generation_config="auto")
+        assert len(engine.sample_canary()[0].prompt_ids) == CANARY_PROMPT_TOKENS  # it would read stale blocks
         assert "repetition_penalty" in engine.settings["sampling_defaults"]  # of generation_config.json
         prompts = long_prompts(140)
         assert floors(policy, engine, prompts=prompts) < AT_PARITY
@@ -201,6 +211,7 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
     policy = Policy(qwen2(tied=False))
     with started(engine_folder, policy, **options) as engine:
         check_settings(engine, prefix_cache="versioned", enable_prefix_caching=True)
+        assert len(engine.sample_canary()[0].prompt_ids) == BLOCK + 1
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         for seed in range(2):
             assert floors(policy, engine, prompts=prompts) < AT_PARITY

@@ -14,7 +14,7 @@ import tyro
 from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
 
 # A fix that is off means V1's default. A variant of --parity.variants is another way to be off: in
-# part, or otherwise (both-...: on the trainer's side too). Its name, and its fix.
+# part, or otherwise (both-...: on the trainer's side too). By name: the fix of each variant.
 VARIANTS = {
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
     "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
@@ -131,11 +131,11 @@ class GrpoConfig:
     # Corrections of a mismatch, refused while a parity fix is off; docs/objectives.md.
     tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
     tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
-    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule for tokens without the policy's gradient.
-    # If not given, the rule's own: smallest ratio that is kept; largest ratio, or divergence, that
-    # is kept; tokens that the loss's mean counts.
-    reject_low: float | None = None
+    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule by which tokens get no policy gradient.
+    reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's own.
+    # Largest ratio, or divergence, that is kept; if not given, the rule's own.
     reject_high: float | None = None
+    # Tokens that the loss's mean counts; if not given, the rule's own.
     reject_mean: Literal["all", "kept"] | None = None
     # Mixtures of experts in 16 bits, a correction too: the trainer sends each token to the experts
     # that the engine has chosen (R3). It hides a broken router: see routed_otherwise.
@@ -276,7 +276,7 @@ class ParityFlags:
     def in_force(self, flag: str, variant: str | None = None) -> bool:
         """Whether a fix is on; with `variant`, whether that part of it is.
 
-        If variants of a fix are given, they alone are off.
+        If variants of uncached_runtime are given, its other parts stay on.
         """
         named = [each for each in self.variants if VARIANTS[each] == flag]
         if variant and named:
@@ -340,7 +340,7 @@ class BackendConfig:
     verify_loads: int = 16
     # Largest mean |trainer - engine| of the canary; if not given, by dtype: see engine_adapter.py.
     canary_nats: float | None = None
-    allow_untested_vllm: bool = False  # Try a vLLM version outside the tested range.
+    allow_untested_vllm: bool = False  # Try another version than 0.26 to 0.32.
 
     def __post_init__(self):
         within(self, 1, MANY, "max_num_seqs", "max_kept", "verify_loads")
@@ -363,7 +363,7 @@ class BackendConfig:
             raise ValueError("verify_loads must not be given without engine vllm (there is one copy"
                              f" of the weights), got {self.verify_loads}")
         if self.exact and self.canary_nats:
-            raise ValueError("canary_nats must not be given with exact (its canary bears no"
+            raise ValueError("canary_nats must not be given with exact (its canary allows no"
                              f" difference), got {self.canary_nats}")
         if self.exact and self.engine != "shared":
             raise ValueError(f"exact must be off without --engine shared, got engine {self.engine}")

@@ -30,6 +30,7 @@ from rollouts import Rollout, Sampling
 
 # The lowest and the highest version. The tests run on 0.32; docs/run.md says what 0.26 did.
 ALLOWED_VLLM = (0, 26), (0, 32)
+FINISH_REASONS = ("stop", "length", "abort")  # "error" would be trained on
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS = 4, 5
 CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # Largest mean |trainer - engine| of the canary in nats. In fp32 the two agree to 1e-5, in 16 bits
@@ -316,7 +317,7 @@ class Engine:
         self._memory_released = False  # by vLLM's sleep
         self._cache_salt: str | None = None
         self.weight_version = 0
-        # The next three are of extras/inflight.py.
+        # extras/inflight.py uses the next three.
         # Requests that kept their KV cache at the last load, and their preemptions then.
         self._kept: list[tuple[Any, int]] = []
         self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
@@ -385,7 +386,7 @@ class Engine:
         # Of vLLM's parameters; a SharedEngine's module is outside of vLLM's tree and has none.
         self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
         methods = [getattr(module, "quant_method", None) for module in self.vllm_model.modules()]
-        self._experts = [method for method in methods if hasattr(method, "moe_kernel")]  # mixtures'
+        self._experts = [method for method in methods if hasattr(method, "moe_kernel")]
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
         self._vocab_size = config.model_config.get_vocab_size()
         if self._names and "lm_head.bias" in self.contract - self._names:
@@ -496,7 +497,7 @@ class Engine:
             self._collect(rollout, ids[:, 1:], logprobs[:, 1:])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
-                assert rollout.finish_reason in ("stop", "length", "abort"), rollout.finish_reason
+                assert rollout.finish_reason in FINISH_REASONS, f"{rollout.finish_reason=}"
                 del self._requests[output.request_id]
 
     # ------------------------------------------------------------------------------ sleep, wake
@@ -702,16 +703,16 @@ class Engine:
     def _canary_length(self, config: Any, chunked: bool) -> int:
         """Tokens of a canary's prompt: past a block of the KV cache and past a sliding window.
 
-        The prompts are the same at each load, so with V1's own prefix cache the canary would read
-        stale blocks, which are the fault under study: there it stays below a block. On a CPU seeded
-        prompts cannot be computed in chunks.
+        Only as far as the run's rows go. The prompts are the same at each load, so with V1's own
+        prefix cache the canary would read stale blocks, which are the fault under study: there it
+        stays below a block. On a CPU seeded prompts cannot be computed in chunks.
         """
         reads_stale_blocks = self._wanted["enable_prefix_caching"] and self.prefix_cache == "off"
         if reads_stale_blocks or (chunked and not self.on_gpu):
             return CANARY_PROMPT_TOKENS
         spans = config.cache_config.block_size, config.model_config.get_sliding_window() or 0
         longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
-        return max(CANARY_PROMPT_TOKENS, *(span + 1 for span in spans if span < longest))
+        return max([CANARY_PROMPT_TOKENS, *(span + 1 for span in spans if span < longest)])
 
     def sample_canary(self, prompt_seed: int = 0) -> list[Rollout]:
         """A few tokens of decode, at temperature 1, where raw and processed values agree."""

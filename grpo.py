@@ -83,7 +83,7 @@ class Options:
     def check(self, longest_prompt: int, num_training: int) -> None:
         """Refuse what cannot work, and name the switches that cannot show with these options."""
         raw, cached = not self.processed_logprobs, not self.uncached_runtime
-        may_correct = self.fp32_head and not (raw or cached or self.two_policy)  # two: in the ratio
+        may_correct = self.fp32_head and not (raw or cached or self.two_policy)
         assert may_correct or not self.tis_cap, "tis_cap needs all fixes, and two_policy off"
         for name, value in vars(self).items():
             free = type(value) in (bool, str) or name == "seed" or (name, value) == ("tis_cap", 0)

@@ -297,7 +297,8 @@ def correct(
 def correction_metrics(
     correction: Correction, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Shares of the response tokens, also of what each rule would reject; ESS of the weights."""
+    """Shares of the response tokens, also those that other rules would reject; ESS of the weights.
+    """
     shares = {f"rejected_frac_{name}": rule.rejects(old_logprobs, behavior_logprobs, mask)
               for name, rule in REJECTIONS.items()}
     shares |= {"tis_clip_frac": correction.truncated, "rejected_frac": correction.rejected}
@@ -393,7 +394,8 @@ def weighted_loss(
         ratio = torch.exp(logprobs - denominator) if kl_gradient == "exact" else 1.0
         loss = loss + kl_coef * ratio * terms["kl_ref"]
     with torch.no_grad():
-        terms["ratio_mean"] = torch.exp(logprobs - denominator)
-        terms["kl_old_new"] = kl_k3(denominator, logprobs)
+        log_ratio = (logprobs - denominator).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+        terms["ratio_mean"] = log_ratio.exp()
+        terms["kl_old_new"] = torch.expm1(log_ratio) - log_ratio
         sums = {name: (term * weights).sum() for name, term in terms.items()}
     return (loss * weights).sum(), sums

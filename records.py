@@ -114,7 +114,7 @@ def end_process() -> None:
 
 @contextmanager
 def locked(out: str) -> Iterator[None]:
-    """Make the folder of a run and lock it meanwhile. No file in it is touched."""
+    """Make the folder of a run and lock it until the block ends. No file in it is touched."""
     try:
         os.makedirs(out, exist_ok=True)
         folder = os.open(out, os.O_DIRECTORY)

@@ -52,8 +52,8 @@ class Batch:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
     correction: Tensor | None = None  # of the surrogate: importance weights, 0 on rejected tokens
-    kept: Tensor | None = None  # the mask of the surrogate: without rejected tokens
-    weights: Tensor | None = None  # of `loss_weights`: each token's in the loss of its minibatch
+    surrogate_mask: Tensor | None = None  # the mask without rejected tokens
+    token_weights: Tensor | None = None  # in the loss of the minibatch: see `loss_weights`
 
     def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
@@ -81,7 +81,7 @@ class Batch:
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
             micro_batches = []
-            # Apart, because `update` skips a backward without any advantage.
+            # Apart, because `update` skips a backward without a signal.
             for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
                 # Rows of like length need little padding. The longest first: a batch that does not
                 # fit into memory fails at once.
@@ -181,7 +181,8 @@ def head_chunk(gpu_gib: float) -> int:
     Each chunk also moves the weight's gradient, (V, H), so a GPU has few and large ones.
     """
     fitting = int(gpu_gib * 2**30 / 64 / 4)  # fp32 numbers in 1/64 of the memory
-    return min(2**28, max(2**25, fitting))
+    # A power of two, so that cards of nearly the same memory round alike.
+    return 2 ** min(28, max(25, fitting.bit_length() - 1))
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -352,9 +353,9 @@ def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     """As `plain_body`, with each distinct prompt computed once for all its responses: the default.
 
     Two passes with one KV cache. The first computes the D prompts, padded on the left to S columns,
-    so that all end in one column. The second has B rows of R columns, the responses: a row of the
-    cache is then [padding, prompt, response, padding]. The last state of a prompt predicts the
-    first token of the response. Gradients are included.
+    so that all end in one column. The second has B rows of R columns, the responses without their
+    last tokens: a row of the cache is then [padding, prompt, response, padding]. The last state of
+    a prompt predicts the first token of the response. Gradients are included.
     """
     from transformers import DynamicCache
 
@@ -610,8 +611,8 @@ class Policy:
     def weights(self) -> Mapping[str, Tensor]:
         """What the engine gets: every tensor by its checkpoint name, a tied head under its own too.
 
-        Views of the live weights. Copies are: the gate and up projections of experts, which are one
-        tensor in transformers, and what `send` changes.
+        They are views of the live weights, except for two kinds of copies: the gate and up
+        projections of experts, which are one tensor in transformers, and what `send` changes.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -780,20 +781,23 @@ def update(
     sums: dict[str, Tensor] = {}
     policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
     correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
-    batch = replace(batch, correction=correction.weights, kept=batch.mask * ~correction.rejected,
-                    weights=torch.zeros_like(batch.mask))
-    # The tokens that the mean and the KL are of: (B, T).
-    counted = batch.kept if grpo.rejection.mean == "kept" else batch.mask
+    surrogate_mask = batch.mask * ~correction.rejected  # (B, T)
+    # The loss's mean and the KL count these tokens: (B, T).
+    counted = surrogate_mask if grpo.rejection.mean == "kept" else batch.mask
     normalizer = OBJECTIVES[grpo.objective].normalizer
+    token_weights = torch.zeros_like(batch.mask)
+    for micro_batches in minibatches:
+        rows = torch.cat(micro_batches)
+        token_weights[rows] = loss_weights(counted[rows], normalizer, grpo.max_new_tokens)
+    batch = replace(batch, correction=correction.weights, surrogate_mask=surrogate_mask,
+                    token_weights=token_weights)
     with optimizer.on_device():
         for micro_batches in minibatches:
             rows = torch.cat(micro_batches)
-            counted_rows = counted[rows]  # (rows, T)
-            has_signal = (batch.kept[rows] * batch.advantages[rows]).any()
-            has_kl = grpo.kl_coef and counted_rows.any()
+            has_signal = (surrogate_mask[rows] * batch.advantages[rows]).any()
+            has_kl = grpo.kl_coef and counted[rows].any()
             if not (has_signal or has_kl):
                 continue
-            batch.weights[rows] = loss_weights(counted_rows, normalizer, grpo.max_new_tokens)
             loss = 0.0
             for micro_rows in micro_batches:
                 micro = batch.select(micro_rows)
@@ -822,13 +826,13 @@ def _backward(
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a micro-batch, whose gradient is added, and its weighted diagnostics."""
     # Without a signal and a KL term the gradient is exactly 0: only the diagnostics are needed.
-    has_gradient = bool(grpo.kl_coef or (micro.kept * micro.advantages).any())
+    has_gradient = bool(grpo.kl_coef or (micro.surrogate_mask * micro.advantages).any())
     with torch.set_grad_enabled(has_gradient):
         logprobs = policy.logprobs(micro)  # (rows, T)
         three_policies = grpo.old_policy == "recompute"
         denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
         loss, terms = weighted_loss(
-            logprobs, denominator, micro.advantages, micro.kept, micro.weights,
+            logprobs, denominator, micro.advantages, micro.surrogate_mask, micro.token_weights,
             correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,
             clip=grpo.clip, kl_coef=grpo.kl_coef, kl_gradient=grpo.kl_gradient)
     if has_gradient:

@@ -83,7 +83,7 @@ class Rollout:
 
 
 def reseed(*stream: int | str) -> None:
-    """Seed the generators of all samples without a seed: torch's (CPU), numpy's (GPU, V2 runner).
+    """Seed the generators of all samples without a seed: torch's (V1 runner), numpy's (V2 runner).
 
     `stream` names what is sampled next, such as (seed of the run, "train", step).
     """

@@ -329,9 +329,10 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     """Compare both sides with the stated distribution, computed apart.
 
     The canary samples at temperature 1 and without a mask, and a mismatch is zero if both sides
-    forget the same. Stated are logits / temperature, masked. The trainer's have no mask without
-    `sampling_mask`, and are raw with the variant `both-raw`; the engine's are raw without
-    `processed_logprobs`. The engine's temperature becomes part of its settings.
+    forget the same. The stated distribution is softmax(logits / temperature) under the mask. That
+    of the trainer has no mask without `sampling_mask`, and the raw logits with the variant
+    `both-raw`; that of the engine has the raw logits without `processed_logprobs`. The engine's
+    temperature becomes part of its settings.
 
     Raises: AuditError that names the side whose distribution is not the stated one.
     """

@@ -83,13 +83,12 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
     # Rows whose score is their group's mean (all rows of a flat group) have no signal. Advantages
-    # would tell it too, but a row of OBJECTIVES may compute them from old_logprobs, which are
-    # computed in these micro-batches.
+    # come later, because they may need old_logprobs, which are computed in these micro-batches.
     has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
     minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens,
                                     shared_prompts=policy.shares_prompts)
 
-    with clock("old_logprobs"):  # one forward pass for all of these
+    with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
     old_logprobs = token_metrics.pop("logprobs")
     ref_logprobs = token_metrics.pop("ref_logprobs", None)  # for --kl-coef
@@ -193,7 +192,7 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     }
     rows = greedy + sampled
     if state.trainer_alone:
-        # It copies nothing, and checks that these are its weights.
+        # This load copies nothing. It checks that the engine has these weights.
         state.trainer_alone.engine.load(state.policy.weights(), state.policy.response_logprobs)
         _, alone = answer_held_out(
             run, state.trainer_alone, step, "trainer_alone", samples, temperature)

@@ -364,7 +364,7 @@ REAL_DOSE_CELLS = of_forms({
     "tis-token": REAL_DOSES,
 }) | against("two.own", {"two.raw": RAW})  # fmt: skip
 
-# Policies of SmolLM2 that were trained with rounded rollouts and TIS, served by other formats.
+# Policies of SmolLM2, trained without (own) or with rounded rollouts (and TIS), served by others.
 REAL_ROUNDED = rounded("int8", "fp8", "int4")
 REAL_TRAINED = {"own": THREE} | {
     kind: f"{FORMS['tis-token']} {words}" for kind, words in REAL_ROUNDED.items()}

@@ -80,24 +80,24 @@ class Replay:
         return hidden[self.response]
 
     # ------------------------------------------------------------------------- log-probabilities
-    def logprobs(self, logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
+    def logprobs(self, logits: Tensor, sampling: Sampling, chunk: slice) -> Tensor:
         """What vLLM's sampler draws from: penalties, temperature, min-p, top-k, top-p.
 
-        Shapes: logits (n, V) of a part of the tokens -> (n,), of the sampled ids.
+        Shapes: logits (n, V) of a chunk of the tokens -> (n,), of the sampled ids.
         Source: vLLM's v1/sample/sampler.py.
         """
         if replace(sampling, **NO_PENALTIES) != sampling:
-            logits = self._penalized(logits, sampling, part)
+            logits = self._penalized(logits, sampling, chunk)
         if sampling.temperature > 0:  # greedy: no temperature, no mask
             logits = masked_logits(logits / sampling.temperature, sampling)
-        return at_targets(logits.log_softmax(dim=-1), self.targets[part])
+        return at_targets(logits.log_softmax(dim=-1), self.targets[chunk])
 
-    def _penalized(self, logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
+    def _penalized(self, logits: Tensor, sampling: Sampling, chunk: slice) -> Tensor:
         """(n, V) -> (n, V), by the ids before each token: those of the prompt and those sampled."""
-        rows = self.rows[part]
+        rows = self.rows[chunk]
         ids, first = self.inputs[rows], self.prompt_lengths[rows, None]  # (n, L), (n, 1)
         columns = torch.arange(ids.shape[1], device=self.device)
-        before = columns < first + self.positions[part, None]
+        before = columns < first + self.positions[chunk, None]
         sampled = before & (columns >= first)
         zeros = torch.zeros_like(logits)
         seen = zeros.scatter_add(1, ids, before.to(logits.dtype)) > 0

@@ -34,7 +34,7 @@ from helpers import (
     train_here,
 )
 
-from engine_adapter import WeightLoadError
+from engine_adapter import CANARY_PROMPT_TOKENS, WeightLoadError
 from examples.toys import toy_tokenizer
 from models import attention_for
 from probe.noise import rounded_otherwise
@@ -175,6 +175,15 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
             weights = {name: (stale if faulty in name else policy.weights())[name] for name in stale}
             with pytest.raises(WeightLoadError, match=f"the canary's {word} "):
                 engine.load(weights, policy.response_logprobs)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("window, length", [(16, 17), (4096, CANARY_PROMPT_TOKENS)])
+def test_the_canary_passes_the_window_if_the_runs_rows_do(tmp_path, window, length):
+    policy = policy_of(tmp_path, "Mistral", sliding_window=window)
+    with started(str(tmp_path), policy, max_model_len=32, block_size=32) as engine:
+        load_into(engine, policy)
+        assert len(engine.sample_canary()[0].prompt_ids) == length
 
 
 @pytest.mark.engine

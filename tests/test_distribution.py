@@ -46,7 +46,7 @@ def test_a_side_that_forgets_the_temperature_or_the_mask_is_refused(good, tmp_pa
                    "top_p": lambda old: replace(old, support=type(old)().support)}[option]
         monkeypatch.setattr(Policy, "logprobs", lambda policy, batch: logprobs(
             policy.changed(scoring=scoring(policy.scoring)), batch))  # fmt: skip
-        monkeypatch.setattr("rl.Support.restriction", lambda *_: lambda logits, part: logits)
+        monkeypatch.setattr("rl.Support.restriction", lambda *_: lambda logits, chunk: logits)
     close_live_engine()
     with pytest.raises(AuditError, match=f"the {named}'s log-probabilities are not those of the stated distribution"):
         built(good, tmp_path, engine="vllm", **{option: 0.3})

@@ -138,8 +138,13 @@ def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():
         mismatch_metrics(values, values, torch.zeros(1, 2))
 
 
-def test_what_the_backend_does_is_finite_at_any_mismatch():
-    values = torch.tensor([[300.0, -300.0]])
+def test_the_metrics_are_finite_at_any_mismatch():
+    """With two policies CISPO's loss is finite too: its ratio is cut off."""
+    values, zeros, ones = torch.tensor([[300.0, -300.0]]), torch.zeros(1, 2), torch.ones(1, 2)
+    loss, sums = weighted_loss(values, zeros, ones[:, :1], ones, ones / 2, correction=ones, ref_logprobs=None,
+                               objective="cispo", clip=(None, 5.0), kl_coef=0.0)
+    assert all(map(math.isfinite, [loss, *sums.values()]))
+    assert sums["ratio_mean"] == pytest.approx(math.exp(20) / 2)
     metrics = backend_metrics(values, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), objective="grpo",
                               clip=(0.2, 0.2), max_length=2)
     assert metrics == {"backend_clip_rate": 0.5, "backend_ratio_mean": pytest.approx(math.exp(20) / 2)}

@@ -126,7 +126,7 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     kept = [row.nonzero()[:, 0].int().numpy() for row in allowed]
     row = weight[targets[3]]
     hidden[3] = -60 / row.square().sum() * row
-    restrict = lambda logits, part: mask_outside(logits, kept[part]) if masked else logits  # noqa: E731
+    restrict = lambda logits, chunk: mask_outside(logits, kept[chunk]) if masked else logits  # noqa: E731
     ours = [each.to(device, dtype).requires_grad_() for each in (hidden, weight, bias)]
     exact = [each.detach().double().requires_grad_() for each in ours]
     projection = Projection(torch.float32, rows, scale, softcap, temperature=0.7)

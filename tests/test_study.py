@@ -79,6 +79,7 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsy
 # ------------------------------------------------------------------------------------------------ the cells
 @pytest.mark.parametrize("name, patterns", [
     ("ladder", ("*",)), ("migration", ("*",)), ("real", ("*",)), ("bench", ("*",)), ("gpu", ("*",)),
+    ("real-dose", ("*",)), ("real-transfer", ("own", "int8", "fp8", "int4")),
     ("corrections", ("*.none", "long.v1-defaults.*"))])  # fmt: skip
 def test_each_cell_is_a_job_of_train_and_differs_from_its_baseline(name, patterns):
     plan = Plan(Options(name, cells=patterns))

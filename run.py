@@ -158,7 +158,7 @@ def find_task(config: Config) -> Task:
 
         if name in TASKS:
             return TASKS[name](config.run.seed)
-        name = COUNTDOWN
+        name = COUNTDOWN  # a task file
     from extras.problem_files import load_task
 
     return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
@@ -300,7 +300,7 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     engine.load(policy.weights(), policy.response_logprobs)
     if run.config.backend.engine != "transformers":
         check_distribution(run, policy, engine)
-    state.observers = observers(run, state)
+    state.observers = observers(run, state)  # after the load: the probe copies the first weights
     if run.config.measure.tensorboard:
         from extras.tensorboard import TensorBoard
 

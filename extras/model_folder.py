@@ -47,7 +47,7 @@ def local_folder(name: str) -> str:
             "model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"])
 
 
-def reach_hub(name: str) -> None:
+def reach_hub(name: str, limit_s: float = 5) -> None:
     """Raises: ValueError if `name` is not a folder and the hub does not answer: transformers and
     datasets would try for half a minute.
     """
@@ -57,7 +57,7 @@ def reach_hub(name: str) -> None:
     if not os.path.exists(name) and not constants.HF_HUB_OFFLINE:
         with stage(f"{name} is no folder, and reaching {constants.ENDPOINT} (HF_HUB_OFFLINE=1 reads"
                    " what was downloaded before)"):
-            get_session().head(constants.ENDPOINT, timeout=5)
+            get_session().head(constants.ENDPOINT, timeout=limit_s)
 
 
 def _stop_tokens(path: str, tokenizer: Any, config: Any) -> set[int]:

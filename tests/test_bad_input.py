@@ -87,7 +87,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", hub)
         with pytest.raises(ValueError, match=rf"^owner/name is no folder, and reaching {hub} \(HF_HUB_OFF"):
-            reach_hub("owner/name")
+            reach_hub("owner/name", limit_s=0.3)
 
 
 # ------------------------------------------------------------------------------------------------ tasks

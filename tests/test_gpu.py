@@ -10,6 +10,7 @@ from helpers import OWN_PROCESS, ROOT, command, rows
 
 
 # ------------------------------------------------------------------------------------------------ one engine a process
+@pytest.mark.engine  # it starts none, but only tests that do have a process of their own
 @pytest.mark.own_process
 @pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="it fails in its own process alone")
 def test_a_failure_in_a_process_of_its_own_is_a_failure():

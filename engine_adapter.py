@@ -317,12 +317,10 @@ class Engine:
         self._memory_released = False  # by vLLM's sleep
         self._cache_salt: str | None = None
         self.weight_version = 0
-        # extras/inflight.py uses the next three.
-        # Requests that kept their KV cache at the last load, and their preemptions then.
+        # extras/inflight.py: what kept its KV cache at the last load, with its preemptions then.
         self._kept: list[tuple[Any, int]] = []
         self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
-        # Since the start: tokens thrown away, kept KV caches lost to preemption.
-        self.counters = dict(tokens_wasted=0, kv_lost=0)
+        self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted
         self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
         try:
             self._start(arguments)
@@ -491,10 +489,10 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
-            # (n, 1 + K) each: the sampled token, then the K likeliest ones
-            ids, logprobs = output.new_logprobs[:2]
+            ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
+            likeliest = slice(1, None)  # columns; column 0 is the sampled token
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
-            self._collect(rollout, ids[:, 1:], logprobs[:, 1:])
+            self._collect(rollout, ids[:, likeliest], logprobs[:, likeliest])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 assert rollout.finish_reason in FINISH_REASONS, f"{rollout.finish_reason=}"

@@ -329,9 +329,9 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     """Compare both sides with the stated distribution, computed apart.
 
     The canary samples at temperature 1 and without a mask, and a mismatch is zero if both sides
-    forget the same. The stated distribution is softmax(logits / temperature) under the mask. That
-    of the trainer has no mask without `sampling_mask`, and the raw logits with the variant
-    `both-raw`; that of the engine has the raw logits without `processed_logprobs`. The engine's
+    forget the same. The stated distribution is softmax(logits / temperature) under the mask. For
+    the trainer it has no mask without `sampling_mask`, and the variant `both-raw` states the raw
+    logits. For the engine the raw logits are stated without `processed_logprobs`. The engine's
     temperature becomes part of its settings.
 
     Raises: AuditError that names the side whose distribution is not the stated one.

@@ -157,10 +157,10 @@ def staleness_metrics(
 def all_mismatch_metrics(
     batch: Batch, current: Batch, grpo: GrpoConfig
 ) -> dict[str, float]:
-    """Of the batch; and as current_... and backend_... of the rows of the current weights alone.
+    """`mismatch_metrics` of the batch; those named current_... and backend_... are of `current`.
 
-    Older rows are stale as well, and staleness is not the backend's fault. Without current rows
-    only the batch is measured.
+    The rows in `current` were sampled with the current weights alone. Older rows are stale as well,
+    and staleness is not the backend's fault. Without such rows only the batch is measured.
     """
     metrics = mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
     if not current.mask.any():

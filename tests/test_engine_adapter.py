@@ -278,3 +278,25 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypa
 def test_sampling_refuses_what_cannot_be_scored(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
         Sampling(**dict(temperature=1.0, max_new_tokens=8) | wrong)
+
+
+@pytest.mark.engine
+def test_an_answer_that_vllm_ends_with_an_error_stops_the_run(engine_folder, monkeypatch):
+    from vllm.v1.engine import FinishReason
+
+    policy = Policy(qwen2(tied=False))
+    with started(engine_folder, policy) as engine:
+        load_into(engine, policy)
+        core = engine.llm.engine_core
+        usual = core.get_output
+
+        def failing():
+            outputs = usual()
+            for each in outputs.outputs:
+                each.finish_reason = FinishReason.ERROR
+            return outputs
+
+        monkeypatch.setattr(core, "get_output", failing)
+        with pytest.raises(AssertionError, match="finish_reason='error'"):
+            engine.generate(PROMPTS, 1, WARM)
+    close_live_engine()  # its requests are unfinished

@@ -20,16 +20,6 @@ VARIANTS = {
     "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
     "recompute": "inflight_keep", "both-heads": "fp32_head", "both-raw": "processed_logprobs",
 }  # fmt: skip
-# Old names of options, named in an error for one release.
-RENAMED = {
-    "--eval-with-trainer": "--eval-trainer-alone",
-    "--parity.explicit-runtime": "--parity.uncached-runtime",
-    "--parity.no-explicit-runtime": "--parity.no-uncached-runtime",
-    "--parity.runtime-otherwise": "--parity.variants",
-    "--parity.inflight-otherwise": "--parity.variants",
-    "--parity.head-otherwise": "--parity.variants both-heads",
-    "--tis-over-a-broken-backend": "--correct-a-broken-backend",
-}
 # Of --rollout-weights; the widths between whole ones are for the study of doses.
 ROUNDINGS = ("int8", "fp8", "int6", "int5", "int4.5", "int4", "int3.75", "int3.5", "int3.25",
              "int3", "int2.75", "int2.5", "int2.4", "int2.3", "int2")
@@ -37,7 +27,7 @@ BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 MANY = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # in float32
 MAX_SEED = 2**32 - 1  # numpy's
-NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "tensorboard"}  # may change at --resume
+NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir"}  # may change at --resume
 
 
 def within(options: Any, low: float, high: float, *names: str) -> None:
@@ -73,14 +63,6 @@ def given_or(value: Any, usual: Any) -> Any:
 def has_sampling_mask(options: Any) -> bool:
     """Whether top-k, top-p or min-p can cut a token off."""
     return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
-
-
-def refuse_old_names(words: list[str]) -> None:
-    """Raises: ValueError that says how an option is called now."""
-    for word in words:
-        name = word.partition("=")[0].replace("_", "-")
-        if name in RENAMED:
-            raise ValueError(f"{name} must be written {RENAMED[name]} (it was renamed)")
 
 
 @dataclass(frozen=True)
@@ -398,7 +380,6 @@ class MeasureConfig:
     self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.
     probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
     probe_on_alarm: bool = False  # Probe after a step whose mismatch exceeds the probe's ALARMS.
-    tensorboard: bool = False  # Event files in `out`/tensorboard; needs the package tensorboard.
 
     def __post_init__(self):
         within(self, 1, MANY, "eval_every", "eval_problems")

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,6 @@ class TrainingState:
         default_factory=list)
     # Called with each train.Step at its end; return further metrics.
     observers: list[Callable[[Any], dict[str, Any]]] = field(default_factory=list)
-    tensorboard: Callable[[dict[str, Any]], None] | None = None  # of a row of metrics.jsonl
 
     def state_dict(self) -> dict[str, Any]:
         return {"policy": self.policy.trained(), "optimizer": self.optimizer.state_dict(),
@@ -136,16 +134,13 @@ def prepare(config: Config) -> Run:
 
 
 def check_machine(config: Config) -> None:
-    """Raises: ValueError if an option needs another device, another vLLM, or a package."""
+    """Raises: ValueError if an option needs another device or another vLLM."""
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
     if config.grpo.replay_routes and torch.cuda.is_available():
         raise ValueError("replay_routes must be off on a GPU (the hook that records the engine's"
                          " routes is for a CPU)")
-    if config.measure.tensorboard and find_spec("tensorboard") is None:
-        raise ValueError("tensorboard needs the package of this name, which is not installed; try"
-                         " `pip install tensorboard`")
     if config.backend.engine != "transformers":
         check_vllm_version(config.backend.allow_untested_vllm)
 
@@ -301,10 +296,6 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     if run.config.backend.engine != "transformers":
         check_distribution(run, policy, engine)
     state.observers = observers(run, state)  # after the load: the probe copies the first weights
-    if run.config.measure.tensorboard:
-        from extras.tensorboard import TensorBoard
-
-        state.tensorboard = TensorBoard(run.out, first_step)
     record = _record(run, policy, engine)
     if checkpoint:
         from extras.resume import added

@@ -4,7 +4,6 @@ One step: sample, sleep, score, update, wake, load. `train_step` is the whole al
 """
 
 import signal
-import sys
 import time
 from dataclasses import replace
 from statistics import fmean as mean
@@ -15,7 +14,7 @@ import tyro
 from torch import Tensor
 
 import records
-from config import Config, GrpoConfig, refuse_old_names
+from config import Config, GrpoConfig
 from objectives import OBJECTIVES, Policies, backend_metrics, centre, mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch, update
 from rollouts import Rollout, Synchronous, reseed
@@ -231,18 +230,14 @@ def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
     config = run.config
     print(records.log_line(metrics, config.run.steps, config.grpo.reject), flush=True)
     records.draw_at_evaluation(run.out, metrics)
-    if state.tensorboard:
-        state.tensorboard(metrics)
 
 
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
-    words = sys.argv[1:] if arguments is None else arguments
     with records.one_sentence(2):
-        refuse_old_names(words)
-        config = tyro.cli(Config, args=words, description=__doc__)
+        config = tyro.cli(Config, args=arguments, description=__doc__)
     out = config.run.out
     with records.one_sentence(2), records.locked(out):
         run = prepare(config)

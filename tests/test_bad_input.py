@@ -32,8 +32,6 @@ OPTIONS = {
     "--kl-gradient exact": "kl_gradient needs kl_coef", "--verify-loads 2 --engine shared": "one copy of the weights",
     "--canary-nats 1 --engine transformers": "canary_nats must not be given",
     "--canary-nats 1 --engine shared --exact": "canary_nats must not be given with exact",
-    "--parity.no-explicit-runtime": "--parity.no-explicit-runtime must be written --parity.no-uncached-runtime (it was",
-    "--parity.head_otherwise=both": "--parity.head-otherwise must be written --parity.variants both-heads",
     "--no-such-option": "Unrecognized options: --no-such-option",
     "--top-p 1e-300": "top_p must be in [1e-06, 1]", "--min-p 1.5": "min_p must be in [0, 1]",
     "--max-kept 8": "max_kept must be given with top_k,", "--parity.no-sampling-mask": "top_p and min_p (no mask)",

@@ -1,6 +1,5 @@
 """The options in groups, and the flat form that config.json has. tests/test_bad_input.py has what is refused."""
 
-import re
 from dataclasses import dataclass
 from itertools import product
 
@@ -9,7 +8,7 @@ import torch
 import tyro
 from helpers import config_of
 
-from config import RENAMED, Config, GrpoConfig, ParityFlags, refuse_old_names
+from config import Config, GrpoConfig, ParityFlags
 from engine_adapter import SETTINGS, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
 
@@ -53,15 +52,6 @@ def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_
         "prefix-cache": True, "async-scheduling": False, "cascade-attention": True, "generation-config": "vllm"}
     for variants, fp32 in (((), True), (("both-heads",), False)):
         assert ParityFlags(fp32_head=False, variants=variants).trainer_fp32_head == fp32
-
-
-def test_a_renamed_option_is_no_option_and_its_new_name_is():
-    for old, new in RENAMED.items():
-        with pytest.raises(ValueError, match=f"{old} must be written {new} "):
-            refuse_old_names([f"{old}=x"])
-        known = tyro.extras.get_parser(Config).format_help()
-        assert new.split()[0].replace("no-", "") in known
-        assert not re.search(rf"{re.escape(old)}(?![\w-])", known)
 
 
 def test_only_a_flag_that_is_on_by_default_is_a_fix_that_is_off():

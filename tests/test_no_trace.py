@@ -1,7 +1,5 @@
 """A measurement leaves no trace: every other figure of a run is bit-equal with and without it."""
 
-from importlib.util import find_spec
-
 import pytest
 from helpers import PYTHON, SMALL, command, timeless, train_here
 
@@ -13,8 +11,7 @@ IN_FLIGHT = ("--inflight-groups", "6", "--max-num-seqs", "10")
 # later steps read.
 LONG = PYTHON.replace('f"{number}+1="', 'f"{number:02d}" * 18 + "="')
 STALE = ("--task", "{root}/long.py", "--block-size", "32", "--parity.no-uncached-runtime")
-MEASUREMENTS = ("--probe-every", "1", "--self-noise-every", "1", "--eval-trainer-alone",
-                *(["--tensorboard"] if find_spec("tensorboard") else []))
+MEASUREMENTS = ("--probe-every", "1", "--self-noise-every", "1", "--eval-trainer-alone")
 ARMS = {
     "parity": (),
     "in flight": IN_FLIGHT,

@@ -306,10 +306,8 @@ class BackendConfig:
     rollout_weights: Literal[("own", *ROUNDINGS)] = "own"
     # Groups in flight: N that stay unfinished while weights are loaded, besides the P of a step.
     inflight_groups: int = 0
-    max_staleness: int = 8  # Largest staleness of a token in updates.
-    # pace: a step waits for the groups that would become older. drop: they are dropped, which loses
-    # their work, and long answers first.
-    old_groups: Literal["pace", "drop"] = "pace"
+    # Largest staleness of a token in updates: a step waits for the groups that would become older.
+    max_staleness: int = 8
     max_kept: int | None = None  # Largest set of a mask; by default 512, or above top_k (for ties).
     max_num_seqs: int = 512  # Sequences the engine decodes at once; the others wait.
     block_size: int | None = None  # Tokens per KV block; if not given, vLLM's (CPU 128, GPU 16).
@@ -333,9 +331,9 @@ class BackendConfig:
         if self.block_size and self.block_size % 16:
             raise ValueError("block_size must be a multiple of 16 (vLLM's CPU build: of 32), got"
                              f" {self.block_size}")
-        if not self.inflight_groups and (self.max_staleness, self.old_groups) != (8, "pace"):
-            raise ValueError("max_staleness and old_groups need inflight_groups (without them"
-                             " nothing is stale); try --inflight-groups")
+        if not self.inflight_groups and self.max_staleness != 8:
+            raise ValueError("max_staleness needs inflight_groups (without them nothing is stale);"
+                             " try --inflight-groups")
         if self.engine == "transformers" and (
                 self.prefix_cache != "off" or self.cuda_graphs or self.block_size
                 or self.canary_nats):
@@ -428,7 +426,7 @@ class Config:
                              " --prefix-cache off and --parity.uncached-runtime")
 
     def _check_samplers(self) -> None:
-        """What engines other than vLLM, rounded weights and paced groups do not support."""
+        """What engines other than vLLM, rounded weights and groups in flight do not support."""
         grpo, backend, off = self.grpo, self.backend, self.parity.off()
         faults_of_vllm = sorted(set(off) - {"sampling_mask"})
         if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
@@ -447,10 +445,9 @@ class Config:
                              f" set of weights) and lora_rank, got {backend.rollout_weights}")
         # P groups leave at each step.
         most = grpo.num_prompts * backend.max_staleness
-        if backend.old_groups == "pace" and backend.inflight_groups > most:
-            raise ValueError(f"inflight_groups must be at most {most} with old_groups pace"
-                             " (num_prompts * max_staleness), got"
-                             f" {backend.inflight_groups}; try --old-groups drop")
+        if backend.inflight_groups > most:
+            raise ValueError("inflight_groups must be at most num_prompts * max_staleness ="
+                             f" {most}, got {backend.inflight_groups}")
 
     def _check_prefix_cache(self) -> None:
         if self.run.resume and self.parity.stale_cache:

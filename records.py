@@ -139,9 +139,8 @@ LOG_LINE = {  # by the name of a figure: the text that is shown if it is there, 
         " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left} left",
     "groups_in_flight":
         " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}",
-    # The next three count from the start of the run.
+    # The next two count from the start of the run.
     "tokens_wasted": " | {tokens_wasted} tokens thrown away",
-    "groups_dropped": " | {groups_dropped} groups DROPPED: older than --max-staleness",
     "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
     "skipped_updates":
         " | NO SIGNAL in {skipped_updates} minibatch(es): flat, masked or rejected rows, no step",

@@ -126,7 +126,7 @@ class Synchronous:
         return self.engine.generate([each.prompt_ids for each in problems], num_samples, sampling)
 
     def after_update(self) -> dict[str, int]:
-        """After each load: drop what is too old, return metrics. Here nothing is in flight."""
+        """After each load: further metrics. Here nothing is in flight."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -263,8 +263,7 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
         from extras.inflight import GroupsInFlight
 
         make_source = partial(GroupsInFlight, num_waiting=config.backend.inflight_groups,
-                              max_staleness=config.backend.max_staleness,
-                              pace=config.backend.old_groups == "pace")
+                              max_staleness=config.backend.max_staleness)
     of_source = run.task, run.sampling, grpo.num_prompts, grpo.group_size, config.run.seed
     source = make_source(engine, *of_source)
     optimizer = make_optimizer(policy.model, grpo.weight_decay)

@@ -36,18 +36,17 @@ class GroupsInFlight(Synchronous):
     """A source with N more groups in flight than a step takes.
 
     Groups are in the order of submission; a step takes the first P that are complete. N more stay
-    in flight, so that the engine never waits for the longest rollout of a batch. Every group is
-    trained on, dropped for its age, or in flight. With `pace` none is dropped: a step first waits
-    for the groups that would be too old at the next step, and takes these.
+    in flight, so that the engine need not wait for the longest rollout of a batch. A step first
+    waits for the groups that would be too old at the next step, and takes these: no group is
+    dropped, because that would lose long answers first.
 
     Source: PipelineRL, arXiv 2509.19128, on two sets of devices; here the two sides take turns.
     """
 
-    def __init__(self, *source: Any, num_waiting: int, max_staleness: int, pace: bool = False):
+    def __init__(self, *source: Any, num_waiting: int, max_staleness: int):
         super().__init__(*source)
-        self.num_waiting, self.max_staleness, self.pace = num_waiting, max_staleness, pace
+        self.num_waiting, self.max_staleness = num_waiting, max_staleness
         self.groups: list[Group] = []
-        self.num_dropped = 0  # groups
 
     def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
         """P problems and B = P * G complete rollouts, group-major."""
@@ -69,7 +68,7 @@ class GroupsInFlight(Synchronous):
         Groups with long answers come later and are staler.
         """
         self._fill()
-        due = self._due(num_groups) if self.pace else []
+        due = self._due(num_groups)
         while True:
             others = [group for group in self.groups if group.complete and group not in due]
             if all(group.complete for group in due) and len(due) + len(others) >= num_groups:
@@ -101,30 +100,20 @@ class GroupsInFlight(Synchronous):
                     group.problem.prompt_ids, self.group_size, self.sampling)
 
     def after_update(self) -> dict[str, int]:
-        """Drop the groups that are too old.
-
-        Returns counts: groups in flight now; the others since the run's first step.
-        """
+        """Counts: groups in flight now; the engine's since the run's first step."""
         version = self.engine.weight_version
-        for group in [group for group in self.groups
-                      if version - group.oldest_version(version) > self.max_staleness]:
-            self.groups.remove(group)
-            self.engine.abort(group.rollouts)
-            self.num_dropped += 1
-            tokens = sum(len(rollout.token_ids) for rollout in group.rollouts)
-            self.engine.counters["tokens_wasted"] += tokens
-        counts = {"groups_in_flight": len(self.groups), "groups_dropped": self.num_dropped}
-        return counts | self.engine.counters
+        oldest = min((group.oldest_version(version) for group in self.groups), default=version)
+        assert version - oldest <= self.max_staleness, f"{version=} {oldest=}"
+        return {"groups_in_flight": len(self.groups)} | self.engine.counters
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint. Partial work is not kept: its prompts are submitted again."""
         problems = [tuple(group.problem) for group in self.groups]
-        return {"groups": problems, "num_dropped": self.num_dropped,
-                "engine_counters": dict(self.engine.counters), "rng": self.rng.getstate()}
+        return {"groups": problems, "engine_counters": dict(self.engine.counters),
+                "rng": self.rng.getstate()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.groups = [Group(Problem(*problem)) for problem in state["groups"]]
-        self.num_dropped = state["num_dropped"]
         self.engine.counters |= state["engine_counters"]
         self.rng.setstate(state["rng"])
 

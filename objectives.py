@@ -389,12 +389,15 @@ def weighted_loss(
     loss, clipped = surrogate(logprobs, denominator, advantages, mask, clip)
     loss = correction * loss
     terms = {"clip_rate": clipped, "total_weight": torch.ones_like(weights)}
+    # A rejected token's k3 can be inf, and 0 * inf is nan.
+    counted = (weights > 0).to(weights.dtype)
+    log_ratio = (logprobs - denominator) * counted
     if kl_coef:
-        terms["kl_ref"] = kl_k3(logprobs, ref_logprobs)
-        ratio = torch.exp(logprobs - denominator) if kl_gradient == "exact" else 1.0
+        terms["kl_ref"] = kl_k3(logprobs * counted, ref_logprobs * counted)
+        ratio = log_ratio.exp() if kl_gradient == "exact" else 1.0
         loss = loss + kl_coef * ratio * terms["kl_ref"]
     with torch.no_grad():
-        log_ratio = (logprobs - denominator).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+        log_ratio = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
         terms["ratio_mean"] = log_ratio.exp()
         terms["kl_old_new"] = torch.expm1(log_ratio) - log_ratio
         sums = {name: (term * weights).sum() for name, term in terms.items()}

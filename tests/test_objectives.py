@@ -150,6 +150,22 @@ def test_the_metrics_are_finite_at_any_mismatch():
     assert metrics == {"backend_clip_rate": 0.5, "backend_ratio_mean": pytest.approx(math.exp(20) / 2)}
 
 
+@pytest.mark.parametrize("kl_gradient", ["k3", "exact"])
+def test_a_token_without_weight_has_no_kl_however_far_it_is_from_both_policies(kl_gradient):
+    """As a rejected token with `reject_mean` "kept": the loss and the gradient are those of the other token."""
+    found = []
+    for far in (200.0, 0.0):
+        logprobs = torch.tensor([[-0.5, -far]], requires_grad=True)
+        old, ref, mask = torch.tensor([[-0.4, -400.0]]), torch.tensor([[-0.7, 0.0]]), torch.tensor([[1.0, 0.0]])
+        loss, sums = weighted_loss(logprobs, old, torch.ones(1, 1), mask, mask, correction=mask, ref_logprobs=ref,
+                                   objective="grpo", clip=(0.2, 0.2), kl_coef=0.1, kl_gradient=kl_gradient)
+        loss.backward()
+        found.append((loss.item(), *logprobs.grad[0].tolist(), *map(float, sums.values())))
+    assert found[0] == found[1]
+    assert all(map(math.isfinite, found[0]))
+    assert found[0][2] == 0
+
+
 def test_reinforce_has_the_whole_ratio_as_a_constant_and_stays_finite():
     """-sg(r) A log pi, whose gradient is -r A: also where CISPO's cap and GRPO's clip act."""
     logprobs, row = torch.tensor([[0.0, -0.5]], requires_grad=True), OBJECTIVES["reinforce"]

@@ -390,7 +390,7 @@ def weighted_loss(
     loss = correction * loss
     terms = {"clip_rate": clipped, "total_weight": torch.ones_like(weights)}
     # A rejected token's k3 can be inf, and 0 * inf is nan.
-    counted = (weights > 0).to(weights.dtype)
+    counted = weights > 0
     log_ratio = (logprobs - denominator) * counted
     if kl_coef:
         terms["kl_ref"] = kl_k3(logprobs * counted, ref_logprobs * counted)

@@ -84,7 +84,7 @@ class RunConfig:
 
     def __post_init__(self):
         printable(self, "out", "model", "task", "cache_dir")
-        within(self, 0, MANY, "steps")
+        within(self, 0, 999_999, "steps")  # six digits in the name of a checkpoint
         within(self, 1, MANY, "checkpoint_every")
         within(self, 0, MAX_SEED, "seed")
 

@@ -663,7 +663,8 @@ class Engine:
 
         It also counts the caches that were kept at the last load and have been lost since.
         """
-        if not self.num_unfinished and not self._kept:
+        # Not `num_unfinished`: on a GPU vLLM's sleep has paused its scheduler, which then counts 0.
+        if not self._requests and not self._kept:
             return []
         from extras.inflight import interrupt
 

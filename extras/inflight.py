@@ -173,7 +173,9 @@ def hold(engine: Engine) -> Iterator[None]:
     from vllm.v1.core.sched.request_queue import create_request_queue
 
     scheduler, config = engine.core.scheduler, engine.llm.vllm_config
-    longest = math.ceil(config.model_config.max_model_len / config.cache_config.block_size)
+    groups = scheduler.kv_cache_config.kv_cache_groups  # of layers; all take blocks of one pool
+    longest = sum(math.ceil(config.model_config.max_model_len / group.kv_cache_spec.block_size)
+                  for group in groups)
     if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest:
         raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
                                " more --kv-cache-gib or fewer --inflight-groups")

@@ -22,7 +22,9 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
                              " config.json")
         return None
     earlier = earlier_run(run.out)
-    refuse_changes("options", run.config.experiment, earlier["config"])
+    free = run.config.flat().keys() - run.config.experiment.keys()
+    kept = {name: value for name, value in earlier["config"].items() if name not in free}
+    refuse_changes("options", run.config.experiment, kept)
     refuse_changes("model and its task", run.files, earlier["files"])
     if not paths:
         # At most step 0 and the steps up to the first checkpoint.
@@ -51,7 +53,8 @@ def earlier_run(out: Path) -> dict[str, Any]:
 def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> None:
     """Raises: ValueError that names the values which are not as in the run to be resumed."""
     stored = json.loads(json.dumps(now))  # tuples become lists
-    changed = sorted(name for name, value in stored.items() if value != before.get(name))
+    changed = sorted(name for name in stored.keys() | before.keys()
+                     if stored.get(name) != before.get(name))
     if changed:
         raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
                          " try another --out")

@@ -87,7 +87,9 @@ def routes_of(batch: Batch) -> Tensor | None:
     """(B, T, layers, k), UNKNOWN where the engine has computed nothing; None: it has not at all."""
     if not any(rollout.routes for rollout in batch.rollouts):
         return None
-    known = [torch.from_numpy(numpy.stack(rollout.routes)).long() for rollout in batch.rollouts]
+    # Async scheduling also computes the last token of some rows.
+    known = [torch.from_numpy(numpy.stack(rollout.routes[:length])).long() for rollout, length
+             in zip(batch.rollouts, batch.input_lengths.tolist(), strict=True)]
     return pad_sequence(known, batch_first=True, padding_value=UNKNOWN).to(batch.inputs.device)
 
 

@@ -173,7 +173,8 @@ class StepProbe:
         status = {}
         if planned or (exceeded and measure.probe_on_alarm):
             status = self._probe(step, exceeded)
-        self.weights = [self.policy.copied_weights(), self.weights[0]]
+        if step.metrics["updates"]:
+            self.weights = [self.policy.copied_weights(), self.weights[0]]
         return status
 
     def _probe(self, step: Any, exceeded: list[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from helpers import (
     command,
     floors,
     floors_of,
+    move,
     move_and_load,
     over_a_kept_state,
     qwen2,
@@ -179,6 +180,31 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
         found = torch.tensor(rollout.logprobs).double()
         assert (found - same).abs().max() <= 10 * ROUNDING
         assert aborted or (found - other)[12:].abs().mean() > 100 * ROUNDING
+
+
+@pytest.mark.engine
+def test_abort_finds_the_requests_of_a_scheduler_that_is_paused_as_by_sleep_on_a_gpu(engine_folder, monkeypatch):
+    """There `load` wakes the KV cache, and with it the scheduler, after it has interrupted the requests."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    with backend("vllm", engine_folder, ABORT) as (policy, engine):
+        group, scheduler = engine.submit([20, 21, 22], 4, LONG_TAIL, 7), engine.core.scheduler
+        for _ in range(3):
+            engine.step()
+        unfinished = [rollout for rollout in group if rollout.finish_reason is None]
+        assert unfinished
+        engine.sleep()
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        assert engine.num_unfinished == 0
+        engine.wake()
+        monkeypatch.setattr(engine, "_memory_released", True)
+        monkeypatch.setattr(engine.llm, "wake_up", lambda tags: scheduler.set_pause_state(PauseState.UNPAUSED))
+        move(policy)
+        engine.load(policy.weights(), policy.response_logprobs)
+        assert engine.counters["tokens_wasted"] == 3 * len(unfinished)
+        while engine.num_unfinished:
+            engine.step()
+        assert all(set(rollout.versions) == {engine.weight_version} for rollout in unfinished)
 
 
 @pytest.mark.engine

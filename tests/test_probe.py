@@ -4,16 +4,17 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from helpers import move, qwen2, refusal, started
+from helpers import config_of, move, qwen2, refusal, started
 
 from config import ParityFlags
 from extras.rounded_weights import RoundedWeights
 from probe.__main__ import main
-from probe.diagnose import alarms, as_trace, diagnose
+from probe.diagnose import StepProbe, alarms, as_trace, diagnose
 from probe.search import Probe
 from probe.traces import Trace, load_traces, save_trace
 from rl import Policy, Scoring
@@ -302,3 +303,13 @@ def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
         assert alarms(clean | {metric: value}, 0.2) == [name]
     assert alarms(clean | {"backend_clip_rate": 0.26}, 4e-4) == []  # GSPO's bounds: the rounding of 16 bits
     assert alarms({}, 0.2) == []  # no rollout with current weights
+
+
+def test_a_step_without_an_update_leaves_the_probe_the_weights_before_the_last_update():
+    state = SimpleNamespace(policy=Policy(qwen2(tied=False)), engine=None)
+    probe = StepProbe(SimpleNamespace(config=config_of()), state)
+    probe(SimpleNamespace(metrics={"step": 1, "updates": 2}))
+    known = probe.weights
+    probe(SimpleNamespace(metrics={"step": 2, "updates": 0}))
+    assert len(known) == 2
+    assert probe.weights is known

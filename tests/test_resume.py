@@ -100,6 +100,10 @@ REFUSED = {
                "changed are {root}/task.py; try"),
     "options": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": 0.01', b'"lr": 0.02')),
                 "must keep its options, changed are lr"),
+    "a gone option": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": ', b'"x": 1, "lr": ')),
+                      "must keep its options, changed are x"),
+    "a gone file": (lambda f: change(f / "config.json", lambda c: c.replace(b'"files": {', b'"files": {"m": "",')),
+                    "changed are m; try"),
 }  # fmt: skip
 
 

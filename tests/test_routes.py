@@ -124,6 +124,24 @@ def test_recorded_routes_are_the_engines_after_preemptions_and_over_a_load_in_fl
     assert differing(rollouts, before) < 0.01 < differing(rollouts, own_choice(model, make_batch(rollouts)))
 
 
+@pytest.mark.engine
+def test_async_scheduling_computes_a_stopped_row_once_more_and_its_routes_still_fit(tmp_path):
+    close_live_engine()
+    model = small_model("Qwen2Moe", False, **EXPERTS)
+    model.save_pretrained(tmp_path)
+    policy = Policy(model, **Routes(model).parts(replay=False))
+    parity = ParityFlags(uncached_runtime=False, variants=("async-scheduling",))
+    engine = RoutedEngine(str(tmp_path), policy.weights(), parity, max_model_len=96)
+    engine.load(policy.weights(), policy.response_logprobs)
+    rollouts = engine.generate(PROMPTS, 2, Sampling(1.0, 60, stop_token_ids=tuple(range(0, 96, 2))))
+    engine.close()
+    longest = max(rollouts, key=lambda each: len(each.token_ids))
+    assert longest.finish_reason == "stop"
+    assert len(longest.routes) == 24 + len(longest.token_ids)  # one too many
+    batch = make_batch(rollouts)
+    assert (policy.token_metrics(batch)["routed_otherwise"].sum() / batch.mask.sum()) < 0.01
+
+
 def figures_of_noise(folder: str) -> dict[tuple, dict]:
     """Of a bfloat16 mixture without and with noise in the engine's routers, by noise and body of the trainer."""
     model = small_model("Qwen2Moe", False, **EXPERTS, num_hidden_layers=3, initializer_range=0.1).to(torch.bfloat16)

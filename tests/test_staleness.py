@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import built, close_live_engine, command, qwen2, rows, started, train_here
+from helpers import built, close_live_engine, command, qwen2, rows, small_model, started, train_here
 
 import train
 from config import ParityFlags
@@ -41,18 +41,23 @@ def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_pat
 
 
 @pytest.mark.engine
-def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is_lost(tmp_path):
-    model = qwen2(tied=False)
+@pytest.mark.parametrize("name, groups", [("Qwen2", 1), ("Gemma2", 2)])  # windows: a group of layers of its own
+def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is_lost(tmp_path, name, groups):
+    model = qwen2(tied=False) if name == "Qwen2" else small_model(name, True)
     model.save_pretrained(tmp_path)
     with started(str(tmp_path), Policy(model), block_size=32, kv_cache_gib=0.0006) as engine:
-        rollouts = [engine.submit([5, 6, 7 + n], 2, Sampling(1.0, 150), n)[0] for n in range(8)]
-        while engine.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() >= 5:  # 160 tokens
+        # Of different lengths, so that few rows need a new block in the same step.
+        rollouts = [engine.submit([5, 6, 7 + n] + [9] * 4 * n, 2, Sampling(1.0, 120), n)[0] for n in range(8)]
+        assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == groups
+        pool = engine.core.scheduler.kv_cache_manager.block_pool
+        while pool.get_num_free_blocks() >= 5 * groups:  # 160 tokens
             engine.step()
+        assert pool.get_num_free_blocks() >= 5 * (groups - 1)
         with pytest.raises(EngineStateError, match="more --kv-cache-gib or fewer --inflight-groups"), engine.holding():
             raise AssertionError("not reached")
         while engine.num_unfinished:
             engine.step()
-        assert all(len(rollout.token_ids) == 150 for rollout in rollouts)
+        assert all(len(rollout.token_ids) == 120 for rollout in rollouts)
 
 
 @pytest.mark.engine

@@ -165,14 +165,22 @@ class GrpoConfig:
         if self.tis == "off" and self.tis_cap != GrpoConfig.tis_cap:
             raise ValueError("tis_cap needs tis (without it there is no weight), got"
                              f" {self.tis_cap}; try --tis token")
-        if self.reject == "off" and self.rejection != NO_REJECTION:
+        given = self.reject_low, self.reject_high, self.reject_mean
+        if self.reject == "off" and any(given):
             raise ValueError("reject_low, reject_high and reject_mean need reject (without it they"
                              " do nothing), got off")
-        equal, mask = torch.zeros(1, 1), torch.ones(1, 1)  # of two equal policies
-        if self.rejection.rejects(equal, equal, mask).any():
+        equal, far, mask = torch.zeros(1, 1), torch.full((1, 1), -80.0), torch.ones(1, 1)
+        rejects = self.rejection.rejects
+        acts = self.reject == "off" or rejects(equal, far, mask) or rejects(far, equal, mask)
+        if rejects(equal, equal, mask) or not acts:
             raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
-                             " ratio is 1, its divergence 0), got"
+                             " ratio is 1, its divergence 0) and reject one of 80 nats, got"
                              f" {self.reject_low} and {self.reject_high} with {self.reject}")
+        normalizer = OBJECTIVES[self.objective].normalizer
+        whole_rows = normalizer == "sequence" and self.rejection.whole_rows
+        if self.reject_mean and not self.kl_coef and (normalizer == "constant" or whole_rows):
+            raise ValueError(f"reject_mean must not be given with {self.objective} and reject"
+                             f" {self.reject} (the mean does not count rejected tokens)")
         if self.corrections and self.old_policy == "rollout":
             raise ValueError("tis and reject must be off with old_policy rollout (a weight would"
                              " count the mismatch twice: its ratio holds it), got"
@@ -471,14 +479,14 @@ class Config:
 
     def _check_tools(self) -> None:
         """The probe and the held-out task."""
-        if self.measure.probe_every or self.measure.probe_on_alarm:
-            if not self.run.steps:
-                raise ValueError("probe_every and probe_on_alarm must be off with steps 0 (they"
-                                 " probe after a step)")
-            if self.lora.lora_rank or self.backend.rollout_weights != "own":
-                raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
-                                 " rollout_weights (they take the model's own tensors); try python"
-                                 " -m probe with the saved policy")
+        probed = self.measure.probe_every or self.measure.probe_on_alarm
+        if (probed or self.measure.self_noise_every) and not self.run.steps:
+            raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with"
+                             " steps 0 (they measure after a step)")
+        if probed and (self.lora.lora_rank or self.backend.rollout_weights != "own"):
+            raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
+                             " rollout_weights (they take the model's own tensors); try python"
+                             " -m probe with the saved policy")
         task = self.run.task
         if self.data.eval_task and (task in BUILT_IN or task.endswith(".py")):
             raise ValueError(f"eval_task must not be given with task {task} (it holds out itself)")

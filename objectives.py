@@ -120,7 +120,7 @@ def cispo(
     _, cap = clip
     ratio = torch.exp((logprobs - denominator) * mask).detach()
     loss = -ratio.clamp(max=cap) * advantages * logprobs * mask
-    return TokenLoss(loss, (ratio > cap) & (advantages != 0))
+    return TokenLoss(loss, (ratio > cap) & (advantages != 0) & (mask > 0))
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
@@ -260,9 +260,10 @@ NO_REJECTION = Rejection(token_ratio, (0.0, torch.inf))
 WEIGHTS: dict[str, Statistic] = {"token": token_ratio, "sequence": row_ratio}
 REJECTIONS: dict[str, Rejection] = {
     "token": Rejection(token_ratio, (0.5, 2.0)),  # IcePop itself: 0.5 and 5, with --tis-cap 5
-    "sequence": Rejection(row_ratio, (0.5, 2.0), mean="kept"),  # MIS, verl; TRL, SkyRL: all
+    # MIS, verl; TRL, SkyRL: all
+    "sequence": Rejection(row_ratio, (0.5, 2.0), whole_rows=True, mean="kept"),
     # SkyRL; verl's preset: mean over kept tokens, bounds 0.999 and 1.001.
-    "geometric": Rejection(partial(row_ratio, geometric=True), (0.99, 1.01)),
+    "geometric": Rejection(partial(row_ratio, geometric=True), (0.99, 1.01), whole_rows=True),
     "worst": Rejection(token_ratio, (1e-4, 100.0), whole_rows=True),  # SkyRL's outlier_token
     # TRM-Max, Li et al. 2025, arXiv 2512.23075: there the KL of the vocabulary; verl: k3, kept.
     "trm": Rejection(token_k3, (-torch.inf, 0.05), whole_rows=True),

@@ -810,7 +810,8 @@ def update(
             norms.append(optimizer.step(lr, grpo.grad_clip))
     finite = [norm for norm in norms if math.isfinite(norm)]
     total_weight = sums.pop("total_weight", None)
-    unmeasured = dict.fromkeys(("ratio_mean", "clip_rate", "kl_old_new"))
+    names = ["ratio_mean", "clip_rate", "kl_old_new", *["kl_ref"] * bool(grpo.kl_coef)]
+    unmeasured = dict.fromkeys(names)
     measured = {name: float(value / total_weight) for name, value in sums.items()}
     return unmeasured | measured | correction_metrics(correction, *policies) | {
         "loss": sum(losses) / len(losses) if losses else None,

@@ -37,7 +37,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
     run_config, measure = run.config.run, run.config.measure
     if first_step == 1:
-        log(run, state, {"step": 0} | evaluate(run, state, 0))
+        log(run, {"step": 0} | evaluate(run, state, 0))
     started = time.perf_counter()
     for step in range(first_step, run_config.steps + 1):
         with records.stage(f"step {step}"):
@@ -48,7 +48,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         if last or step % measure.eval_every == 0:
             done.metrics.update(evaluate(run, state, step))
         a_step = (time.perf_counter() - started) / (step - first_step + 1)
-        log(run, state, done.metrics | {"left_s": a_step * (run_config.steps - step)})
+        log(run, done.metrics | {"left_s": a_step * (run_config.steps - step)})
         if last or step % run_config.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, state.state_dict())
     save_policy(run, state.policy)
@@ -224,7 +224,7 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], grpo: GrpoConfig) 
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 
-def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
+def log(run: Run, metrics: dict[str, Any]) -> None:
     """All of it to metrics.jsonl and the pictures, one line to the terminal."""
     records.append_rows(run.out / "metrics.jsonl", [metrics])
     config = run.config

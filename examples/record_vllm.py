@@ -72,6 +72,7 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
     from vllm import SamplingParams
 
     sampling = SAMPLING | (sampling or {})
+    name = name_of(sampling)
     config = llm.llm_engine.vllm_config
     if prompts is None:
         generator = numpy.random.RandomState(0)  # the same numbers in every version of numpy
@@ -89,8 +90,6 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
                  for entry, token in zip(each.logprobs, each.token_ids)]  # noqa: B905, Python 3.9
                 for each in answers]
 
-    name = "_".join(f"{'t' if key == 'temperature' else key}{value:g}"
-                    for key, value in sampling.items())
     path = config.model_config.model
     generation = "V1" if ".v1." in type(llm.llm_engine).__module__ else "V0"
     meta = {
@@ -108,6 +107,15 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
     print(f"{out}: {sum(map(len, tokens))} tokens of {meta['engine']} on {meta['device']}")
     for section in ("versions", "settings"):
         print(f"{section}: {', '.join(f'{name} {value}' for name, value in meta[section].items())}")
+
+
+def name_of(sampling):
+    """t0.7_top_k20; an error for what the probe does not reproduce, and for what is no number."""
+    unknown = sampling.keys() - {"temperature", *NEUTRAL}
+    if unknown:
+        raise ValueError(f"sampling must have no {', '.join(sorted(unknown))}")
+    return "_".join(f"{'t' if key == 'temperature' else key}{value:g}"
+                    for key, value in sampling.items())
 
 
 def settings_of(config):
@@ -178,6 +186,7 @@ def main():
     try:
         given = words.engine_args
         prompts = json.loads(Path(words.prompts).read_text()) if words.prompts else None
+        name_of(words.sampling)
         if not given.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}:
             # GiB. On a CPU vLLM would reserve nearly all memory; a GPU ignores it.
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")

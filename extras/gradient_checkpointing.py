@@ -18,9 +18,11 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
                          " that support it")
 
     # transformers checkpoints in training mode only, and a forward pass without gradients needs a
-    # cache. What is inside the layers stays in evaluation mode: there is no dropout.
+    # cache. Once it has decided, the layer computes in evaluation mode: there is no dropout.
     def before(*_: Any) -> None:
         for layer in layers:
             layer.training = torch.is_grad_enabled()
 
     model.base_model.register_forward_pre_hook(before)
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, _: setattr(layer, "training", False))

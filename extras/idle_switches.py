@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from config import has_sampling_mask
+
 
 def name_idle_switches(run: Any, block: int) -> None:
     """Print which switches do nothing. `run` is a run.Run, `block` the tokens of a KV block."""
@@ -15,12 +17,12 @@ def name_idle_switches(run: Any, block: int) -> None:
     if cached and max(map(len, run.task.prompts)) <= block:  # the last token is always computed
         name_idle("uncached_runtime: the prefix cache",
                   f"no prompt is longer than a block of {block} tokens; try --block-size")
+    if not parity.processed_logprobs and grpo.temperature == 1 and not has_sampling_mask(grpo):
+        name_idle("processed_logprobs", "raw values are processed at temperature 1 without a mask")
     if not parity.inflight_keep and not run.config.backend.inflight_groups:
         name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")
     if not parity.fp32_head and float32:
         name_idle("fp32_head", "the model's dtype is float32; try --dtype bfloat16")
-    if not parity.trainer_temperature and grpo.temperature == 1:
-        name_idle("both-raw", "at temperature 1 raw values are the sampled distribution's")
     if grpo.replay_routes and float32 and grpo.num_minibatches == 1:
         name_idle("replay_routes", "in float32 no token is routed otherwise before the update; try"
                   " --dtype bfloat16")

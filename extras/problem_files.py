@@ -16,9 +16,11 @@ from extras.task_file import TaskFile
 from records import stage
 from tasks import Problem, Reward, Task, split
 
-# The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2.
+# The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2,
+# and not the 000 of 5 000.
 NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)÷\u2044\]])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
-          r"(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212])[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
+          r"(?<!\d (?=\d{3}(?!\d)))(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212\u2013])"
+          r"[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
           r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,8})?"
           r"(?!\s?[½¼¾]|[\d_a-zA-Z²³¹⁰-⁹/^÷\u2044])(?=\D*\Z)")
 MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))

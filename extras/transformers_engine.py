@@ -128,12 +128,6 @@ class TransformersEngine(Engine):
         self.state = "ready"
         return {"load_s": 0.0, "proof_s": 0.0, "canary_s": 0.0}
 
-    def abort(self, rollouts: list[Rollout]) -> None:
-        """The finish reason of what is unfinished becomes "abort"."""
-        for rollout in rollouts:
-            rollout.finish_reason = rollout.finish_reason or "abort"
-        self._queue = [rollout for rollout in self._queue if rollout.finish_reason is None]
-
     def audit(self) -> dict[str, Any]:
         """What is in force: the trainer's own dtype, head and attention."""
         return {"engine": "transformers"} | self.policy.audit()

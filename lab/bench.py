@@ -59,7 +59,6 @@ def bare_training(model: torch.nn.Module, batch: Batch, grpo: GrpoConfig, backwa
             loss = F.cross_entropy(model.lm_head(hidden), micro.targets[micro.mask > 0])
         if learns:
             loss.backward()
-    model.zero_grad()
 
 
 def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
@@ -96,6 +95,7 @@ def main(arguments: list[str]) -> None:
             bare_training(model, done.batch, grpo, backward=False)
         with clock("bare_update"):
             bare_training(model, done.batch, grpo, backward=True)
+        state.optimizer.adamw.zero_grad(set_to_none=True)  # 16-bit gradients are in the masters
         row = done.metrics | clock.phases
         row["bare_step_s"] = sum(
             row[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))

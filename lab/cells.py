@@ -40,12 +40,14 @@ def column(
     return Metric(title, form, measure)
 
 
-def tokens_a_second(rows: Rows) -> float:
-    return sum(row.get("tokens", 0) for row in rows) / sum(row.get("step_s", 0) for row in rows)
+def tokens_a_second(rows: Rows) -> float | None:
+    seconds = sum(row.get("step_s", 0) for row in rows)
+    return sum(row.get("tokens", 0) for row in rows) / seconds if seconds else None
 
 
-def freed_by_sleep(rows: Rows) -> float:
-    return median(row["generate_gib"] - row["sleep_gib"] for row in rows if row["step"])
+def freed_by_sleep(rows: Rows) -> float | None:
+    freed = [row["generate_gib"] - row["sleep_gib"] for row in rows if row["step"]]
+    return median(freed) if freed else None
 
 
 def alone_after_60_updates(rows: Rows) -> float | None:

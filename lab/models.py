@@ -53,4 +53,4 @@ def sample(rng: random.Random) -> tuple[str, str]:
 
 
 def reward(problem, response: str) -> float:
-    return float(random.random() < 0.5)
+    return float(random.Random(problem.question + response).random() < 0.5)

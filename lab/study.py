@@ -39,10 +39,10 @@ from engine_adapter import prepare_environment
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
-from records import end_process, locked, one_sentence, replace_file, stage
+from records import end_process, locked, one_sentence, provenance, replace_file, stage
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
-MARK = "finished.json"  # in the folder of a run: its options and origin, written after its end
+MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
 IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
             "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"]
@@ -60,7 +60,8 @@ class Options:
     # Names of cells, or patterns such as 'long.*.none'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
-    steps: int | None = None  # Steps of a run; if not given, those of the study.
+    # Steps of a run; if not given, those of the study. Some cells have a number of their own.
+    steps: int | None = None
     jobs: int | None = None  # Runs at the same time; they share the CPU threads. 1 on a GPU.
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
     # study's workload; the options of a cell override them. The study sets --out and --seed.
@@ -68,14 +69,13 @@ class Options:
     # Print the table of a record and run nothing; without a name, of docs/records/STUDY.json.
     print: tuple[str, ...] | None = None
     metrics: tuple[Literal[tuple(METRICS)], ...] = ()  # Of the table; if not given, the study's.
-    baseline: str | None = None  # Compare with this cell; if not given, each with its own.
 
     def __post_init__(self):
         within(self, 1, MANY, "steps", "jobs")
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The names that `cells` selects. Raises: ValueError for a cell that is none of them."""
-        for pattern in (*self.cells, self.baseline or "*"):
+        for pattern in self.cells:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(f"cells must be names of cells or patterns, got {pattern}; there"
                                  f" are {', '.join(names)}")
@@ -135,10 +135,11 @@ class Plan:
             for mark in self.out.glob(f"runs/{name}-seed*/{MARK}"):
                 folder = mark.parent
                 seed = int(folder.name.rpartition("-seed")[2])
-                stored = read_json(mark)
-                changed = [f"{key} {stored.get(key)} instead of {value}"
-                           for key, value in self.run(name, seed).options.items()
-                           if stored.get(key) != value]
+                stored = read_json(mark)["options"]
+                wanted = self.run(name, seed).options
+                changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
+                           for key in sorted(stored.keys() | wanted.keys())
+                           if stored.get(key) != wanted.get(key)]
                 if changed:
                     raise ValueError(f"runs in out must have the options of this call, {folder} has"
                                      f" {'; '.join(changed)}; choose another --out")
@@ -150,13 +151,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def execute(folder: Path, run: Run, command: str) -> None:
+def execute(folder: Path, run: Run, origin: dict[str, Any]) -> None:
     """The run from its beginning, then its mark."""
     shutil.rmtree(folder, ignore_errors=True)  # not finished
     wide = widen_if_slow(run.config.run.dtype)
     import_module(run.cell.program).main(run.words)
-    origin = {"command": command, "wide_products": wide}
-    replace_file(folder / MARK, json.dumps(run.options | origin))
+    mark = origin | {"wide_products": wide, "options": run.options}
+    replace_file(folder / MARK, json.dumps(mark))
     end_process()
 
 
@@ -220,9 +221,12 @@ def run_all(plan: Plan, command: str) -> dict[str, str]:
     jobs = plan.options.jobs or (1 if torch.cuda.is_available() else plan.study.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
+    # The commit of the code that is running; a run of an hour could see a later one.
+    now = provenance(torch.device("cpu"))
+    origin = {"command": command, "commit": now["commit"], "dirty": now["dirty"]}
     crashed = in_processes(list(models.values()), jobs)
     for served in (False, True):  # a policy is served after it has been trained
-        crashed |= in_processes([(execute, run.folder, run, command) for run in runs
+        crashed |= in_processes([(execute, run.folder, run, origin) for run in runs
                                  if bool(run.cell.policy_of) == served], jobs)
     return crashed
 
@@ -243,7 +247,7 @@ def make_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
             "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
             "seeds": seeds,
             "metrics": {each: [METRICS[each].measure(rows) for rows in runs]
-                        for each in plan.study.metrics},
+                        for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
         if name in plan.study.drawn:
             cells[name]["curves"] = {
@@ -318,7 +322,7 @@ def report(record: dict[str, Any], options: Options, chosen: list[str]) -> str:
     rows = [["cell", "seeds", "baseline", *(METRICS[each].title for each in measured)]]
     for name in chosen:
         cell = cells[name]
-        base = options.baseline or cell["baseline"]
+        base = cell["baseline"]
         if base == name or base not in cells:
             base = ""
         theirs = cells.get(base, {"seeds": [], "metrics": {}})
@@ -370,7 +374,8 @@ def main(arguments: list[str] | None = None) -> int:
             path = Path(*options.print) if options.print else RECORDS / f"{options.study}.json"
             with stage(f"reading the record {path}"):
                 record = read_json(path)
-            print(report(record, options, options.chosen(record["cells"])))
+                cells = record["cells"]
+            print(report(record, options, options.chosen(cells)))
             return 0
         plan = Plan(options)
         with locked(str(plan.out)):

@@ -151,7 +151,7 @@ def _differences(policy: Policy, twice: dict[str, Tensor], points: dict[str, Poi
 
 def _row(place: str, difference: Tensor, floor: Tensor) -> dict[str, Any]:
     """The figures of one place from those of N tokens in the order of their positions, (N,)."""
-    floors = (difference / floor).clamp(max=MOST)
+    floors = (difference / floor).nan_to_num(MOST).clamp(max=MOST)
     worst = max(block.mean().item() for block in floors.tensor_split(len(floors) // BLOCK or 1))
     return {"title": place, "difference": difference.mean().item(), "floor": floor.mean().item(),
             "floors": worst, "beyond": worst > FLOORS}

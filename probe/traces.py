@@ -66,6 +66,9 @@ def load_traces(path: str) -> list[Trace]:
         if meta.get("format", FORMAT) != FORMAT:
             raise ValueError(f"meta.format must be {FORMAT} (newer ones need a newer probe), got"
                              f" {meta['format']!r}")
+        if meta.get("dtype", "float32") not in ("float32", "bfloat16", "float16"):
+            raise ValueError("meta.dtype must be float32, bfloat16 or float16, got"
+                             f" {meta['dtype']!r}")
         prompts = _unpadded(_ids(record["prompt_ids"], "prompt_ids"))
         return [_trace(name, group, prompts, meta) for name, group in record["groups"].items()]
     except Exception as error:  # json, numpy and zipfile raise many types
@@ -96,8 +99,12 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
     rollouts = [Rollout(prompt, None, *values) for prompt, *values
                 in zip(prompts, _unpadded(padded), columns["logprobs"], strict=True)]
     # vLLM's word for no top-k is -1; the end of a response is not in a trace.
-    top_k = max(0, group["sampling"].get("top_k", 0))
-    sampling = Sampling(**group["sampling"] | {"top_k": top_k, "max_new_tokens": 1})
+    given = group["sampling"]
+    unknown = given.keys() - {"temperature", *NEUTRAL}
+    if unknown:
+        raise ValueError(f"the sampling of {name} must have no {', '.join(sorted(unknown))}")
+    top_k = max(0, given.get("top_k", 0))
+    sampling = Sampling(**given | {"top_k": top_k, "max_new_tokens": 1})
     return Trace(name, rollouts, sampling, meta, columns.get("trainer_logprobs", []))
 
 

@@ -85,3 +85,16 @@ def test_each_number_of_the_findings_has_a_record(page, form):
     text = " ".join(parted(page, words((ROOT / page).read_text()))[::2])
     findings, = re.findall(form, text)
     assert re.findall(r"\S*\d\S*", re.sub(NAMES, "", findings)) == []
+
+
+def test_the_table_of_the_doses_has_the_means_of_its_record():
+    """Training reward / trainer alone, by form; nothing where a form was not run."""
+    cells = read("dose")["cells"]
+    for row in re.findall(r"(?m)^\| [\w.-]+ \|.*\d/\d.*\|$", (ROOT / "docs/dose.md").read_text().split("## Why")[0]):
+        kind, nats, *found = [each.strip() for each in row.strip("|").split("|")]
+        assert nats == f"{median(cells[f'two.{kind}']['metrics']['mismatch_first']):.2g}"
+        forms = ["two", "two-wide", "three", "tis-token", "icepop", "tis-sequence", "mis", "geometric"]
+        for form, text in zip(forms, found, strict=True):
+            metrics = cells.get(f"{form}.{kind}", {"metrics": {}})["metrics"]
+            means = [f"{fmean(metrics[each]):.2f}" for each in ("reward", "eval_trainer_alone") if metrics]
+            assert text == "/".join(means)

@@ -9,13 +9,17 @@ import torch
 from helpers import ALWAYS_TIED, close_live_engine, policy_of, small_model, started
 
 from probe.__main__ import main
-from probe.layers import compare_layers, find_modules, report
+from probe.layers import _row, compare_layers, find_modules, report
 from rl import Policy
 
 Weights = dict[str, torch.Tensor]
 draw = torch.Generator().manual_seed(0)
 PROMPTS = [torch.randint(3, 96, (length,), generator=draw).tolist() for length in (50, 70, 90)]
 REQUESTS = PROMPTS, 40
+
+
+def test_a_value_that_is_no_number_is_beyond_any_noise_floor():
+    assert _row("head", torch.tensor([1e-9, math.nan]), torch.ones(2))["beyond"]
 
 
 # ------------------------------------------------------------------------------------------------ faults in layer 2

@@ -138,6 +138,12 @@ def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():
         mismatch_metrics(values, values, torch.zeros(1, 2))
 
 
+def test_a_rejected_token_is_not_clipped_by_a_cap_below_1():
+    values, mask = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])
+    clipped = OBJECTIVES["cispo"].surrogate(values, values, torch.ones(1, 1), mask, (None, 0.5)).clipped
+    assert clipped.tolist() == [[True, False]]
+
+
 def test_the_metrics_are_finite_at_any_mismatch():
     """With two policies CISPO's loss is finite too: its ratio is cut off."""
     values, zeros, ones = torch.tensor([[300.0, -300.0]]), torch.zeros(1, 2), torch.ones(1, 2)

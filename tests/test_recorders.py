@@ -85,6 +85,8 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
 @pytest.mark.parametrize("words, complaint", [
     (["--engine-args", "{dtype"], "error: argument --engine-args: invalid loads value: '{dtype'"),
     (["--prompts", "absent.json"], "No such file or directory: 'absent.json'"),
+    (["--sampling", '{"min_tokens": 4}'], "sampling must have no min_tokens"),
+    (["--sampling", '{"top_p": [0.9]}'], "error: TypeError: unsupported format string"),
 ])  # fmt: skip
 def test_record_vllm_refuses_bad_input_before_vllm_is_imported(tmp_path, words, complaint):
     program = [sys.executable, ROOT / "examples" / "record_vllm.py", "--model", "x", "--out", "t.npz", *words]

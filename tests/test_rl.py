@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from helpers import DEVICES, ROUNDING, config_of, frozen_logprobs, minibatches_of, qwen2
+from transformers import OPTConfig, OPTForCausalLM
 
 import objectives
 from config import GrpoConfig
@@ -26,6 +27,7 @@ from rl import (
     Scoring,
     TargetLogprobs,
     make_batch,
+    plain_body,
     update,
 )
 from rollouts import Rollout, Sampling
@@ -251,7 +253,10 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
         for mean in ("all", "kept") if reject != "off" else (None,):
             for kl_coef in (0.0, 0.3):
                 cap = {} if tis == "off" else {"tis_cap": 1.5}
-                grpo = GrpoConfig(**usual, tis=tis, reject=reject, reject_mean=mean, kl_coef=kl_coef, **cap)
+                without_tokens = row.normalizer == "constant" or (
+                    row.normalizer == "sequence" and reject != "off" and REJECTIONS[reject].whole_rows)
+                given = None if without_tokens and not kl_coef else mean  # else refused: it would do nothing
+                grpo = GrpoConfig(**usual, tis=tis, reject=reject, reject_mean=given, kl_coef=kl_coef, **cap)
                 rejected, with_gradient = check_update(grpo, draws, draws.choice([1, 2]))
                 assert (0 < rejected < 12) == (reject != "off")
                 assert with_gradient
@@ -331,6 +336,20 @@ def test_gradient_checkpointing_computes_each_layer_again_and_not_without_gradie
     assert len(calls) == 1
     with torch.no_grad():  # the transformers engine samples from the same modules with a KV cache
         assert model(torch.tensor([[5, 6]]), use_cache=True).past_key_values.get_seq_length() == 2
+
+
+def test_gradient_checkpointing_brings_no_dropout_back():
+    """OPT's layers pass their own `training` to dropout."""
+    torch.manual_seed(0)
+    config = OPTConfig(vocab_size=96, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2,
+                       num_attention_heads=2, max_position_embeddings=64, dropout=0.5)
+    policy, batch = Policy(OPTForCausalLM(config)), make_batch(rollouts())
+    expected = policy.logprobs(batch)
+    (gradient,) = torch.autograd.grad(expected.sum(), policy.head.weight)
+    checkpoint_layers(policy.model)
+    logprobs = policy.changed(body=plain_body).logprobs(batch)
+    assert torch.allclose(logprobs, expected, atol=1e-5)
+    assert torch.allclose(torch.autograd.grad(logprobs.sum(), policy.head.weight)[0], gradient, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ optimizer

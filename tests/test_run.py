@@ -51,10 +51,13 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys
 
 def test_a_switch_that_can_change_nothing_is_named(job, capsys):
     on, off = ParityFlags(), ParityFlags(inflight_keep=False, fp32_head=False)
+    raw, masked = (ParityFlags(processed_logprobs=False, sampling_mask=mask) for mask in (True, False))
     for parity, changes, named in (
         (on, {}, []), (off, {}, ["inflight_keep", "fp32_head"]), (off, {"inflight_groups": 1}, ["fp32_head"]),
         (off, {"dtype": "bfloat16"}, ["inflight_keep"]), (on, {"replay_routes": True}, []),
         (on, {"replay_routes": True, "num_minibatches": 1}, ["replay_routes"]),
+        (raw, {"temperature": 0.7}, []), (raw, {"temperature": 1.0}, ["processed_logprobs"]),
+        (masked, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip
         name_idle_switches(prepare(job(parity=parity, **changes)), block=16)
         lines = capsys.readouterr().out.splitlines()

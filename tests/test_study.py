@@ -33,7 +33,8 @@ def write_run(out: Path, name: str, seed: int) -> Path:
     config = {"device": "a CPU", "commit": "abc", "dirty": False, "versions": {"torch": "1"}, "audit": {}}
     (run.folder / "config.json").write_text(json.dumps(config))
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in STEPS))
-    (run.folder / MARK).write_text(json.dumps(run.options | {"command": f"study of {name}"}))
+    mark = {"command": f"study of {name}", "commit": "of the study", "options": run.options}
+    (run.folder / MARK).write_text(json.dumps(mark))
     return run.folder
 
 
@@ -49,10 +50,17 @@ def test_a_run_of_other_options_is_named_and_stays_as_it_is(tmp_path, other, nam
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_run_with_an_option_that_is_gone_is_named(tmp_path, capsys):
+    mark = write_run(tmp_path, "parity", 0) / MARK
+    mark.write_text(mark.read_text().replace('"lr": ', '"gone": 1, "lr": '))
+    assert "gone 1 instead of None" in refusal(["ladder", "--out", str(tmp_path), "--cells", "parity"], capsys, main)
+
+
 def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_out(tmp_path, capsys):
     for name, seed in (("parity", 0), ("parity", 1), ("transformers", 1), ("transformers", 4)):
         write_run(tmp_path, name, seed)
-    assert main(["ladder", "--out", str(tmp_path), "--cells", "parity", "--seeds", "0", "1"]) == 0
+    asked = ["--metrics", "reward", "eval_trainer_alone", "updates", "tokens_s"]  # updates: not in the rows
+    assert main(["ladder", "--out", str(tmp_path), "--cells", "parity", "--seeds", "0", "1", *asked]) == 0
     table = capsys.readouterr().out
     record = json.loads((tmp_path / "ladder.json").read_text())
     assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"transformers": [1, 4], "parity": [0, 1]}
@@ -60,7 +68,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     assert (metrics["reward"], metrics["eval_trainer_alone"]) == ([0.25, 0.25], [None, None])
     assert record["cells"]["parity"]["curves"]["reward"] == [[0.25], [0.25]]
     assert [record[name] for name in ("command", "device", "commit", "versions", "crashed")] == [
-        "study of transformers, study of parity", "a CPU", "abc", {"torch": "1"}, {}]
+        "study of transformers, study of parity", "a CPU", "of the study", {"torch": "1"}, {}]
     assert "| parity | 2 | transformers | 0.25 (0.25 to 0.25); +0.00 |" in table
     assert "held out, trainer alone" not in table
     assert "\n| transformers |" not in table  # it was not asked for
@@ -71,7 +79,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     (["ladder", "--cells", "v2"], "cells must be names of cells or patterns, got v2; there are transformers,"),
     (["ladder", "--jobs", "0"], "jobs must be in [1, 2147483647]"),
     (["ladder", "--print", "absent.json"], "reading the record absent.json failed"),
-    (["ladder", "--print", "--baseline", "v2"], "cells must be names of cells or patterns, got v2")])  # fmt: skip
+    (["ladder", "--print", "docs/records/claims.json"], "KeyError")])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsys):
     assert complaint in refusal([*words, "--out", str(tmp_path)], capsys, main)
 

@@ -47,8 +47,8 @@ real: .venv/.ready-real
 
 # The first hour on a GPU: the tests that need one, then mismatch, seconds and memory of real shapes.
 gpu: setup
-	.venv/bin/python -m pytest -m gpu tests
-	.venv/bin/python -m lab.study gpu --out $(OUT) $(ARGS)
+	.venv/bin/python -m pytest -m gpu tests; tests=$$?; \
+		.venv/bin/python -m lab.study gpu --out $(OUT) $(ARGS) && exit $$tests
 
 .venv/.ready-real: .venv/.ready examples/requirements-real.txt
 	@.venv/bin/python -c 'import os, sysconfig as s; os.stat(s.get_path("include", "posix_prefix") + "/Python.h")' 2>/dev/null && \

@@ -347,6 +347,9 @@ class BackendConfig:
                 or self.canary_nats):
             raise ValueError("prefix_cache, cuda_graphs, block_size and canary_nats must not be"
                              " given with engine transformers")
+        if self.engine == "shared" and self.cuda_graphs:
+            raise ValueError("cuda_graphs must be off with engine shared (vLLM captures them before"
+                             " the trainer's module has its attention)")
         if self.engine != "vllm" and self.verify_loads != BackendConfig.verify_loads:
             raise ValueError("verify_loads must not be given without engine vllm (there is one copy"
                              f" of the weights), got {self.verify_loads}")

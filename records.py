@@ -102,14 +102,16 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
         elif not isinstance(error, ValueError):
             traceback.print_exc()
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
+        end_process(status)
         sys.exit(status)
 
 
-def end_process() -> None:
-    """On a GPU vLLM's allocator may abort a process that has done its work, where Python ends."""
+def end_process(status: int = 0) -> None:
+    """On a GPU vLLM's allocator may abort a process where Python ends; so it ends here."""
     if torch.cuda.is_available():
         sys.stdout.flush()
-        os._exit(0)
+        sys.stderr.flush()
+        os._exit(status)
 
 
 @contextmanager

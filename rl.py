@@ -671,17 +671,21 @@ class Optimizer:
     rounds the masters into the parameters. fp16 uses dynamic loss scaling.
     """
 
-    def __init__(self, model: torch.nn.Module, weight_decay: float):
+    def __init__(self, model: torch.nn.Module, weight_decay: float,
+                 device: torch.device | None = None):
+        """`device`: of masters and moments; if not given, the model's."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.masters = [_master(parameter) for parameter in trained]
+        self.masters = [_master(parameter, device) for parameter in trained]
         pairs = zip(trained, self.masters, strict=True)
         # (16-bit parameter, its master)
         self.rounded = [pair for pair in pairs if pair[0] is not pair[1]]
         self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay, fused=True)
         for master in self.masters:
             # torch would make them in the first step, in memory between freed activations.
-            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-            self.adamw.state[master] = {"step": master.new_zeros(())} | moments
+            moments = {name: torch.zeros_like(master, device=device)
+                       for name in ("exp_avg", "exp_avg_sq")}
+            step = torch.zeros((), device=device or master.device)
+            self.adamw.state[master] = {"step": step} | moments
         first = next(model.parameters())  # of the model itself: its adapters are in fp32
         self.scaler = torch.amp.GradScaler(first.device.type, enabled=first.dtype == torch.float16)
         for parameter, master in self.rounded:  # a gradient goes to its master once it is computed
@@ -733,11 +737,11 @@ class Optimizer:
             master.copy_(saved)
 
 
-def _master(parameter: Tensor) -> Tensor:
+def _master(parameter: Tensor, device: torch.device | None) -> Tensor:
     """The fp32 tensor that AdamW updates: the parameter itself, or an fp32 copy of it."""
     if parameter.dtype == torch.float32:
         return parameter
-    return parameter.detach().float().requires_grad_()
+    return parameter.detach().to(device or parameter.device, torch.float32).requires_grad_()
 
 
 def _accumulate(master: Tensor, parameter: Tensor) -> None:

@@ -160,15 +160,21 @@ def restart(engine: Engine, aborted: list[Rollout]) -> None:
         engine._submit([rollout])
 
 
+def keeps_places(runner: Any) -> bool:
+    """Whether a request that is not scheduled keeps its place in the batch: model runner V2."""
+    return not hasattr(runner, "input_batch")
+
+
 @contextmanager
 def hold(engine: Engine) -> Iterator[None]:
     """Unfinished requests stay as they are, while others run to their end.
 
     vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch are
     restored, because the order of rows decides the random numbers. With async scheduling a step is
-    under way: its tokens still reach the unfinished requests, and their rows are not restored.
+    under way: its tokens still reach the unfinished requests, and their rows are not restored. On a
+    GPU (model runner V2) they keep their places in the batch, so fewer others run at once.
 
-    Raises: EngineStateError if they leave no KV cache for one row of full length.
+    Raises: EngineStateError if they leave no KV cache for one row of full length, or no place.
     """
     from vllm.v1.core.sched.request_queue import create_request_queue
 
@@ -176,9 +182,14 @@ def hold(engine: Engine) -> Iterator[None]:
     groups = scheduler.kv_cache_config.kv_cache_groups  # of layers; all take blocks of one pool
     longest = sum(math.ceil(config.model_config.max_model_len / group.kv_cache_spec.block_size)
                   for group in groups)
-    if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest:
-        raise EngineStateError("the groups in flight leave no KV cache for an evaluation: give"
-                               " more --kv-cache-gib or fewer --inflight-groups")
+    names = "max_num_active_reqs", "max_num_running_reqs"  # vLLM 0.32, 0.26
+    most = next(name for name in names if hasattr(scheduler, name))
+    places = getattr(scheduler, most)
+    free = places - keeps_places(engine.runner) * len(scheduler.running)
+    if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest or free < 1:
+        raise EngineStateError("the groups in flight leave no KV cache, or no place, for an"
+                               " evaluation: give more --kv-cache-gib or fewer --inflight-groups")
+    setattr(scheduler, most, free)
     asynchronous = config.scheduler_config.async_scheduling
     batch = None if asynchronous else getattr(engine.runner, "input_batch", None)  # model runner V1
     if batch:  # With its finished rows: they keep their places until the next step.
@@ -188,6 +199,7 @@ def hold(engine: Engine) -> Iterator[None]:
     scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
     yield  # an exception inside ends the run
     engine.step()  # The runner forgets the finished rows.
+    setattr(scheduler, most, places)
     scheduler.running = [each for each in running if not each.is_finished()]
     scheduler.waiting = waiting
     if batch:

@@ -19,9 +19,9 @@ class OffloadedOptimizer(Optimizer):
     """
 
     def __init__(self, model: torch.nn.Module, weight_decay: float):
-        super().__init__(model, weight_decay)
+        # Made there: at the start of a run the engine is awake, so the GPU has no room for them.
+        super().__init__(model, weight_decay, torch.device("cpu"))
         self.device = next(model.parameters()).device
-        self._move(torch.device("cpu"))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

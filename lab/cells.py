@@ -394,14 +394,15 @@ GPU_CELLS = {
         "24gb": f"{SMALL} --micro-batch-tokens 4096 --kv-cache-gib 4 --self-noise-every 0",
     }.items()
 } | {
-    "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0",
-                 "1.5b", "lab.bench", "qwen2.5-1.5b"),
+    "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0"
+                 " --kv-cache-gib 8", "1.5b", "lab.bench", "qwen2.5-1.5b"),
     # The default job in float32: it learns, as on a CPU.
     "learns": Cell("--model toy --task toy --dtype float32 --max-new-tokens 8 --lr 1e-3 --steps 60"
                    " --kv-cache-gib 0.25 --eval-every 20 --eval-problems 256", "learns"),
 } | {
     # Predicted: sleep clears the cache of V1's defaults; kept requests keep it, and it is stale.
-    f"ladder-{name}": Cell(f"--model toy {LADDER} --steps 40 {words}", "ladder-parity")
+    f"ladder-{name}": Cell(f"--model toy {LADDER} --kv-cache-gib 0.25 --steps 40 {words}",
+                           "ladder-parity")
     for name, words in {"parity": "", "v1-defaults": V1, "raw": RAW,
                         "kept-cache": f"{RUNTIME} --parity.variants prefix-cache"}.items()
 }  # fmt: skip

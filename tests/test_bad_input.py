@@ -37,6 +37,7 @@ OPTIONS = {
     "--max-kept 8": "max_kept must be given with top_k,", "--parity.no-sampling-mask": "top_p and min_p (no mask)",
     "--top-k 9 --max-kept 9 --parity.no-sampling-mask": "max_kept must be given with top_k, top_p or min_p and",
     "--top-p 0.9 --parity.no-processed-logprobs": "try --parity.no-sampling-mask",
+    "--engine shared --cuda-graphs": "cuda_graphs must be off with engine shared",
     "--offload-optimizer": "without a GPU", "--reject token --reject-high 0.9": "must keep a token without a mismatch",
     "--reject-high 3": "reject_mean need reject", "--reject-mean all": "reject_mean need reject",
     "--reject binary_tv --reject-high 1": "and reject one of 80 nats",

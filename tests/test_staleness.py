@@ -6,7 +6,7 @@ from helpers import built, close_live_engine, command, qwen2, rows, small_model,
 
 import train
 from config import ParityFlags
-from engine_adapter import EngineStateError
+from engine_adapter import CANARY_PROMPTS, EngineStateError
 from rl import Policy
 from rollouts import Sampling
 
@@ -58,6 +58,33 @@ def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is
         while engine.num_unfinished:
             engine.step()
         assert all(len(rollout.token_ids) == 120 for rollout in rollouts)
+
+
+@pytest.mark.engine
+def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(tmp_path, monkeypatch):
+    """As with model runner V2, which a GPU has. A scheduler that gave all places away would find none free there."""
+    monkeypatch.setattr("extras.inflight.keeps_places", lambda runner: True)
+    model = qwen2(tied=False)
+    model.save_pretrained(tmp_path)
+    with started(str(tmp_path), Policy(model), max_num_seqs=8) as engine:
+        scheduler = engine.core.scheduler
+        places = 8 + CANARY_PROMPTS
+        held = [rollout for n in range(2) for rollout in engine.submit([5, 6, 7 + n], 5, Sampling(1.0, 60), n)]
+        engine.step()
+        with engine.holding():
+            others = engine.submit([9, 9], 4, Sampling(1.0, 5), 1)
+            most = 0
+            while not all(rollout.finish_reason for rollout in others):
+                engine.step()
+                most = max(most, len(scheduler.running))
+        assert most == places - 10
+        engine.submit([5, 6], 2, Sampling(1.0, 60), 3)
+        engine.step()
+        with pytest.raises(EngineStateError, match="or no place, for an evaluation"), engine.holding():
+            raise AssertionError("not reached")
+        while engine.num_unfinished:
+            engine.step()
+        assert all(len(rollout.token_ids) == 60 for rollout in held)
 
 
 @pytest.mark.engine

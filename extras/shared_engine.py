@@ -26,13 +26,25 @@ ROW_MULTIPLE = 16
 NAME = "trainers_module"  # among vLLM's models and among transformers' attention functions
 
 
+def products_differ() -> bool:
+    """Whether a row of a product depends on the number of rows, although it is a multiple of 16.
+
+    It does with MKL on Intel CPUs without AVX-512; then nothing is exact.
+    """
+    draw = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(count, 64, generator=draw) for count in (512, 128))
+    whole = rows @ weight.T
+    return any(not torch.equal(rows[:count] @ weight.T, whole[:count]) for count in (16, 32, 48))
+
+
 class SharedEngine(Engine):
     """An `Engine` around the model of a `Policy`, whose weights the optimizer changes in place.
 
     The trainer then uses `policy`: of the same model, with products of a multiple of ROW_MULTIPLE
     rows, and with `exact` with vLLM's attention kernel.
 
-    Raises: ValueError if vLLM cannot serve the module, and with `exact` on a GPU.
+    Raises: ValueError if vLLM cannot serve the module, and with `exact` on a GPU, or on a CPU whose
+    products differ.
     """
 
     vllm_model = None  # until vLLM has built it
@@ -43,6 +55,9 @@ class SharedEngine(Engine):
         if exact:
             if policy.device.type == "cuda":
                 raise ValueError("exact must be off on a GPU (its kernels have not been measured)")
+            if products_differ():
+                raise ValueError("exact must be off on this CPU (the number of rows of a product"
+                                 " changes how a row is rounded)")
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         self.usual_body = policy.body

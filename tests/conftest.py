@@ -18,6 +18,8 @@ from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
 
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size that an engine is given
+
 # ------------------------------------------------------------------------------------------------ markers
 NO_ENGINE = str(Path(__file__).parent / "no_engine")  # its sitecustomize.py refuses the import of vllm
 

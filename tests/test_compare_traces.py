@@ -87,7 +87,7 @@ DIFFERENT = "the traces must be of one workload, the prompts or the sampling of 
 @pytest.mark.parametrize("field, change, complaint", [
     ("rollouts", lambda rollouts: rollouts[::-1], DIFFERENT),
     ("sampling", lambda sampling: replace(sampling, temperature=0.8), DIFFERENT),
-    ("meta", lambda meta: meta | {"dtype": "float8"}, f"loading the model in {MODEL} failed: AttributeError: module"),
+    ("meta", lambda meta: meta | {"dtype": "float8"}, "after.npz: meta.dtype must be float32, bfloat16 or float16"),
     ("meta", lambda meta: meta | {"model": {"weights": "b"}},
      f"model must be that of the trace, the weight files in {MODEL} are not those that it names"),
 ])  # fmt: skip
@@ -99,7 +99,8 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, field, change, complaint):
     save_trace(after, replace(trace, **{field: change(getattr(trace, field))}))
     assert compare(before, after) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {complaint}")
+    assert error.startswith("error: ")
+    assert complaint in error
     assert error.count("\n") == 1
 
 

@@ -7,7 +7,7 @@ steps.
 
 import pytest
 import torch
-from helpers import PYTHON, command, rows, train_here
+from helpers import CAN_BE_EXACT, PYTHON, command, rows, train_here
 from safetensors.torch import load_file
 
 BACKENDS = ["vllm", "shared", "transformers", "shared --exact"]
@@ -18,7 +18,8 @@ OPTIONS = [
     "--kl-coef 0.05 --tis token --reject token --top-k 20 --top-p 0.9 --min-p 0.01",
     "--kl-coef 0.05 --gradient-checkpointing",
 ]
-CASES = [pytest.param(backend, DTYPES[(i + j) % 3], options, marks=[pytest.mark.engine] * (backend != "transformers"))
+MARKS = {"transformers": [], "shared --exact": [pytest.mark.engine, CAN_BE_EXACT]}
+CASES = [pytest.param(backend, DTYPES[(i + j) % 3], options, marks=MARKS.get(backend, [pytest.mark.engine]))
          for i, backend in enumerate(BACKENDS) for j, options in enumerate(OPTIONS)
          if "exact" not in backend or "checkpointing" not in options]  # fmt: skip
 

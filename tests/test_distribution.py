@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers import built, close_live_engine
+from helpers import CAN_BE_EXACT, built, close_live_engine
 
 from config import ParityFlags
 from engine_adapter import AuditError, Engine
@@ -11,7 +11,8 @@ from rl import Policy
 
 OPTIONS = [
     {}, dict(top_p=0.8, temperature=1.4), dict(parity=ParityFlags(processed_logprobs=False)),
-    dict(parity=ParityFlags(sampling_mask=False), min_p=0.1), dict(engine="shared", exact=True), dict(lora_rank=4),
+    dict(parity=ParityFlags(sampling_mask=False), min_p=0.1),
+    pytest.param(dict(engine="shared", exact=True), marks=CAN_BE_EXACT), dict(lora_rank=4),
     dict(rollout_weights="int3"), dict(dtype="bfloat16", temperature=0.5),
     dict(parity=ParityFlags(processed_logprobs=False, variants=("both-raw",))),
 ]  # fmt: skip

@@ -69,6 +69,9 @@ def check_kl_in_reward(done):
     torch.testing.assert_close(done.batch.advantages, advantages_of(scores), rtol=1e-3, atol=1e-3)
 
 
+NEEDS_PATCH = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no program `patch`")
+
+
 @contextmanager
 def fork(name: str, folder: Path) -> Iterator[None]:
     """The product's files with the patch applied, in place of those that this process has imported."""
@@ -97,6 +100,7 @@ def fork(name: str, folder: Path) -> Iterator[None]:
         gc.collect()  # an engine of the page ends here
 
 
+@NEEDS_PATCH
 @pytest.mark.engine
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_fork_does_what_its_paper_says(name, tmp_path):
@@ -116,6 +120,7 @@ def test_a_fork_does_what_its_paper_says(name, tmp_path):
         globals()[f"check_{name}"](done)
 
 
+@NEEDS_PATCH
 @pytest.mark.engine
 def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch):
     """A ratio of 1.25 passes the upper bound, one of 1.3 and one of 0.75 do not; the second pass has moved."""

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, close_live_engine, policy_of, small_model, started
+from helpers import ALWAYS_TIED, SIXTEEN, close_live_engine, policy_of, small_model, started
 
 from probe.__main__ import main
 from probe.layers import _row, compare_layers, find_modules, report
@@ -69,10 +69,10 @@ IN_ENGINE = shorten_window, shift_positions_from_64_on
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name, dtype, faults", [
-    ("Llama", torch.bfloat16, {scale_norm: {ATTENTION}, scale_norm_of_mlp: {MLP}}),
+    ("Llama", SIXTEEN, {scale_norm: {ATTENTION}, scale_norm_of_mlp: {MLP}}),
     ("GPT2", torch.float32, {shift_positions_from_64_on: {"embedding"}}),
-    ("Mixtral", torch.bfloat16, {round_experts_to_8_bits: {MLP}, shorten_window: {ATTENTION},
-                                 shift_positions_from_64_on: {f"layer {layer}, attention" for layer in range(4)}}),
+    ("Mixtral", SIXTEEN, {round_experts_to_8_bits: {MLP}, shorten_window: {ATTENTION},
+                          shift_positions_from_64_on: {f"layer {layer}, attention" for layer in range(4)}}),
     ("Gemma2", torch.float32, {leave_stale: {ATTENTION, MLP}}),
     # In vLLM its layers return the stream and a second tensor, others return two that are to be added.
     ("Cohere", torch.float32, {}),

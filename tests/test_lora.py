@@ -10,6 +10,7 @@ import torch
 from helpers import (
     PROMPTS,
     SEEDS,
+    SIXTEEN,
     WARM,
     at,
     command,
@@ -115,11 +116,11 @@ def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folder
 
 
 @pytest.mark.engine
-def test_in_bfloat16_added_adapters_have_a_mismatch_of_their_own_and_merged_ones_have_none(tmp_path):
+def test_in_16_bits_added_adapters_have_a_mismatch_of_their_own_and_merged_ones_have_none(tmp_path):
     """Eight random layers, five seeds; both forms score the same rollouts."""
     sums = Counter()
     for seed in range(5):
-        model = qwen2(tied=False, seed=seed, dtype=torch.bfloat16, num_hidden_layers=8)
+        model = qwen2(tied=False, seed=seed, dtype=SIXTEEN, num_hidden_layers=8)
         if not seed:
             model.save_pretrained(tmp_path)
         policy = adapted(model)

@@ -97,7 +97,7 @@ def test_the_cells_compute_such_outputs(tmp_path, monkeypatch, capsys):
         re.sub(r"-?\d\S*", "0", text).split() for text in PRINTED]
     _, summary = tables(printed)
     for name, step in namespace["steps"].items():  # the gradient of the notebook and that of the trainer's update
-        assert step.gradients["loss"].norm().item() == pytest.approx(step.metrics[0]["grad_norm"], rel=1e-3)
+        assert step.gradients["loss"].norm().item() == pytest.approx(step.metrics[0]["grad_norm"] or 0, rel=1e-3)
         cut = sum(int(each.split("/")[0]) for each in summary[name][2:4])
         tokens = step.batch.mask[:4].sum().item()
-        assert step.metrics[0]["clip_rate"] == pytest.approx(cut / tokens, abs=1e-6)
+        assert (step.metrics[0]["clip_rate"] or 0) == pytest.approx(cut / tokens, abs=1e-6)

@@ -61,7 +61,8 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     (tmp_path / "both.py").write_text(TWO_WAYS_IN)
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True,
               "hf_token": "secret"}  # and no size of the KV cache
-    quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    quick = {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+             "VLLM_CPU_KVCACHE_SPACE": "1"}  # by itself the file reserves 4 GiB
     done = subprocess.run(
         [sys.executable, "both.py", "--model", str(tmp_path / "model"), "--out", "default.npz", "--new-tokens", "32",
          "--engine-args", json.dumps(engine)],

@@ -10,6 +10,7 @@ import torch
 from helpers import (
     MIXTURES,
     ROUNDING,
+    SIXTEEN,
     close_live_engine,
     command,
     config_of,
@@ -143,8 +144,8 @@ def test_async_scheduling_computes_a_stopped_row_once_more_and_its_routes_still_
 
 
 def figures_of_noise(folder: str) -> dict[tuple, dict]:
-    """Of a bfloat16 mixture without and with noise in the engine's routers, by noise and body of the trainer."""
-    model = small_model("Qwen2Moe", False, **EXPERTS, num_hidden_layers=3, initializer_range=0.1).to(torch.bfloat16)
+    """Of a 16-bit mixture without and with noise in the engine's routers, by noise and body of the trainer."""
+    model = small_model("Qwen2Moe", False, **EXPERTS, num_hidden_layers=3, initializer_range=0.1).to(SIXTEEN)
     policies = [Policy(model, **Routes(model).parts(replay)) for replay in (False, True)]
     weights, score, found = policies[0].weights(), policies[0].response_logprobs, {}
     model.save_pretrained(folder)

@@ -193,10 +193,10 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     log, folder = (tmp_path / "out" / "runs" / name for name in ("v1-defaults-seed0.log", "v1-defaults-seed0"))
     program = [sys.executable, "-m", "lab.study", *small, "--steps", "1000"]
     with subprocess.Popen(program, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as study:
-        wait_until(lambda: log.exists() and "step   1/" in log.read_text(), 300)
+        wait_until(lambda: log.exists() and "step   1/" in log.read_text(), 900)
         assert not is_free(folder)
         study.kill()
-    wait_until(lambda: is_free(folder), 20)
+    wait_until(lambda: is_free(folder), 120)
     shutil.rmtree(tmp_path / "out")
 
     crashing = tmp_path / "out" / "runs" / "parity-seed0"

@@ -180,7 +180,7 @@ class GrpoConfig:
         whole_rows = normalizer == "sequence" and self.rejection.whole_rows
         if self.reject_mean and not self.kl_coef and (normalizer == "constant" or whole_rows):
             raise ValueError(f"reject_mean must not be given with {self.objective} and reject"
-                             f" {self.reject} (the mean does not count rejected tokens)")
+                             f" {self.reject} (it would change no loss)")
         if self.corrections and self.old_policy == "rollout":
             raise ValueError("tis and reject must be off with old_policy rollout (a weight would"
                              " count the mismatch twice: its ratio holds it), got"

@@ -102,16 +102,22 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
         elif not isinstance(error, ValueError):
             traceback.print_exc()
         print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
-        end_process(status)
         sys.exit(status)
 
 
-def end_process(status: int = 0) -> None:
-    """On a GPU vLLM's allocator may abort a process where Python ends; so it ends here."""
+@contextmanager
+def end_of_process() -> Iterator[None]:
+    """The last block of a process. On a GPU vLLM's allocator may abort it where Python ends."""
+    status = 0
+    try:
+        yield
+    except SystemExit as stop:
+        status = stop.code
     if torch.cuda.is_available():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    sys.exit(status)
 
 
 @contextmanager

@@ -253,5 +253,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
-    records.end_process()
+    with records.end_of_process():
+        main()

@@ -15,7 +15,7 @@ from rollouts import Rollout, Synchronous, reseed
 from tasks import Problem
 
 
-@dataclass(eq=False)  # `in` and `remove` compare identity
+@dataclass(eq=False)  # `in` compares identity
 class Group:
     """G rollouts of one problem. `rollouts` is empty until the engine has room."""
 

@@ -39,7 +39,7 @@ from engine_adapter import prepare_environment
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
-from records import end_process, locked, one_sentence, provenance, replace_file, stage
+from records import end_of_process, locked, one_sentence, provenance, replace_file, stage
 
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
@@ -135,7 +135,8 @@ class Plan:
             for mark in self.out.glob(f"runs/{name}-seed*/{MARK}"):
                 folder = mark.parent
                 seed = int(folder.name.rpartition("-seed")[2])
-                stored = read_json(mark)["options"]
+                with stage(f"reading {mark}"):
+                    stored = read_json(mark)["options"]
                 wanted = self.run(name, seed).options
                 changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
                            for key in sorted(stored.keys() | wanted.keys())
@@ -155,10 +156,10 @@ def execute(folder: Path, run: Run, origin: dict[str, Any]) -> None:
     """The run from its beginning, then its mark."""
     shutil.rmtree(folder, ignore_errors=True)  # not finished
     wide = widen_if_slow(run.config.run.dtype)
-    import_module(run.cell.program).main(run.words)
-    mark = origin | {"wide_products": wide, "options": run.options}
-    replace_file(folder / MARK, json.dumps(mark))
-    end_process()
+    with end_of_process():
+        import_module(run.cell.program).main(run.words)
+        mark = origin | {"wide_products": wide, "options": run.options}
+        replace_file(folder / MARK, json.dumps(mark))
 
 
 def logged(function: Callable, folder: Path, *arguments: Any) -> None:
@@ -221,9 +222,10 @@ def run_all(plan: Plan, command: str) -> dict[str, str]:
     jobs = plan.options.jobs or (1 if torch.cuda.is_available() else plan.study.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
-    # The commit of the code that is running; a run of an hour could see a later one.
-    now = provenance(torch.device("cpu"))
-    origin = {"command": command, "commit": now["commit"], "dirty": now["dirty"]}
+    origin: dict[str, Any] = {"command": command}
+    if not torch.cuda.is_available():  # forked runs have the code of now, fresh ones that of then
+        now = provenance(torch.device("cpu"))
+        origin |= {"commit": now["commit"], "dirty": now["dirty"]}
     crashed = in_processes(list(models.values()), jobs)
     for served in (False, True):  # a policy is served after it has been trained
         crashed |= in_processes([(execute, run.folder, run, origin) for run in runs

@@ -90,7 +90,10 @@ def test_each_number_of_the_findings_has_a_record(page, form):
 def test_the_table_of_the_doses_has_the_means_of_its_record():
     """Training reward / trainer alone, by form; nothing where a form was not run."""
     cells = read("dose")["cells"]
-    for row in re.findall(r"(?m)^\| [\w.-]+ \|.*\d/\d.*\|$", (ROOT / "docs/dose.md").read_text().split("## Why")[0]):
+    first_part = (ROOT / "docs/dose.md").read_text().split("## Why")[0]
+    rows = re.findall(r"(?m)^\| [\w.-]+ \|.*\d/\d.*\|$", first_part)
+    assert len(rows) == 8
+    for row in rows:
         kind, nats, *found = [each.strip() for each in row.strip("|").split("|")]
         assert nats == f"{median(cells[f'two.{kind}']['metrics']['mismatch_first']):.2g}"
         forms = ["two", "two-wide", "three", "tis-token", "icepop", "tis-sequence", "mis", "geometric"]

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import get_context
 from resource import RUSAGE_SELF, getrusage
 
@@ -84,12 +86,20 @@ def test_a_container_that_hides_the_peak_gives_that_of_the_process(tmp_path, mon
     assert clock.phases["update_gib"] == getrusage(RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def test_a_gpus_process_ends_before_python_does(monkeypatch):
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_gpus_process_ends_before_python_does_with_its_status(monkeypatch, status):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    process = get_context("fork").Process(target=lambda: (records.end_process(), os._exit(3)))
+
+    def last_block() -> None:
+        with suppress(SystemExit), records.end_of_process():
+            if status:
+                sys.exit(status)
+        os._exit(3)
+
+    process = get_context("fork").Process(target=last_block)
     process.start()
     process.join()
-    assert process.exitcode == 0
+    assert process.exitcode == status
 
 
 def test_a_machine_without_git_is_no_error(tmp_path, monkeypatch):

@@ -28,10 +28,10 @@ from helpers import (
     started,
 )
 
-from config import has_sampling_mask
+from config import ParityFlags, has_sampling_mask
 from engine_adapter import Engine, WeightLoadError
 from extras.sampling_mask import SamplingMask
-from extras.shared_engine import ExactError
+from extras.shared_engine import ExactError, SharedEngine
 from objectives import REJECTIONS
 from rl import Batch, Policy, Scoring
 from rollouts import Sampling
@@ -85,6 +85,12 @@ def test_a_module_that_vllm_cannot_serve_is_refused_by_name(tmp_path, name, kind
     with pytest.raises(error, match=reason), started(str(tmp_path), policy, kind=kind):
         pass
     assert Engine.live is None
+
+
+def test_exact_is_refused_where_products_of_few_rows_round_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr("extras.shared_engine.products_differ", lambda: True)
+    with pytest.raises(ValueError, match="exact must be off on this CPU"):
+        SharedEngine(Policy(qwen2(tied=False)), str(tmp_path), ParityFlags(), exact=True)
 
 
 # ------------------------------------------------------------------------------------------------ exact at length

@@ -117,7 +117,8 @@ def end_of_process() -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    sys.exit(status)
+    if status:
+        sys.exit(status)
 
 
 @contextmanager

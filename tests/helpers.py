@@ -59,8 +59,8 @@ ROOT = Path(__file__).parents[1]
 SHIFT = int(os.environ.get("TEST_SEED", "0"))  # added to each seed in this process: of tests, runs, engine and samples
 CACHE = ROOT / ".cache"
 # In this process vLLM takes the kernels of a CPU without BF16 instructions (avx512), or without AVX-512 too (avx2).
-MISSING = {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}
-for each in MISSING.get(os.environ.get("VLLM_KERNELS"), []):
+KERNELS = os.environ.get("VLLM_KERNELS")
+for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(KERNELS, []):
     setattr(torch.cpu, f"_is_avx512_{each}supported", lambda: False)
 
 

@@ -109,11 +109,16 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
         print(f"{section}: {', '.join(f'{name} {value}' for name, value in meta[section].items())}")
 
 
-def name_of(sampling):
-    """t0.7_top_k20; an error for what the probe does not reproduce, and for what is no number."""
+def check_sampling(sampling):
+    """Raises: ValueError for what the probe does not reproduce."""
     unknown = sampling.keys() - {"temperature", *NEUTRAL}
     if unknown:
         raise ValueError(f"sampling must have no {', '.join(sorted(unknown))}")
+
+
+def name_of(sampling):
+    """t0.7_top_k20."""
+    check_sampling(sampling)
     return "_".join(f"{'t' if key == 'temperature' else key}{value:g}"
                     for key, value in sampling.items())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from examples.record_vllm import NEUTRAL, table
+from examples.record_vllm import NEUTRAL, check_sampling, table
 from rollouts import Rollout, Sampling
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
@@ -100,9 +100,7 @@ def _trace(name: str, group: dict[str, Any], prompts: list[list[int]],
                 in zip(prompts, _unpadded(padded), columns["logprobs"], strict=True)]
     # vLLM's word for no top-k is -1; the end of a response is not in a trace.
     given = group["sampling"]
-    unknown = given.keys() - {"temperature", *NEUTRAL}
-    if unknown:
-        raise ValueError(f"the sampling of {name} must have no {', '.join(sorted(unknown))}")
+    check_sampling(given)
     top_k = max(0, given.get("top_k", 0))
     sampling = Sampling(**given | {"top_k": top_k, "max_new_tokens": 1})
     return Trace(name, rollouts, sampling, meta, columns.get("trainer_logprobs", []))

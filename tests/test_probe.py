@@ -226,7 +226,7 @@ def json_trace(**changes) -> dict:
     (json_trace(logprobs=[[-0.5, math.nan]]), "g/logprobs, row 0 must have a finite number for each token"),
     (json_trace(logprobs=[[-0.5]]), "g/logprobs, row 0 must have a finite number for each token"),
     (json_trace(sampling={"temperature": -1.0}), "temperature must be in [0.01,"),
-    (json_trace(sampling={"temperature": 1.0, "max_kept": 3}), "the sampling of g must have no max_kept"),
+    (json_trace(sampling={"temperature": 1.0, "max_kept": 3}), "sampling must have no max_kept"),
     (json_trace() | {"meta": {"dtype": "float64"}}, "meta.dtype must be float32, bfloat16 or float16, got 'float64'"),
 ])  # fmt: skip
 def test_the_error_of_a_malformed_trace_names_the_field(tmp_path, record, complaint):

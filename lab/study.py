@@ -12,6 +12,7 @@ process. A second call repeats what has not finished. All finished runs in OUT b
 the call is refused if one of them has other options than this call would give it.
 """
 
+import gc
 import json
 import os
 import shlex
@@ -41,11 +42,13 @@ from lab.models import write_model
 from lab.products import widen_if_slow
 from records import end_of_process, locked, one_sentence, provenance, replace_file, stage
 
+GPU = torch.cuda.is_available()
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
-IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
-            "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"]
+IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker",
+            "matplotlib.figure", "transformers.models.qwen2.modeling_qwen2",
+            "transformers.models.qwen3.modeling_qwen3"]
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one is also taken for
 # more: it is larger than theirs.
 STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
@@ -165,6 +168,9 @@ def execute(folder: Path, run: Run, origin: dict[str, Any]) -> None:
 def logged(function: Callable, folder: Path, *arguments: Any) -> None:
     """In a process of its own, which ends with the study: a call whose output goes to a log."""
     Thread(target=_end_with_the_study, daemon=True).start()
+    if not GPU:  # vLLM collects garbage eight times, in all imported modules if they are not frozen
+        gc.freeze()
+        gc.unfreeze = gc.freeze  # vLLM calls it at its end
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "w") as log:
         os.dup2(log.fileno(), 1)
@@ -183,7 +189,7 @@ def in_processes(tasks: list[tuple], jobs: int) -> dict[str, str]:
 
     Returns the errors of those that failed.
     """
-    context = get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
     waiting, running, failed = list(tasks), {}, {}
     started = time.monotonic()
@@ -219,11 +225,11 @@ def run_all(plan: Plan, command: str) -> dict[str, str]:
         folder = Path(run.config.run.model)
         if folder.parent == plan.models and not folder.exists():
             models[folder] = write_model, folder, run.cell.model, run.config.run.seed
-    jobs = plan.options.jobs or (1 if torch.cuda.is_available() else plan.study.jobs)
+    jobs = plan.options.jobs or (1 if GPU else plan.study.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
-    origin: dict[str, Any] = {"command": command}
-    if not torch.cuda.is_available():  # forked runs have the code of now, fresh ones that of then
+    origin = {"command": command}
+    if not GPU:  # forked runs have the code of now, fresh ones that of then
         now = provenance(torch.device("cpu"))
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
     crashed = in_processes(list(models.values()), jobs)

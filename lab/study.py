@@ -46,9 +46,8 @@ GPU = torch.cuda.is_available()
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
-IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker",
-            "matplotlib.figure", "transformers.models.qwen2.modeling_qwen2",
-            "transformers.models.qwen3.modeling_qwen3"]
+IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
+            "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3"]
 # 97.5 % quantiles of Student's t with 1, 2, ... degrees of freedom. The last one is also taken for
 # more: it is larger than theirs.
 STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
@@ -170,7 +169,7 @@ def logged(function: Callable, folder: Path, *arguments: Any) -> None:
     Thread(target=_end_with_the_study, daemon=True).start()
     if not GPU:  # vLLM collects garbage eight times, in all imported modules if they are not frozen
         gc.freeze()
-        gc.unfreeze = gc.freeze  # vLLM calls it at its end
+        gc.freeze = gc.unfreeze = lambda: None  # vLLM calls both
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "w") as log:
         os.dup2(log.fileno(), 1)

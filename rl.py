@@ -317,8 +317,8 @@ class Support:
             "rollouts have kept sets, but the softmax is over the vocabulary")
         return lambda logits, chunk: logits
 
-    def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Further metrics of (n, V) logits and (n,) targets."""
+    def measure(self, logits: Tensor, restricted: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Further metrics of (n, V) logits, the same in the support, and (n,) targets."""
         return {}
 
 
@@ -519,7 +519,8 @@ class Policy:
         return torch.zeros_like(batch.mask).masked_scatter(response, logprobs)
 
     def token_metrics(self, batch: Batch) -> dict[str, Tensor]:
-        """`logprobs`, and of the same distribution `entropy`, -sum p log p: (B, T) by name, nats.
+        """`logprobs`, and of the same distribution `entropy`, -sum p log p, and `varentropy`, the
+        variance of -log p: (B, T) by name, nats.
 
         Further metrics come from the support and from those that were given. All are 0 outside
         `batch.mask`.
@@ -528,12 +529,15 @@ class Policy:
         restrict = self.scoring.support.restriction(batch, response)
 
         def measure(logits: Tensor, targets: Tensor, chunk: slice) -> dict[str, Tensor]:
-            # Before `restrict`, which writes in place.
-            further = self.scoring.support.measure(logits, targets)
-            all_logprobs = restrict(logits, chunk).log_softmax(dim=-1)  # (n, V)
+            restricted = restrict(logits, chunk)
+            further = self.scoring.support.measure(logits, restricted, targets)
+            all_logprobs = restricted.log_softmax(dim=-1)  # (n, V)
             logprobs = at_targets(all_logprobs, targets)
-            entropy = torch.special.entr(all_logprobs.exp_()).sum(dim=-1)
-            return {"logprobs": logprobs, "entropy": entropy} | further
+            all_logprobs.clamp_(min=-1e4)  # 0 * -inf would be nan
+            weighted = all_logprobs.exp().mul_(all_logprobs)
+            entropy = -weighted.sum(dim=-1)
+            varentropy = torch.linalg.vecdot(weighted, all_logprobs) - entropy.square()
+            return {"logprobs": logprobs, "entropy": entropy, "varentropy": varentropy} | further
 
         found = self._by_chunk(batch, self.body, self.projection(), measure)
         for further in self.further_metrics:

@@ -138,10 +138,15 @@ def check_machine(config: Config) -> None:
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
-    if config.grpo.replay_routes and torch.cuda.is_available():
+    grpo = config.grpo
+    samples_in_vllm = config.backend.engine != "transformers"
+    if torch.cuda.is_available() and samples_in_vllm and grpo.min_p and grpo.top_p < 1:
+        raise ValueError("min_p must be 0 with top_p on a GPU (after it vLLM's kernel for top-p"
+                         f" drops tokens that it must keep), got {grpo.min_p}; try --top-k")
+    if grpo.replay_routes and torch.cuda.is_available():
         raise ValueError("replay_routes must be off on a GPU (the hook that records the engine's"
                          " routes is for a CPU)")
-    if config.backend.engine != "transformers":
+    if samples_in_vllm:
         check_vllm_version(config.backend.allow_untested_vllm)
 
 

@@ -15,7 +15,14 @@ from torch import Tensor
 
 import records
 from config import Config, GrpoConfig
-from objectives import OBJECTIVES, Policies, backend_metrics, centre, mismatch_metrics
+from objectives import (
+    OBJECTIVES,
+    Policies,
+    backend_metrics,
+    centre,
+    mismatch_metrics,
+    surprisal_metrics,
+)
 from rl import Batch, Policy, in_micro_batches, make_batch, update
 from rollouts import Rollout, Synchronous, reseed
 from run import (
@@ -102,10 +109,13 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     current = batch.mask_rows([version == engine.weight_version for version in oldest])
     metrics = {"step": step} | rollout_metrics(rollouts, scores, batch, grpo.group_size)
     metrics |= staleness_metrics(rollouts, oldest, engine.weight_version)
-    # entropy; with a mask kept_mass, outside_frac; of a mixture routed_otherwise, router_noise.
+    # entropy, varentropy; with a mask kept_mass, engine_kept_mass, outside_frac; of a mixture
+    # routed_otherwise, router_noise.
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
                 for name, values in token_metrics.items()}
     metrics |= all_mismatch_metrics(batch, current, grpo)
+    spread = token_metrics["entropy"], token_metrics["varentropy"]
+    metrics |= surprisal_metrics(old_logprobs, *spread, current.mask)
     if grpo.mask_truncated:  # after the metrics, which count truncated rows
         batch = batch.mask_rows([each.finish_reason != "length" for each in rollouts])
     lr = run.config.lr_at(step)

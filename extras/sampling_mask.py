@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from rl import Batch, Support
+from rl import Batch, Support, at_targets
 from rollouts import Rollout, Sampling
 
 
@@ -58,12 +58,12 @@ def collect_kept_sets(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndar
 
 
 def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
-    """-inf outside the kept sets, in place: (n, V) and n arrays of ids -> (n, V)."""
+    """-inf outside the kept sets: (n, V) and n arrays of ids -> (n, V)."""
     rows = numpy.repeat(numpy.arange(len(logits)), [len(ids) for ids in kept])
     indices = torch.from_numpy(numpy.stack([rows, numpy.concatenate(kept)])).to(logits.device)
     outside = torch.ones_like(logits, dtype=torch.bool)
     outside[indices[0], indices[1]] = False
-    return logits.masked_fill_(outside, -math.inf)
+    return logits.masked_fill(outside, -math.inf)
 
 
 class SamplingMask(Support):
@@ -88,13 +88,18 @@ class SamplingMask(Support):
         assert len(kept) == tokens, f"{len(kept)=} {tokens=}: of all tokens of a row"
         return lambda logits, chunk: mask_outside(logits, kept[chunk])
 
-    def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Of the trainer's own mask, by name: (n, V) logits of the vocabulary, (n,) -> (n,).
+    def measure(self, logits: Tensor, restricted: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """What the two masks keep, by name: (n, V) logits, the same in the support, (n,) -> (n,).
 
-        `kept_mass`: the probability of the tokens that it keeps. `outside_frac`: 1 if it cuts off
-        the sampled token (by rounding or staleness), else 0.
+        `kept_mass` and `engine_kept_mass`: the trainer's probability of the tokens that its own
+        mask keeps, and of those that the engine's has kept (if it returned them). A mask of the
+        engine that keeps too few is no mismatch, because both softmaxes are over its set.
+        `outside_frac`: 1 if the trainer's mask cuts off the sampled token (by rounding or
+        staleness), else 0.
         """
-        masked = masked_logits(logits, self.sampling)
-        kept_mass = (masked.logsumexp(dim=-1) - logits.logsumexp(dim=-1)).exp()
-        outside = masked.gather(-1, targets[:, None])[:, 0].isinf()
-        return {"kept_mass": kept_mass, "outside_frac": outside.float()}
+        masked, whole = masked_logits(logits, self.sampling), logits.logsumexp(dim=-1)
+        found = {"kept_mass": (masked.logsumexp(dim=-1) - whole).exp(),
+                 "outside_frac": at_targets(masked, targets).isinf().float()}
+        if restricted is not logits:
+            found["engine_kept_mass"] = (restricted.logsumexp(dim=-1) - whole).exp()
+        return found

@@ -123,6 +123,8 @@ ALARMS = {
     # Of clean runs in bfloat16 the largest are 0.0016 and 0.0004 (docs/probe.md).
     "backend_clip_rate": 0.005,
     "backend_ratio_error": 0.005,
+    "kept_mass_error": 0.01,  # the engine's mask keeps another mass than the trainer's
+    "surprisal_z": 5.0,  # the tokens were not drawn from the distribution that scores them
     # Clean mixtures of 3 to 48 layers have 0.005 to 0.006, with 2 % of noise 0.017 to 0.022.
     "router_noise": 0.01,
 }
@@ -138,8 +140,12 @@ def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
     if clip_high >= NARROW_CLIP:
         values["backend_clip_rate"] = metrics["backend_clip_rate"]
     values["backend_ratio_error"] = abs(1 - metrics["backend_ratio_mean"])
-    if not metrics.get("staleness_max"):  # old weights have routed otherwise too
+    if not metrics.get("staleness_max"):  # old weights have routed and masked otherwise too
         values["router_noise"] = metrics.get("router_noise", 0.0)
+        kept = metrics.get("engine_kept_mass")
+        values["kept_mass_error"] = abs(kept - metrics["kept_mass"]) if kept else 0.0
+    if "groups_in_flight" not in metrics:  # the groups that end first have fewer rare tokens
+        values["surprisal_z"] = abs(metrics.get("surprisal_z", 0.0))
     return [name for name, value in values.items() if not value <= ALARMS[name]]
 
 

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 from helpers import OWN_PROCESS, PYTHON, TASK, qwen2  # before torch: it sets the number of threads
+from runner_v2 import RUNNER
 from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
 
+collect_ignore = [] if RUNNER else ["test_runner_v2.py"]
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size that an engine is given
 
 # ------------------------------------------------------------------------------------------------ markers
@@ -28,14 +30,35 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "engine: starts a vLLM engine, in this process or in a child process")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; a GPU machine runs `pytest -m gpu tests`")
     config.addinivalue_line("markers", "own_process: runs in a child process")
+    config.addinivalue_line("markers", "part: of the tests that `make test` runs on model runner V2 too")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if RUNNER:
+        select_for_runner_v2(config, items)
     for item in items:
         if "gpu" in item.keywords and not cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     # The longest test goes first, beside all others: at the end it would run alone.
     items.sort(key=lambda item: item.name != "test_the_default_job_learns_at_parity")
+
+
+def select_for_runner_v2(config, items):
+    """Tests of the engine that can; those of the chosen part have the marker `part`."""
+    from runner_v2.chosen import CANNOT, PART
+
+    def named(item, table):
+        return [name for name in table if item.nodeid.removeprefix("tests/").startswith(name)]
+
+    for item in items:
+        if named(item, PART):
+            item.add_marker("part")
+    unknown = {*PART, *CANNOT} - {name for item in items for name in (*named(item, PART), *named(item, CANNOT))}
+    if unknown and len(items) > 500:  # all tests were collected
+        raise pytest.UsageError(f"tests/runner_v2/chosen.py names no test with {unknown}")
+    able = [item for item in items if "engine" in item.keywords and not named(item, CANNOT)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in able])
+    items[:] = able
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -93,8 +93,10 @@ def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_c
     for row, rollout in enumerate(rows):
         inside, tokens, logits = batch.mask[row] > 0, torch.tensor(rollout.token_ids), plain_logits(model, rollout)
         logprobs = (logits / 0.7).log_softmax(-1)
-        found = torch.stack([measured["logprobs"], measured["entropy"]])[:, row, inside]
-        expected = torch.stack([logprobs[range(len(tokens)), tokens], -(logprobs.exp() * logprobs).sum(-1)])
+        found = torch.stack([measured[name] for name in ("logprobs", "entropy", "varentropy")])[:, row, inside]
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        varentropy = (logprobs.exp() * (-logprobs - entropy[:, None]) ** 2).sum(-1)
+        expected = torch.stack([logprobs[range(len(tokens)), tokens], entropy, varentropy])
         torch.testing.assert_close(found.double(), expected, atol=ROUNDING, rtol=0)
         assert agrees[row][inside].tolist() == (logits.argmax(-1) == tokens).tolist()
     assert agrees.sum() > 0

@@ -72,6 +72,7 @@ def test_the_engines_kept_sets_are_the_sampled_distribution_and_the_trainer_take
             found, means = measured(policy, rollouts, **mask)
             assert found["mismatch_abs_mean"] <= (ROUNDING if device == "cpu" else 1e-3), mask
             assert means["outside_frac"] == 0, mask
+            assert means["engine_kept_mass"] == pytest.approx(means["kept_mass"], abs=ROUNDING), mask
             assert means["kept_mass"] < 0.99, mask
         largest = max(len(kept) for rollout in sampled(engine, top_p=0.9) for kept in rollout.kept)
         assert sampled(engine, max_kept=largest, top_p=0.9)
@@ -159,7 +160,8 @@ def test_a_token_moved_over_the_border_is_counted_and_its_kept_set_still_holds()
     rollout = Rollout(ids, 0, [int(likely.indices[2])], [0.0], kept=[likely.indices[:3].numpy()])
     _, means = measured(policy, [rollout], top_k=2)
     assert means["outside_frac"] == 1
-    assert means["kept_mass"] == pytest.approx(likely.values[:2].exp().sum().item(), rel=1e-4)
+    for name, count in (("kept_mass", 2), ("engine_kept_mass", 3)):
+        assert means[name] == pytest.approx(likely.values[:count].exp().sum().item(), rel=1e-4)
     logprobs = likely.values[:3].log_softmax(0)  # over the kept set
     assert means["logprobs"] == pytest.approx(logprobs[2].item(), abs=1e-5)
     assert means["entropy"] == pytest.approx(-(logprobs.exp() * logprobs).sum().item(), abs=1e-5)

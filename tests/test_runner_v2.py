@@ -1,0 +1,227 @@
+"""Model runner V2, a GPU's, on a CPU (tests/runner_v2): its kernels, and faults that are planted in its own path."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import (
+    AT_PARITY,
+    PROMPTS,
+    ROUNDING,
+    close_live_engine,
+    command,
+    floors,
+    load_into,
+    mismatch_of,
+    move,
+    move_and_load,
+    over_a_kept_state,
+    qwen2,
+    rows,
+    scored,
+    started,
+    train_here,
+)
+from runner_v2 import triton_numpy
+
+from engine_adapter import Engine, WeightLoadError
+from extras.sampling_mask import masked_logits
+from objectives import surprisal_metrics
+from probe.diagnose import ALARMS, alarms
+from rl import Policy, Scoring
+from rollouts import Sampling, reseed
+
+pytestmark = pytest.mark.engine
+ENDLESS = Sampling(0.7, 24)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return Policy(qwen2(tied=False))
+
+
+# ------------------------------------------------------------------------------------------------ the harness
+def test_this_process_runs_runner_v2_and_its_kernels_equal_those_of_tritons_interpreter(
+        engine_folder, policy, monkeypatch):
+    """Eight rows with all masks. Of the kernels that V2 launches none is left to the interpreter."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    with started(engine_folder, policy, max_num_seqs=8) as engine:
+        assert isinstance(engine.runner, GPUModelRunner)
+        monkeypatch.setattr(triton_numpy, "CHECK", True)
+        triton_numpy.launches.clear()
+        for mask in ({}, dict(top_k=5, max_kept=8), dict(top_p=0.9, max_kept=96), dict(min_p=0.05, max_kept=96)):
+            engine.generate([[5, 6, 7], [8, 9, 10, 11]], 4, Sampling(1.3, 3, **mask))
+    assert {executor for _, executor in triton_numpy.launches} == {"numpy"}
+    assert {"_gumbel_sample_kernel", "_min_p_kernel", "_topk_log_softmax_kernel"} <= {
+        kernel for kernel, _ in triton_numpy.launches}  # fmt: skip
+    assert not +triton_numpy.differing
+
+
+@pytest.mark.own_process  # its engine has another attention than those that other tests share
+def test_tritons_attention_is_within_1e_4_nats_of_the_trainer(tmp_path, monkeypatch):
+    """A GPU's attention in float32, in Triton's interpreter: 40 tokens of a model with one layer."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    backend = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+    monkeypatch.setattr(CpuPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: backend))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # the kernel asks for it
+    policy = Policy(qwen2(tied=False, num_hidden_layers=1))
+    policy.model.save_pretrained(tmp_path)
+    with started(str(tmp_path), policy, block_size=16, max_model_len=19) as engine:
+        assert engine.settings["attention_backend"] == ["TritonAttentionImpl"]
+        rollouts = engine.generate(PROMPTS, 1, Sampling(0.7, 10))
+    assert mismatch_of(policy, rollouts, 0.7)["mismatch_max"] <= 1e-4
+    assert triton_numpy.launches["kernel_unified_attention", "interpreter"] > 0
+
+
+# ------------------------------------------------------------------------------------------------ masks
+def masked_alike(rows: int, **mask) -> bool:
+    """Whether V2's kernels keep the tokens that PyTorch keeps, of peaked logits."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_top_p_pytorch
+
+    sampling = Sampling(1.0, 1, **mask)
+    logits = masked_logits(torch.randn(rows, 40) * 8, replace(sampling, top_k=0, top_p=1.0))
+    top_k = torch.full((rows,), sampling.top_k, dtype=torch.int32) if sampling.top_k else None
+    top_p = torch.full((rows,), sampling.top_p) if sampling.top_p < 1 else None
+    ours, theirs = (mask(logits.clone(), top_k, top_p) for mask in (apply_top_k_top_p, apply_top_k_top_p_pytorch))
+    return torch.equal(ours, theirs)
+
+
+FAULTY = pytest.mark.xfail(strict=True, reason="vLLM's kernel for top-p drops tokens of the nucleus after -inf")
+
+
+@pytest.mark.parametrize("mask", [
+    dict(top_k=6), dict(top_p=0.9), dict(top_k=6, top_p=0.9), dict(min_p=0.02, top_k=6),
+    pytest.param(dict(min_p=0.02, top_p=0.9), marks=FAULTY),
+    pytest.param(dict(min_p=0.02, top_k=6, top_p=0.9), marks=FAULTY),
+], ids=str)  # fmt: skip
+def test_the_kernel_for_masks_keeps_what_pytorch_keeps(mask):
+    """run.py refuses the two that are wrong on a GPU. An unexpected pass here says that vLLM has repaired them."""
+    assert masked_alike(80, **mask)
+
+
+def test_only_the_kept_mass_shows_a_mask_that_keeps_too_few_tokens(good, tmp_path):
+    """Both softmaxes are over the set that the engine kept, so every mismatch is that of parity."""
+    out = tmp_path / "run"
+    train_here(command(good, "--task {root}/task.py --steps 1 --num-prompts 8 --group-size 12 --max-new-tokens 6"
+                       " --top-p 0.9 --min-p 0.02 --temperature 0.4 --eval-problems 4", "--out", str(out)))  # fmt: skip
+    row = rows(out)[1]
+    assert row["mismatch_abs_mean"] < ROUNDING
+    assert row["engine_kept_mass"] < row["kept_mass"] - 0.02
+    assert alarms(row, 0.2) == ["kept_mass_error"]
+
+
+# ------------------------------------------------------------------------------------------------ planted faults
+def wrong_rows(engine: Engine, patch) -> None:
+    """Each request gets the log-probability of another one's token."""
+    from vllm.v1.worker.gpu.sample import sampler
+
+    usual = sampler.compute_topk_scores
+
+    def shifted(*given, **named):
+        found = usual(*given, **named)
+        return found._replace(logprobs=found.logprobs.roll(1, dims=0))
+
+    patch.setattr(sampler, "compute_topk_scores", shifted)
+
+
+def temperature_twice(engine: Engine, patch) -> None:
+    """The reported values have it once."""
+    from vllm.v1.worker.gpu.sample import sampler
+
+    usual, again = sampler.gumbel_sample, {"apply_temperature": True}
+    patch.setattr(sampler, "gumbel_sample", lambda *given, **named: usual(*given, **named | again))
+
+
+def old_keys(engine: Engine, patch) -> None:
+    patch.setattr(engine, "_renew_cache_keys", lambda: None)
+
+
+def place_lost(engine: Engine, patch) -> None:
+    """The place of a request that is not scheduled is given to the next one."""
+    states, usual = engine.runner.req_states, engine.runner.add_requests
+
+    def add(scheduled):
+        held = states.req_id_to_index.keys() - scheduled.num_scheduled_tokens.keys()
+        states.free_indices += [states.req_id_to_index[name] for name in held]
+        usual(scheduled)
+
+    patch.setattr(engine.runner, "add_requests", add)
+
+
+def late_output(engine: Engine, patch) -> None:
+    """The tokens of an engine step are handed over in the next one."""
+    usual, waiting = engine.llm.engine_core.get_output, []
+
+    def get_output():
+        waiting.append(usual())
+        return waiting.pop(0) if len(waiting) > 1 else type(waiting[0])()
+
+    patch.setattr(engine.llm.engine_core, "get_output", get_output)
+
+
+def values_agree(engine: Engine, policy: Policy) -> bool:
+    return floors(policy, engine) < AT_PARITY
+
+
+def samples_agree(engine: Engine, policy: Policy) -> bool:
+    """No alarm for samples of the size of a small step: 1,536 tokens."""
+    reseed(0)
+    rollouts = engine.generate(PROMPTS, 16, ENDLESS)
+    batch = scored(policy, rollouts, 0.7)
+    found = policy.changed(scoring=Scoring(0.7)).token_metrics(batch)
+    assert (found["logprobs"] - batch.behavior_logprobs).abs().max() < 10 * ROUNDING
+    spread = found["entropy"], found["varentropy"]
+    return abs(surprisal_metrics(found["logprobs"], *spread, batch.mask)["surprisal_z"]) < ALARMS["surprisal_z"]
+
+
+def held_requests_go_on(engine: Engine, policy: Policy) -> bool:
+    whole = engine.generate([[20, 21, 22]], 4, ENDLESS, [7])
+    held = engine.submit([20, 21, 22], 4, ENDLESS, 7)
+    for _ in range(5):
+        engine.step()
+    with engine.holding():
+        engine.generate(PROMPTS, 2, ENDLESS)
+    while engine.num_unfinished:
+        engine.step()
+    return [each.token_ids for each in held] == [each.token_ids for each in whole]
+
+
+def versions_are_right(engine: Engine, policy: Policy) -> bool:
+    """Each token of requests that a load interrupts has the value of its version, over the kept cache."""
+    rollouts, old = engine.submit([20, 21, 22], 4, ENDLESS, 7), Policy(qwen2(tied=False))
+    old.model.load_state_dict(policy.model.state_dict())
+    for _ in range(12):
+        engine.step()
+    move_and_load(policy, engine, scale=0.03)
+    while engine.num_unfinished:
+        engine.step()
+    apart = [over_a_kept_state(old, policy, each)[0] - torch.tensor(each.logprobs) for each in rollouts]
+    return torch.stack(apart).abs().max().item() < 10 * ROUNDING
+
+
+def cache_is_renewed(engine: Engine, policy: Policy) -> bool:
+    move(policy)
+    try:
+        load_into(engine, policy)
+    except WeightLoadError:
+        return False
+    return True
+
+
+VERSIONED = dict(prefix_cache="versioned", block_size=32)
+
+
+@pytest.mark.parametrize("plant, holds, options", [
+    (wrong_rows, values_agree, {}), (temperature_twice, samples_agree, {}),
+    (place_lost, held_requests_go_on, {}), (late_output, versions_are_right, {}),
+    (old_keys, cache_is_renewed, VERSIONED),
+], ids=lambda each: getattr(each, "__name__", ""))  # fmt: skip
+def test_a_fault_that_is_planted_in_the_path_of_v2_is_found(engine_folder, policy, plant, holds, options):
+    with started(engine_folder, policy, **options) as engine:
+        assert holds(engine, policy)
+        with pytest.MonkeyPatch.context() as patch:
+            plant(engine, patch)
+            assert not holds(engine, policy)
+        close_live_engine()

@@ -1,0 +1,109 @@
+"""A sleep that loses what a GPU's level 2 loses: weights and KV cache are overwritten between `sleep` and `load`.
+
+vLLM's own engine core pauses and resumes; only its worker, which would release memory, is the harness's.
+"""
+
+import pytest
+import torch
+from helpers import PROMPTS, WARM, close_live_engine, command, load_into, move, qwen2, started, timeless, train_here
+
+from engine_adapter import Engine, EngineStateError, WeightLoadError
+from rl import Policy
+
+NAN = float("nan")
+GARBAGE = 3e4  # of the KV cache: a CPU's attention multiplies unused places by 0, and a NaN would stay one
+
+
+def discard(engine: Engine, value: float) -> None:
+    """Level 2 frees all of it. A packed copy of a weight, which only the CPU build has, cannot be read any more."""
+    with torch.no_grad():
+        for parameter in engine.vllm_model.parameters():
+            parameter.fill_(value)
+        for cache in engine.runner.kv_caches:
+            cache.fill_(GARBAGE if value else 0.0)
+    for module in engine.vllm_model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = None
+
+
+@pytest.fixture
+def sleeps(monkeypatch) -> dict:
+    """From now on an engine sleeps as on a GPU. `value` is what its memory has after that; None: what it had."""
+    options, usual = {"value": NAN, "count": 0}, Engine.__init__
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def start(engine, *given, **named):
+        usual(engine, *given, **named)
+        engine.on_gpu = True
+        worker = engine.core.model_executor.driver_worker.worker
+
+        def sleep(level):
+            assert level == 2
+            options["count"] += 1
+            if options["value"] is not None:
+                discard(engine, options["value"])
+
+        monkeypatch.setattr(worker, "sleep", sleep)
+        monkeypatch.setattr(worker, "wake_up", lambda tags: None)
+
+    monkeypatch.setattr(Engine, "__init__", start)
+    close_live_engine()
+    yield options
+    close_live_engine()
+
+
+JOBS = {
+    "one batch at a time": ("", 5), "recompute": ("--parity.no-inflight-keep --parity.variants recompute", 5),
+    "abort": ("--parity.no-inflight-keep", 5), "keep": ("", 0),  # kept requests keep the engine's memory
+    "versioned cache": ("--prefix-cache versioned --block-size 32", 5),
+}  # fmt: skip
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("job", JOBS)
+def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them(
+        good, tmp_path, sleeps, job):
+    words, number_of_sleeps = JOBS[job]
+    if job in ("recompute", "abort", "keep"):
+        words += " --inflight-groups 4 --max-num-seqs 24"
+    found = []
+    for value in (None, NAN):
+        sleeps |= {"value": value, "count": 0}
+        train_here(command(good, "--task {root}/task.py --steps 5 --temperature 1.5 --group-size 4 --max-new-tokens 16"
+                                 f" --lr 1e-3 --eval-problems 4 {words}", "--out", str(tmp_path / str(value))))
+        found.append(timeless(tmp_path / str(value)))
+        assert sleeps["count"] == number_of_sleeps
+    assert found[0] == found[1]
+    assert sum(row["updates"] for row in found[0][1:]) > 4
+
+
+# ------------------------------------------------------------------------------------------------ planted
+@pytest.mark.engine
+@pytest.mark.parametrize("name, dtype, within", [
+    ("model.norm.weight", torch.float32, 1), ("model.layers.0.self_attn.k_proj.bias", torch.float32, 1),
+    # In 16 bits a bias of the keys is below the canary's limit: the proof refuses it when it is the module's turn.
+    ("model.layers.0.self_attn.k_proj.bias", torch.bfloat16, 8),
+])  # fmt: skip
+def test_a_wake_without_a_load_and_a_tensor_that_comes_back_as_zeros_are_refused(
+        tmp_path, sleeps, monkeypatch, name, dtype, within):
+    """At a load that compares a part of the tensors only. (vllm#54235, #52487)"""
+    sleeps["value"] = 0.0
+    policy = Policy(qwen2(tied=False, dtype=dtype))
+    policy.model.save_pretrained(tmp_path)
+    with started(str(tmp_path), policy, verify_loads=8) as engine:
+        def sleep_and_load() -> None:
+            engine.sleep()
+            engine.wake()
+            with pytest.raises(EngineStateError, match=r"generate .* is empty: load\(\) the weights first"):
+                engine.generate(PROMPTS, 1, WARM)
+            move(policy, 0.001)
+            load_into(engine, policy)
+
+        for _ in range(2):
+            sleep_and_load()
+        usual = engine._transfer
+        monkeypatch.setattr(engine, "_transfer", lambda weights: usual(
+            {each: tensor for each, tensor in weights.items() if each != name}))  # fmt: skip
+        with pytest.raises(WeightLoadError, match=f"{name}$|canary"):
+            for _ in range(within):
+                sleep_and_load()

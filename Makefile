@@ -1,5 +1,5 @@
-# make train: the default job. make test: linter and tests, five minutes on two cores. make check: linter and the tests
-# that start no engine, two minutes. make setup: the environment only. All work on a fresh clone.
+# make train: the default job. make test: linter and tests, six minutes on two cores. make check: linter and the tests
+# that start no engine, one minute. make setup: the environment only. All work on a fresh clone.
 PYTHON ?= python3
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
@@ -13,7 +13,7 @@ PYTEST = OMP_NUM_THREADS=$(THREADS) .venv/bin/python -m pytest tests -n $(WORKER
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
 	top-p top-p-minus-mask
 
-.PHONY: setup train test check ablate bench real gpu
+.PHONY: setup train test test-gpu-path check ablate bench real gpu
 setup: .venv/.ready
 
 .venv/.ready: setup.sh requirements.txt requirements-cpu.txt
@@ -25,6 +25,11 @@ train: setup
 test: setup
 	.venv/bin/ruff check .
 	$(PYTEST) $(ARGS)
+	$(if $(ARGS),,RUNNER=v2 $(PYTEST) -m part)
+
+# All tests of the engine that can, on model runner V2, which is a GPU's (tests/README.md).
+test-gpu-path: setup
+	RUNNER=v2 $(PYTEST) $(ARGS)
 
 check: setup
 	.venv/bin/ruff check .

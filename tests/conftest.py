@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_path import RUNNER
 from helpers import OWN_PROCESS, PYTHON, TASK, qwen2  # before torch: it sets the number of threads
-from runner_v2 import RUNNER
 from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 
 def select_for_runner_v2(config, items):
     """Tests of the engine that can; those of the chosen part have the marker `part`."""
-    from runner_v2.chosen import CANNOT, PART
+    from gpu_path.chosen import CANNOT, PART
 
     def named(item, table):
         return [name for name in table if item.nodeid.removeprefix("tests/").startswith(name)]
@@ -55,7 +55,7 @@ def select_for_runner_v2(config, items):
             item.add_marker("part")
     unknown = {*PART, *CANNOT} - {name for item in items for name in (*named(item, PART), *named(item, CANNOT))}
     if unknown and len(items) > 500:  # all tests were collected
-        raise pytest.UsageError(f"tests/runner_v2/chosen.py names no test with {unknown}")
+        raise pytest.UsageError(f"tests/gpu_path/chosen.py names no test with {unknown}")
     able = [item for item in items if "engine" in item.keywords and not named(item, CANNOT)]
     config.hook.pytest_deselected(items=[item for item in items if item not in able])
     items[:] = able

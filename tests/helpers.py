@@ -25,8 +25,8 @@ if not os.access(Path.home(), os.W_OK):  # of a container
     os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub: what asks for one fails at once
 
+import gpu_path  # noqa: F401  # before torch
 import pytest
-import runner_v2  # noqa: F401  # before torch
 import torch
 import transformers
 from safetensors.torch import load_file, save_file

@@ -1,9 +1,10 @@
-"""Model runner V2, a GPU's, on a CPU (tests/runner_v2): its kernels, and faults that are planted in its own path."""
+"""Model runner V2, a GPU's, on a CPU (tests/gpu_path): its kernels, and faults that are planted in its own path."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from gpu_path import triton_numpy
 from helpers import (
     AT_PARITY,
     PROMPTS,
@@ -22,7 +23,6 @@ from helpers import (
     started,
     train_here,
 )
-from runner_v2 import triton_numpy
 
 from engine_adapter import Engine, WeightLoadError
 from extras.sampling_mask import masked_logits

@@ -1,54 +1,21 @@
-"""A sleep that loses what a GPU's level 2 loses: weights and KV cache are overwritten between `sleep` and `load`.
+"""A sleep that loses what a GPU's level 2 loses: weights and KV cache are overwritten between `sleep` and `wake`."""
 
-vLLM's own engine core pauses and resumes; only its worker, which would release memory, is the harness's.
-"""
+from collections.abc import Iterator
 
 import pytest
 import torch
+from gpu_path import lossy_sleep
 from helpers import PROMPTS, WARM, close_live_engine, command, load_into, move, qwen2, started, timeless, train_here
 
-from engine_adapter import Engine, EngineStateError, WeightLoadError
+from engine_adapter import EngineStateError, WeightLoadError
 from rl import Policy
-
-NAN = float("nan")
-GARBAGE = 3e4  # of the KV cache: a CPU's attention multiplies unused places by 0, and a NaN would stay one
-
-
-def discard(engine: Engine, value: float) -> None:
-    """Level 2 frees all of it. A packed copy of a weight, which only the CPU build has, cannot be read any more."""
-    with torch.no_grad():
-        for parameter in engine.vllm_model.parameters():
-            parameter.fill_(value)
-        for cache in engine.runner.kv_caches:
-            cache.fill_(GARBAGE if value else 0.0)
-    for module in engine.vllm_model.modules():
-        if hasattr(module, "cpu_linear"):
-            module.cpu_linear = None
 
 
 @pytest.fixture
-def sleeps(monkeypatch) -> dict:
-    """From now on an engine sleeps as on a GPU. `value` is what its memory has after that; None: what it had."""
-    options, usual = {"value": NAN, "count": 0}, Engine.__init__
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def start(engine, *given, **named):
-        usual(engine, *given, **named)
-        engine.on_gpu = True
-        worker = engine.core.model_executor.driver_worker.worker
-
-        def sleep(level):
-            assert level == 2
-            options["count"] += 1
-            if options["value"] is not None:
-                discard(engine, options["value"])
-
-        monkeypatch.setattr(worker, "sleep", sleep)
-        monkeypatch.setattr(worker, "wake_up", lambda tags: None)
-
-    monkeypatch.setattr(Engine, "__init__", start)
+def sleeps(monkeypatch) -> Iterator[dict]:
+    """From now on an engine sleeps as on a GPU."""
     close_live_engine()
-    yield options
+    yield lossy_sleep.install(monkeypatch.setattr)
     close_live_engine()
 
 
@@ -67,7 +34,7 @@ def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_t
     if job in ("recompute", "abort", "keep"):
         words += " --inflight-groups 4 --max-num-seqs 24"
     found = []
-    for value in (None, NAN):
+    for value in (None, float("nan")):
         sleeps |= {"value": value, "count": 0}
         train_here(command(good, "--task {root}/task.py --steps 5 --temperature 1.5 --group-size 4 --max-new-tokens 16"
                                  f" --lr 1e-3 --eval-problems 4 {words}", "--out", str(tmp_path / str(value))))

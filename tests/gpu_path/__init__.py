@@ -1,4 +1,4 @@
-"""RUNNER=v2: vLLM's engines have model runner V2, which is a GPU's, in this process and in its children."""
+"""What makes a CPU take the path of a GPU, where it can. RUNNER=v2 in the environment: engines have model runner V2."""
 
 import os
 from pathlib import Path
@@ -6,4 +6,4 @@ from pathlib import Path
 RUNNER = os.environ.get("RUNNER")
 if RUNNER == "v2":
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # children import sitecustomize.py
-    from runner_v2 import triton_numpy  # noqa: F401
+    from gpu_path import triton_numpy  # noqa: F401

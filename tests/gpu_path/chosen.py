@@ -1,6 +1,6 @@
 """Which tests of the engine run on model runner V2 too, and what runner V1 would not have shown.
 
-Names are the beginnings of node ids. `make test` runs PART, `make test-runner-v2` all but CANNOT.
+Names are the beginnings of node ids. `make test` runs PART, `make test-gpu-path` all but CANNOT.
 """
 
 PART = {

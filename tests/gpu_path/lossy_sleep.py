@@ -1,0 +1,47 @@
+"""Engines that sleep as on a GPU, and lose there what level 2 loses: their memory is overwritten.
+
+vLLM's own engine core pauses and resumes, and clears its caches. Its worker, which would release memory, is replaced.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from engine_adapter import Engine
+
+GARBAGE = 3e4  # in the KV cache: a CPU's attention multiplies unused places by 0, and NaN would stay NaN
+
+
+@torch.no_grad()
+def overwrite(engine: Engine, value: float) -> None:
+    for parameter in engine.vllm_model.parameters():
+        parameter.fill_(value)
+    for cache in engine.runner.kv_caches:
+        cache.fill_(GARBAGE)
+    for module in engine.vllm_model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = None  # a packed copy, which only the CPU build has
+
+
+def install(patch: Callable = setattr, value: float | None = float("nan")) -> dict:
+    """For all engines that start from now on. What is returned can be changed: `value`, which weights have after a
+    sleep (None: those that they had), and `count` of the sleeps.
+    """
+    state, usual = {"value": value, "count": 0}, Engine.__init__
+
+    def start(engine: Engine, *given, **named) -> None:
+        usual(engine, *given, **named)
+        engine.on_gpu = True
+        worker = engine.core.model_executor.driver_worker.worker
+
+        def sleep(level: int) -> None:
+            assert level == 2
+            state["count"] += 1
+            if state["value"] is not None:
+                overwrite(engine, state["value"])
+
+        worker.sleep, worker.wake_up = sleep, lambda tags: None
+
+    patch(torch.cuda, "synchronize", lambda: None)
+    patch(Engine, "__init__", start)
+    return state

@@ -41,21 +41,26 @@ def policy() -> Policy:
 
 
 # ------------------------------------------------------------------------------------------------ the harness
-def test_this_process_runs_runner_v2_and_its_kernels_equal_those_of_tritons_interpreter(
+def test_this_process_has_runner_v2_and_its_kernels_give_what_tritons_interpreter_gives(
         engine_folder, policy, monkeypatch):
-    """Eight rows with all masks. Of the kernels that V2 launches none is left to the interpreter."""
+    """Eight rows with all masks. None of the kernels that V2 launches is left to the interpreter."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+    masks = {}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.05)
     with started(engine_folder, policy, max_num_seqs=8) as engine:
         assert isinstance(engine.runner, GPUModelRunner)
-        monkeypatch.setattr(triton_numpy, "CHECK", True)
+
+        def samples() -> list:
+            reseed(0)
+            rollouts = [each for mask in masks for each in
+                        engine.generate([[5, 6, 7], [8, 9, 10, 11]], 4, Sampling(1.3, 3, max_kept=96, **mask))]
+            return [(each.token_ids, each.logprobs, [kept.tolist() for kept in each.kept]) for each in rollouts]
+
         triton_numpy.launches.clear()
-        for mask in ({}, dict(top_k=5, max_kept=8), dict(top_p=0.9, max_kept=96), dict(min_p=0.05, max_kept=96)):
-            engine.generate([[5, 6, 7], [8, 9, 10, 11]], 4, Sampling(1.3, 3, **mask))
-    assert {executor for _, executor in triton_numpy.launches} == {"numpy"}
-    assert {"_gumbel_sample_kernel", "_min_p_kernel", "_topk_log_softmax_kernel"} <= {
-        kernel for kernel, _ in triton_numpy.launches}  # fmt: skip
-    assert not +triton_numpy.differing
+        found = samples()
+        assert {executor for _, executor in triton_numpy.launches} == {"numpy"}
+        monkeypatch.setattr(triton_numpy, "translated", lambda kernel: None)
+        assert samples() == found
 
 
 @pytest.mark.own_process  # its engine has another attention than those that other tests share

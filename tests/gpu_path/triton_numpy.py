@@ -28,8 +28,6 @@ PROCESS = (ctypes.c_char * (1 << 47)).from_address(WORD)
 MEMORY = {kind: numpy.frombuffer(PROCESS, kind) for kind in DTYPES.values()}
 MEMORY[BFLOAT16] = MEMORY[numpy.uint16]
 launches = Counter()  # by kernel and executor
-CHECK = False  # both executors run each kernel that can
-differing = Counter()  # launches after which the two executors' tensors differ, by kernel
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -204,23 +202,6 @@ def launch(function, arguments: dict, grid) -> None:
             function(**values)
 
 
-def bytes_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    whole = [torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage()) for each in tensors]
-    return [each.clone() for each in whole]
-
-
-def both(kernel, bound, arguments, grid, named) -> None:
-    """The kernel in this executor and then in Triton's, which leaves its own results."""
-    tensors = [each for each in bound.values() if isinstance(each, torch.Tensor)]
-    before = bytes_of(tensors)
-    launch(translated(kernel), bound, grid)
-    found = bytes_of(tensors)
-    for tensor, content in zip(tensors, before, strict=True):
-        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).copy_(content)
-    interpret(kernel, *arguments, grid=grid, warmup=False, **named)
-    differing[kernel.fn.__name__] += not all(map(torch.equal, found, bytes_of(tensors)))
-
-
 def run(kernel, *arguments, grid, warmup, **named):
     """In place of InterpretedFunction.run."""
     if warmup:
@@ -234,10 +215,7 @@ def run(kernel, *arguments, grid, warmup, **named):
     known = {name: value for name, value in named.items() if name in parameters.parameters}
     bound = parameters.bind(*arguments, **known)
     bound.apply_defaults()
-    if CHECK:
-        both(kernel, bound.arguments, arguments, grid, named)
-    else:
-        launch(function, bound.arguments, grid)
+    launch(function, bound.arguments, grid)
 
 
 def patch_language(function):

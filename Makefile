@@ -50,10 +50,10 @@ real: .venv/.ready-real
 	.venv/bin/python -m examples.smollm2
 	.venv/bin/python -m lab.study real --cells parity+three --seeds 0 --out $(OUT) $(ARGS)
 
-# The first hour on a GPU: the tests that need one, then mismatch, seconds and memory of real shapes.
+# The first hour on a GPU, what is worth most first; with MINUTES=10 as much as ten minutes allow. Without a GPU it
+# is rehearsed, with tiny shapes.
 gpu: setup
-	.venv/bin/python -m pytest -m gpu tests; tests=$$?; \
-		.venv/bin/python -m lab.study gpu --out $(OUT) $(ARGS) && exit $$tests
+	.venv/bin/python -m lab.study gpu --out $(OUT) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .venv/.ready-real: .venv/.ready examples/requirements-real.txt
 	@.venv/bin/python -c 'import os, sysconfig as s; os.stat(s.get_path("include", "posix_prefix") + "/Python.h")' 2>/dev/null && \

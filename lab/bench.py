@@ -6,6 +6,7 @@ log-probabilities; plain transformers computes a forward (old log-probabilities)
 backward (update), each prompt once for its group. There is no evaluation and no checkpoint.
 """
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -77,12 +78,15 @@ def main(arguments: list[str]) -> None:
     run = prepare(config)
     run.out.mkdir(parents=True)
     policy = load_policy(run)
+    started = time.perf_counter()
     engine = start_engine(run, policy)
+    start_s = time.perf_counter() - started
     state = build(run, policy, engine)
     begin(run, state)
     grpo, model = config.grpo, policy.model
     longest = max(map(len, run.task.prompts))
-    formula = phases(config, model.config, longest, policy.chunk_elements)["update"]
+    formula = {f"formula_{phase}_gib": sum(terms.values()) / GIB for phase, terms in
+               phases(config, model.config, longest, policy.chunk_elements).items()}
     for step in range(1, config.run.steps + 1):
         done = train_step(run, state, step)
         for observe in state.observers:
@@ -96,9 +100,10 @@ def main(arguments: list[str]) -> None:
         with clock("bare_update"):
             bare_training(model, done.batch, grpo, backward=True)
         state.optimizer.adamw.zero_grad(set_to_none=True)  # 16-bit gradients are in the masters
-        row = done.metrics | clock.phases
+        row = done.metrics | clock.phases | formula | {"start_s": start_s}
+        parts = "load_s", "proof_s", "canary_s"
+        row["wake_s"] = row["sync_s"] - sum(row[part] for part in parts)  # weights and KV cache
         row["bare_step_s"] = sum(
             row[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))
-        row["formula_gib"] = sum(formula.values()) / GIB
         append_rows(run.out / "metrics.jsonl", [row])
     engine.close()

@@ -29,12 +29,16 @@ def column(
     title: str, form: str, field: str, reduce: Callable = mean, steps: slice = slice(None),
     per: str | None = None,
 ) -> Metric:
-    """The field, or its ratio to the field `per`, in those of its steps that `steps` selects."""
+    """The field, or its ratio to the field `per`, in those of its steps that `steps` selects.
+
+    If a run has too few steps, in its last one.
+    """
 
     def measure(rows: Rows) -> Any:
         measured = [row for row in rows
                     if row.get(field) is not None and (per is None or row.get(per))]
-        values = [row[field] / row[per] if per else row[field] for row in measured[steps]]
+        chosen = measured[steps] or measured[-1:]
+        values = [row[field] / row[per] if per else row[field] for row in chosen]
         return reduce(values) if values else None
 
     return Metric(title, form, measure)
@@ -46,7 +50,7 @@ def tokens_a_second(rows: Rows) -> float | None:
 
 
 def freed_by_sleep(rows: Rows) -> float | None:
-    freed = [row["generate_gib"] - row["sleep_gib"] for row in rows if row["step"]]
+    freed = [row["generate_gib"] - row["sleep_gib"] for row in rows if "sleep_gib" in row]
     return median(freed) if freed else None
 
 
@@ -104,11 +108,15 @@ METRICS = {
     "freed": Metric("memory freed by sleep, GiB", ".2f", freed_by_sleep),
     "generate_gib": column("generate, peak GiB", ".2f", "generate_gib", max),
     "update_gib": column("update, peak GiB", ".2f", "update_gib", max),
-    "update_formula": column("update, peak / formula", ".2f", "update_gib", median, WARM,
-                             per="formula_gib"),
+    "start_s": column("start the engine, s", ".1f", "start_s"),
+} | {
+    f"{phase}_formula": column(f"{phase}, peak / formula", ".2f", f"{phase}_gib", median, WARM,
+                               per=f"formula_{phase}_gib")
+    for phase in ("generate", "update")
 } | {
     f"{name}_s": column(f"{name}, s", ".3f", f"{name}_s", median, WARM)
-    for name in ("generate", "old_logprobs", "update", "sync", "sleep", "load", "canary", "step")
+    for name in ("generate", "old_logprobs", "update", "sync", "sleep", "wake", "load", "proof",
+                 "canary", "step")
 } | {
     f"{name}_bare": column(f"{name} / bare work", ".2f", f"{name}_s", median, WARM,
                            per=f"bare_{name}_s")
@@ -136,6 +144,8 @@ class Cell(NamedTuple):
     program: str = "train"  # a module whose `main` takes the options: this, or lab.bench
     model: str | None = None  # of lab/models.py: written for each seed before the runs
     policy_of: str | None = None  # another cell, whose policy is the model
+    share: float = 0.2  # of --minutes: the limit of a run
+    expected: str = "-"  # what was predicted, or what others report: printed beside the figures
 
 
 class Study(NamedTuple):
@@ -148,6 +158,10 @@ class Study(NamedTuple):
     steps: int = 40
     seeds: int = 3
     jobs: int = 2  # runs at the same time; they share the CPU threads
+    # The first cells are worth most: the record is written after each run, with the steps of those
+    # that have not finished.
+    piecewise: bool = False
+    rehearsal: str = ""  # options that come last without a GPU
 
 
 def against(baseline: str, options: dict[str, str], program: str = "train") -> dict[str, Cell]:
@@ -382,29 +396,49 @@ BENCH_CELLS = against("vllm", {
     "vllm": "", "shared": "--engine shared", "exact": EXACT,
 }, "lab.bench")  # fmt: skip
 
-# The first hour on a GPU: random weights of real shapes, 128 tokens of prompt, 512 of response.
+# The first hour on a GPU, in the order of what is worth most. Random weights of real shapes, 128
+# tokens of prompt, 512 of response. docs/fixes.md has the reasons of what is expected.
 GPU = (f"{BENCH} --task {ROOT / 'lab' / 'models.py'} --dtype bfloat16 --num-prompts 128"
        " --group-size 8 --max-new-tokens 512 --micro-batch-tokens 16384 --kv-cache-gib 16"
        " --eval-problems 8 --self-noise-every 1")
+TINY = ("--model toy --task digits --steps 3 --num-prompts 4 --group-size 4 --max-new-tokens 18"
+        " --kv-cache-gib 0.1 --eval-problems 4")
 SMALL = "--num-prompts 32"
+TOY = "--model toy --task toy --max-new-tokens 8"
 GPU_CELLS = {
-    name: Cell(words, "parity", "lab.bench", "qwen2.5-0.5b") for name, words in {
-        "parity": "", "minus-fp32-head": f"{HEAD} {SMALL}", "float16": f"--dtype float16 {SMALL}",
-        "cuda-graphs": "--cuda-graphs", "v1-defaults": V1,
+    "start": Cell(f"{TOY} --steps 4 --num-prompts 16 --kv-cache-gib 4", "start", "lab.bench",
+                  expected="frees 3.8 GiB or more"),
+    # The default job in float32: it learns, as on a CPU.
+    "learns": Cell(f"{TOY} --dtype float32 --lr 1e-3 --steps 60 --kv-cache-gib 0.25"
+                   " --eval-every 20 --eval-problems 256", "learns",
+                   expected="held out 0.95 or more"),
+    "tests": Cell("", "tests", "lab.gpu_tests", share=0.25, expected="exit status 0"),
+} | {
+    # Sleep clears the cache of V1's defaults; kept requests keep it, and it is stale.
+    f"ladder-{name}": Cell(f"--model toy {LADDER} --kv-cache-gib 0.25 --steps 40 {words}",
+                           "ladder-parity", expected=expected)
+    for name, words, expected in (
+        ("parity", "", "reward 0.98"), ("raw", RAW, "reward 0.11"),
+        ("v1-defaults", V1, "reward 0.11; a CPU's 0.62 is of the stale cache, which sleep clears"),
+        ("kept-cache", f"{RUNTIME} --parity.variants prefix-cache",
+         "stale as on a CPU: reward 0.23 below parity, agreement 0.65"))
+} | {
+    name: Cell(words, "parity", "lab.bench", "qwen2.5-0.5b", share=0.3, expected=expected)
+    for name, words, expected in (
+        ("parity", "", "frees 16.1 GiB or more; sleep, wake and load under 3 % of a step, load 0.5"
+                       " s at most; mismatch at most 1.2 times the own noise"),
+        ("minus-fp32-head", f"{HEAD} {SMALL}", "mismatch below 1.5 times that of parity"),
+        ("cuda-graphs", "--cuda-graphs", "-"))
+} | {
+    # The shape of garg-aayush/building-from-scratch: 256 rollouts.
+    "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0"
+                 " --kv-cache-gib 8", "1.5b", "lab.bench", "qwen2.5-1.5b", share=0.5,
+                 expected="others: a step takes 30 s on an H100, 84 s on a 4090"),
+} | {
+    name: Cell(words, "parity", "lab.bench", "qwen2.5-0.5b", share=0.3) for name, words in {
+        "float16": f"--dtype float16 {SMALL}", "v1-defaults": V1,
         "24gb": f"{SMALL} --micro-batch-tokens 4096 --kv-cache-gib 4 --self-noise-every 0",
     }.items()
-} | {
-    "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0"
-                 " --kv-cache-gib 8", "1.5b", "lab.bench", "qwen2.5-1.5b"),
-    # The default job in float32: it learns, as on a CPU.
-    "learns": Cell("--model toy --task toy --dtype float32 --max-new-tokens 8 --lr 1e-3 --steps 60"
-                   " --kv-cache-gib 0.25 --eval-every 20 --eval-problems 256", "learns"),
-} | {
-    # Predicted: sleep clears the cache of V1's defaults; kept requests keep it, and it is stale.
-    f"ladder-{name}": Cell(f"--model toy {LADDER} --kv-cache-gib 0.25 --steps 40 {words}",
-                           "ladder-parity")
-    for name, words in {"parity": "", "v1-defaults": V1, "raw": RAW,
-                        "kept-cache": f"{RUNTIME} --parity.variants prefix-cache"}.items()
 }  # fmt: skip
 
 LADDER_STUDY = Study(LADDER, LADDER_CELLS, LEARNING + BACKEND, DRAWN)
@@ -446,9 +480,11 @@ STUDIES = {
                              "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",
                              "sync_s", "tokens_s", "update_gib"), steps=22, jobs=1),
     "gpu": Study(
-        GPU, GPU_CELLS, ("mismatch", "mismatch_current", "self_noise", "mismatch_noise",
-                         "reward", "eval_trainer_alone", "eval_agree", "step_s",
-                         "generate_s", "generate_bare", "old_logprobs_s", "update_s", "sleep_s",
-                         "load_s", "canary_s", "tokens_s", "freed", "generate_gib", "update_gib",
-                         "update_formula"), steps=5, seeds=1, jobs=1),
+        GPU, GPU_CELLS, ("reward", "eval_greedy_before", "eval_greedy", "eval_trainer_alone",
+                         "eval_agree", "mismatch", "mismatch_current", "self_noise",
+                         "mismatch_noise", "start_s", "sleep_s", "wake_s", "load_s", "proof_s",
+                         "canary_s", "step_s", "generate_s", "generate_bare", "old_logprobs_s",
+                         "update_s", "tokens_s", "freed", "generate_gib", "generate_formula",
+                         "update_gib", "update_formula"), steps=5, seeds=1, jobs=1,
+        piecewise=True, rehearsal=TINY),
 }  # fmt: skip

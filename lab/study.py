@@ -10,6 +10,11 @@ Seeds are the outer loop, so the cells of a benchmark alternate. Each run is a p
 forked from one that has imported everything; on a GPU, whose state cannot be forked, it is a fresh
 process. A second call repeats what has not finished. All finished runs in OUT belong to the record:
 the call is refused if one of them has other options than this call would give it.
+
+With --minutes the call ends in time, its imports included: a run that exceeds its limit is killed
+with the processes that it has started. The record of the study `gpu` is written after each run. Its
+runs that were killed or crashed count with the steps they have, and the table names them. Without a
+GPU it is a rehearsal, with tiny shapes.
 """
 
 import gc
@@ -19,9 +24,11 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from importlib import import_module
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -32,18 +39,30 @@ from threading import Thread
 from typing import Any, Literal
 
 import numpy
+import psutil
 import torch
 import tyro
 
+import lab
 from config import MANY, Config, within
 from engine_adapter import prepare_environment
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
-from records import end_of_process, locked, one_sentence, provenance, replace_file, stage
+from records import (
+    end_of_process,
+    locked,
+    one_sentence,
+    provenance,
+    read_rows,
+    replace_file,
+    stage,
+)
 
 GPU = torch.cuda.is_available()
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
+RESERVE = 5.0  # seconds of --minutes for killing the last run and printing the table
+NOT_STARTED = "not started"
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
 IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
@@ -65,6 +84,8 @@ class Options:
     # Steps of a run; if not given, those of the study. Some cells have a number of their own.
     steps: int | None = None
     jobs: int | None = None  # Runs at the same time; they share the CPU threads. 1 on a GPU.
+    # The call takes no longer, whatever hangs; the limit of a run is a share of them. A week.
+    minutes: float = 10_000.0
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
     # study's workload; the options of a cell override them. The study sets --out and --seed.
     train_args: str = ""
@@ -74,6 +95,7 @@ class Options:
 
     def __post_init__(self):
         within(self, 1, MANY, "steps", "jobs")
+        within(self, 0.1, 10_000, "minutes")
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The names that `cells` selects. Raises: ValueError for a cell that is none of them."""
@@ -104,17 +126,21 @@ class Run:
 class Plan:
     """The runs of a study under the options of one call."""
 
-    def __init__(self, options: Options):
-        self.options = options
+    def __init__(self, options: Options, command: str = ""):
+        self.options, self.command = options, command
         self.study = STUDIES[options.study]
         self.out = Path(options.out or f"runs/{options.study}").resolve()
+        self.record = self.out / f"{options.study}.json"
         self.models = self.out / "models"
         self.cells = options.chosen(self.study.cells)
+        self.seeds = list(dict.fromkeys(options.seeds or range(self.study.seeds)))
+        self.rehearsal = "" if GPU else self.study.rehearsal
+        self.run = cache(self._read_options)
 
     def folder(self, name: str, seed: int) -> Path:
         return self.out / "runs" / f"{name}-seed{seed}"
 
-    def run(self, name: str, seed: int) -> Run:
+    def _read_options(self, name: str, seed: int) -> Run:
         cell = self.study.cells[name]
         folder = self.folder(name, seed)
         steps = self.options.steps or self.study.steps
@@ -123,12 +149,24 @@ class Plan:
             words += ["--model", str(self.models / f"{cell.model}-seed{seed}")]
         if cell.policy_of:
             words += ["--model", str(self.folder(cell.policy_of, seed) / "policy")]
-        words += shlex.split(f"{self.options.train_args} {cell.options}")
+        words += shlex.split(f"{self.options.train_args} {cell.options} {self.rehearsal}")
         words += ["--out", str(folder), "--seed", str(seed)]
         return Run(folder, cell, words, tyro.cli(Config, args=words))
 
+    def outcomes(self, crashed: dict[str, str]) -> Iterator[tuple[Run, str]]:
+        """What has become of each chosen run."""
+        for run in [self.run(name, seed) for seed in self.seeds for name in self.cells]:
+            outcome = crashed.get(run.folder.name, NOT_STARTED)
+            if (run.folder / MARK).exists():
+                outcome = "finished"
+                if run.cell.program == "lab.gpu_tests":  # their numbers
+                    outcome += f": {last_line(run.folder)}"
+            elif run.config.backend.cuda_graphs and not GPU:
+                outcome = "skipped, it needs a GPU"
+            yield run, outcome
+
     def finished(self) -> dict[str, list[int]]:
-        """Seeds of the finished runs in OUT, by cell.
+        """Seeds of the finished runs in OUT, by cell; the tests marked gpu have no figures.
 
         Raises: ValueError if one of them has other options than this call would give it.
         """
@@ -136,6 +174,8 @@ class Plan:
         for name in self.study.cells:
             for mark in self.out.glob(f"runs/{name}-seed*/{MARK}"):
                 folder = mark.parent
+                if not (folder / "config.json").exists():
+                    continue
                 seed = int(folder.name.rpartition("-seed")[2])
                 with stage(f"reading {mark}"):
                     stored = read_json(mark)["options"]
@@ -170,7 +210,6 @@ def logged(function: Callable, folder: Path, *arguments: Any) -> None:
     if not GPU:  # vLLM collects garbage eight times, in all imported modules if they are not frozen
         gc.freeze()
         gc.freeze = gc.unfreeze = lambda: None  # vLLM calls both
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -183,72 +222,119 @@ def _end_with_the_study() -> None:
     os._exit(1)
 
 
-def in_processes(tasks: list[tuple], jobs: int) -> dict[str, str]:
-    """Call each (function, folder, more arguments) in a process of its own, `jobs` at a time.
+def kill(pid: int) -> None:
+    """The process and all that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
-    Returns the errors of those that failed.
+
+def last_line(folder: Path) -> str:
+    """Of the log of a run."""
+    log = Path(f"{folder}.log").read_text(errors="replace")
+    return log.strip().rpartition("\n")[2][:200]
+
+
+def in_processes(
+    tasks: list[tuple], jobs: int, end: float, after: Callable[[str, dict[str, str]], None]
+) -> dict[str, str]:
+    """Call each (turn, limit, function, folder, more arguments) in a process of its own.
+
+    There are `jobs` at a time; a turn begins when the one before has ended. A process is killed
+    after its limit (seconds) and at the time `end`; from then on none is started. `after` is called
+    with the name of each folder and the errors so far. Returns the errors of those that failed.
     """
     context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
     waiting, running, failed = list(tasks), {}, {}
     started = time.monotonic()
     while waiting or running:
-        while waiting and len(running) < jobs:
-            task = waiting.pop(0)
+        while (waiting and len(running) < jobs
+               and {turn for turn, *_ in running.values()} <= {waiting[0][0]}):
+            turn, limit, *task = waiting.pop(0)
+            folder = task[1]
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            Path(f"{folder}.log").touch()
             process = context.Process(target=logged, args=task)
             process.start()
-            running[process.sentinel] = process, task[1]
-        ended = wait(list(running))[0]
-        process, folder = running.pop(ended)
-        process.join()
+            stop = min(end, time.monotonic() + limit)
+            running[process.sentinel] = turn, stop, folder, process
+        first = min(running, key=lambda sentinel: running[sentinel][1])
+        ended = wait(list(running), running[first][1] - time.monotonic())
+        _, stop, folder, process = running.pop(ended[0] if ended else first)
+        if not ended:
+            kill(process.pid)
+        process.join(None if ended else RESERVE / 2)  # a driver's call may be deaf to signals
         outcome = "finished"
-        if process.exitcode:
-            log = Path(f"{folder}.log").read_text(errors="replace")
-            last_line = log.strip().rpartition("\n")[2]
-            failed[folder.name] = f"exit status {process.exitcode}: {last_line[:200]}"
+        if process.exitcode or not ended:
+            limit = "" if ended else " at the time limit"
+            failed[folder.name] = f"exit status {process.exitcode}{limit}: {last_line(folder)}"
             outcome = f"CRASHED, {failed[folder.name]}"
         done = len(tasks) - len(waiting) - len(running)
         minutes = (time.monotonic() - started) / 60
         print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min", flush=True)
+        after(folder.name, failed)
+        if time.monotonic() > end:
+            waiting.clear()
     return failed
 
 
-def run_all(plan: Plan, command: str) -> dict[str, str]:
+def run_all(plan: Plan) -> dict[str, str]:
     """Run what has not finished. Returns the errors of the runs that crashed."""
-    finished = plan.finished()
-    seeds = dict.fromkeys(plan.options.seeds or range(plan.study.seeds))
-    runs = [plan.run(name, seed) for seed in seeds for name in plan.cells
-            if seed not in finished.get(name, ())]
-    models = {}
-    for run in runs:
-        folder = Path(run.config.run.model)
-        if folder.parent == plan.models and not folder.exists():
-            models[folder] = write_model, folder, run.cell.model, run.config.run.seed
+    plan.finished()  # refuses other options
     jobs = plan.options.jobs or (1 if GPU else plan.study.jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
-    origin = {"command": command}
+    origin = {"command": plan.command}
     if not GPU:  # forked runs have the code of now, fresh ones that of then
         now = provenance(torch.device("cpu"))
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
-    crashed = in_processes(list(models.values()), jobs)
-    for served in (False, True):  # a policy is served after it has been trained
-        crashed |= in_processes([(execute, run.folder, run, origin) for run in runs
-                                 if bool(run.cell.policy_of) == served], jobs)
-    return crashed
+    seconds, tasks = 60 * plan.options.minutes, {}
+    for run in [run for run, outcome in plan.outcomes({}) if outcome == NOT_STARTED]:
+        limit, model = seconds * run.cell.share, Path(run.config.run.model)
+        if model.parent == plan.models and not model.exists():
+            shape, _, seed = model.name.rpartition("-seed")
+            tasks.setdefault(model, (0, limit, write_model, model, shape, int(seed)))
+        served = bool(run.cell.policy_of)  # after it has been trained
+        tasks[run.folder] = 1 + served, limit, execute, run.folder, run, origin
+    ordered = list(tasks.values())
+    if jobs > 1:  # else the first run is not to wait for the models of the others
+        ordered.sort(key=lambda task: task[0])
+    return in_processes(ordered, jobs, lab.STARTED + seconds - RESERVE, partial(note, plan))
+
+
+def note(plan: Plan, run: str, crashed: dict[str, str]) -> None:
+    """After each run of a piecewise study: the record so far, and the run's figures."""
+    name = run.rpartition("-seed")[0]
+    if not plan.study.piecewise or name not in plan.cells:
+        return
+    record = make_record(plan, crashed)
+    cell = record["cells"].get(name, {"metrics": {}})
+    figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
+               for each in cell["metrics"] if by_seed(cell, each)]
+    print("   ", "; ".join([*figures, record["outcomes"][run]]), flush=True)
 
 
 # ---------------------------------------------------------------------------------- the record
 def make_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
-    """All finished runs in OUT: options, seeds, the metrics of each run, and where they ran."""
-    cells, origins = {}, []
-    for name, seeds in plan.finished().items():
+    """All finished runs in OUT: options, seeds, the metrics of each run, and where they ran.
+
+    Of a piecewise study also those that have crashed in this call, if they had begun.
+    """
+    counted, cells, origins = plan.finished(), {}, []
+    for run in crashed if plan.study.piecewise else ():
+        name, _, seed = run.rpartition("-seed")
+        if (plan.folder(name, seed) / "config.json").exists():
+            counted.setdefault(name, []).append(int(seed))
+    for name, seeds in counted.items():
         cell = plan.study.cells[name]
         folders = [plan.folder(name, seed) for seed in seeds]
-        runs = [[json.loads(line) for line in (folder / "metrics.jsonl").open()]
-                for folder in folders]
-        found = [read_json(folder / "config.json") | read_json(folder / MARK)
-                 for folder in folders]
+        runs = [read_rows(folder / "metrics.jsonl") for folder in folders]
+        marks = [folder / MARK for folder in folders]
+        found = [read_json(mark.with_name("config.json")) | (read_json(mark) if mark.exists() else
+                 {"command": plan.command}) for mark in marks]
         origins += found
         cells[name] = {
             "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
@@ -260,15 +346,22 @@ def make_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
             cells[name]["curves"] = {
                 each: [[row.get(each) for row in rows if row["step"]] for rows in runs]
                 for each in PANELS}
-    if not cells:
+    if not cells and not plan.study.piecewise:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
     record = {"study": plan.options.study}
     for name in ("command", "device", "commit", "wide_products"):
         record[name] = distinct(origin.get(name) for origin in origins)
     record["dirty"] = any(origin["dirty"] for origin in origins)
     record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
-                          for name in origins[0]["versions"]}
-    return record | {"workload": plan.study.workload, "cells": cells, "crashed": crashed}
+                          for first in origins[:1] for name in first["versions"]}
+    if plan.study.piecewise:
+        record["outcomes"] = {
+            run.folder.name: f"{outcome}; expected: {run.cell.expected}"
+            for run, outcome in plan.outcomes(crashed)}
+    workload = f"{plan.study.workload} {plan.rehearsal}".strip()
+    record |= {"workload": workload, "cells": cells, "crashed": crashed}
+    replace_file(plan.record, json.dumps(record, indent=1))
+    return record
 
 
 def distinct(values: Iterable[Any]) -> str:
@@ -346,8 +439,9 @@ def report(record: dict[str, Any], options: Options, chosen: list[str]) -> str:
         "Mean (smallest to largest) over the seeds; the mean difference to the baseline at equal"
         f" seeds ± half of its 95 % interval.\n\n{markdown(rows)}"
     )
-    crashed = "".join(f"\n- {run}: {error}" for run, error in record["crashed"].items())
-    return f"{text}\n\n**Crashed**\n{crashed}" if crashed else text
+    title = "outcomes" if "outcomes" in record else "crashed"
+    listed = "".join(f"\n- {run}: {outcome}" for run, outcome in record[title].items())
+    return f"{text}\n\n**{title.capitalize()}**\n{listed}" if listed else text
 
 
 # ---------------------------------------------------------------------------------- the picture
@@ -373,7 +467,7 @@ def draw(curves: dict[str, dict[str, Any]], path: Path) -> Any:
 
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a run crashed, 2 bad input."""
+    """Exit status: 0 done, 1 a run crashed or reached its limit, 2 bad input."""
     words = sys.argv[1:] if arguments is None else arguments
     with one_sentence(2):
         options = tyro.cli(Options, args=words, description=__doc__)
@@ -384,19 +478,18 @@ def main(arguments: list[str] | None = None) -> int:
                 cells = record["cells"]
             print(report(record, options, options.chosen(cells)))
             return 0
-        plan = Plan(options)
+        plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
+        if plan.rehearsal:
+            print("no GPU: a rehearsal on a CPU, with tiny shapes", flush=True)
         with locked(str(plan.out)):
-            crashed = run_all(plan, shlex.join(["python", "-m", "lab.study", *words]))
-            record = make_record(plan, crashed)
-            path = plan.out / f"{options.study}.json"
-            path.write_text(json.dumps(record, indent=1))
+            record = make_record(plan, run_all(plan))
             curves = {name: cell["curves"] for name, cell in record["cells"].items()
                       if "curves" in cell}
             if curves:
-                draw(curves, path.with_suffix(".png"))
+                draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
-    print(f"\n{report(record, options, chosen)}\n\nwritten to {path}")
-    return 1 if crashed else 0
+    print(f"\n{report(record, options, chosen)}\n\nwritten to {plan.record}")
+    return 1 if record["crashed"] else 0
 
 
 if __name__ == "__main__":

@@ -2,11 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from helpers import OWN_PROCESS, ROOT, command, rows
+
+from lab import gpu_tests, study
+from lab.cells import STUDIES
 
 
 # ------------------------------------------------------------------------------------------------ one engine a process
@@ -51,3 +55,104 @@ def test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error(goo
         f"--train-args=--model {good / 'model'} {size}")  # fmt: skip
     measured = json.loads((tmp_path / "gpu.json").read_text())["cells"]["parity"]["metrics"]
     assert measured["freed"][0] > 1.9
+
+
+# ------------------------------------------------------------------------------------------------ in ten minutes
+FIRST = """start learns tests ladder-parity ladder-raw ladder-v1-defaults ladder-kept-cache parity minus-fp32-head
+           cuda-graphs 1.5b"""  # fmt: skip
+PROGRAM = '''
+import json, os, signal, subprocess, sys, threading
+from pathlib import Path
+
+def main(words):
+    out = Path(words[words.index("--out") + 1])
+    out.mkdir(parents=True)
+    name = out.name.removesuffix("-seed0")
+    table = out / "metrics.jsonl"
+    table.touch()
+    if name == "raises":  # before its first step, as an engine that cannot start
+        raise ValueError("planted")
+    (out / "config.json").write_text(json.dumps({"audit": {}, "device": "a CPU", "dirty": False, "versions": {}}))
+    table.write_text('{"step": 1, "reward": 0.5}\\n{"step": 2, "rew')  # as a kill leaves it
+    if name == "hangs":
+        (out / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+    if name.startswith("hangs"):
+        threading.Event().wait()
+    if name == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "fifth":
+        record = json.loads((out.parents[1] / "gpu.json").read_text())
+        assert [*record["cells"]] == ["first", "hangs", "killed"]
+        assert [*record["crashed"]] == ["hangs-seed0", "killed-seed0", "raises-seed0"]
+        child = Path("/proc", (out.parent / "hangs-seed0" / "child").read_text(), "status")
+        assert not child.exists() or "State:\\tZ" in child.read_text()
+'''
+DRIVER = '''
+import sys, time
+import lab
+from lab import study
+from multiprocessing import get_context
+
+if __name__ == "__main__":
+    study.IMPORTED[:] = ["lab.study"]  # no vllm
+    context = get_context("forkserver")
+    context.set_forkserver_preload(study.IMPORTED)
+    first = context.Process(target=print)
+    first.start()
+    first.join()
+    cells = {name: study.Cell("", name, "planted", share=share, expected="this") for name, share in {
+        "first": 1, "hangs": 0.2, "killed": 1, "raises": 1, "fifth": 1, "hangs to the end": 1, "late": 1}.items()}
+    cells["graphs"] = study.Cell("--cuda-graphs")
+    study.STUDIES["gpu"] = study.STUDIES["gpu"]._replace(cells=cells)
+    lab.STARTED = time.monotonic()
+    assert study.main(["gpu", "--minutes", "0.2", "--out", sys.argv[1]]) == 1
+    assert 2.4 < time.monotonic() - lab.STARTED < 12
+'''
+KILLED = "exit status -9 at the time limit: ; expected: this"
+
+
+def test_the_first_cells_of_the_study_for_a_gpu_are_worth_most():
+    assert [*STUDIES["gpu"].cells][:11] == FIRST.split()
+
+
+def test_a_run_that_hangs_dies_or_raises_costs_itself_alone_and_the_study_ends_in_time(tmp_path):
+    """12 seconds: the second run may take 2.4 of them, and the sixth all that are left."""
+    (tmp_path / "planted.py").write_text(PROGRAM)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    words = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "out")]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    printed = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert re.findall(r"^\[\d/7\] (.*)-seed0: ", printed, re.M) == [
+        "first", "hangs", "killed", "raises", "fifth", "hangs to the end"]  # fmt: skip
+    assert "no GPU: a rehearsal" in printed
+    assert printed.count("    reward, last 5 steps 0.50; ") == 5
+
+    record = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert {name: cell["metrics"]["reward"][0] for name, cell in record["cells"].items()} == dict.fromkeys(
+        ["first", "hangs", "killed", "fifth", "hangs to the end"], 0.5)  # fmt: skip
+    assert list(record["outcomes"].values()) == [
+        "finished; expected: this", KILLED, "exit status -9: ; expected: this",
+        "exit status 1: ValueError: planted; expected: this", "finished; expected: this", KILLED,
+        "not started; expected: this", "skipped, it needs a GPU; expected: -"]  # fmt: skip
+    assert all(f"\n- {run}: {outcome}" in printed for run, outcome in record["outcomes"].items())
+
+
+@pytest.mark.parametrize("jobs, order", [
+    (1, "long-digits-seed0 long.transformers.none-seed0 long-digits-seed1 long.transformers.none-seed1"),
+    (2, "long-digits-seed0 long-digits-seed1 long.transformers.none-seed0 long.transformers.none-seed1")])  # fmt: skip
+def test_one_run_at_a_time_waits_for_its_own_model_alone(tmp_path, monkeypatch, jobs, order):
+    found = []
+    monkeypatch.setattr(study, "in_processes", lambda tasks, *_: found.extend(task[3].name for task in tasks))
+    options = study.Options("corrections", str(tmp_path), ("long.transformers.none",), seeds=(0, 1), jobs=jobs)
+    study.run_all(study.Plan(options))
+    assert found == order.split()
+
+
+def test_the_tests_marked_gpu_are_one_run_whose_log_ends_with_their_numbers(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.gpu\ndef test_bad(): assert 0\ndef test_other(): pass\n")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="1"):
+        gpu_tests.main(["--out", "out"])
+    assert "1 failed, 1 deselected" in capsys.readouterr().out.splitlines()[-1]

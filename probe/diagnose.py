@@ -60,15 +60,16 @@ class Verdict:
     @property
     def report(self) -> str:
         """All hypotheses, each at its best (*: it fits), and the sentence."""
-        rows: dict[tuple[Cause, ...], Explanation] = {}
+        rows = {}
         for each in self.found:
             rows.setdefault(each.causes, each)
-        trace, probe = self.probe.trace, self.probe
+        probe = self.probe
+        trace = probe.trace
         lines = [f"{trace.name}: {len(probe.reported)} tokens",
                  f"{'hypothesis':<72} {'error':>8} {'limit':>8}"]
         for each in rows.values():
-            mark = "*" if each.fits else " "
-            lines.append(f"{mark}{each.name[:70]:<71} {each.mean:8.1e} {each.allowed:8.1e}")
+            lines.append(f"{' *'[each.fits]}{each.name[:70]:<71} {each.mean:8.1e}"
+                         f" {each.allowed:8.1e}")
         lines.append(f"=> {self.sentence}")
         if trace.trainer_logprobs:
             own = torch.tensor([*chain(*trace.trainer_logprobs)], dtype=torch.float64)
@@ -98,7 +99,8 @@ def diagnose(
         raise ValueError(f"the trainer's log-probabilities must be finite on {trace.name}; check"
                          " the model's weights")
     found = probe.search()
-    best, named = found[0], list(observed)
+    best = found[0]
+    named = list(observed)
     if best.fits:
         named += best.causes
         if probe.trainer.head != torch.float32 and best.readout.head == torch.float32:
@@ -164,7 +166,9 @@ class StepProbe:
     """
 
     def __init__(self, run: Any, state: Any):
-        self.run, self.policy, self.engine = run, state.policy, state.engine
+        self.run = run
+        self.policy = state.policy
+        self.engine = state.engine
         self.weights: list[Weights] = [self.policy.copied_weights()]  # before the update, and older
 
     def __call__(self, step: Any) -> dict[str, str]:
@@ -173,7 +177,8 @@ class StepProbe:
         A step is probed if it is planned or its metrics exceed ALARMS. Writes step_N.npz (the
         trace) and step_N.txt (the report) to the run's folder `probe` and prints a line.
         """
-        measure, number = self.run.config.measure, step.metrics["step"]
+        measure = self.run.config.measure
+        number = step.metrics["step"]
         exceeded = alarms(step.metrics, self.run.config.grpo.clip[1])
         planned = measure.probe_every and (number - 1) % measure.probe_every == 0
         status = {}
@@ -184,7 +189,9 @@ class StepProbe:
         return status
 
     def _probe(self, step: Any, exceeded: list[str]) -> dict[str, str]:
-        run, current, number = self.run, step.current, step.metrics["step"]
+        run = self.run
+        current = step.current
+        number = step.metrics["step"]
         why = f"alarm of {', '.join(exceeded)}" if exceeded else "as planned"
         title = f"probe after step {number} ({why})"
         rollouts = [_sampled_part(rollout) for rollout, mask

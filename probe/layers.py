@@ -42,8 +42,8 @@ class Point(NamedTuple):
 
 def find_modules(model: Module, count: int) -> dict[str, Point]:
     """The points by place: around attention and MLP, and after each layer and the model."""
-    lists = [each for each in model.modules() if isinstance(each, ModuleList)]
-    layers = next((each for each in lists if len(each) == count), None)
+    layers = next((each for each in model.modules()
+                   if isinstance(each, ModuleList) and len(each) == count), None)
     if layers is None:
         raise ValueError(f"model must have its {count} decoder layers in a list (their outputs are"
                          f" compared), got {type(model).__name__}")
@@ -102,12 +102,14 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]],
     """
     if any(hasattr(module, "chunk_size") for module in policy.model.modules()):
         raise ValueError("model must have no recurrent layers (hooks do not see inside)")
-    model, count = engine.runner.get_model(), policy.model.config.num_hidden_layers
+    model = engine.runner.get_model()
+    count = policy.model.config.num_hidden_layers
     sampling = Sampling(temperature=0.7, max_new_tokens=max_new_tokens)
     ours, theirs = find_modules(policy.model.base_model, count), find_modules(model, count)
     trainers = {place: ours[place] for place in ours if place in theirs}
     engines = {place: theirs[place] for place in trainers}
-    figures, positions = [], []
+    figures = []
+    positions = []
     twice = twice_precise(policy, dict(policy.model.named_parameters()))
     for seed, prompt in enumerate(prompts):
         run = partial(engine.generate, [prompt], 1, sampling, [seed])

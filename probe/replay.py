@@ -26,9 +26,12 @@ class Replay:
     """
 
     def __init__(self, policy: Policy, trace: Trace):
-        self.policy, self.trace, self.device = policy, trace, policy.device
+        self.policy = policy
+        self.trace = trace
+        self.device = policy.device
         self.batch = batch = make_batch(trace.rollouts, self.device)
-        self.inputs, self.response = batch.inputs, batch.mask > 0  # (B, L)
+        self.inputs = batch.inputs  # (B, L)
+        self.response = batch.mask > 0  # (B, L)
         vocabulary = policy.head.weight.shape[0]
         largest = max(max(r.prompt_ids + r.token_ids) for r in trace.rollouts)
         if largest >= vocabulary:
@@ -70,7 +73,8 @@ class Replay:
         with precisely(self.policy, weights):
             for prefix in num_old.unique().tolist():
                 for rows in (num_old == prefix).nonzero()[:, 0].split(self.rows_per_pass):
-                    ids, cached = self.inputs[rows], {"use_cache": False}
+                    ids = self.inputs[rows]
+                    cached = {"use_cache": False}
                     if prefix:
                         cached = {name: DynamicCache(config=model.config), "use_cache": True}
                         with self.policy.using(old):
@@ -95,7 +99,8 @@ class Replay:
     def _penalized(self, logits: Tensor, sampling: Sampling, chunk: slice) -> Tensor:
         """(n, V) -> (n, V), by the ids before each token: those of the prompt and those sampled."""
         rows = self.rows[chunk]
-        ids, first = self.inputs[rows], self.prompt_lengths[rows, None]  # (n, L), (n, 1)
+        ids = self.inputs[rows]  # (n, L)
+        first = self.prompt_lengths[rows, None]  # (n, 1)
         columns = torch.arange(ids.shape[1], device=self.device)
         before = columns < first + self.positions[chunk, None]
         sampled = before & (columns >= first)

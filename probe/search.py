@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ from rollouts import Sampling
 TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
 MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
-# Standard deviations of a fair coin by which the signs of what a 16-bit head changes must agree
-# with the engine's error: its rounding of a slightly different hidden state is only partly the
-# same, so that it may leave the mean error as it is.
+# Standard deviations of a fair coin by which the signs of a cause's changes must agree with the
+# engine's error, where a head is in 16 bits. Its rounding of a slightly different hidden state is
+# only partly the same, so that it may leave the mean error as it is.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
@@ -83,7 +83,7 @@ class Explanation:
 
     @property
     def few_wrong(self) -> bool:
-        return self.wrong.sum().item() <= 0.5 * len(self.wrong)
+        return self.wrong.double().mean().item() <= 0.5
 
     @property
     def fits(self) -> bool:
@@ -127,14 +127,15 @@ class Probe(Replay):
     """The search in one trace. The arguments are those of `diagnose`."""
 
     def __init__(self, policy: Policy, trace: Trace, earlier: Sequence[Weights],
-                 trainer: Literal["processed", "temperature"] = "processed"):
+                 trainer: str = "processed"):
         super().__init__(policy, trace)
         self.weights = {name: each.detach() for name, each in policy.model.named_parameters()}
         self.earlier = earlier
         self.distributions = distributions_of(trace.sampling, policy.model, trainer)
-        scored, fp32_head = next(iter(self.distributions)), policy.scoring.fp32_head
+        scored = next(iter(self.distributions))
+        fp32_head = policy.scoring.fp32_head
         where = "in the engine" if fp32_head else "on both sides"
-        self.heads = {policy.model.dtype: causes.HEAD.of(where)} | {torch.float32: None}
+        self.heads = {policy.model.dtype: causes.HEAD.of(where), torch.float32: None}
         self.trainer = Readout(scored, torch.float32 if fp32_head else policy.model.dtype)
         precise = self._values(twice_precise(policy, self.weights))
         self.now = Pass(precise, self._read(self.as_trained()))
@@ -159,7 +160,7 @@ class Probe(Replay):
         """Weights and KV caches, cheap ones first."""
         yield self.now
         for kind in ROUNDINGS:
-            weights = {name: rounded(each.weight.detach(), kind)
+            weights = {name: rounded(each.weight, kind)
                        for name, each in linear_layers(self.policy.model).items()}
             yield self._forward(causes.ROUNDED.of(kind), self.weights | weights)
         for updates, weights in enumerate(self.earlier, 1):
@@ -185,7 +186,8 @@ class Probe(Replay):
 
     def _read(self, hidden: Tensor) -> Values:
         """Log-probabilities of the sampled tokens under each readout."""
-        values, policy = defaultdict(list), self.policy
+        policy = self.policy
+        values = defaultdict(list)
         for head in self.heads:
             states = hidden if head == torch.float32 else hidden.to(head)
             projection = policy.projection(1.0, torch.promote_types(states.dtype, head))
@@ -214,16 +216,18 @@ class Probe(Replay):
 
     def limits(self, found: Pass, readout: Readout) -> tuple[float, float, float]:
         """The trainer's mean |error|, and the limits of the engine's and of each sequence's."""
-        ours, exact = found.rounded[readout], found.precise[readout]
+        ours = found.rounded[readout]
+        exact = found.precise[readout]
         # 0 where both sides rule the token out.
         error = size_of((ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0))
-        mean, sequences = error.nanmean(), len(self.lengths)
+        mean = error.nanmean().item()
+        sequences = len(self.lengths)
         # One sequence more, as far from the mean as the RMS of single tokens: few sequences do not
         # show their spread.
         distance = (self.row_means(error) - mean).square().sum() + error.square().nanmean()
-        own = mean.item(), (distance / sequences).sqrt().item()
+        spread = (distance / sequences).sqrt().item()
         # The worst sequence of all is further away than one.
-        return own[0], limit(*own, sequences), 2 * limit(*own, 1)
+        return mean, limit(mean, spread, sequences), 2 * limit(mean, spread, 1)
 
     def explain(self, found: Pass, readout: Readout) -> Explanation:
         trainer_error, allowed, allowed_alone = self.limits(found, readout)
@@ -232,24 +236,36 @@ class Probe(Replay):
         wrong = self.row_means(size) > allowed_alone
         changes = self.distributions[readout.distribution], self.heads[readout.head]
         named = (*found.causes, *filter(None, changes))
-        enough = True
-        if readout.head != torch.float32:
-            enough = self._signs_agree(found, readout)
-        elif named:
-            enough = mean <= MOST_LEFT * self.start.mean
         mean_of_right = size[~wrong[self.rows]].nanmean().item()
         return Explanation(named, readout, mean, mean_of_right, trainer_error, allowed, wrong,
-                           enough)
+                           self._each_removes_enough(found, readout))
 
-    def _signs_agree(self, found: Pass, readout: Readout) -> bool:
-        """Has what a 16-bit head changes the signs and the size of the engine's error without?"""
+    def _each_removes_enough(self, found: Pass, readout: Readout) -> bool:
+        """Does each cause remove enough of the error that the others leave?
+
+        All values are with an fp32 head: in 16 bits two passes are rounded differently, and in some
+        requests a wrong pass is closer by luck.
+        """
         fine = replace(readout, head=torch.float32)
+        left = self.error(found, fine)
+        without = []  # errors without one of the causes
+        if found.causes:
+            without.append(self.error(self.now, fine))
+        if self.distributions[readout.distribution]:
+            without.append(self.error(found, self.start.readout))
+        if readout.head == torch.float32:
+            return all(size_of(left).nanmean() <= MOST_LEFT * size_of(each).nanmean()
+                       for each in without)
         # The hidden states are rounded as the engine's are.
-        change = found.rounded[readout] - found.rounded[fine]
-        error = self.error(found, fine)
-        agreement = change * error
-        signed = agreement.isfinite() & (agreement != 0)
-        agreeing = agreement[signed] > 0
-        large = error[signed].abs().mean() > 0.5 * change[signed].abs().mean()
-        sigmas = (2 * agreeing.double().mean() - 1) * len(agreeing) ** 0.5
-        return bool(large and sigmas > SIGN_SIGMAS)
+        by_head = found.rounded[readout] - found.rounded[fine]
+        return signs_agree(by_head, left) and all(signs_agree(each - left, each)
+                                                  for each in without)
+
+
+def signs_agree(change: Tensor, error: Tensor) -> bool:
+    """Has what a cause changes the signs and the size of the engine's error without it?"""
+    agreement = change * error
+    signed = agreement.isfinite() & (agreement != 0)
+    signs = agreement[signed].sign()
+    large = error[signed].abs().mean() > 0.5 * change[signed].abs().mean()
+    return bool(large and signs.sum() > SIGN_SIGMAS * len(signs) ** 0.5)

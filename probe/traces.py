@@ -48,7 +48,8 @@ def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
 
 def save_trace(path: str, trace: Trace) -> None:
     """Write an engine's trace as an npz file with one group; docs/audit.md has the layout."""
-    name, rollouts = trace.name, trace.rollouts
+    name = trace.name
+    rollouts = trace.rollouts
     sampling = {each: getattr(trace.sampling, each) for each in ("temperature", *NEUTRAL)}
     meta = {"format": FORMAT} | trace.meta | {"groups": {name: sampling}}
     numpy.savez_compressed(path, **{

@@ -180,6 +180,20 @@ def test_a_planted_fault_is_named_and_the_policy_is_unchanged(folder, name):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("name, dtype", [("raw", torch.float32), ("head", SIXTEEN)])
+def test_no_cause_fits_beside_those_that_explain_a_trace(folder, name, dtype):
+    """One request is wrong, so that the search tries every hypothesis. Rounded weights explain nothing in this trace,
+    but runs with a 16-bit head were blamed for int8. The earlier weights are equal to the present ones.
+    """
+    policy, trace, earlier, _ = plant(folder, {name}, dtype, batch=64)
+    wrong, *right = trace.rollouts
+    wrong = replace(wrong, logprobs=[value - 2 for value in wrong.logprobs])
+    verdict = diagnose(policy, replace(trace, rollouts=[wrong, *right]), earlier)
+    planted = {"raw": RAW, "head": HALF}[name]
+    assert {each.name for each in verdict.found if each.fits} == {planted.partition(": ")[2]}
+
+
+@pytest.mark.engine
 def test_a_fault_that_no_hypothesis_explains_is_unexplained_and_names_the_next_command(folder):
     """A tensor multiplied by 1.3 in the engine."""
     policy, trace, *_ = plant(folder, set())

@@ -1,37 +1,42 @@
-"""Which tests of the engine run on model runner V2 too, and what runner V1 would not have shown.
+"""Which tests of the engine run on model runner V2 too. Names are the beginnings of node ids.
 
-Names are the beginnings of node ids. `make test` runs PART, `make test-gpu-path` all but CANNOT.
+`make test` runs PART: by name, what V1 would not have shown; and the fault in V2's path that turned the test red when
+it was planted once. `make test-gpu-path` runs all but CANNOT.
 """
 
 PART = {
-    "test_runner_v2.py": "tests of V2 alone",
-    "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[recompute]":
-        "V2's request states over a sleep",
-    "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[keep]":
-        "V2's request states over a load without a sleep",
-    "test_sleep.py::test_a_wake": "the same checks with V2's weights",
-    # The sampler: vLLM has two, with other kernels.
-    "test_engine_adapter.py::test_without_processed_logprobs": "the logits that V2's kernel reads",
-    "test_engine_adapter.py::test_an_fp32_head": "the copy to float32 before V2's temperature",
-    "test_engine_adapter.py::test_every_token": "V2's kernels for temperature, log-probabilities and stop tokens",
-    "test_engine_adapter.py::test_seeds_decide": "V2 draws by seed and position, V1 by a generator for each row",
-    "test_engine_adapter.py::test_the_audit_names": "each place from which the audit reads a setting",
-    "test_sampling_mask.py::test_the_engines_kept_sets": "the kernel for top-k and top-p, the order of ids in a row",
+    "test_runner_v2.py": "V2 alone; five faults are planted there",
+    # The sampler: vLLM has two, with different kernels.
+    "test_engine_adapter.py::test_without_processed_logprobs": "which logits V2 reads; a mode that is ignored",
+    "test_engine_adapter.py::test_an_fp32_head": "V2's copy to float32; logits rounded to bfloat16 before it",
+    "test_engine_adapter.py::test_every_token": "V2's log-probabilities and stop tokens; those of another row",
+    "test_engine_adapter.py::test_seeds_decide": "V2 draws by seed and position; seeds that depend on the batch",
+    "test_engine_adapter.py::test_the_audit_names": "where a setting is read on V2; a sampler that is raw after all",
+    "test_sampling_mask.py::test_the_engines_kept_sets": "V2's kernel for masks; half of top-p",
     # The cache.
-    "test_engine_adapter.py::test_without_uncached_runtime": "the stale cache: V2 has its own table of blocks",
-    "test_engine_adapter.py::test_a_versioned_prefix_cache": "blocks by key, for requests that wait or run",
-    "test_planted.py::test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass[blocks of": "an old key",
+    "test_engine_adapter.py::test_without_uncached_runtime": "V2's stale blocks; a load that clears the cache",
+    "test_engine_adapter.py::test_a_versioned_prefix_cache": "V2's table of blocks; blocks of an earlier request",
+    "test_planted.py::test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass[blocks of": "V2; an old key",
     # Requests over a load.
-    "test_inflight.py::test_every_group_is_trained_on_once_or_in_flight[vllm-keep-4": "V1's async scheduling",
-    "test_inflight.py::test_an_update_keeps_recomputes_or_aborts_what_was_computed[Qwen2-vllm": "V2's request states",
-    "test_staleness.py::test_with_async_scheduling": "a step under way on V2's queue of outputs",
+    "test_inflight.py::test_every_group_is_trained_on_once_or_in_flight[vllm-keep-4":
+        "V1's async scheduling with V2; blocks of an earlier request",
+    "test_inflight.py::test_an_update_keeps_recomputes_or_aborts_what_was_computed[Qwen2-vllm":
+        "V2's request states; last tokens exchanged between requests",
+    "test_staleness.py::test_with_async_scheduling": "V2's queue of outputs; last tokens exchanged",
+    "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[recompute]":
+        "V2's request states over a sleep; last tokens exchanged",
+    "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[keep]":
+        "V2's request states over a load; last tokens exchanged",
     # The rest.
-    "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[raw+prefix]": "two faults",
-    "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[no mask]": "another one",
-    "test_resume.py::test_a_run_with_the_real_engine": "seeds that V2 draws for each request",
-    "test_grpo.py::test_page_and_core_make": "the page's own calls of vLLM",
+    "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[raw+prefix]":
+        "the probe on V2; a temperature that is not applied",
+    "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[no mask]": "the same",
+    "test_resume.py::test_a_run_with_the_real_engine": "V2 draws a seed for each request; seeds of the system",
+    "test_grpo.py::test_page_and_core_make": "the page's calls of vLLM with V2; log-probabilities of another row",
 }  # fmt: skip
 
 CANNOT = {
     "test_routes.py": "the hook of extras/routes.py reads runner V1's batch",
+    "test_shared.py": "--exact scores with the kernel of runner V1's path",
+    "test_train.py::test_the_default_job_learns": "it can, in four minutes",
 }

@@ -223,7 +223,7 @@ def _end_with_the_study() -> None:
 
 
 def kill(pid: int) -> None:
-    """The process and all that it has started."""
+    """End a process and all that it has started."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
@@ -232,7 +232,7 @@ def kill(pid: int) -> None:
 
 
 def last_line(folder: Path) -> str:
-    """Of the log of a run."""
+    """The last line of the log of a run."""
     log = Path(f"{folder}.log").read_text(errors="replace")
     return log.strip().rpartition("\n")[2][:200]
 
@@ -266,7 +266,7 @@ def in_processes(
         _, stop, folder, process = running.pop(ended[0] if ended else first)
         if not ended:
             kill(process.pid)
-        process.join(None if ended else RESERVE / 2)  # a driver's call may be deaf to signals
+        process.join(None if ended else RESERVE / 2)  # a call of a driver may block its end
         outcome = "finished"
         if process.exitcode or not ended:
             limit = "" if ended else " at the time limit"
@@ -300,7 +300,7 @@ def run_all(plan: Plan) -> dict[str, str]:
         served = bool(run.cell.policy_of)  # after it has been trained
         tasks[run.folder] = 1 + served, limit, execute, run.folder, run, origin
     ordered = list(tasks.values())
-    if jobs > 1:  # else the first run is not to wait for the models of the others
+    if jobs > 1:  # one run at a time waits for its own model alone
         ordered.sort(key=lambda task: task[0])
     return in_processes(ordered, jobs, lab.STARTED + seconds - RESERVE, partial(note, plan))
 

@@ -210,9 +210,11 @@ def _copies(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield "weight", module.weight
     if hasattr(module, "cpu_linear"):
         columns = []
-        for start in range(0, module.input_size, IDENTITY_ROWS):
-            count = min(IDENTITY_ROWS, module.input_size - start)
-            identity = torch.zeros(count, module.input_size, dtype=module.params_dtype)
+        # vLLM 0.26 packs embeddings and heads too.
+        width = getattr(module, "input_size", None) or module.embedding_dim
+        for start in range(0, width, IDENTITY_ROWS):
+            count = min(IDENTITY_ROWS, width - start)
+            identity = torch.zeros(count, width, dtype=module.params_dtype)
             identity.diagonal(start).fill_(1)
             columns.append(module.quant_method.apply(module, identity))
         yield "weight", torch.cat(columns).T

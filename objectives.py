@@ -348,22 +348,19 @@ def mismatch_metrics(
     }
 
 
-def surprisal_metrics(
-    logprobs: Tensor, entropy: Tensor, varentropy: Tensor, mask: Tensor
-) -> dict[str, float]:
+def surprisal_z(logprobs: Tensor, entropy: Tensor, varentropy: Tensor, mask: Tensor) -> float:
     """Were the tokens drawn from the distribution p that scores them? No mismatch shows that.
 
     The excess -log p - entropy of a token that is drawn from p has the mean 0 and the variance
-    `varentropy`, whatever was drawn before. `surprisal_excess` is its mean over the tokens, in
-    nats, and `surprisal_z` its sum in standard deviations. The variance of a token of probability
-    exp(-10) is added, because a batch may have less than one such token.
+    `varentropy`, whatever was drawn before. Returns the sum of the excesses in standard deviations.
+    The square of 10 nats is added to the variance: rare tokens of that surprisal count in full, and
+    a batch may have less than one of them.
 
-    Shapes: (B, T) each -> floats.
+    Shapes: (B, T) each -> float.
     """
     excess = -((logprobs + entropy) * mask).sum(dtype=torch.float64)
     variance = (varentropy * mask).sum(dtype=torch.float64) + 10.0**2
-    return {"surprisal_excess": (excess / mask.sum().clamp(min=1)).item(),
-            "surprisal_z": (excess / variance.sqrt()).item()}
+    return (excess / variance.sqrt()).item()
 
 
 def backend_metrics(

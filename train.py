@@ -21,7 +21,7 @@ from objectives import (
     backend_metrics,
     centre,
     mismatch_metrics,
-    surprisal_metrics,
+    surprisal_z,
 )
 from rl import Batch, Policy, in_micro_batches, make_batch, update
 from rollouts import Rollout, Synchronous, reseed
@@ -115,7 +115,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
                 for name, values in token_metrics.items()}
     metrics |= all_mismatch_metrics(batch, current, grpo)
     spread = token_metrics["entropy"], token_metrics["varentropy"]
-    metrics |= surprisal_metrics(old_logprobs, *spread, current.mask)
+    metrics["surprisal_z"] = surprisal_z(old_logprobs, *spread, current.mask)
     if grpo.mask_truncated:  # after the metrics, which count truncated rows
         batch = batch.mask_rows([each.finish_reason != "length" for each in rollouts])
     lr = run.config.lr_at(step)

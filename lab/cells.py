@@ -244,7 +244,7 @@ BACKENDS = {
     "minus-runtime": RUNTIME, "minus-inflight": f"{PAUSE} {UNFINISHED}", "minus-fp32-head": HEAD,
 }  # fmt: skip
 # Answers of 64 tokens and more: the ratio of a response is the product of as many.
-LONG = (f"--task {ROOT / 'examples' / 'long_digits.py'} --max-new-tokens 84 --num-prompts 8"
+LONG = (f"--task {ROOT / 'lab' / 'long_digits.py'} --max-new-tokens 84 --num-prompts 8"
         " --group-size 8 --reward-limit-s 60 --eval-samples 8 --steps 20")
 # Prompts and group size with stale groups: nine batches of prompts must be different problems.
 WORKLOADS = {"ladder": ("", (7, 28), None), "long": (LONG, (8, 8), "long-digits")}

@@ -15,7 +15,7 @@ def write_model(folder: Path, name: str, seed: int) -> None:
     """Write a folder with a model. There is no such folder until it is complete."""
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     if name == "long-digits":
-        from examples.long_digits import write_model as write_long_digits
+        from lab.long_digits import write_model as write_long_digits
 
         write_long_digits(unfinished, seed)
     else:

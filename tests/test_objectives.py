@@ -19,7 +19,7 @@ from objectives import (
     correction_metrics,
     group_advantages,
     mismatch_metrics,
-    surprisal_metrics,
+    surprisal_z,
     weighted_loss,
 )
 
@@ -68,13 +68,13 @@ def test_the_surprisal_of_drawn_tokens_exceeds_the_entropy_by_nothing_and_of_oth
     found = {}
     for temperature in (0.7, 1.0, 1.3):
         tokens = torch.distributions.Categorical(logits=logits / temperature).sample((64,)).T  # (400, 64)
-        found[temperature] = surprisal_metrics(policy.logits.gather(1, tokens), *given, every)
-    mean = found[1.0]["surprisal_excess"]
-    assert found[1.0]["surprisal_z"] == pytest.approx(mean * 25600 / (spread.sum().item() * 64 + 100) ** 0.5)
-    assert abs(found[1.0]["surprisal_z"]) < 5
-    assert found[0.7]["surprisal_z"] < -20 < 20 < found[1.3]["surprisal_z"]
-    nothing = surprisal_metrics(*[torch.zeros(2, 3)] * 4)  # no row of the current weights
-    assert nothing == {"surprisal_excess": 0.0, "surprisal_z": 0.0}
+        logprobs = policy.logits.gather(1, tokens)
+        found[temperature] = surprisal_z(logprobs, *given, every)
+        excess = -(logprobs + policy.entropy()[:, None]).sum().item()
+        assert found[temperature] == pytest.approx(excess / (spread.sum().item() * 64 + 100) ** 0.5)
+    assert abs(found[1.0]) < 5
+    assert found[0.7] < -20 < 20 < found[1.3]
+    assert surprisal_z(*[torch.zeros(2, 3)] * 4) == 0  # no row of the current weights
 
 
 # ------------------------------------------------------------------------------------------------ corrections

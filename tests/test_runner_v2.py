@@ -26,7 +26,7 @@ from helpers import (
 
 from engine_adapter import Engine, WeightLoadError
 from extras.sampling_mask import masked_logits
-from objectives import surprisal_metrics
+from objectives import surprisal_z
 from probe.diagnose import ALARMS, alarms
 from rl import Policy, Scoring
 from rollouts import Sampling, reseed
@@ -178,7 +178,7 @@ def samples_agree(engine: Engine, policy: Policy) -> bool:
     found = policy.changed(scoring=Scoring(0.7)).token_metrics(batch)
     assert (found["logprobs"] - batch.behavior_logprobs).abs().max() < 10 * ROUNDING
     spread = found["entropy"], found["varentropy"]
-    return abs(surprisal_metrics(found["logprobs"], *spread, batch.mask)["surprisal_z"]) < ALARMS["surprisal_z"]
+    return abs(surprisal_z(found["logprobs"], *spread, batch.mask)) < ALARMS["surprisal_z"]
 
 
 def held_requests_go_on(engine: Engine, policy: Policy) -> bool:

@@ -36,7 +36,7 @@ PART = {
 }  # fmt: skip
 
 CANNOT = {
-    "test_routes.py": "the hook of extras/routes.py reads runner V1's batch",
+    "test_routes.py": "the hook of extras/routes.py reads V1's batch; vLLM's own record needs a prefix cache",
     "test_shared.py": "--exact scores with the kernel of runner V1's path",
     "test_train.py::test_the_default_job_learns": "it can, in four minutes",
 }

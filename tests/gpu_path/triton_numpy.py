@@ -24,7 +24,7 @@ BFLOAT16 = "bfloat16"
 DTYPES = {"int1": numpy.bool_, "int8": numpy.int8, "int16": numpy.int16, "int32": numpy.int32, "int64": numpy.int64,
           "uint8": numpy.uint8, "uint16": numpy.uint16, "uint32": numpy.uint32, "uint64": numpy.uint64,
           "float16": numpy.float16, "float32": numpy.float32, "float64": numpy.float64}  # fmt: skip
-PROCESS = (ctypes.c_char * (1 << 47)).from_address(WORD)
+PROCESS = (ctypes.c_char * (1 << 60)).from_address(WORD)  # more than there is
 MEMORY = {kind: numpy.frombuffer(PROCESS, kind) for kind in DTYPES.values()}
 MEMORY[BFLOAT16] = MEMORY[numpy.uint16]
 launches = Counter()  # by kernel and executor

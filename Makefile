@@ -22,12 +22,13 @@ setup: .venv/.ready
 train: setup
 	.venv/bin/python train.py --out $(OUT) $(ARGS)
 
+# With ARGS (a single test, say) runner V1 alone.
 test: setup
 	.venv/bin/ruff check .
 	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,RUNNER=v2 $(PYTEST) -m part)
 
-# All tests of the engine that can, on model runner V2, which is a GPU's (tests/README.md).
+# All tests of the engine that can run on model runner V2, a GPU's (tests/README.md).
 test-gpu-path: setup
 	RUNNER=v2 $(PYTEST) $(ARGS)
 

@@ -388,7 +388,7 @@ class MeasureConfig:
     eval_trainer_alone: bool = False  # Also sample with the trainer's own modules (eval_gap); slow.
     self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.
     probe_every: int = 0  # Steps between probes of the mismatch, the first included; 0: none.
-    probe_on_alarm: bool = False  # Probe after a step whose mismatch exceeds the probe's ALARMS.
+    probe_on_alarm: bool = False  # Probe after a step that exceeds one of the probe's ALARMS.
 
     def __post_init__(self):
         within(self, 1, MANY, "eval_every", "eval_problems")

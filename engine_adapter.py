@@ -210,7 +210,7 @@ def _copies(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield "weight", module.weight
     if hasattr(module, "cpu_linear"):
         columns = []
-        # vLLM 0.26 packs embeddings and heads too.
+        # vLLM 0.26 packs embeddings too, which have another name for it.
         width = getattr(module, "input_size", None) or module.embedding_dim
         for start in range(0, width, IDENTITY_ROWS):
             count = min(IDENTITY_ROWS, width - start)

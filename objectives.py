@@ -349,14 +349,14 @@ def mismatch_metrics(
 
 
 def surprisal_z(logprobs: Tensor, entropy: Tensor, varentropy: Tensor, mask: Tensor) -> float:
-    """Were the tokens drawn from the distribution p that scores them? No mismatch shows that.
+    """sum(-log p - entropy) / sqrt(sum varentropy + 10^2) over the sampled tokens.
 
-    The excess -log p - entropy of a token that is drawn from p has the mean 0 and the variance
-    `varentropy`, whatever was drawn before. Returns the sum of the excesses in standard deviations.
-    The square of 10 nats is added to the variance: rare tokens of that surprisal count in full, and
-    a batch may have less than one of them.
+    If the tokens were drawn from p, which scores them, each term -log p - entropy has the mean 0
+    and the variance `varentropy`, so this is about standard normal. No mismatch shows whether they
+    were. 10^2, one token of 10 nats, keeps a single rare token of a nearly certain policy from
+    being an alarm.
 
-    Shapes: (B, T) each -> float.
+    Shapes: (B, T) each -> float. Units: standard deviations.
     """
     excess = -((logprobs + entropy) * mask).sum(dtype=torch.float64)
     variance = (varentropy * mask).sum(dtype=torch.float64) + 10.0**2

@@ -519,8 +519,8 @@ class Policy:
         return torch.zeros_like(batch.mask).masked_scatter(response, logprobs)
 
     def token_metrics(self, batch: Batch) -> dict[str, Tensor]:
-        """`logprobs`, and of the same distribution `entropy`, -sum p log p, and `varentropy`, the
-        variance of -log p: (B, T) by name, nats.
+        """`logprobs`, and of the same distribution `entropy`, -sum p log p (nats), and
+        `varentropy`, the variance of -log p (nats^2): (B, T) by name.
 
         Further metrics come from the support and from those that were given. All are 0 outside
         `batch.mask`.

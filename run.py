@@ -141,8 +141,8 @@ def check_machine(config: Config) -> None:
     grpo = config.grpo
     samples_in_vllm = config.backend.engine != "transformers"
     if torch.cuda.is_available() and samples_in_vllm and grpo.min_p and grpo.top_p < 1:
-        raise ValueError("min_p must be 0 with top_p on a GPU (after it vLLM's kernel for top-p"
-                         f" drops tokens that it must keep), got {grpo.min_p}; try --top-k")
+        raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops tokens"
+                         f" after min-p), got {grpo.min_p} and {grpo.top_p}; try --top-k")
     if grpo.replay_routes and torch.cuda.is_available():
         raise ValueError("replay_routes must be off on a GPU (the hook that records the engine's"
                          " routes is for a CPU)")
@@ -321,12 +321,12 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
 
 @torch.no_grad()
 def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
-    """Compare both sides with softmax(logits / temperature) under the mask, computed apart.
+    """Compare both sides with softmax(logits / temperature) under the mask, computed separately.
 
     The canary samples at temperature 1 and without a mask, and a mismatch is zero if both sides
     forget the same. A side that a switched-off fix changes is not compared.
 
-    Raises: AuditError that names the side whose distribution is another one.
+    Raises: AuditError that names the side whose distribution is not the stated one.
     """
     from extras.sampling_mask import masked_logits
 

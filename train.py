@@ -114,8 +114,8 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
                 for name, values in token_metrics.items()}
     metrics |= all_mismatch_metrics(batch, current, grpo)
-    spread = token_metrics["entropy"], token_metrics["varentropy"]
-    metrics["surprisal_z"] = surprisal_z(old_logprobs, *spread, current.mask)
+    metrics["surprisal_z"] = surprisal_z(
+        old_logprobs, token_metrics["entropy"], token_metrics["varentropy"], current.mask)
     if grpo.mask_truncated:  # after the metrics, which count truncated rows
         batch = batch.mask_rows([each.finish_reason != "length" for each in rollouts])
     lr = run.config.lr_at(step)

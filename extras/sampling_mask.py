@@ -89,17 +89,18 @@ class SamplingMask(Support):
         return lambda logits, chunk: mask_outside(logits, kept[chunk])
 
     def measure(self, logits: Tensor, restricted: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """What the two masks keep, by name: (n, V) logits, the same in the support, (n,) -> (n,).
+        """Figures of both masks: (n, V) logits, the restricted ones, (n,) targets -> (n,) by name.
 
-        `kept_mass` and `engine_kept_mass`: the trainer's probability of the tokens that its own
-        mask keeps, and of those that the engine's has kept (if it returned them). A mask of the
-        engine that keeps too few is no mismatch, because both softmaxes are over its set.
+        `kept_mass`: the trainer's probability of the tokens that its own mask keeps.
+        `engine_kept_mass`: its probability of the engine's kept set, if the engine returned one. No
+        mismatch shows a set that is too small, because both softmaxes are over it.
         `outside_frac`: 1 if the trainer's mask cuts off the sampled token (by rounding or
         staleness), else 0.
         """
-        masked, whole = masked_logits(logits, self.sampling), logits.logsumexp(dim=-1)
+        masked = masked_logits(logits, self.sampling)
+        whole = logits.logsumexp(dim=-1)
         found = {"kept_mass": (masked.logsumexp(dim=-1) - whole).exp(),
                  "outside_frac": at_targets(masked, targets).isinf().float()}
-        if restricted is not logits:
+        if restricted is not logits:  # there are kept sets
             found["engine_kept_mass"] = (restricted.logsumexp(dim=-1) - whole).exp()
         return found

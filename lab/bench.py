@@ -101,8 +101,8 @@ def main(arguments: list[str]) -> None:
             bare_training(model, done.batch, grpo, backward=True)
         state.optimizer.adamw.zero_grad(set_to_none=True)  # 16-bit gradients are in the masters
         row = done.metrics | clock.phases | formula | {"start_s": start_s}
-        parts = "load_s", "proof_s", "canary_s"
-        row["wake_s"] = row["sync_s"] - sum(row[part] for part in parts)  # weights and KV cache
+        # The rest of `sync`: weights and KV cache wake.
+        row["wake_s"] = row["sync_s"] - row["load_s"] - row["proof_s"] - row["canary_s"]
         row["bare_step_s"] = sum(
             row[f"bare_{phase}_s"] for phase in ("generate", "old_logprobs", "update"))
         append_rows(run.out / "metrics.jsonl", [row])

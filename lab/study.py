@@ -84,7 +84,7 @@ class Options:
     # Steps of a run; if not given, those of the study. Some cells have a number of their own.
     steps: int | None = None
     jobs: int | None = None  # Runs at the same time; they share the CPU threads. 1 on a GPU.
-    # The call takes no longer, whatever hangs; the limit of a run is a share of them. A week.
+    # After so many the call ends, even if a run hangs; a run has its cell's share of them. A week.
     minutes: float = 10_000.0
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
     # study's workload; the options of a cell override them. The study sets --out and --seed.
@@ -135,12 +135,13 @@ class Plan:
         self.cells = options.chosen(self.study.cells)
         self.seeds = list(dict.fromkeys(options.seeds or range(self.study.seeds)))
         self.rehearsal = "" if GPU else self.study.rehearsal
-        self.run = cache(self._read_options)
+        self.run = cache(self._make_run)
 
     def folder(self, name: str, seed: int) -> Path:
         return self.out / "runs" / f"{name}-seed{seed}"
 
-    def _read_options(self, name: str, seed: int) -> Run:
+    def _make_run(self, name: str, seed: int) -> Run:
+        """The run of a cell with a seed, its options checked."""
         cell = self.study.cells[name]
         folder = self.folder(name, seed)
         steps = self.options.steps or self.study.steps
@@ -259,11 +260,11 @@ def in_processes(
             Path(f"{folder}.log").touch()
             process = context.Process(target=logged, args=task)
             process.start()
-            stop = min(end, time.monotonic() + limit)
-            running[process.sentinel] = turn, stop, folder, process
+            deadline = min(end, time.monotonic() + limit)
+            running[process.sentinel] = turn, deadline, folder, process
         first = min(running, key=lambda sentinel: running[sentinel][1])
         ended = wait(list(running), running[first][1] - time.monotonic())
-        _, stop, folder, process = running.pop(ended[0] if ended else first)
+        _, _, folder, process = running.pop(ended[0] if ended else first)
         if not ended:
             kill(process.pid)
         process.join(None if ended else RESERVE / 2)  # a call of a driver may block its end
@@ -291,9 +292,11 @@ def run_all(plan: Plan) -> dict[str, str]:
     if not GPU:  # forked runs have the code of now, fresh ones that of then
         now = provenance(torch.device("cpu"))
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
-    seconds, tasks = 60 * plan.options.minutes, {}
+    seconds = 60 * plan.options.minutes
+    tasks = {}
     for run in [run for run, outcome in plan.outcomes({}) if outcome == NOT_STARTED]:
-        limit, model = seconds * run.cell.share, Path(run.config.run.model)
+        limit = seconds * run.cell.share
+        model = Path(run.config.run.model)
         if model.parent == plan.models and not model.exists():
             shape, _, seed = model.name.rpartition("-seed")
             tasks.setdefault(model, (0, limit, write_model, model, shape, int(seed)))
@@ -310,7 +313,7 @@ def note(plan: Plan, run: str, crashed: dict[str, str]) -> None:
     name = run.rpartition("-seed")[0]
     if not plan.study.piecewise or name not in plan.cells:
         return
-    record = make_record(plan, crashed)
+    record = write_record(plan, crashed)
     cell = record["cells"].get(name, {"metrics": {}})
     figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
                for each in cell["metrics"] if by_seed(cell, each)]
@@ -318,23 +321,31 @@ def note(plan: Plan, run: str, crashed: dict[str, str]) -> None:
 
 
 # ---------------------------------------------------------------------------------- the record
-def make_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
-    """All finished runs in OUT: options, seeds, the metrics of each run, and where they ran.
+def origin_of(folder: Path, command: str) -> dict[str, Any]:
+    """The run's config.json, with its mark if it has finished."""
+    mark = {"command": command}
+    if (folder / MARK).exists():
+        mark = read_json(folder / MARK)
+    return read_json(folder / "config.json") | mark
+
+
+def write_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
+    """Write and return: of all finished runs in OUT options, seeds, metrics, and where they ran.
 
     Of a piecewise study also those that have crashed in this call, if they had begun.
     """
-    counted, cells, origins = plan.finished(), {}, []
+    counted = plan.finished()
+    cells, origins = {}, []
     for run in crashed if plan.study.piecewise else ():
         name, _, seed = run.rpartition("-seed")
-        if (plan.folder(name, seed) / "config.json").exists():
+        folder = plan.folder(name, seed)
+        if (folder / "config.json").exists() and not (folder / MARK).exists():
             counted.setdefault(name, []).append(int(seed))
     for name, seeds in counted.items():
         cell = plan.study.cells[name]
         folders = [plan.folder(name, seed) for seed in seeds]
         runs = [read_rows(folder / "metrics.jsonl") for folder in folders]
-        marks = [folder / MARK for folder in folders]
-        found = [read_json(mark.with_name("config.json")) | (read_json(mark) if mark.exists() else
-                 {"command": plan.command}) for mark in marks]
+        found = [origin_of(folder, plan.command) for folder in folders]
         origins += found
         cells[name] = {
             "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
@@ -352,8 +363,9 @@ def make_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
     for name in ("command", "device", "commit", "wide_products"):
         record[name] = distinct(origin.get(name) for origin in origins)
     record["dirty"] = any(origin["dirty"] for origin in origins)
+    names = origins[0]["versions"] if origins else ()
     record["versions"] = {name: distinct(origin["versions"][name] for origin in origins)
-                          for first in origins[:1] for name in first["versions"]}
+                          for name in names}
     if plan.study.piecewise:
         record["outcomes"] = {
             run.folder.name: f"{outcome}; expected: {run.cell.expected}"
@@ -467,7 +479,9 @@ def draw(curves: dict[str, dict[str, Any]], path: Path) -> Any:
 
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a run crashed or reached its limit, 2 bad input."""
+    """Exit status: 0 no run failed (with --minutes some may not have started), 1 a run crashed or
+    reached its limit, 2 bad input.
+    """
     words = sys.argv[1:] if arguments is None else arguments
     with one_sentence(2):
         options = tyro.cli(Options, args=words, description=__doc__)
@@ -482,7 +496,7 @@ def main(arguments: list[str] | None = None) -> int:
         if plan.rehearsal:
             print("no GPU: a rehearsal on a CPU, with tiny shapes", flush=True)
         with locked(str(plan.out)):
-            record = make_record(plan, run_all(plan))
+            record = write_record(plan, run_all(plan))
             curves = {name: cell["curves"] for name, cell in record["cells"].items()
                       if "curves" in cell}
             if curves:

@@ -27,6 +27,8 @@ RAW = semantics("raw log-probabilities",
 HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
                    "name every sampling parameter in every request;"
                    ' generation_config="vllm" (--parity.uncached-runtime)')
+SAMPLER = semantics("tokens drawn from another distribution than the reported one",
+                    "compare the sampler's temperature, mask and seeds with the request's")
 NO_MASK = semantics("mask or penalties applied by the sampler and not by the trainer",
                     "sample without it, or score the processed distribution in the trainer too"
                     " (a mask: --parity.sampling-mask)")

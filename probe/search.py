@@ -26,10 +26,10 @@ from rollouts import Sampling
 
 TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16
-MOST_LEFT = 0.7  # of the mean error without a cause, that may remain with it
-# Standard deviations of a fair coin by which the signs of a cause's changes must agree with the
-# engine's error, where a head is in 16 bits. Its rounding of a slightly different hidden state is
-# only partly the same, so that it may leave the mean error as it is.
+MOST_LEFT = 0.7  # of the mean error without a cause: at most this share may remain with it
+# With a 16-bit head the mean error may stay the same, because the head rounds slightly different
+# hidden states differently. Then the signs of each cause's changes must agree with the error's, by
+# this many standard deviations of a fair coin.
 SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
@@ -241,10 +241,10 @@ class Probe(Replay):
                            self._each_removes_enough(found, readout))
 
     def _each_removes_enough(self, found: Pass, readout: Readout) -> bool:
-        """Does each cause remove enough of the error that the others leave?
+        """Whether each cause removes enough of the error that remains without it.
 
-        All values are with an fp32 head: in 16 bits two passes are rounded differently, and in some
-        requests a wrong pass is closer by luck.
+        The errors are computed with an fp32 head: two passes round differently in 16 bits, so a
+        wrong pass can come closer in some requests by chance. With a 16-bit head the signs decide.
         """
         fine = replace(readout, head=torch.float32)
         left = self.error(found, fine)
@@ -263,7 +263,8 @@ class Probe(Replay):
 
 
 def signs_agree(change: Tensor, error: Tensor) -> bool:
-    """Has what a cause changes the signs and the size of the engine's error without it?"""
+    """Whether a cause's change has the signs of the error without it, and more than half its size.
+    """
     agreement = change * error
     signed = agreement.isfinite() & (agreement != 0)
     signs = agreement[signed].sign()

@@ -19,7 +19,7 @@ from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
 
-collect_ignore = [] if RUNNER else ["test_runner_v2.py"]
+collect_ignore = [] if RUNNER == "v2" else ["test_runner_v2.py"]
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size that an engine is given
 
 # ------------------------------------------------------------------------------------------------ markers
@@ -34,7 +34,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if RUNNER:
+    if RUNNER == "v2":
         select_for_runner_v2(config, items)
     for item in items:
         if "gpu" in item.keywords and not cuda.is_available():

@@ -90,7 +90,7 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
     """test_runner_v2.py has the fault of vLLM's kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     both = dict(min_p=0.02, top_p=0.9)
-    with pytest.raises(ValueError, match=r"min_p must be 0 with top_p on a GPU .*, got 0.02; try --top-k"):
+    with pytest.raises(ValueError, match=r"min_p must be 0 with top_p on a GPU .*, got 0.02 and 0.9; try --top-k"):
         prepare(job(**both))
     for allowed in (both | {"engine": "transformers"}, dict(min_p=0.02, top_k=6), dict(top_k=6, top_p=0.9)):
         prepare(job(**{"engine": "vllm"} | allowed))

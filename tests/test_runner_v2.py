@@ -89,8 +89,8 @@ def masked_alike(rows: int, **mask) -> bool:
     logits = masked_logits(torch.randn(rows, 40) * 8, replace(sampling, top_k=0, top_p=1.0))
     top_k = torch.full((rows,), sampling.top_k, dtype=torch.int32) if sampling.top_k else None
     top_p = torch.full((rows,), sampling.top_p) if sampling.top_p < 1 else None
-    ours, theirs = (mask(logits.clone(), top_k, top_p) for mask in (apply_top_k_top_p, apply_top_k_top_p_pytorch))
-    return torch.equal(ours, theirs)
+    ours = apply_top_k_top_p(logits.clone(), top_k, top_p)
+    return torch.equal(ours, apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p))
 
 
 FAULTY = pytest.mark.xfail(strict=True, reason="vLLM's kernel for top-p drops tokens of the nucleus after -inf")
@@ -102,7 +102,7 @@ FAULTY = pytest.mark.xfail(strict=True, reason="vLLM's kernel for top-p drops to
     pytest.param(dict(min_p=0.02, top_k=6, top_p=0.9), marks=FAULTY),
 ], ids=str)  # fmt: skip
 def test_the_kernel_for_masks_keeps_what_pytorch_keeps(mask):
-    """run.py refuses the two that are wrong on a GPU. An unexpected pass here says that vLLM has repaired them."""
+    """On a GPU run.py refuses the two masks marked FAULTY. An unexpected pass says that vLLM has repaired them."""
     assert masked_alike(80, **mask)
 
 
@@ -132,7 +132,7 @@ def wrong_rows(engine: Engine, patch) -> None:
 
 
 def temperature_twice(engine: Engine, patch) -> None:
-    """The reported values have it once."""
+    """The sampler divides by the temperature twice. The reported values are right."""
     from vllm.v1.worker.gpu.sample import sampler
 
     usual, again = sampler.gumbel_sample, {"apply_temperature": True}
@@ -171,14 +171,14 @@ def values_agree(engine: Engine, policy: Policy) -> bool:
 
 
 def samples_agree(engine: Engine, policy: Policy) -> bool:
-    """No alarm for samples of the size of a small step: 1,536 tokens."""
+    """Whether 1,536 tokens, those of a small step, raise no alarm of `surprisal_z`."""
     reseed(0)
     rollouts = engine.generate(PROMPTS, 16, ENDLESS)
     batch = scored(policy, rollouts, 0.7)
     found = policy.changed(scoring=Scoring(0.7)).token_metrics(batch)
     assert (found["logprobs"] - batch.behavior_logprobs).abs().max() < 10 * ROUNDING
-    spread = found["entropy"], found["varentropy"]
-    return abs(surprisal_z(found["logprobs"], *spread, batch.mask)) < ALARMS["surprisal_z"]
+    values = [found[name] for name in ("logprobs", "entropy", "varentropy")]
+    return abs(surprisal_z(*values, batch.mask)) < ALARMS["surprisal_z"]
 
 
 def held_requests_go_on(engine: Engine, policy: Policy) -> bool:

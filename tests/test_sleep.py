@@ -5,7 +5,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 from gpu_path import lossy_sleep
-from helpers import PROMPTS, WARM, close_live_engine, command, load_into, move, qwen2, started, timeless, train_here
+from helpers import (
+    PROMPTS,
+    WARM,
+    close_live_engine,
+    command,
+    load_into,
+    move,
+    qwen2,
+    rows,
+    started,
+    timeless,
+    train_here,
+)
 
 from engine_adapter import EngineStateError, WeightLoadError
 from rl import Policy
@@ -21,8 +33,7 @@ def sleeps(monkeypatch) -> Iterator[dict]:
 
 JOBS = {
     "one batch at a time": ("", 5), "recompute": ("--parity.no-inflight-keep --parity.variants recompute", 5),
-    "abort": ("--parity.no-inflight-keep", 5), "keep": ("", 0),  # kept requests keep the engine's memory
-    "versioned cache": ("--prefix-cache versioned --block-size 32", 5),
+    "abort": ("--parity.no-inflight-keep", 5), "versioned cache": ("--prefix-cache versioned --block-size 32", 5),
 }  # fmt: skip
 
 
@@ -31,17 +42,26 @@ JOBS = {
 def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them(
         good, tmp_path, sleeps, job):
     words, number_of_sleeps = JOBS[job]
-    if job in ("recompute", "abort", "keep"):
+    if job in ("recompute", "abort"):
         words += " --inflight-groups 4 --max-num-seqs 24"
     found = []
     for value in (None, float("nan")):
-        sleeps |= {"value": value, "count": 0}
+        sleeps.update(value=value, count=0)
         train_here(command(good, "--task {root}/task.py --steps 5 --temperature 1.5 --group-size 4 --max-new-tokens 16"
                                  f" --lr 1e-3 --eval-problems 4 {words}", "--out", str(tmp_path / str(value))))
         found.append(timeless(tmp_path / str(value)))
         assert sleeps["count"] == number_of_sleeps
     assert found[0] == found[1]
     assert sum(row["updates"] for row in found[0][1:]) > 4
+
+
+@pytest.mark.engine
+def test_with_kept_requests_the_engine_never_sleeps(good, tmp_path, sleeps):
+    """Sleep would release their KV cache with the weights."""
+    train_here(command(good, "--task {root}/task.py --steps 2 --max-new-tokens 16 --inflight-groups 4 --max-num-seqs 8"
+                             " --eval-problems 4", "--out", str(tmp_path)))  # fmt: skip
+    assert rows(tmp_path)[-1]["groups_in_flight"] == 4
+    assert sleeps["count"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ planted

@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-RUNNER = os.environ.get("RUNNER")
+RUNNER = os.environ.get("RUNNER", "v1")
+assert RUNNER in ("v1", "v2"), f"{RUNNER=}"
 if RUNNER == "v2":
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # children import sitecustomize.py
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # children import sitecustomize.py
     from gpu_path import triton_numpy  # noqa: F401

@@ -25,8 +25,7 @@ PART = {
     "test_staleness.py::test_with_async_scheduling": "V2's queue of outputs; last tokens exchanged",
     "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[recompute]":
         "V2's request states over a sleep; last tokens exchanged",
-    "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[keep]":
-        "V2's request states over a load; last tokens exchanged",
+    "test_sleep.py::test_with_kept_requests": "V2's request states over a load; last tokens exchanged",
     # The rest.
     "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[raw+prefix]":
         "the probe on V2; a temperature that is not applied",

@@ -1,4 +1,4 @@
-"""Engines that sleep as on a GPU, and lose there what level 2 loses: their memory is overwritten.
+"""Engines that sleep as on a GPU: weights and KV cache, which level 2 loses, are overwritten.
 
 vLLM's own engine core pauses and resumes, and clears its caches. Its worker, which would release memory, is replaced.
 """
@@ -24,10 +24,11 @@ def overwrite(engine: Engine, value: float) -> None:
 
 
 def install(patch: Callable = setattr, value: float | None = float("nan")) -> dict:
-    """For all engines that start from now on. What is returned can be changed: `value`, which weights have after a
-    sleep (None: those that they had), and `count` of the sleeps.
+    """All engines that start from now on sleep so. Returns a dict that tests read and change: `value`, which weights
+    get in a sleep (None: they stay), and `count`, the number of sleeps.
     """
-    state, usual = {"value": value, "count": 0}, Engine.__init__
+    state = {"value": value, "count": 0}
+    usual = Engine.__init__
 
     def start(engine: Engine, *given, **named) -> None:
         usual(engine, *given, **named)
@@ -40,7 +41,8 @@ def install(patch: Callable = setattr, value: float | None = float("nan")) -> di
             if state["value"] is not None:
                 overwrite(engine, state["value"])
 
-        worker.sleep, worker.wake_up = sleep, lambda tags: None
+        worker.sleep = sleep
+        worker.wake_up = lambda tags: None
 
     patch(torch.cuda, "synchronize", lambda: None)
     patch(Engine, "__init__", start)

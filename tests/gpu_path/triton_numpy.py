@@ -1,8 +1,9 @@
 """From the import of this file on vLLM's engines have model runner V2, and its Triton kernels run on the CPU.
 
 PyPI's Triton has no backend for a CPU, and its interpreter spends its time on type checks (30 us an operation). A
-kernel whose every name is in `tl` below runs here: its own Python code, with numpy arrays for blocks, 20 to 40 times
-as fast. Any other goes to the interpreter.
+kernel that uses only names of `tl` below runs here as Python over numpy arrays, 20 to 40 times as fast. All others go
+to the interpreter.
+
 Integers and floats have Triton's widths, and an operation never changes its operands. bfloat16 is loaded as float32.
 """
 
@@ -134,7 +135,7 @@ def loop(*bounds, **_):
     return map(Integer, range(*map(int, bounds)))
 
 
-def largest(value, axis=None, return_indices=False, **_):
+def maximum_of(value, axis=None, return_indices=False, **_):
     found = block(value.max(axis))
     return (found, block(value.argmax(axis), numpy.int32)) if return_indices else found
 
@@ -158,17 +159,21 @@ tl = SimpleNamespace(
     pointer_type=lambda dtype: Pointer(dtype, 0),
     multiple_of=lambda value, *_: value, max_contiguous=lambda value, *_: value,
     maximum=numpy.maximum, minimum=numpy.minimum, exp=numpy.exp, log=numpy.log, sqrt=numpy.sqrt, abs=numpy.abs,
-    max=largest, range=loop, static_range=loop, load=load, store=store, cast=cast, reshape=reshape, **DTYPES,
+    max=maximum_of, range=loop, static_range=loop, load=load, store=store, cast=cast, reshape=reshape, **DTYPES,
 )  # fmt: skip
 KNOWN = {*vars(tl), "tl", "triton", "to", "constexpr"}
 
 
 # ------------------------------------------------------------------------------------------------ kernels
-def translated(kernel, known={}):  # noqa: B006
+TRANSLATED = {}
+
+
+def translated(kernel):
     """The kernel's function over `tl`; None if it uses another name. `kernel` is Triton's InterpretedFunction."""
-    if kernel in known:
-        return known[kernel]
-    function, known[kernel] = kernel.fn, None
+    if kernel in TRANSLATED:
+        return TRANSLATED[kernel]
+    TRANSLATED[kernel] = None
+    function = kernel.fn
     scope = dict(function.__globals__)
     for name in {*function.__code__.co_names} - KNOWN:
         value = scope.get(name)
@@ -182,7 +187,7 @@ def translated(kernel, known={}):  # noqa: B006
             return None
     made = FunctionType(function.__code__, scope | {"tl": tl}, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
-    known[kernel] = made
+    TRANSLATED[kernel] = made
     return made
 
 
@@ -220,7 +225,8 @@ def run(kernel, *arguments, grid, warmup, **named):
 
 def patch_language(function):
     """In the interpreter too the index of `tl.range` has a method `to`."""
-    scope, usual = usual_patch(function), interpreter.tl.range
+    scope = usual_patch(function)
+    usual = interpreter.tl.range
     scope.set_attr(interpreter.tl, "range", lambda *bounds, **named: map(Index, usual(*bounds, **named)))
     return scope
 
@@ -234,5 +240,7 @@ class Index(int):
 # vLLM only asks for the name "cpu" and for an active driver.
 DRIVER = type("Driver", (), {"is_active": lambda: True, "get_current_target": lambda self: None})
 triton.backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=DRIVER)
-interpret, usual_patch = interpreter.InterpretedFunction.run, interpreter._patch_lang
-interpreter.InterpretedFunction.run, interpreter._patch_lang = run, patch_language
+interpret = interpreter.InterpretedFunction.run
+usual_patch = interpreter._patch_lang
+interpreter.InterpretedFunction.run = run
+interpreter._patch_lang = patch_language

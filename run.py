@@ -324,7 +324,8 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     """Compare both sides with softmax(logits / temperature) under the mask, computed separately.
 
     The canary samples at temperature 1 and without a mask, and a mismatch is zero if both sides
-    forget the same. A side that a switched-off fix changes is not compared.
+    forget the same. Without a fix the stated distribution of its side is the one that its flag
+    states: raw logits, or no mask in the trainer.
 
     Raises: AuditError that names the side whose distribution is not the stated one.
     """
@@ -340,15 +341,17 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     with policy.using(policy.send.engine_parameters()):
         scored = policy.logprobs(batch)
         # transformers' own head, no code of Policy
-        logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
-    masked = masked_logits(logits / sampling.temperature, sampling)  # unchanged without a mask
-    stated = at_targets(masked.log_softmax(dim=-1), batch.targets[response])
-    sides = {}
-    if parity.trainer_temperature and (parity.sampling_mask or not has_sampling_mask(sampling)):
-        sides["trainer"] = scored
-    if parity.processed_logprobs:
-        sides["engine"] = batch.behavior_logprobs
-    for side, logprobs in sides.items():
+        raw = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
+    masked = masked_logits(raw / sampling.temperature, sampling)  # unchanged without a mask
+    engines = masked if parity.processed_logprobs else raw
+    trainers = masked
+    if not parity.trainer_temperature:
+        trainers = raw
+    elif not parity.sampling_mask:
+        trainers = raw / sampling.temperature
+    sides = ("trainer", scored, trainers), ("engine", batch.behavior_logprobs, engines)
+    for side, logprobs, logits in sides:
+        stated = at_targets(logits.log_softmax(dim=-1), batch.targets[response])
         # The median: in 16 bits single tokens can differ more.
         difference = (logprobs[response] - stated).abs().median().item()
         if not difference <= CANARY_TOLERANCE[policy.model.dtype]:

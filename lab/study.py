@@ -63,6 +63,7 @@ GPU = torch.cuda.is_available()
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 RESERVE = 5.0  # seconds of --minutes for killing the last run and printing the table
 NOT_STARTED = "not started"
+UNFINISHED = "unfinished in an earlier call"
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
 IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
@@ -164,6 +165,8 @@ class Plan:
                     outcome += f": {last_line(run.folder)}"
             elif run.config.backend.cuda_graphs and not GPU:
                 outcome = "skipped, it needs a GPU"
+            elif outcome == NOT_STARTED and (run.folder / "config.json").exists():
+                outcome = UNFINISHED
             yield run, outcome
 
     def finished(self) -> dict[str, list[int]]:
@@ -252,6 +255,10 @@ def in_processes(
     waiting, running, failed = list(tasks), {}, {}
     started = time.monotonic()
     while waiting or running:
+        if time.monotonic() > end:
+            waiting.clear()
+            if not running:
+                break
         while (waiting and len(running) < jobs
                and {turn for turn, *_ in running.values()} <= {waiting[0][0]}):
             turn, limit, *task = waiting.pop(0)
@@ -277,8 +284,6 @@ def in_processes(
         minutes = (time.monotonic() - started) / 60
         print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min", flush=True)
         after(folder.name, failed)
-        if time.monotonic() > end:
-            waiting.clear()
     return failed
 
 
@@ -294,7 +299,11 @@ def run_all(plan: Plan) -> dict[str, str]:
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
     seconds = 60 * plan.options.minutes
     tasks = {}
-    for run in [run for run, outcome in plan.outcomes({}) if outcome == NOT_STARTED]:
+    outcomes = [*plan.outcomes({})]
+    # Runs that a limit has cut already come last.
+    pending = [run for kind in (NOT_STARTED, UNFINISHED) for run, outcome in outcomes
+               if outcome == kind]
+    for run in pending:
         limit = seconds * run.cell.share
         model = Path(run.config.run.model)
         if model.parent == plan.models and not model.exists():
@@ -332,15 +341,14 @@ def origin_of(folder: Path, command: str) -> dict[str, Any]:
 def write_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
     """Write and return: of all finished runs in OUT options, seeds, metrics, and where they ran.
 
-    Of a piecewise study also those that have crashed in this call, if they had begun.
+    Of a piecewise study also those that have begun and not finished.
     """
     counted = plan.finished()
     cells, origins = {}, []
-    for run in crashed if plan.study.piecewise else ():
-        name, _, seed = run.rpartition("-seed")
-        folder = plan.folder(name, seed)
-        if (folder / "config.json").exists() and not (folder / MARK).exists():
-            counted.setdefault(name, []).append(int(seed))
+    for name in plan.study.cells if plan.study.piecewise else ():
+        for begun in sorted(plan.out.glob(f"runs/{name}-seed*/config.json")):
+            if not begun.with_name(MARK).exists():
+                counted.setdefault(name, []).append(int(begun.parent.name.rpartition("-seed")[2]))
     for name, seeds in counted.items():
         cell = plan.study.cells[name]
         folders = [plan.folder(name, seed) for seed in seeds]

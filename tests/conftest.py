@@ -48,7 +48,8 @@ def select_for_runner_v2(config, items):
     from gpu_path.chosen import CANNOT, PART
 
     def named(item, table):
-        return [name for name in table if item.nodeid.removeprefix("tests/").startswith(name)]
+        node = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+        return [name for name in table if node.startswith(name)]
 
     for item in items:
         if named(item, PART):

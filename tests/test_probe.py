@@ -317,6 +317,12 @@ def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
         ("backend_ratio_mean", math.nan, "backend_ratio_error"),
     ):  # fmt: skip
         assert alarms(clean | {metric: value}, 0.2) == [name]
+    kept = {"kept_mass": 0.95, "engine_kept_mass": 0.0, "staleness_max": 0}
+    assert alarms(clean | kept, 0.2) == ["kept_mass_error"]
+    assert alarms(clean | kept | {"staleness_max": 1}, 0.2) == alarms(clean | kept | {"kept_mass": 0.009}, 0.2) == []
+    for z in (-6.0, 6.0):
+        assert alarms(clean | {"surprisal_z": z}, 0.2) == ["surprisal_z"]
+        assert alarms(clean | {"surprisal_z": z, "groups_in_flight": 3}, 0.2) == []
     assert alarms(clean | {"backend_clip_rate": 0.26}, 4e-4) == []  # GSPO's bounds: the rounding of 16 bits
     assert alarms({}, 0.2) == []  # no rollout with current weights
 

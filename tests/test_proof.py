@@ -2,12 +2,13 @@
 
 import re
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import ALWAYS_TIED, ARCHITECTURES, PATCHED, dtypes_of, load_into, move, policy_of, started
 
-from engine_adapter import WeightLoadError
+from engine_adapter import WeightLoadError, _copies
 from rl import Policy
 
 CASES = [(name, tied, dtype, "cpu") for name in ARCHITECTURES if name not in PATCHED
@@ -102,3 +103,13 @@ def test_one_stale_part_of_one_expert_is_named_by_its_layer(tmp_path):
             with sending(engine, stale):
                 assert named(engine, policy) == {"model.layers.1.mlp.experts"}
         engine.close()
+
+
+def test_a_packed_embedding_has_another_name_for_its_width():
+    """Of vLLM 0.26; today's vLLM packs linear layers alone."""
+    weight = torch.randn(7, 5)
+    layer = SimpleNamespace(weight=torch.empty(0), cpu_linear=True, embedding_dim=5, params_dtype=torch.float32,
+                            quant_method=SimpleNamespace(apply=lambda _, rows: rows @ weight.T))  # fmt: skip
+    ((kind, found),) = _copies(layer)
+    assert kind == "weight"
+    assert torch.equal(found, weight)

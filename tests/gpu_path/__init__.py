@@ -8,4 +8,6 @@ assert RUNNER in ("v1", "v2"), f"{RUNNER=}"
 if RUNNER == "v2":
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # children import sitecustomize.py
-    from gpu_path import triton_numpy  # noqa: F401
+    from gpu_path import triton_numpy
+else:
+    triton_numpy = None

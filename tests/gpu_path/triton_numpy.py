@@ -4,7 +4,8 @@ PyPI's Triton has no backend for a CPU, and its interpreter spends its time on t
 kernel that uses only names of `tl` below runs here as Python over numpy arrays, 20 to 40 times as fast. All others go
 to the interpreter.
 
-Integers and floats have Triton's widths, and an operation never changes its operands. bfloat16 is loaded as float32.
+In what V2's kernels compute, integers and floats have Triton's widths, and an operation never changes its operands.
+bfloat16 is loaded as float32.
 """
 
 import ctypes
@@ -43,7 +44,8 @@ class Block(numpy.ndarray):
         result = getattr(ufunc, method)(*plain, **options)
         if result.dtype.itemsize == 8:
             kinds = [each.dtype for each in plain if isinstance(each, numpy.ndarray | numpy.generic)]
-            if all(kind.itemsize < 8 for kind in kinds):  # numpy has widened it
+            large = any(isinstance(each, int) and each.bit_length() > 31 for each in plain)
+            if not large and all(kind.itemsize < 8 for kind in kinds):  # numpy has widened it
                 narrow = numpy.float32 if result.dtype.kind == "f" else numpy.int32
                 result = result.astype(numpy.uint32 if numpy.uint32 in kinds else narrow)
         return block(result)
@@ -112,7 +114,7 @@ def load(pointer, mask=None, other=0, **_):
     if pointer.kind == BFLOAT16:
         found = (numpy.asarray(found, numpy.uint32) << 16).view(numpy.float32)
     if mask is not None:
-        found = numpy.where(mask, found, numpy.asarray(other or 0, found.dtype))
+        found = numpy.where(mask, found, numpy.asarray(0 if other is None else other, found.dtype))
     return block(found)
 
 

@@ -53,7 +53,7 @@ def test_this_process_has_runner_v2_and_its_kernels_give_what_tritons_interprete
         def samples() -> list:
             reseed(0)
             rollouts = [each for mask in masks for each in
-                        engine.generate([[5, 6, 7], [8, 9, 10, 11]], 4, Sampling(1.3, 3, max_kept=96, **mask))]
+                        engine.generate([[5, 6, 7], [8, 9, 10, 11]], 4, Sampling(1.3, 2, max_kept=96, **mask))]
             return [(each.token_ids, each.logprobs, [kept.tolist() for kept in each.kept]) for each in rollouts]
 
         triton_numpy.launches.clear()

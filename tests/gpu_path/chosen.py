@@ -22,7 +22,6 @@ PART = {
         "V1's async scheduling with V2; blocks of an earlier request",
     "test_inflight.py::test_an_update_keeps_recomputes_or_aborts_what_was_computed[Qwen2-vllm":
         "V2's request states; last tokens exchanged between requests",
-    "test_staleness.py::test_with_async_scheduling": "V2's queue of outputs; last tokens exchanged",
     "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[recompute]":
         "V2's request states over a sleep; last tokens exchanged",
     "test_sleep.py::test_with_kept_requests": "V2's request states over a load; last tokens exchanged",

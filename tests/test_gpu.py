@@ -156,3 +156,14 @@ def test_the_tests_marked_gpu_are_one_run_whose_log_ends_with_their_numbers(tmp_
     with pytest.raises(SystemExit, match="1"):
         gpu_tests.main(["--out", "out"])
     assert "1 failed, 1 deselected" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_run_that_an_earlier_call_has_cut_keeps_its_figures(tmp_path):
+    folder = tmp_path / "runs" / "start-seed0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"audit": {}, "device": "a CPU", "dirty": False, "versions": {}}))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    plan = study.Plan(study.Options("gpu", str(tmp_path), ("start", "learns")))
+    record = study.write_record(plan, {})
+    assert record["cells"]["start"]["metrics"]["reward"] == [0.5]
+    assert [each.partition(";")[0] for each in record["outcomes"].values()] == [study.UNFINISHED, study.NOT_STARTED]

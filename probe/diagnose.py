@@ -126,7 +126,7 @@ ALARMS = {
     "backend_clip_rate": 0.005,
     "backend_ratio_error": 0.005,
     "kept_mass_error": 0.01,  # |engine_kept_mass - kept_mass|; clean bfloat16 steps: 0.0005
-    "surprisal_z": 5.0,  # 289 clean steps: at most 2.7
+    "surprisal_z": 5.0,  # 542 clean steps: at most 2.7
     # Clean mixtures of 3 to 48 layers have 0.005 to 0.006, with 2 % of noise 0.017 to 0.022.
     "router_noise": 0.01,
 }

@@ -25,10 +25,10 @@ from helpers import (
 )
 
 from engine_adapter import Engine, WeightLoadError
-from extras.sampling_mask import masked_logits
+from extras.sampling_mask import SamplingMask, masked_logits
 from objectives import surprisal_z
 from probe.diagnose import ALARMS, alarms
-from rl import Policy, Scoring
+from rl import Policy, Scoring, make_batch
 from rollouts import Sampling, reseed
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(RUNNER != "v2", reason="needs RUNNER=v2")]
@@ -81,8 +81,8 @@ def test_tritons_attention_is_within_1e_4_nats_of_the_trainer(tmp_path, monkeypa
 
 
 # ------------------------------------------------------------------------------------------------ masks
-def masked_alike(rows: int, scale: float, **mask) -> bool:
-    """Whether V2's kernels keep the tokens that PyTorch keeps, of logits with this standard deviation."""
+def masked_otherwise(rows: int, scale: float, **mask) -> int:
+    """The rows in which V2's kernels do not keep the tokens that PyTorch keeps, of logits with this deviation."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_top_p_pytorch
 
     sampling = Sampling(1.0, 1, **mask)
@@ -90,7 +90,8 @@ def masked_alike(rows: int, scale: float, **mask) -> bool:
     top_k = torch.full((rows,), sampling.top_k, dtype=torch.int32) if sampling.top_k else None
     top_p = torch.full((rows,), sampling.top_p) if sampling.top_p < 1 else None
     ours = apply_top_k_top_p(logits.clone(), top_k, top_p)
-    return torch.equal(ours, apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p))
+    theirs = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p)
+    return (ours != theirs).any(dim=1).sum().item()
 
 
 FAULTY = pytest.mark.xfail(strict=True, reason="vLLM's kernel for top-p: docs/fixes.md")
@@ -104,7 +105,7 @@ FAULTY = pytest.mark.xfail(strict=True, reason="vLLM's kernel for top-p: docs/fi
     pytest.param(dict(top_p=0.9), 20, marks=FAULTY),  # it keeps all: such a run stops at max_kept
 ], ids=str)  # fmt: skip
 def test_the_kernel_for_masks_keeps_what_pytorch_keeps(mask, scale):
-    assert masked_alike(80, scale, **mask)
+    assert masked_otherwise(400, scale, **mask) <= 2  # a sum that rounding puts on the other side of top-p
 
 
 def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_path, monkeypatch):
@@ -119,15 +120,16 @@ def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_pa
     assert "=> semantics: tokens drawn from another distribution than the reported one" in report
 
 
-def test_only_the_kept_mass_shows_a_mask_that_keeps_too_few_tokens(good, tmp_path):
-    """Both softmaxes are over the set that the engine kept, so every mismatch is that of parity."""
-    out = tmp_path / "run"
-    train_here(command(good, "--task {root}/task.py --steps 1 --num-prompts 8 --group-size 12 --max-new-tokens 6"
-                       " --top-p 0.9 --min-p 0.02 --temperature 0.4 --eval-problems 4", "--out", str(out)))  # fmt: skip
-    row = rows(out)[1]
-    assert row["mismatch_abs_mean"] < ROUNDING
-    assert row["engine_kept_mass"] < row["kept_mass"] - 0.02
-    assert alarms(row, 0.2) == ["kept_mass_error"]
+def test_only_the_kept_mass_shows_a_mask_that_keeps_too_few_tokens(engine_folder, policy):
+    """Both softmaxes are over the set that the engine kept, so the mismatch is that of parity."""
+    sampling = Sampling(0.4, 4, top_p=0.9, min_p=0.02, max_kept=96)
+    with started(engine_folder, policy, max_num_seqs=128) as engine:
+        reseed(0)
+        batch = make_batch(engine.generate(PROMPTS, 24, sampling))  # more than 64 rows
+    found = policy.changed(scoring=Scoring(0.4, support=SamplingMask(sampling))).token_metrics(batch)
+    assert (found["logprobs"] - batch.behavior_logprobs).abs().mean() < ROUNDING
+    too_few = (found["kept_mass"] - found["engine_kept_mass"]).sum() / batch.mask.sum()
+    assert too_few > ALARMS["kept_mass_error"]
 
 
 # ------------------------------------------------------------------------------------------------ planted faults

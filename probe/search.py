@@ -263,7 +263,7 @@ class Probe(Replay):
 
 
 def signs_agree(change: Tensor, error: Tensor) -> bool:
-    """Whether a cause's change has the signs of the error without it, and more than half its size.
+    """Whether a cause's change has the signs of the error without it, which is over half as large.
     """
     agreement = change * error
     signed = agreement.isfinite() & (agreement != 0)

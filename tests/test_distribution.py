@@ -8,6 +8,7 @@ from helpers import CAN_BE_EXACT, built, close_live_engine
 from config import ParityFlags
 from engine_adapter import AuditError, Engine
 from rl import Policy
+from rollouts import Rollout
 
 OPTIONS = [
     {}, dict(top_p=0.8, temperature=1.4), dict(parity=ParityFlags(processed_logprobs=False)),
@@ -50,4 +51,29 @@ def test_a_side_that_forgets_the_temperature_or_the_mask_is_refused(good, tmp_pa
     close_live_engine()
     with pytest.raises(AuditError, match=f"the {named}'s log-probabilities are not those of the stated distribution"):
         built(good, tmp_path, engine="vllm", **{option: 0.3})
+    Engine.live.close()
+
+
+RAW = ParityFlags(processed_logprobs=False)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("named, options", [
+    ("trainer", dict(parity=ParityFlags(sampling_mask=False), top_p=0.8)), ("engine", dict(parity=RAW)),
+    ("engine", dict(parity=replace(RAW, variants=("both-raw",)))),
+], ids=str)  # fmt: skip
+def test_without_a_fix_both_sides_are_still_compared_with_what_its_flag_states(
+        good, tmp_path, monkeypatch, named, options):
+    """The trainer forgets the temperature; the engine reports other values than raw ones, except at temperature 1."""
+    if named == "trainer":
+        logprobs = Policy.logprobs
+        monkeypatch.setattr(Policy, "logprobs", lambda policy, batch: logprobs(
+            policy.changed(scoring=replace(policy.scoring, temperature=1.0)), batch))  # fmt: skip
+    else:
+        append = Rollout.append
+        monkeypatch.setattr(Rollout, "append", lambda rollout, ids, values, version: append(
+            rollout, ids, [each - (rollout.sampling.temperature != 1) for each in values], version))  # fmt: skip
+    close_live_engine()
+    with pytest.raises(AuditError, match=f"the {named}'s log-probabilities are not those of the stated distribution"):
+        built(good, tmp_path, engine="vllm", **{"temperature": 0.3} | options)
     Engine.live.close()

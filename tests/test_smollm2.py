@@ -6,7 +6,6 @@ Not part of the environment is reasoning-gym, because one of its packages needs 
 from pathlib import Path
 from zipfile import ZipFile
 
-import gguf
 import numpy
 import pytest
 import torch
@@ -17,6 +16,7 @@ from extras.problem_files import load_task
 from models import load_model
 from tasks import Problem
 
+gguf = pytest.importorskip("gguf")
 HEADER = {"block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96, "head_count": 2,
           "head_count_kv": 1, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4, "vocab_size": 64, "bos_token_id": 1,
           "eos_token_id": 2, "pad_token_id": 2, "tokenizer_model": "gpt2", "tokenizer_pre": "smollm",

@@ -24,7 +24,11 @@ def write_model(folder: Path, name: str, seed: int) -> None:
 
 
 def write_random_model(folder: Path, shape: str, seed: int) -> None:
-    """A random model that continues digits in order: its distribution is not uniform."""
+    """A random model whose next digit is the successor in half of the cases, else any digit.
+
+    A model that only counts is nearly certain: the answers of a group and their rewards are equal,
+    so nothing is updated, and log-probabilities of 0 have no mismatch (entropy 1e-6 on an H200).
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -37,8 +41,9 @@ def write_random_model(folder: Path, shape: str, seed: int) -> None:
     model = Qwen2ForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     for _ in range(60):
-        starts = torch.randint(10, (64, 1), device=device)
-        ids = 3 + (starts + torch.arange(32, device=device)) % 10  # (64, 32), the toy's digits
+        successor = torch.rand(64, 32, device=device) < 0.5
+        steps = torch.where(successor, 1, torch.randint(10, (64, 32), device=device))
+        ids = 3 + steps.cumsum(dim=1) % 10  # (64, 32), the toy's digits
         model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

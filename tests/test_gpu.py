@@ -7,10 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from helpers import OWN_PROCESS, ROOT, command, rows
 
+from examples.toys import toy_tokenizer
 from lab import gpu_tests, study
 from lab.cells import STUDIES
+from lab.models import SHAPES, write_model
+from models import load_model
 
 
 # ------------------------------------------------------------------------------------------------ one engine a process
@@ -156,6 +160,20 @@ def test_the_tests_marked_gpu_are_one_run_whose_log_ends_with_their_numbers(tmp_
     with pytest.raises(SystemExit, match="1"):
         gpu_tests.main(["--out", "out"])
     assert "1 failed, 1 deselected" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_random_model_of_a_real_shape_follows_the_digits_and_is_unsure(tmp_path, monkeypatch):
+    """A certain one gives equal answers, so all groups are flat and there is no update."""
+    tiny = dict(vocab_size=len(toy_tokenizer()), hidden_size=128, intermediate_size=256, num_hidden_layers=1,
+                num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
+    write_model(tmp_path / "tiny", "tiny", seed=0)
+    model = load_model(str(tmp_path / "tiny"), torch.float32)
+    digits = torch.arange(10)
+    with torch.no_grad():
+        logits = model(3 + digits[:, None]).logits[:, -1]  # (10, V), each digit alone
+    assert torch.equal(logits.argmax(dim=-1), 3 + (digits + 1) % 10)
+    assert torch.distributions.Categorical(logits=logits).entropy().min() > 1  # 1.7 nats are taught
 
 
 def test_a_run_that_an_earlier_call_has_cut_keeps_its_figures(tmp_path):

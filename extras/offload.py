@@ -1,6 +1,6 @@
 """Master weights and moments in host memory except during an update (`--offload-optimizer`).
 
-No GPU has run it yet.
+Its tests pass on a GPU (H200); its speed there has not been measured.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """A model's folder: its weights are read and written. extras/model_folder.py describes a user's."""
 
 from pathlib import Path
+from shutil import copymode
 from typing import Any
 
 import torch
@@ -49,13 +50,23 @@ def attention_for(config: Any) -> str:
 
 
 def save_model(model: torch.nn.Module, tokenizer: Any, sampling: Any, folder: Path) -> None:
-    """A Hugging Face folder: safetensors, tokenizer, and `sampling` (rollouts.Sampling)."""
+    """`write_folder`, with `sampling` (rollouts.Sampling) except for its `max_new_tokens`."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k,
-        top_p=sampling.top_p, min_p=sampling.min_p, max_new_tokens=sampling.max_new_tokens,
+        top_p=sampling.top_p, min_p=sampling.min_p,
         eos_token_id=list(sampling.stop_token_ids), pad_token_id=tokenizer.pad_token_id,
     )
+    write_folder(model, tokenizer, folder)
+
+
+def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
+    """A Hugging Face folder whose weights have the mode of its other files.
+
+    safetensors writes files that only their owner can read.
+    """
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):
+        copymode(folder / "config.json", weights)

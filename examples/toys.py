@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import tasks
+from models import write_folder
 from tasks import Problem, Task, exact_match, split
 
 # ---------------------------------------------------------------------------------- tasks
@@ -169,8 +170,7 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
         print(f"{name} model: taught for {TOYS[name].steps} steps in"
               f" {time.monotonic() - started:.0f} s", flush=True)
         whole = Path(unfinished.name) / "model"
-        model.save_pretrained(whole)
-        toy_tokenizer().save_pretrained(whole)
+        write_folder(model, toy_tokenizer(), whole)
         with suppress(OSError):  # another process may have been faster
             whole.rename(folder)
     return folder

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from examples.toys import TOYS, larger_digits, share_of_digits, teach, toy_config, toy_tokenizer
+from models import write_folder
 from tasks import Problem
 
 LENGTHS = dict(shortest=64, longest=80, field=80)
@@ -29,5 +30,4 @@ def write_model(folder: Path, seed: int) -> None:
         random.Random(f"teacher {seed}"), 10_000, **LENGTHS))
     config = toy_config("digits")
     config.max_position_embeddings = 256
-    teach(toy, config, seed).save_pretrained(folder)
-    toy_tokenizer().save_pretrained(folder)
+    write_folder(teach(toy, config, seed), toy_tokenizer(), folder)

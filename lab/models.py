@@ -33,6 +33,7 @@ def write_random_model(folder: Path, shape: str, seed: int) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from examples.toys import toy_tokenizer
+    from models import write_folder
 
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,8 +49,7 @@ def write_random_model(folder: Path, shape: str, seed: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model.to(torch.bfloat16).save_pretrained(folder)
-    toy_tokenizer().save_pretrained(folder)
+    write_folder(model.to(torch.bfloat16), toy_tokenizer(), folder)
 
 
 # Of prompts of 128 tokens, with random rewards: no answer is right, and hardly a group is flat.

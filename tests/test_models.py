@@ -1,15 +1,17 @@
 """Tokenizers, prompts and the model of a toy."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
-from helpers import ROOT, prompt_ids
+from helpers import ROOT, prompt_ids, qwen2
 
 from examples.toys import EOS, TOYS, digits, teach, toy_config, toy_model, toy_tokenizer
 from extras.model_folder import describe_model, load_tokenizer
-from models import load_model
+from models import load_model, save_model
+from rollouts import Sampling
 from tasks import Problem
 
 
@@ -33,6 +35,18 @@ def test_the_seed_alone_decides_what_a_toy_is_taught():
     first, again, other = ([*teach(toy, config, seed).parameters()] for seed in (1, 1, 2))
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first[:3], other[:3]))
+
+
+def test_written_folders_have_the_umasks_mode_and_an_exported_one_no_length_of_the_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(TOYS, "digits", TOYS["digits"]._replace(steps=1))
+    usual = os.umask(0o027)
+    try:
+        toy_model(str(tmp_path / "cache"), 0, "digits")
+        save_model(qwen2(tied=True), toy_tokenizer(), Sampling(0.7, 4, (EOS,)), tmp_path / "policy")
+    finally:
+        os.umask(usual)
+    assert [file.stat().st_mode for file in tmp_path.rglob("*.safetensors")] == [0o100640] * 2
+    assert "max_new_tokens" not in (tmp_path / "policy" / "generation_config.json").read_text()
 
 
 def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good, tmp_path):

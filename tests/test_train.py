@@ -182,7 +182,7 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
 @pytest.mark.engine
 def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new_vllm(good, tmp_path):
     """vLLM's own `LLM` reads the weights and the sampling parameters from the folder."""
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     train_here(command(good, "--task {root}/task.py --steps 1 --lr 1e-2", *SMALL, "--out", str(tmp_path)))
     policy = Policy.load(str(tmp_path / "policy"), torch.float32, "cpu")
@@ -192,7 +192,7 @@ def test_the_exported_policy_is_the_trained_one_and_has_the_same_values_in_a_new
     llm = LLM(str(tmp_path / "policy"), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="float32",
               logprobs_mode="processed_logprobs", kv_cache_memory_bytes=2**28)
     defaults = llm.get_default_sampling_params()
-    assert (defaults.max_tokens, defaults.temperature) == (4, 0.7)
+    assert (defaults.max_tokens, defaults.temperature) == (SamplingParams().max_tokens, 0.7)
     record(llm, str(tmp_path / "trace.npz"), {"temperature": 0.7}, new_tokens=8)
     llm.llm_engine.engine_core.shutdown()
     (trace,) = load_traces(str(tmp_path / "trace.npz"))

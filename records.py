@@ -81,7 +81,8 @@ def stage(what: str) -> Iterator[None]:
 
 @contextmanager
 def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
-    """A command's boundary: an exception, SIGINT or SIGTERM becomes a sentence and a status.
+    """A command's boundary: an exception or a signal's KeyboardInterrupt becomes a sentence and a
+    status.
 
     `out`: the folder of an accepted run, for the traceback. Without it an exception that is no
     ValueError, and so no check of this program, is printed with its traceback.
@@ -89,8 +90,10 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("stopped by a signal; a run goes on from its newest checkpoint with --resume, a study"
-              " deletes and repeats its unfinished runs", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone
+            print("stopped by a signal; with --resume a run goes on from its newest checkpoint, or"
+                  " begins anew if it has none; a study deletes and repeats its unfinished runs",
+                  file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         where = ""

@@ -245,7 +245,9 @@ def log(run: Run, metrics: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------- the command
 def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0 done, 2 refused in set-up, 1 failed later, 130 stopped by a signal."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with records.one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
     out = config.run.out

@@ -141,21 +141,30 @@ def signalled_run(words: list[str], number: int, said: Path) -> None:
         train.main(words)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(root, tmp_path, number, capsys):
+@pytest.mark.parametrize("number, first_checkpoint", [
+    (signal.SIGTERM, "9"), (signal.SIGINT, "1"), (signal.SIGHUP, "9"), (signal.SIGKILL, "1")])  # fmt: skip
+def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(root, tmp_path, number, first_checkpoint, capsys):
     out, said = tmp_path / "run", tmp_path / "said"
-    process = forked(signalled_run, options(root, out), signal.SIGSTOP, said)
+    words = options(root, out, "--checkpoint-every", first_checkpoint)
+    process = forked(signalled_run, words, signal.SIGSTOP, said)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    complaint = refusal(options(root, out, "--resume"), capsys)
+    complaint = refusal([*words, "--resume"], capsys)
     assert f"out must not be in use, another process holds {out}" in complaint
     os.kill(process.pid, number)
     os.kill(process.pid, signal.SIGCONT)
     process.join()
     if number != signal.SIGKILL:
         assert process.exitcode == 130
-        assert said.read_text().startswith("stopped by a signal; a run goes on from its newest checkpoint")
-    train_here(options(root, out, "--resume"))  # a dead process holds nothing
+        assert "a run goes on from its newest checkpoint, or begins anew if it has none;" in said.read_text()
+    train_here([*words, "--resume"])  # a dead process holds nothing
+    assert ("there was no checkpoint" in capsys.readouterr().out) == (first_checkpoint == "9")
     assert outcome(out) == outcome(root / "run")
+
+
+def test_a_run_under_nohup_ignores_sighup(capsys):
+    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    refusal(["--steps", "-1"], capsys)
+    assert signal.signal(signal.SIGHUP, usual) == signal.SIG_IGN
 
 
 @pytest.mark.engine

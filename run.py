@@ -309,6 +309,11 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
+    steps, grpo = run.config.run.steps, run.config.grpo
+    if 0 < steps <= grpo.lr_warmup_steps:
+        largest = max(run.config.lr_at(step) for step in range(1, steps + 1))
+        print(f"a warm-up of {grpo.lr_warmup_steps} steps in a run of {steps}: the learning rate"
+              f" reaches {largest:.1e} at most, NOT {grpo.lr:.1e}", flush=True)
     if run.config.parity.off() or run.config.grpo.replay_routes:
         from extras.idle_switches import name_idle_switches
 

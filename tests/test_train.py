@@ -111,11 +111,14 @@ def test_a_function_before_the_update_adds_metrics_and_scales_the_learning_rate(
 
 
 # ------------------------------------------------------------------------------------------------ options
-def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path):
+def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, capsys):
     """This test has no marker `engine`, so vllm cannot be imported."""
     train_here(command(good, "--task {root}/task.py --steps 3 --inflight-groups 3 --engine transformers", *SMALL,
                        "--probe-every", "3", "--out", str(tmp_path)))  # fmt: skip
     steps = rows(tmp_path)[1:]
+    largest = max(row["lr"] for row in steps)
+    notice = f"a warm-up of 5 steps in a run of 3: the learning rate reaches {largest:.1e} at most, NOT 1.0e-03\n"
+    assert notice in capsys.readouterr().out
     assert steps[0]["mismatch_abs_mean"] < ROUNDING
     assert max(row.get("current_mismatch_abs_mean") or 0 for row in steps) < ROUNDING
     assert steps[0]["probe"] == "parity"

@@ -395,9 +395,10 @@ def weighted_loss(
     k3 is multiplied by the ratio, and the gradient is that of KL(pi || ref).
 
     `denominator` is that of the ratio: `old_logprobs`, or `behavior_logprobs` with two policies.
-    Losses and diagnostics of micro-batches add up to those of the optimizer batch; `total_weight`
-    is the sum of the weights. `kl_old_new` is KL(policy of the denominator || new): with two
-    policies it holds the mismatch, as the ratio does.
+    Losses and diagnostics of micro-batches add up to those of the optimizer batch, except for
+    `kl_ref_max`, the largest k3; `total_weight` is the sum of the weights. `kl_old_new` is
+    KL(policy of the denominator || new): with two policies it holds the mismatch, as the ratio
+    does.
 
     Shapes: (B, T), advantages (B, 1) or (B, T) -> (), and () by name.
     """
@@ -417,4 +418,6 @@ def weighted_loss(
         terms["ratio_mean"] = log_ratio.exp()
         terms["kl_old_new"] = torch.expm1(log_ratio) - log_ratio
         sums = {name: (term * weights).sum() for name, term in terms.items()}
+        if kl_coef:
+            sums["kl_ref_max"] = terms["kl_ref"].max()
     return (loss * weights).sum(), sums

@@ -147,8 +147,9 @@ LOG_LINE = {  # by the name of a figure: the text that is shown if it is there, 
         " | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
         " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e}"
         " | clip {clip_rate:5.1%} backend {backend_clip_rate:5.1%}"
-        " | entropy {entropy:.2f} | gnorm {grad_norm:.2f}"
+        " | entropy {entropy:.2f} | gnorm {grad_norm:.2f} lr {lr:.1e}"
         " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left} left",
+    "kl_ref": " | kl_ref {kl_ref:.1e} max {kl_ref_max:.1e}",
     "groups_in_flight":
         " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}",
     # The next two count from the start of the run.
@@ -167,7 +168,7 @@ LOG_LINE = {  # by the name of a figure: the text that is shown if it is there, 
         " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f} agree {eval_agree:.3f}",
     "eval_reward_trainer_alone": " (trainer alone {eval_reward_trainer_alone:.3f})",
 }
-ALSO_AT_0 = ("reward", "eval_reward", "eval_reward_trainer_alone")
+ALSO_AT_0 = ("reward", "kl_ref", "eval_reward", "eval_reward_trainer_alone")
 
 
 class NotMeasured:

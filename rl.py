@@ -785,7 +785,7 @@ def update(
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
-    losses, norms = [], []
+    losses, norms, largest_kl = [], [], []
     sums: dict[str, Tensor] = {}
     policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
     correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
@@ -811,9 +811,13 @@ def update(
                 micro = batch.select(micro_rows)
                 micro_loss, terms = _backward(policy, optimizer, micro, grpo)
                 loss += micro_loss
+                if grpo.kl_coef:
+                    largest_kl.append(terms.pop("kl_ref_max").item())
                 sums = {name: sums.get(name, 0.0) + term for name, term in terms.items()}
             if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss}, the learning rate {lr:.2g}")
+                kl = grpo.kl_coef * sums.get("kl_ref", 0.0)
+                cause = " because its KL term is inf" if math.isinf(kl) else ""
+                raise FloatingPointError(f"the loss is {loss}{cause}, the learning rate {lr:.2g}")
             losses.append(loss)
             norms.append(optimizer.step(lr, grpo.grad_clip))
     finite = [norm for norm in norms if math.isfinite(norm)]
@@ -821,6 +825,8 @@ def update(
     names = ["ratio_mean", "clip_rate", "kl_old_new", *["kl_ref"] * bool(grpo.kl_coef)]
     unmeasured = dict.fromkeys(names)
     measured = {name: float(value / total_weight) for name, value in sums.items()}
+    if grpo.kl_coef:
+        measured["kl_ref_max"] = max(largest_kl, default=None)
     return unmeasured | measured | correction_metrics(correction, *policies) | {
         "loss": sum(losses) / len(losses) if losses else None,
         "grad_norm": sum(finite) / len(finite) if finite else None,

@@ -266,13 +266,16 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
         check_update(GrpoConfig(**usual, old_policy="rollout"), draws, 1)
 
 
-def step(policy: Policy, optimizer: Optimizer, grpo: GrpoConfig, advantages=(1.0, -1.0, 0.5, -0.5), keep=True) -> dict:
-    """The metrics of one update."""
+def step(policy: Policy, optimizer: Optimizer, grpo: GrpoConfig, advantages=(1.0, -1.0, 0.5, -0.5), keep=True,
+         far=0.0) -> dict:
+    """The metrics of one update. One token is `far` nats below the reference."""
     batch = make_batch(rollouts(), policy.device).mask_rows([keep] * 4)
     minibatches = minibatches_of(batch, grpo.num_minibatches, grpo.micro_batch_tokens, has_signal=advantages)
     old = frozen_logprobs(policy, batch, minibatches)
     advantages = torch.tensor(advantages, device=policy.device)[:, None]
-    batch = replace(batch, old_logprobs=old, ref_logprobs=old, advantages=advantages)
+    ref = old.clone()
+    ref[0, 2] += far  # its first token
+    batch = replace(batch, old_logprobs=old, ref_logprobs=ref, advantages=advantages)
     return update(policy, optimizer, batch, minibatches, grpo, lr=1e-3)
 
 
@@ -313,6 +316,19 @@ def test_a_nan_stops_the_update_before_the_weights_move():
     with pytest.raises(FloatingPointError, match="the loss is nan"):
         step(policy, optimizer, GrpoConfig(), advantages=(math.nan, 1.0, 0.0, 0.0))
     assert not moved(policy)
+
+
+def test_the_largest_kl_term_is_a_metric_and_an_infinite_one_is_named():
+    grpo = GrpoConfig(kl_coef=0.1, num_minibatches=1, micro_batch_tokens=1)
+    metrics = step(*fresh(), grpo, far=20.0)
+    largest = metrics["kl_ref_max"]
+    assert largest == pytest.approx(math.expm1(20) - 20, rel=1e-4)
+    assert metrics["kl_ref"] == pytest.approx(largest / 13)  # of 13 tokens
+    assert step(*fresh(), grpo, keep=False)["kl_ref_max"] is None
+    with pytest.raises(FloatingPointError, match="the loss is inf because its KL term is inf"):
+        step(*fresh(), grpo, far=100.0)
+    with pytest.raises(FloatingPointError, match="the loss is nan, the learning"):
+        step(*fresh(), grpo, advantages=(math.nan, 1.0, 0.0, 0.0))
 
 
 # ------------------------------------------------------------------------------------------------ noise, memory

@@ -163,7 +163,7 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
     steps = rows(out)[1:]
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)
     assert 0 < sum(row["trunc_frac"] for row in steps) < 3
-    assert all(math.isfinite(row.get("kl_ref") or 0) for row in steps)
+    assert all(0 <= (row["kl_ref"] or 0) <= (row["kl_ref_max"] or 0) < math.inf for row in steps)
     assert any(row.get("grad_norm") is not None for row in steps)  # fp16 may lose steps until its scale fits
     assert sum(row["reward_errors"] for row in steps) > 0
     record = json.loads((out / "config.json").read_text())

@@ -298,14 +298,18 @@ def correct(
 def correction_metrics(
     correction: Correction, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Shares of the response tokens, also those that other rules would reject; ESS of the weights.
+    """Shares of the response tokens, also those that other rules would reject; ESS and mean of the
+    weights.
     """
     shares = {f"rejected_frac_{name}": rule.rejects(old_logprobs, behavior_logprobs, mask)
               for name, rule in REJECTIONS.items()}
     shares |= {"tis_clip_frac": correction.truncated, "rejected_frac": correction.rejected}
     tokens = mask.sum().clamp(min=1)
     metrics = {name: (share.sum() / tokens).item() for name, share in shares.items()}
-    return metrics | {"weights_ess": effective_sample_size(correction.weights[mask > 0]).item()}
+    return metrics | {
+        "weights_ess": effective_sample_size(correction.weights[mask > 0]).item(),
+        "weights_mean": ((correction.weights * mask).sum() / tokens).item(),
+    }
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:

@@ -132,7 +132,8 @@ def test_each_weight_with_each_rejection_equals_its_definition_on_60_ragged_batc
         ess = weights.sum() ** 2 / (len(weights) * weights.square().sum())
         seen.append(rejected.double().mean())
         expected = {"rejected_frac": seen[-1], f"rejected_frac_{name}": seen[-1],
-                    "tis_clip_frac": truncated.double().mean(), "weights_ess": ess.nan_to_num()}  # fmt: skip
+                    "tis_clip_frac": truncated.double().mean(), "weights_ess": ess.nan_to_num(),
+                    "weights_mean": weights.mean()}  # fmt: skip
         for figure, value in expected.items():
             assert metrics[figure] == pytest.approx(value.item()), figure
     assert 0.001 < sum(seen) / len(seen) < 0.9, name

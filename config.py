@@ -119,9 +119,6 @@ class GrpoConfig:
     reject_high: float | None = None
     # Tokens that the loss's mean counts; if not given, the rule's own.
     reject_mean: Literal["all", "kept"] | None = None
-    # Mixtures of experts in 16 bits, a correction too: the trainer sends each token to the experts
-    # that the engine has chosen (R3). It hides a broken router: see routed_otherwise.
-    replay_routes: bool = False
     # Allow them although a fix is off: only to study how a correction hides a broken backend.
     correct_a_broken_backend: bool = False
     mask_truncated: bool = False  # No loss for responses cut off; they stay in the baseline (DAPO).
@@ -424,17 +421,10 @@ class Config:
         if self.lora.lora_forward == "added" and backend.engine == "vllm":
             # Counts as a fix that is off: the engine's weights are rounded, the trainer's not.
             off.append("lora_forward merged")
-        used = grpo.corrections or ("replay_routes" if grpo.replay_routes else "")
-        if used and off and not grpo.correct_a_broken_backend:
-            raise ValueError("tis, reject and replay_routes must be off while a fix is off (a"
-                             f" correction hides the broken backend), got {used} without"
-                             f" {', '.join(off)}; to study that, --correct-a-broken-backend")
-        unreported = backend.prefix_cache != "off" or "uncached_runtime" in off
-        if grpo.replay_routes and (backend.engine != "vllm" or unreported):
-            raise ValueError("replay_routes must be off with --engine shared or transformers (one"
-                             " model, one choice), and with V1's async scheduling or a prefix cache"
-                             " (the choice for a cached prompt is not reported); try --engine vllm,"
-                             " --prefix-cache off and --parity.uncached-runtime")
+        if grpo.corrections and off and not grpo.correct_a_broken_backend:
+            raise ValueError("tis and reject must be off while a fix is off (a correction hides the"
+                             f" broken backend), got {grpo.corrections} without {', '.join(off)};"
+                             " to study that, --correct-a-broken-backend")
 
     def _check_samplers(self) -> None:
         """What engines other than vLLM, rounded weights and groups in flight do not support."""

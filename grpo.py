@@ -22,7 +22,7 @@ drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.p
 Left out, but in train.py: audit and bit-for-bit proof of a load (engine_adapter.py), fp32 masters
 (rl.py), --objective, --kl-coef, --reject (objectives.py), and in extras/ more forms of numbers
 (problem_files.py), --resume (resume.py), --inflight-groups (inflight.py), --top-p
-(sampling_mask.py), --lora-rank (lora.py), --replay-routes (routes.py), --exact (shared_engine.py),
+(sampling_mask.py), --lora-rank (lora.py), --exact (shared_engine.py),
 --rollout-weights (rounded_weights.py), --eval-trainer-alone (transformers_engine.py),
 --gradient-checkpointing (gradient_checkpointing.py), --offload-optimizer (offload.py).
 """

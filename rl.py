@@ -434,7 +434,6 @@ class Policy:
     What options change is given:
         scoring           the distribution
         body              computes hidden states (extras/shared_engine.py: by vLLM's kernel)
-        free_body         as `body`, without replayed routes (extras/routes.py); for `agreement`
         send              what the engine gets of the weights (extras/lora.py merges adapters)
         further_metrics   of policy and batch, called after the forward pass in their order
 
@@ -444,13 +443,11 @@ class Policy:
 
     def __init__(
         self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body | None = None,
-        free_body: Body | None = None, send: Send | None = None,
-        further_metrics: tuple[TokenMetrics, ...] = (),
+        send: Send | None = None, further_metrics: tuple[TokenMetrics, ...] = (),
     ):
         self.model = model.eval()  # no dropout
         self.scoring = scoring or Scoring()
         self.body = body or default_body(model)
-        self.free_body = free_body or self.body
         self.send = send or Send()
         self.row_multiple = 1  # of the head's products; extras/shared_engine.py changes it
         self.further_metrics = further_metrics
@@ -539,7 +536,7 @@ class Policy:
             varentropy = torch.linalg.vecdot(weighted, all_logprobs) - entropy.square()
             return {"logprobs": logprobs, "entropy": entropy, "varentropy": varentropy} | further
 
-        found = self._by_chunk(batch, self.body, self.projection(), measure)
+        found = self._by_chunk(batch, self.projection(), measure)
         for further in self.further_metrics:
             found |= further(self, batch)
         return found
@@ -551,15 +548,15 @@ class Policy:
             agrees = at_targets(logits, targets) == logits.amax(dim=-1)
             return {"agrees": agrees.float()}
 
-        return self._by_chunk(batch, self.free_body, self.projection(temperature=1.0), measure)
+        return self._by_chunk(batch, self.projection(temperature=1.0), measure)
 
     @torch.no_grad()
     def _by_chunk(
-        self, batch: Batch, body: Body, head: Projection, measure: Callable[..., dict[str, Tensor]]
+        self, batch: Batch, head: Projection, measure: Callable[..., dict[str, Tensor]]
     ) -> dict[str, Tensor]:
         """`measure` of (n, V) logits, (n,) targets and their place, for all tokens: (B, T)."""
         response = batch.mask > 0  # (B, T), N of them true
-        hidden = body(self, batch, response)  # (N, H)
+        hidden = self.body(self, batch, response)  # (N, H)
         targets = batch.targets[response]  # (N,)
         weight = head.cast(self.head.weight)
         found = []

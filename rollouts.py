@@ -56,8 +56,6 @@ class Rollout:
     finish_reason: str | None = None  # "stop", "length" or "abort"; None while unfinished
     sampling: Sampling | None = None  # None in a trace that was read from a file
     kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
-    # By input, those of the prompt too: the experts (layers, k) that the engine has chosen.
-    routes: list[numpy.ndarray] = field(default_factory=list)
     # By token: whether it has a loss. Empty: all have one. An environment's words have none.
     trained: list[bool] = field(default_factory=list)
     reward: float | None = None  # the task's; None until it is scored

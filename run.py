@@ -143,9 +143,6 @@ def check_machine(config: Config) -> None:
     if torch.cuda.is_available() and samples_in_vllm and grpo.min_p and grpo.top_p < 1:
         raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops tokens"
                          f" after min-p), got {grpo.min_p} and {grpo.top_p}; try --top-k")
-    if grpo.replay_routes and torch.cuda.is_available():
-        raise ValueError("replay_routes must be off on a GPU (the hook that records the engine's"
-                         " routes is for a CPU)")
     if samples_in_vllm:
         check_vllm_version(config.backend.allow_untested_vllm)
 
@@ -162,15 +159,6 @@ def find_task(config: Config) -> Task:
     from extras.problem_files import load_task
 
     return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
-
-
-def is_routed(run: Run, model: Any) -> bool:
-    """Whether the engine's choice of experts is recorded: of any mixture in vLLM on a CPU.
-
-    The hook is of the routers of vLLM's CPU build.
-    """
-    is_mixture = hasattr(model.config, "num_experts_per_tok") and not torch.cuda.is_available()
-    return run.config.grpo.replay_routes or (is_mixture and run.config.backend.engine == "vllm")
 
 
 def load_policy(run: Run) -> Policy:
@@ -199,10 +187,6 @@ def load_policy(run: Run) -> Policy:
             from extras.gradient_checkpointing import checkpoint_layers
 
             checkpoint_layers(model)
-        if is_routed(run, model):
-            from extras.routes import Routes
-
-            parts |= Routes(model).parts(config.grpo.replay_routes)
         return Policy(model, scoring, **parts)
 
 
@@ -228,12 +212,7 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         from extras.shared_engine import SharedEngine
 
         return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
-    make_engine = Engine
-    if is_routed(run, policy.model):
-        from extras.routes import RoutedEngine
-
-        make_engine = RoutedEngine
-    return make_engine(
+    return Engine(
         run.model_path, policy.weights(), config.parity, dtype=policy.model.dtype, **options)
 
 
@@ -255,8 +234,7 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
         policy = engine.policy
     if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
         # The first policy's, resumed or not: the checkpoint comes later. It is computed beside
-        # old_logprobs, as one of the metrics, and as the last of them, because it runs a second
-        # forward pass, and Routes.metrics reads what the first one left in the routers.
+        # old_logprobs, as one of the metrics.
         reference = partial(reference_logprobs, policy.copied_weights())
         policy = policy.changed(further_metrics=(*policy.further_metrics, reference))
     make_optimizer, make_source = Optimizer, Synchronous
@@ -314,7 +292,7 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         largest = max(run.config.lr_at(step) for step in range(1, steps + 1))
         print(f"a warm-up of {grpo.lr_warmup_steps} steps in a run of {steps}: the learning rate"
               f" reaches {largest:.1e} at most, NOT {grpo.lr:.1e}", flush=True)
-    if run.config.parity.off() or run.config.grpo.replay_routes:
+    if run.config.parity.off():
         from extras.idle_switches import name_idle_switches
 
         name_idle_switches(run, engine.settings.get("block_size", 0))  # transformers has no blocks

@@ -109,8 +109,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     current = batch.mask_rows([version == engine.weight_version for version in oldest])
     metrics = {"step": step} | rollout_metrics(rollouts, scores, batch, grpo.group_size)
     metrics |= staleness_metrics(rollouts, oldest, engine.weight_version)
-    # entropy, varentropy; with a mask kept_mass, engine_kept_mass, outside_frac; of a mixture
-    # routed_otherwise, router_noise.
+    # entropy, varentropy; with a mask kept_mass, engine_kept_mass, outside_frac.
     metrics |= {name: (values.sum() / batch.mask.sum()).item()
                 for name, values in token_metrics.items()}
     metrics |= all_mismatch_metrics(batch, current, grpo)

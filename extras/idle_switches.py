@@ -23,6 +23,3 @@ def name_idle_switches(run: Any, block: int) -> None:
         name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")
     if not parity.fp32_head and float32:
         name_idle("fp32_head", "the model's dtype is float32; try --dtype bfloat16")
-    if grpo.replay_routes and float32 and grpo.num_minibatches == 1:
-        name_idle("replay_routes", "in float32 no token is routed otherwise before the update; try"
-                  " --dtype bfloat16")

@@ -155,7 +155,7 @@ def restart(engine: Engine, aborted: list[Rollout]) -> None:
     for rollout in aborted:
         engine.counters["tokens_wasted"] += len(rollout.token_ids)
         rollout.token_ids, rollout.logprobs, rollout.versions = [], [], []
-        rollout.kept, rollout.routes = [], []
+        rollout.kept = []
         rollout.finish_reason = rollout.prompt_version = None
         engine._submit([rollout])
 

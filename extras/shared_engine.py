@@ -62,7 +62,7 @@ class SharedEngine(Engine):
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         self.usual_body = policy.body
         body = self.exact_body if exact else policy.body
-        self.policy = policy.changed(body=body, free_body=body, row_multiple=ROW_MULTIPLE)
+        self.policy = policy.changed(body=body, row_multiple=ROW_MULTIPLE)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
         super().__init__(model, policy.weights(), parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}

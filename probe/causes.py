@@ -46,5 +46,3 @@ HEAD = numerics("head in 16 bits {}", 'an fp32 head on both sides, hf_overrides=
 ROUNDED = numerics("linear layers rounded to {}, one scale for each output channel",
                    "load the weights as they are, or correct for the difference"
                    " (--rollout-weights, --tis)")
-ROUTER = numerics("router: {:.1%} of tokens and layers have other experts, more than by rounding",
-                  "compare the routers' weights and dtype on both sides; --replay-routes hides it")

@@ -127,8 +127,6 @@ ALARMS = {
     "backend_ratio_error": 0.005,
     "kept_mass_error": 0.01,  # |engine_kept_mass - kept_mass|; clean bfloat16 steps: 0.0005
     "surprisal_z": 5.0,  # 542 clean steps: at most 2.7
-    # Clean mixtures of 3 to 48 layers have 0.005 to 0.006, with 2 % of noise 0.017 to 0.022.
-    "router_noise": 0.01,
 }
 NARROW_CLIP = 0.1  # bounds below it, such as GSPO's 4e-4, are left by the rounding of 16 bits alone
 
@@ -142,10 +140,9 @@ def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
     if clip_high >= NARROW_CLIP:
         values["backend_clip_rate"] = metrics["backend_clip_rate"]
     values["backend_ratio_error"] = abs(1 - metrics["backend_ratio_mean"])
-    if not metrics.get("staleness_max"):  # old weights have routed and masked otherwise too
-        values["router_noise"] = metrics.get("router_noise", 0.0)
-        if "engine_kept_mass" in metrics:
-            values["kept_mass_error"] = abs(metrics["engine_kept_mass"] - metrics["kept_mass"])
+    # Old weights have masked otherwise too.
+    if "engine_kept_mass" in metrics and not metrics.get("staleness_max"):
+        values["kept_mass_error"] = abs(metrics["engine_kept_mass"] - metrics["kept_mass"])
     if "groups_in_flight" not in metrics:  # with them short responses end first
         values["surprisal_z"] = abs(metrics.get("surprisal_z", 0.0))
     return [name for name, value in values.items() if not value <= ALARMS[name]]
@@ -202,8 +199,6 @@ class StepProbe:
         trace = as_trace(self.engine, rollouts, replace(run.sampling, max_kept=0))
         scored = "processed" if run.sampling.max_kept else "temperature"
         observed = []
-        if "router_noise" in exceeded:
-            observed = [causes.ROUTER.of(step.metrics["routed_otherwise"])]
         if exceeded == ["surprisal_z"]:  # a fault of the reported values moves it too
             observed = [causes.SAMPLER]
         weights, *earlier = self.weights

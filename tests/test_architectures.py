@@ -212,10 +212,9 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
                        " --group-size 4 --lr 1e-3 --num-minibatches 1 --eval-problems 2"))  # fmt: skip
     steps = rows(out)[1:]
     assert sum(row["updates"] for row in steps) > 5  # a step may have no signal
-    # A tie within rounding sends a token to another expert, in one step of many.
-    assert sorted(row["mismatch_abs_mean"] for row in steps)[5] <= ROUNDING
-    assert all(row["mismatch_abs_mean"] <= ROUNDING and row["mismatch_max"] <= 100 * ROUNDING for row in steps
-               if not row.get("routed_otherwise"))  # fmt: skip
+    at_parity = [row["mismatch_abs_mean"] <= ROUNDING and row["mismatch_max"] <= 100 * ROUNDING for row in steps]
+    # A tie within rounding sends a token of a mixture to another expert, in one step of many.
+    assert sum(at_parity) >= (6 if name == "Qwen3Moe" else 10)
     trained = Policy.load(str(out / "policy"), torch.float32, "cpu").weights()
     assert all((trained[each] != tensor).any() for each, tensor in first.items())  # expert by expert
     assert json.loads((out / "config.json").read_text())["trainer"]["body"] == body

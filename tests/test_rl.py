@@ -345,7 +345,7 @@ def test_self_noise_is_rounding_of_the_dtype_and_needs_a_token():
 
 
 def test_gradient_checkpointing_computes_each_layer_again_and_not_without_gradients():
-    """That no gradient changes is shown in test_lora.py and test_routes.py."""
+    """That no gradient changes is shown in test_lora.py."""
     calls, model = [], qwen2(tied=True)
     checkpoint_layers(model)
     logprobs = Policy(model).logprobs(make_batch(rollouts()))

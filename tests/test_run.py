@@ -56,8 +56,7 @@ def test_a_switch_that_can_change_nothing_is_named(job, capsys):
     raw, masked = (ParityFlags(processed_logprobs=False, sampling_mask=mask) for mask in (True, False))
     for parity, changes, named in (
         (on, {}, []), (off, {}, ["inflight_keep", "fp32_head"]), (off, {"inflight_groups": 1}, ["fp32_head"]),
-        (off, {"dtype": "bfloat16"}, ["inflight_keep"]), (on, {"replay_routes": True}, []),
-        (on, {"replay_routes": True, "num_minibatches": 1}, ["replay_routes"]),
+        (off, {"dtype": "bfloat16"}, ["inflight_keep"]),
         (raw, {"temperature": 0.7}, []), (raw, {"temperature": 1.0}, ["processed_logprobs"]),
         (masked, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip

@@ -34,8 +34,6 @@ PART = {
 }  # fmt: skip
 
 CANNOT = {
-    "test_architectures.py::test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor[Qwen3Moe": "routes, below",
-    "test_routes.py": "the hook of extras/routes.py reads V1's batch; vLLM's own record needs a prefix cache",
     "test_shared.py": "--exact: runner V2 rounds a row otherwise than V1, by 1e-8 nats",
     "test_constant_reward.py::test_a_constant_reward_moves_no_weight[shared --exact": "the same",
     "test_distribution.py::test_the_stated_distribution_passes_under_its_name[{'engine': 'shared'": "the same",

@@ -62,16 +62,14 @@ def digits(seed: int) -> Task:
     return Task(problems[:64], problems[64:], share_of_digits)
 
 
-def larger_digits(
-    rng: random.Random, count: int, shortest: int = 2, longest: int = 16, field: int = 16
-) -> list[Problem]:
+def larger_digits(rng: random.Random, count: int, longest: int = 16) -> list[Problem]:
     """`count` different problems of the task `digits`."""
     problems = {}
     while len(problems) < count:
-        length = rng.randint(shortest, longest)
+        length = rng.randint(2, longest)
         a, b = ("".join(rng.choices("0123456789", k=length)) for _ in range(2))
         answer = "".join(map(max, a, b))
-        question = f"{a:=<{field}}+{b:=<{field}}="
+        question = f"{a:=<16}+{b:=<16}="
         problems[question] = Problem(question, answer, f"{a}+{b}")
     return [*problems.values()]
 

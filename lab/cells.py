@@ -10,7 +10,7 @@ from statistics import fmean as mean
 from statistics import median
 from typing import Any, NamedTuple
 
-from config import ROUNDINGS, VARIANTS
+from config import VARIANTS
 
 ROOT = Path(__file__).parents[1]
 Rows = list[dict[str, Any]]  # of metrics.jsonl; step 0 is the evaluation before training
@@ -54,17 +54,6 @@ def freed_by_sleep(rows: Rows) -> float | None:
     return median(freed) if freed else None
 
 
-def alone_after_60_updates(rows: Rows) -> float | None:
-    """The trainer alone at the first evaluation after 60 optimizer steps."""
-    taken = 0
-    for row in rows[1:]:
-        taken += row["updates"]
-        alone = row.get("eval_reward_trainer_alone")
-        if taken >= 60 and alone is not None:
-            return alone
-    return None
-
-
 FIRST, LAST5, LAST = slice(1), slice(-5, None), slice(-1, None)
 WARM = slice(2, None)  # without the first two steps
 METRICS = {
@@ -98,7 +87,8 @@ METRICS = {
     "ess": column("ESS", ".2f", "ess"),
     "weights_ess": column("ESS of the weights", ".2f", "weights_ess"),
     "rejected": column("rejected tokens", ".1%", "rejected_frac"),
-    "alone_60": Metric("trainer alone after 60 updates", ".2f", alone_after_60_updates),
+    # No run has this field: the title is for the record `staleness`, whose study is gone.
+    "alone_60": column("trainer alone after 60 updates", ".2f", "alone_60"),
     "updates": column("optimizer steps", ".0f", "updates", sum),
     "overflowed": column("overflowed updates", ".0f", "overflowed_updates", sum),
     "staleness": column("mean staleness", ".2f", "staleness_mean"),
@@ -143,7 +133,6 @@ class Cell(NamedTuple):
     baseline: str = "transformers"  # the cell whose runs of the same seeds are subtracted
     program: str = "train"  # a module whose `main` takes the options: this, or lab.bench
     model: str | None = None  # of lab/models.py: written for each seed before the runs
-    policy_of: str | None = None  # another cell, whose policy is the model
     share: float = 0.2  # of --minutes: the limit of a run
     # What was predicted, what others report, or what an H200 gave: printed beside the figures.
     expected: str = "-"
@@ -203,7 +192,6 @@ FAULTS = {f"parity-minus-{name}": words for name, words in ALONE.items()}
 PAIRS = {f"parity-minus-{one}-{other}": f"{ALONE[one]} {ALONE[other]}"
          for one, other in combinations(ALONE, 2)}
 SETS = PAIRS | FAULTS | {"v1-defaults": V1}
-DRAWN = "transformers", "v1-defaults", "parity"
 LADDER_CELLS = (
     against("transformers", {"transformers": TRANSFORMERS} | RUNGS)
     | against("parity", PAIRS | FAULTS | {
@@ -230,135 +218,6 @@ LADDER_CELLS = (
     | against("lora", {"lora": LORA, "lora-added": f"{LORA} --lora-forward added"})
 )  # fmt: skip
 
-# Backends by corrections, with three policies and without groups in flight.
-CORRECTIONS = {
-    "none": "", "tis-token": "--tis token", "tis-sequence": "--tis sequence",
-    "icepop": "--tis token --tis-cap 5 --reject token --reject-high 5",
-    "mis": "--tis sequence --reject sequence", "geometric": "--reject geometric",
-    "tis-geometric": "--tis token --reject geometric", "worst": "--reject worst",
-    "trm": "--reject trm", "binary-tv": "--reject binary_tv",
-}  # fmt: skip
-UNFINISHED = "--inflight-groups 16"  # else no load meets an unfinished request
-BACKENDS = {
-    "parity-fp32": "--dtype float32", "parity-bf16": "", "parity-fp16": "--dtype float16",
-    "v1-defaults": f"{V1} {UNFINISHED}", "minus-processed": RAW,
-    "minus-runtime": RUNTIME, "minus-inflight": f"{PAUSE} {UNFINISHED}", "minus-fp32-head": HEAD,
-}  # fmt: skip
-# Answers of 64 tokens and more: the ratio of a response is the product of as many.
-LONG = (f"--task {ROOT / 'lab' / 'long_digits.py'} --max-new-tokens 84 --num-prompts 8"
-        " --group-size 8 --reward-limit-s 60 --eval-samples 8 --steps 20")
-# Prompts and group size with stale groups: nine batches of prompts must be different problems.
-WORKLOADS = {"ladder": ("", (7, 28), None), "long": (LONG, (8, 8), "long-digits")}
-
-
-def stale(batches: int, prompts: int, size: int) -> str:
-    """So many batches of groups in flight: a group is used about so many updates late."""
-    waiting = batches * prompts
-    return (f"--num-prompts {prompts} --group-size {size} --inflight-groups {waiting}"
-            f" --max-staleness {100 if waiting else 8} --max-num-seqs {(prompts + waiting) * size}")
-
-
-def corrections_cells() -> dict[str, Cell]:
-    cells = {}
-    for workload, (words, shape, model) in WORKLOADS.items():
-        late = {f"stale-{batches}": stale(batches, *shape) for batches in (1, 4, 8)}
-        for baseline, backends in {
-            "transformers": {"transformers": TRANSFORMERS} | BACKENDS,
-            "transformers-stale": late | {
-                "transformers-stale": f"{stale(0, *shape)} {TRANSFORMERS}"},
-        }.items():
-            for backend, options in backends.items():
-                corrections = {"none": ""} if backend == baseline else CORRECTIONS
-                for name, correction in corrections.items():
-                    cells[f"{workload}.{backend}.{name}"] = Cell(
-                        f"{words} {options} {correction}", f"{workload}.{baseline}.none",
-                        model=model)
-    return cells
-
-
-# Engine's weights, by how far they are rounded, and forms: a dose and a response. In float32 and
-# without groups in flight nothing else is a mismatch.
-DOSE = f"{LADDER} --dtype float32 --inflight-groups 0 --eval-every 1000000"
-FORMS = {"two": "", "two-wide": "--clip-low 1 --clip-high 1e6", "two-upper": "--clip-low 1",
-         "two-lower": "--clip-high 1e6", "three": THREE} | {
-    name: f"{THREE} {CORRECTIONS[name]}"
-    for name in ("tis-token", "icepop", "mis", "tis-sequence", "geometric")
-}  # fmt: skip
-CORRECTED = "int6", "int4", "int3.5", "int3", "int2.75", "int2.5", "int2.4", "int2.3", "int2"
-DOSE_FAULTS = {"raw": RAW, "stale-cache": RUNTIME, "raw-stale-cache": f"{RAW} {RUNTIME}"}
-BOTH_RAW = f"{RAW} --parity.variants both-raw"
-
-
-def of_forms(arms: dict[str, dict[str, str]]) -> dict[str, Cell]:
-    """Options by form and name. The baseline is the form with the trainer's own weights."""
-    return {
-        f"{form}.{name}": Cell(
-            f"{FORMS[form]} {words}", "two.own" if form.startswith("two") else "three.own")
-        for form, options in arms.items() for name, words in options.items()
-    }
-
-
-def rounded(*kinds: str) -> dict[str, str]:
-    return {kind: f"--rollout-weights {kind}" for kind in kinds}
-
-
-DOSE_CELLS = of_forms(
-    dict.fromkeys(FORMS, rounded(*CORRECTED)) | {  # at parity a correction does nothing
-        "two": rounded("own", *ROUNDINGS), "two-wide": rounded("own", *CORRECTED),
-        "two-upper": rounded("int3"), "two-lower": rounded("int3"),  # which side does the harm
-        "three": rounded("own", *ROUNDINGS),
-    }
-) | of_forms(dict.fromkeys(("two", "two-wide", "two-upper", "two-lower", "three"), DOSE_FAULTS))
-del DOSE_CELLS["three.raw"]  # its loss does not use the engine's values: it is three.own
-
-
-def temperature_cells() -> dict[str, Cell]:
-    """The temperature forgotten by the engine, or by both sides, which no mismatch shows."""
-    cells = {}
-    for workload, (job, _, model) in WORKLOADS.items():
-        for temperature in (0.3, 0.7, 1.5):
-            for form, words in (("two", ""), ("two.one-raw", RAW), ("two.both-raw", BOTH_RAW),
-                                ("three", THREE), ("three.both-raw", f"{THREE} {BOTH_RAW}")):
-                name = f"{workload}.{temperature}."
-                cells[name + form] = Cell(f"{job} --temperature {temperature} {words}",
-                                          name + form.partition(".")[0], model=model)
-    return cells
-
-
-# Staleness alone: K batches in flight, what a load does to them, and the form of the loss. Three
-# prompts, so that 17 batches of them are different problems.
-STALENESS = f"{DOSE} --eval-every 10 --eval-problems 64 --correct-a-broken-backend"
-LOADS = {"keep": "", "recompute": f"{PAUSE} --parity.variants recompute", "abort": PAUSE}
-LATE_FORMS = {name: FORMS[name] for name in ("two", "three", "tis-token", "mis")} | {
-    "reinforce": "--objective reinforce"}  # fmt: skip
-STALENESS_CELLS = {
-    f"{batches}.{load}.{form}": Cell(f"{stale(batches, 3, 64)} {of_load} {words}",
-                                     f"{batches}.{load}.two")
-    for batches in (1, 4, 8, 16) for load, of_load in LOADS.items()
-    for form, words in LATE_FORMS.items()
-} | {
-    f"{batches}.exact.{form}": Cell(f"{stale(batches, 3, 64)} {EXACT} {words}",
-                                    f"{batches}.keep.{form}")
-    for batches in (1, 16) for form, words in LATE_FORMS.items()
-}  # fmt: skip
-
-# Trained under one backend (three policies), served under another, which evaluates at once.
-TRAINED = {
-    "reference": TRANSFORMERS, "parity": "", "stale-cache": RUNTIME, "raw": RAW, "v1-defaults": V1,
-    "16-bit-head": HEAD, "lora": LORA, "lora-added": f"{LORA} --lora-forward added",
-}  # fmt: skip
-FORMATS = {"float16": "--dtype float16", "float32": "--dtype float32"} | rounded(
-    "int8", "fp8", "int4", "int3", "int2.4", "int2")
-SERVE = "--steps 0 --inflight-groups 0 --no-eval-trainer-alone"
-SERVED = {"reference": TRANSFORMERS, "parity": "", "16-bit-head": HEAD} | FORMATS
-TRANSFER_CELLS = against("parity", {
-    name: f"{THREE} --inflight-groups {'0' if name == 'reference' else '16'} {words}"
-    for name, words in (TRAINED | FORMATS).items()
-}) | {
-    f"{trained}.{served}": Cell(f"{SERVE} {words}", f"{trained}.parity", policy_of=trained)
-    for trained in TRAINED | FORMATS for served, words in SERVED.items()
-}  # fmt: skip
-
 # SmolLM2; `make real` runs parity+three. All prompts begin with the same KV block.
 REAL = ("--model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py"
         " --reward-limit-s 60 --dtype bfloat16 --num-prompts 8 --inflight-groups 4"
@@ -372,24 +231,6 @@ REAL_CELLS = (
         f"{name}+three": f"{words} {THREE}" for name, words in REAL_ARMS.items()
     } | {"float16+three": f"{THREE} --dtype float16"})
 )  # fmt: skip
-
-# The same doses for a model of 135 million parameters, with raw values as the point to compare.
-REAL_DOSE = f"{REAL} --dtype float32 --inflight-groups 0"
-REAL_DOSES = rounded("int8", "fp8", "int6", "int5", "int4")
-REAL_DOSE_CELLS = of_forms({
-    "two": rounded("own") | REAL_DOSES, "three": rounded("own") | REAL_DOSES,
-    "tis-token": REAL_DOSES,
-}) | against("two.own", {"two.raw": RAW})  # fmt: skip
-
-# Policies of SmolLM2, trained without (own) or with rounded rollouts (and TIS), served by others.
-REAL_ROUNDED = rounded("int8", "fp8", "int4")
-REAL_TRAINED = {"own": THREE} | {
-    kind: f"{FORMS['tis-token']} {words}" for kind, words in REAL_ROUNDED.items()}
-REAL_SERVED = {"own": "", "bfloat16": "--dtype bfloat16", "float16": "--dtype float16"}
-REAL_TRANSFER_CELLS = against("own", REAL_TRAINED) | {
-    f"{trained}.{served}": Cell(f"{SERVE} {words}", f"{trained}.own", policy_of=trained)
-    for trained in REAL_TRAINED for served, words in (REAL_SERVED | REAL_ROUNDED).items()
-}  # fmt: skip
 
 # The learning rate is too small to change the policy: all steps sample from one.
 BENCH = "--lr 1e-12 --eval-every 1000000 --checkpoint-every 1000000"
@@ -444,40 +285,13 @@ GPU_CELLS = {
     }.items()
 }  # fmt: skip
 
-LADDER_STUDY = Study(LADDER, LADDER_CELLS, LEARNING + BACKEND, DRAWN)
 STUDIES = {
-    "ladder": LADDER_STUDY,
-    # Today's engine. The record also has V0 0.8.5 and V1 0.18.1; the commit that docs/findings.md
-    # names has the programs that drive them in environments of their own.
-    "migration": LADDER_STUDY._replace(cells={name: LADDER_CELLS[name] for name in DRAWN}),
-    "corrections": Study(
-        f"{LADDER} {THREE} --correct-a-broken-backend --inflight-groups 0", corrections_cells(),
-        ("reward", "eval_trainer_alone", "rejected", "updates", "weights_ess", "mismatch",
-         "staleness")),
-    "dose": Study(
-        DOSE, DOSE_CELLS,
-        ("mismatch_first", "backend_clip_first", "reward", "reward_best", "entropy", "eval_greedy",
-         "eval_trainer_alone", "mismatch", "clip_rate", "ess", "weights_ess", "rejected",
-         "updates"), seeds=10),
-    "temperature": Study(
-        DOSE, temperature_cells(),
-        ("mismatch_first", "reward", "eval_trainer_alone", "mismatch", "clip_rate"), seeds=10),
-    "transfer": Study(
-        LADDER, TRANSFER_CELLS, ("eval_reward", "eval_greedy", "reward"), seeds=10),
-    "staleness": Study(
-        STALENESS, STALENESS_CELLS,
-        ("alone_60", "reward", "eval_trainer_alone", "staleness", "mismatch", "clip_rate", "ess",
-         "updates"), steps=60, seeds=10),
+    "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND,
+                    ("transformers", "v1-defaults", "parity")),
     "real": Study(
         REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
         ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,
         jobs=1),
-    "real-dose": Study(
-        REAL_DOSE, REAL_DOSE_CELLS,
-        ("mismatch_first", "reward", "entropy", "eval_trainer_alone", "eval_greedy", "mismatch",
-         "clip_rate", "ess"), steps=20),
-    "real-transfer": Study(
-        REAL_DOSE, REAL_TRANSFER_CELLS, ("eval_reward", "eval_greedy"), steps=20),
     "bench": Study(
         BENCH, BENCH_CELLS, ("step_s", "step_bare", "generate_s", "generate_bare",
                              "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",

@@ -11,23 +11,12 @@ SHAPES = {
 }  # fmt: skip
 
 
-def write_model(folder: Path, name: str, seed: int) -> None:
-    """Write a folder with a model. There is no such folder until it is complete."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    if name == "long-digits":
-        from lab.long_digits import write_model as write_long_digits
-
-        write_long_digits(unfinished, seed)
-    else:
-        write_random_model(unfinished, name, seed)
-    unfinished.rename(folder)
-
-
-def write_random_model(folder: Path, shape: str, seed: int) -> None:
+def write_model(folder: Path, shape: str, seed: int) -> None:
     """A random model whose next digit is the successor in half of the cases, else any digit.
 
     A model that only counts is nearly certain: the answers of a group and their rewards are equal,
     so nothing is updated, and log-probabilities of 0 have no mismatch (entropy 1e-6 on an H200).
+    There is no such folder until it is complete.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -49,7 +38,9 @@ def write_random_model(folder: Path, shape: str, seed: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    write_folder(model.to(torch.bfloat16), toy_tokenizer(), folder)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    write_folder(model.to(torch.bfloat16), toy_tokenizer(), unfinished)
+    unfinished.rename(folder)
 
 
 # Of prompts of 128 tokens, with random rewards: no answer is right, and hardly a group is flat.

@@ -4,7 +4,8 @@
     python -m lab.study ladder --print
 
 The first command runs each cell with each seed and writes a record (JSON) and a picture. The second
-prints the table of the record in docs/records and runs nothing. lab/cells.py lists the cells.
+prints the table of a record in docs/records and runs nothing; the study of the record may be gone
+from lab/cells.py, which lists the cells.
 
 Seeds are the outer loop, so the cells of a benchmark alternate. Each run is a process of its own,
 forked from one that has imported everything; on a GPU, whose state cannot be forked, it is a fresh
@@ -77,9 +78,9 @@ STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 class Options:
     """What to run, or what to print."""
 
-    study: tyro.conf.Positional[Literal[tuple(STUDIES)]]
+    study: tyro.conf.Positional[str]  # ladder, real, bench or gpu; with --print, a record.
     out: str | None = None  # Folder of runs, record and picture; if not given, runs/STUDY.
-    # Names of cells, or patterns such as 'long.*.none'. Their baselines run only if named too.
+    # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
     # Steps of a run; if not given, those of the study. Some cells have a number of their own.
@@ -90,11 +91,14 @@ class Options:
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
     # study's workload; the options of a cell override them. The study sets --out and --seed.
     train_args: str = ""
-    # Print the table of a record and run nothing; without a name, of docs/records/STUDY.json.
+    # Print the table of a record and run nothing; without a path, of docs/records/STUDY.json.
     print: tuple[str, ...] | None = None
     metrics: tuple[Literal[tuple(METRICS)], ...] = ()  # Of the table; if not given, the study's.
 
     def __post_init__(self):
+        if self.print is None and self.study not in STUDIES:
+            raise ValueError(f"study must be one of {', '.join(STUDIES)} (a record can only be"
+                             f" printed), got {self.study}; try --print")
         within(self, 1, MANY, "steps", "jobs")
         within(self, 0.1, 10_000, "minutes")
 
@@ -149,8 +153,6 @@ class Plan:
         words = shlex.split(f"{self.study.workload} --steps {steps}")
         if cell.model:
             words += ["--model", str(self.models / f"{cell.model}-seed{seed}")]
-        if cell.policy_of:
-            words += ["--model", str(self.folder(cell.policy_of, seed) / "policy")]
         words += shlex.split(f"{self.options.train_args} {cell.options} {self.rehearsal}")
         words += ["--out", str(folder), "--seed", str(seed)]
         return Run(folder, cell, words, tyro.cli(Config, args=words))
@@ -309,8 +311,7 @@ def run_all(plan: Plan) -> dict[str, str]:
         if model.parent == plan.models and not model.exists():
             shape, _, seed = model.name.rpartition("-seed")
             tasks.setdefault(model, (0, limit, write_model, model, shape, int(seed)))
-        served = bool(run.cell.policy_of)  # after it has been trained
-        tasks[run.folder] = 1 + served, limit, execute, run.folder, run, origin
+        tasks[run.folder] = 1, limit, execute, run.folder, run, origin
     ordered = list(tasks.values())
     if jobs > 1:  # one run at a time waits for its own model alone
         ordered.sort(key=lambda task: task[0])
@@ -434,10 +435,21 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def columns(record: dict[str, Any], options: Options) -> Iterable[str]:
+    """Those of --metrics, of the study of the command or of the record; else what is stored."""
+    if options.metrics:
+        return options.metrics
+    for study in (options.study, record["study"]):
+        if study in STUDIES:
+            return STUDIES[study].metrics
+    stored = dict.fromkeys(each for cell in record["cells"].values() for each in cell["metrics"])
+    return [each for each in stored if each in METRICS]
+
+
 def report(record: dict[str, Any], options: Options, chosen: list[str]) -> str:
     """Where the figures come from, and the table of the chosen cells."""
     cells = record["cells"]
-    measured = [each for each in options.metrics or STUDIES[options.study].metrics
+    measured = [each for each in columns(record, options)
                 if any(by_seed(cells[name], each) for name in chosen)]
     rows = [["cell", "seeds", "baseline", *(METRICS[each].title for each in measured)]]
     for name in chosen:

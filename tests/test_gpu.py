@@ -142,12 +142,13 @@ def test_a_run_that_hangs_dies_or_raises_costs_itself_alone_and_the_study_ends_i
 
 
 @pytest.mark.parametrize("jobs, order", [
-    (1, "long-digits-seed0 long.transformers.none-seed0 long-digits-seed1 long.transformers.none-seed1"),
-    (2, "long-digits-seed0 long-digits-seed1 long.transformers.none-seed0 long.transformers.none-seed1")])  # fmt: skip
+    (1, "qwen2.5-1.5b-seed0 1.5b-seed0 qwen2.5-1.5b-seed1 1.5b-seed1"),
+    (2, "qwen2.5-1.5b-seed0 qwen2.5-1.5b-seed1 1.5b-seed0 1.5b-seed1")])
 def test_one_run_at_a_time_waits_for_its_own_model_alone(tmp_path, monkeypatch, jobs, order):
     found = []
     monkeypatch.setattr(study, "in_processes", lambda tasks, *_: found.extend(task[3].name for task in tasks))
-    options = study.Options("corrections", str(tmp_path), ("long.transformers.none",), seeds=(0, 1), jobs=jobs)
+    monkeypatch.setattr(study, "GPU", True)  # a rehearsal has another model
+    options = study.Options("gpu", str(tmp_path), ("1.5b",), seeds=(0, 1), jobs=jobs)
     study.run_all(study.Plan(options))
     assert found == order.split()
 

@@ -20,9 +20,7 @@ VARIANTS = {
     "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
     "recompute": "inflight_keep", "both-heads": "fp32_head", "both-raw": "processed_logprobs",
 }  # fmt: skip
-# Of --rollout-weights; the widths between whole ones are for the study of doses.
-ROUNDINGS = ("int8", "fp8", "int6", "int5", "int4.5", "int4", "int3.75", "int3.5", "int3.25",
-             "int3", "int2.75", "int2.5", "int2.4", "int2.3", "int2")
+ROUNDINGS = ("int8", "fp8", "int6", "int4", "int3")  # of --rollout-weights
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 MANY = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # in float32

@@ -19,15 +19,15 @@ LARGEST_FP8 = 448.0  # of e4m3
 def rounded(weight: Tensor, kind: str) -> Tensor:
     """The nearest values of the format, in the weight's dtype: (out, in) -> (out, in).
 
-    intK: scale * n with 2^(K - 1) - 1 steps of the scale in the largest value of a channel, which
-    is exact if K is whole. fp8: e4m3 with a scale such that the largest is the format's.
+    intK: scale * n with 2^(K - 1) - 1 steps of the scale in the largest value of a channel. fp8:
+    e4m3 with a scale such that the largest is the format's.
     """
     values = weight.float()
     largest = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # (out, 1)
     if kind == "fp8":
         scale = largest / LARGEST_FP8
         return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
-    scale = largest / (2 ** (float(kind.removeprefix("int")) - 1) - 1)
+    scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
     return ((values / scale).round() * scale).to(weight.dtype)
 
 

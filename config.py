@@ -4,6 +4,7 @@ Each group checks itself, and `Config` checks what concerns two groups. The comm
 the comment of an option is its text in --help.
 """
 
+import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,7 +26,8 @@ BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 MANY = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # in float32
 MAX_SEED = 2**32 - 1  # numpy's
-NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir"}  # may change at --resume
+# May change at --resume; the prompts have a digest of their own.
+NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "reward_workers", "chat_template_args"}
 
 
 def within(options: Any, low: float, high: float, *names: str) -> None:
@@ -72,8 +74,9 @@ class RunConfig:
     seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
     steps: int = 60  # Batches; 0: one evaluation. With --lr-decay none a resumed run may have more.
     model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
-    # `toy` (addition), `digits`, `countdown`; a JSONL file of {"question", "answer"}; a Python file
-    # with `sample` and `reward`; a folder or hub name of a dataset with such columns.
+    # `toy` (addition), `digits`, `countdown`; a file of rows with a question and an answer (JSON
+    # lines, a JSON array, CSV, parquet, each also as .gz); a folder or hub name of a dataset; a
+    # Python file with `sample` or `problems`, and `reward` or `rewards`.
     task: str = "toy"
     # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -359,18 +362,44 @@ class BackendConfig:
 class DataConfig:
     """Problems, prompts and rewards."""
 
-    eval_task: str | None = None  # JSONL file to hold out; if not given, a tenth of `task`.
+    eval_task: str | None = None  # As `task`, to hold out; if not given, a tenth of `task`.
+    # Columns of a file of rows; a dot goes into a nested row. If not given, the first of question,
+    # problem, prompt, input, and of answer, final_answer, ground_truth, target.
+    question_column: str | None = None
+    answer_column: str | None = None
+    # Rows without a question, answers that cannot be read, questions with two answers.
+    unreadable_answers: Literal["refuse", "drop"] = "refuse"
+    system_prompt: str | None = None  # Begins each prompt; it needs a chat template.
+    # Variables of the chat template as JSON, such as {"enable_thinking": false}. They may change at
+    # --resume, if the prompts do not.
+    chat_template_args: str | None = None
+    chat_template: bool = True  # Off: the prompt is the question alone, as for a base model.
     max_prompt_tokens: int | None = None  # If not given, the context minus max_new_tokens.
     overlong_prompts: Literal["refuse", "drop"] = "refuse"  # Refuse the run, or drop and count.
+    # Python file with `reward` or `rewards`, for files of rows; that of `eval_task` too.
+    reward: str | None = None
+    reward_workers: int = 1  # Processes that compute rewards at the same time.
     # Of a task file's import, of a call of its functions, and of a chat template.
     reward_limit_s: float = 10.0
-    # If a reward raises, hangs or is not a finite number: stop the run, or count it as 0.
-    reward_errors: Literal["stop", "count"] = "stop"
+    # If a reward raises, hangs or is not a finite number: stop the run, or leave the response out,
+    # of the loss and of its group's baseline.
+    reward_errors: Literal["stop", "leave-out"] = "stop"
 
     def __post_init__(self):
-        printable(self, "eval_task")
+        printable(self, "eval_task", "question_column", "answer_column", "reward")
         within(self, 1, MANY, "max_prompt_tokens")
+        within(self, 1, 1024, "reward_workers")
+        try:
+            assert isinstance(self.template_args, dict)
+        except (ValueError, AssertionError):
+            raise ValueError("chat_template_args must be a JSON object, such as"
+                             f' {{"enable_thinking": false}}, got {self.chat_template_args}'
+                             ) from None
         within(self, SMALLEST, 1e6, "reward_limit_s")
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        return json.loads(self.chat_template_args or "{}")
 
 
 @dataclass(frozen=True)
@@ -469,7 +498,7 @@ class Config:
                              " try --parity.no-sampling-mask")
 
     def _check_tools(self) -> None:
-        """The probe and the held-out task."""
+        """The probe."""
         probed = self.measure.probe_every or self.measure.probe_on_alarm
         if (probed or self.measure.self_noise_every) and not self.run.steps:
             raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with"
@@ -478,9 +507,6 @@ class Config:
             raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
                              " rollout_weights (they take the model's own tensors); try python"
                              " -m probe with the saved policy")
-        task = self.run.task
-        if self.data.eval_task and (task in BUILT_IN or task.endswith(".py")):
-            raise ValueError(f"eval_task must not be given with task {task} (it holds out itself)")
 
     @property
     def max_kept(self) -> int:

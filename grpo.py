@@ -20,11 +20,10 @@ below 1 for unlikely tokens. The clip removes the gradient of those in wrong ans
 drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.py equal.
 
 Left out, but in train.py: audit and bit-for-bit proof of a load (engine_adapter.py), fp32 masters
-(rl.py), --objective, --kl-coef, --reject (objectives.py), and in extras/ more forms of numbers
-(problem_files.py), --resume (resume.py), --inflight-groups (inflight.py), --top-p
-(sampling_mask.py), --lora-rank (lora.py), --exact (shared_engine.py),
---rollout-weights (rounded_weights.py), --eval-trainer-alone (transformers_engine.py),
---gradient-checkpointing (gradient_checkpointing.py), --offload-optimizer (offload.py).
+(rl.py), --objective, --kl-coef, --reject (objectives.py), a file's problems in passes (tasks.py),
+and in extras/ more forms of answers (answers.py), --resume (resume.py), --inflight-groups
+(inflight.py), --top-p (sampling_mask.py), --lora-rank (lora.py), --exact (shared_engine.py),
+--rollout-weights (rounded_weights.py), --eval-trainer-alone (transformers_engine.py), less memory.
 """
 
 import json
@@ -137,9 +136,10 @@ def read_problems(path: str, tokenizer) -> list[dict]:
 
 def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tensor:
     """1.0 for a response whose last number is the answer, else 0.0: (B,)."""
-    ids = [output.outputs[0].token_ids for output in outputs]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    right = [row["answer"] == last_number(text) for row, text in zip(problems, texts, strict=True)]
+    answers = [output.outputs[0] for output in outputs]
+    ids = [each.token_ids[: -1 if each.finish_reason == "stop" else None] for each in answers]
+    pairs = zip(problems, tokenizer.batch_decode(ids), strict=True)  # without stop tokens
+    right = [row["answer"] == last_number(text) for row, text in pairs]
     return torch.tensor(right, device=DEVICE).float()
 
 

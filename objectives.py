@@ -38,11 +38,15 @@ class Policies(NamedTuple):
 
 
 def centre(scores: Tensor, group_size: int) -> Tensor:
-    """R - mean_group, exactly 0 for equal scores: (B,), B = P * group_size -> (P, group_size)."""
+    """R - mean_group, exactly 0 for equal scores: (B,), B = P * group_size -> (P, group_size).
+
+    A score of NaN is of a response that is left out: it is not in the mean, and has 0.
+    """
     groups = rearrange(scores, "(p g) -> p g", g=group_size)
     # The rounded mean of equal scores can differ from them by one unit in the last place.
-    groups = groups - groups[:, :1]
-    return groups - reduce(groups, "p g -> p 1", "mean")
+    counted = (~groups.isnan()).int()
+    groups = groups - groups.gather(1, counted.argmax(dim=1, keepdim=True))
+    return (groups - groups.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
 
 
 def group_advantages(
@@ -58,7 +62,9 @@ def group_advantages(
     """
     centred = centre(scores, group_size)  # (P, G)
     if divide_by_std:
-        centred = centred / (centred.std(dim=1, keepdim=True) + 1e-4)
+        others = rearrange(~scores.isnan(), "(p g) -> p g", g=group_size).sum(1, keepdim=True) - 1
+        variance = reduce(centred.square(), "p g -> p 1", "sum") / others.clamp(min=1)
+        centred = centred / (variance.sqrt() + 1e-4)
     return rearrange(centred, "p g -> (p g) 1").float()
 
 

@@ -161,7 +161,8 @@ LOG_LINE = {  # by the name of a figure: the text that is shown if it is there, 
     "rejected_frac": " | {rejected_frac:.1%} of tokens rejected by {reject}",
     "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
     "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
-    "reward_errors": " | {reward_errors} rewards FAILED, counted as 0",
+    "reward_errors": " | {reward_errors} rewards FAILED",
+    "left_out": " | {left_out} responses LEFT OUT",
     "all_truncated": " | ALL TRUNCATED: raise --max-new-tokens",
     "eval_reward":
         " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f} agree {eval_agree:.3f}",
@@ -197,13 +198,19 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     return line
 
 
+def shown(text: str, head: int = 300, tail: int = 300) -> str:
+    """A text as JSON in one line that the terminal can print, with the middle left out."""
+    text = json.dumps(text, ensure_ascii=False)
+    if len(text) > head + tail + 3:
+        text = f"{text[:head]}...{text[len(text) - tail :]}"
+    return escaped(text)
+
+
 def answer_line(row: dict[str, Any]) -> str:
     """An answer of an evaluation, a row of samples.jsonl, in one line."""
-    shown = []
-    for name in ("question", "response"):
-        text = json.dumps(row[name], ensure_ascii=False)
-        shown.append(text if len(text) <= 80 else f"{text[:77]}...")
-    return escaped(f"    {' -> '.join(shown)}, reward {row['reward']:g}")
+    texts = [shown(row[name], 77, 0) for name in ("question", "response")]
+    reward = "left out" if row["reward"] is None else f"reward {row['reward']:g}"
+    return escaped(f"    {' -> '.join(texts)}, {reward}")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -58,8 +58,11 @@ class Rollout:
     kept: list[numpy.ndarray] = field(default_factory=list)  # by token: ids that the mask kept
     # By token: whether it has a loss. Empty: all have one. An environment's words have none.
     trained: list[bool] = field(default_factory=list)
-    reward: float | None = None  # the task's; None until it is scored
-    reward_error: str | None = None  # what has failed, if the reward is 0 for it
+    # The task's; None until it is scored. NaN: left out, without a loss and without a place in its
+    # group's baseline.
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)  # of the reward, if it is their sum
+    reward_error: str | None = None  # what has failed, if the response is left out for it
     score: float | None = None  # what the policy is trained on: the reward, unless it is shaped
     # Of the prompt's first part, if a load came while the prompt was computed.
     prompt_version: int | None = None
@@ -105,6 +108,7 @@ class Synchronous:
         self.engine, self.task, self.sampling = engine, task, sampling
         self.num_prompts, self.group_size, self.seed = num_prompts, group_size, seed
         self.rng = random.Random(seed)
+        self.left: list[int] = []  # see Task.sample
 
     def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
         """P problems and B = P * G rollouts, group-major."""
@@ -113,7 +117,7 @@ class Synchronous:
     def draw(self, *stream: int | str) -> tuple[list[Problem], list[Rollout]]:
         """As `next`; each `stream`, such as ("train", step, round), has random samples of its own.
         """
-        problems = self.task.sample(self.rng, self.num_prompts)
+        problems = self.task.sample(self.rng, self.num_prompts, self.left)
         reseed(self.seed, *stream)
         return problems, self.answer(problems, self.group_size, self.sampling)
 
@@ -128,7 +132,8 @@ class Synchronous:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rng": self.rng.getstate()}
+        return {"rng": self.rng.getstate(), "left": self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rng.setstate(state["rng"])
+        self.left = state["left"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import records
-from config import BUILT_IN, Config, has_sampling_mask
+from config import Config, has_sampling_mask
 from engine_adapter import (
     CANARY_PROMPTS,
     CANARY_SAMPLING,
@@ -34,7 +34,7 @@ from rl import (
     reference_logprobs,
 )
 from rollouts import Sampling, Synchronous
-from tasks import Task, encode, fitting
+from tasks import Task, encode, fitting, prompts_record
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,9 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with"
                          " --resume or choose another --out")
     task = find_task(config)
+    for each in (task, task.evaluation):
+        if each and each.in_passes:
+            print(each.columns, flush=True)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
     is_toy = config.run.model == "toy"
@@ -107,7 +110,9 @@ def prepare(config: Config) -> Run:
         path = local_folder(config.run.model)
         model_config, tokenizer, stop_token_ids = describe_model(path)
     grpo, data = config.grpo, config.data
-    task = replace(encode(tokenizer, task, data.reward_limit_s), reward_errors=data.reward_errors)
+    task = encode(tokenizer, task, stop_token_ids, data.reward_limit_s, data.system_prompt,
+                  data.template_args, data.chat_template)
+    task = replace(task, reward_errors=data.reward_errors)
     largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
     if largest >= model_config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
@@ -117,6 +122,13 @@ def prepare(config: Config) -> Run:
     task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens or math.inf,
                    drop=data.overlong_prompts == "drop")
     dropped = num_problems - len(task.prompts)
+    from extras.notices import notices
+    from extras.problem_files import try_reward
+
+    for notice in notices(tokenizer, task, data):
+        print(f"notice: {notice}", flush=True)
+    try_reward(task)
+    print(f"first prompt: {records.shown(prompts_record(task)['first'])}", flush=True)
     groups = grpo.num_prompts + config.backend.inflight_groups
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
@@ -149,16 +161,9 @@ def check_machine(config: Config) -> None:
 
 def find_task(config: Config) -> Task:
     """The task that `--task` names. Raises: ValueError that says what is wrong with it."""
-    name = config.run.task
-    if name in BUILT_IN:
-        from examples.toys import COUNTDOWN, TASKS
-
-        if name in TASKS:
-            return TASKS[name](config.run.seed)
-        name = COUNTDOWN  # a task file
     from extras.problem_files import load_task
 
-    return load_task(name, config.run.seed, config.data.eval_task, config.data.reward_limit_s)
+    return load_task(config.run.task, config.run.seed, **vars(config.data))
 
 
 def load_policy(run: Run) -> Policy:
@@ -350,7 +355,7 @@ def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
                      "dropped": run.dropped_prompts, "merged": task.num_repeated},
-        "files": run.files,
+        "files": run.files, "prompts": prompts_record(task),
     }
 
 

@@ -5,8 +5,12 @@
 
 import hashlib
 import json
+import math
 import random
-from collections.abc import Callable, Sequence
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -20,35 +24,58 @@ class Problem(NamedTuple):
     family is its own.
     """
 
-    question: str
+    question: str  # of chat messages the user's last
     answer: str
     source: str
     prompt_ids: list[int] = []
     family: str = ""
+    messages: list[dict[str, str]] = []  # the prompt, if it is a chat and no single question
+    row: dict[str, Any] = {}  # of a data file: all its columns
+
+    @property
+    def key(self) -> str:
+        """Equal for two problems that ask the same."""
+        return json.dumps(self.messages) if self.messages else self.question.strip()
 
     @property
     def split_by(self) -> str:
-        return self.family or self.question
+        return self.family or self.key
 
 
-Reward = Callable[..., float]
+# Of a problem and a response: a number, a dictionary of named parts whose sum is the reward, or
+# None, which leaves the response out of the loss and of its group's baseline.
+Reward = Callable[..., float | dict[str, float] | None]
+
+
+class Group(NamedTuple):
+    """A problem, the texts of its responses, and their rollouts.Rollout."""
+
+    problem: Problem
+    texts: list[str]
+    rollouts: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Problems to train on, problems to evaluate on, and `reward(problem, response) -> float`.
+    """Problems to train on, problems to evaluate on, and their reward.
 
-    A reward that fails raises a ValueError.
+    A reward that fails raises a ValueError. `grade` computes the rewards of many groups at once, an
+    error in place of one that fails; without it `reward` is called for each response.
     """
 
     train: list[Problem]
     held_out: list[Problem]
     reward: Reward
     num_repeated: int = 0  # problems that were left out, because their question was there already
-    takes_rollout: bool = False  # the reward has a third argument, the Rollout
+    grade: Callable[[list[Group]], list[list[Any]]] | None = None
+    evaluation: "Task | None" = None  # of --eval-task: it gives the rewards of `held_out`
+    same: Callable[[str, str], bool] = str.__eq__  # whether two answers mean the same
+    in_passes: bool = False  # each problem once before any comes twice
+    columns: str = ""  # of rows: a sentence that names those of question and answer
     text: str = ""  # of a task file
-    tokenizer: Any = None  # of `encode`
-    reward_errors: Literal["stop", "count"] = "stop"  # if a reward fails
+    tokenizer: Any = None  # of `encode`, as the next
+    stop_token_ids: tuple[int, ...] = ()
+    reward_errors: Literal["stop", "leave-out"] = "stop"  # if a reward fails
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -57,52 +84,107 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all problems in their order, and of a task file's text."""
-        texts = [problem[:2] for problem in (*self.train, *self.held_out)]
-        record = [len(self.train), texts, self.text]
-        return hashlib.sha256(json.dumps(record).encode()).hexdigest()
+        """Digest of all problems in their order, and of the texts of task files."""
+        problems = [(each.key, each.answer, each.row) for each in (*self.train, *self.held_out)]
+        files = [self.text, self.evaluation.text if self.evaluation else ""]
+        return digest([len(self.train), problems, files])
 
-    def sample(self, rng: random.Random, num_prompts: int) -> list[Problem]:
-        """P different training problems; a checkpoint has the state of `rng`."""
-        return rng.sample(self.train, num_prompts)
+    def sample(self, rng: random.Random, num_prompts: int, left: list[int]) -> list[Problem]:
+        """P different training problems; a checkpoint has the state of `rng`, and `left`.
 
-    def score(self, problems: list[Problem], rollouts: Sequence[Any]) -> list[dict[str, Any]]:
+        `left`, of a task that is read in passes: the numbers of the problems that this pass still
+        has, in their order. The list is changed.
+        """
+        if not self.in_passes:
+            return rng.sample(self.train, num_prompts)
+        if len(left) < num_prompts:  # a new pass, and no problem twice in a step
+            others = [*{*range(len(self.train))} - {*left}]
+            rng.shuffle(others)
+            now, later = others[: num_prompts - len(left)], others[num_prompts - len(left) :] + left
+            left += now + rng.sample(later, len(later))
+        taken = left[:num_prompts]
+        del left[:num_prompts]
+        return [self.train[number] for number in taken]
+
+    def score(
+        self, problems: list[Problem], rollouts: Sequence[Any], evaluates: bool = False
+    ) -> list[dict[str, Any]]:
         """Give a reward to each rollout that has none, and a score where none is set: the reward.
 
-        `rollouts` are rollouts.Rollout: G of each problem, group-major. Returns a row for each, as
-        in samples.jsonl. Raises: ValueError if a reward fails, unless these are counted.
+        `rollouts` are rollouts.Rollout: G of each problem, group-major. The reward of a response
+        that is left out is NaN. `evaluates`: the problems are held out. Returns a row for each, as
+        in samples.jsonl. Raises: ValueError if a reward fails, unless such responses are left out.
         """
-        asked = [problem for problem in problems for _ in range(len(rollouts) // len(problems))]
-        ids = [rollout.token_ids for rollout in rollouts]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        size = len(rollouts) // len(problems)
+        texts = [self.text_of(rollout) for rollout in rollouts]
+        groups = [Group(problem, texts[row : row + size], rollouts[row : row + size])
+                  for problem, row in zip(problems, range(0, len(rollouts), size), strict=True)]
+        task = (evaluates and self.evaluation) or self
+        new = [group for group in groups if None in [each.reward for each in group.rollouts]]
+        for group, results in zip(new, task.results(new), strict=True):
+            for text, rollout, result in zip(group.texts, group.rollouts, results, strict=True):
+                if rollout.reward is None:
+                    self._reward(group.problem, text, rollout, result)
         rows = []
-        for problem, rollout, text in zip(asked, rollouts, texts, strict=True):
-            if rollout.reward is None:
-                self._reward(problem, rollout, text)
+        for row, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
+            problem = problems[row // size]
             if rollout.score is None:
                 rollout.score = rollout.reward
             rows.append({
-                "reward": rollout.reward, "response": text, "question": problem.question,
-                "answer": problem.answer, "source": problem.source,
-                "finish_reason": rollout.finish_reason, "tokens": len(rollout.token_ids),
-                "error": rollout.reward_error,
+                "reward": None if math.isnan(rollout.reward) else rollout.reward,
+                "response": text, "question": problem.question, "answer": problem.answer,
+                "source": problem.source, "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.token_ids), "error": rollout.reward_error,
+                "parts": rollout.parts,
             })
         errors = [row["error"] for row in rows if row["error"]]
         if errors:
             print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
         return rows
 
-    def _reward(self, problem: Problem, rollout: Any, text: str) -> None:
-        more = [rollout] if self.takes_rollout else []
-        try:
-            rollout.reward = self.reward(problem, text, *more)
-        except Exception as failed:
-            error = (f"{one_line(failed).removeprefix('ValueError: ')} on {problem.source},"
+    def text_of(self, rollout: Any) -> str:
+        """A response without its stop token; other special tokens, such as </think>, are text."""
+        ids = rollout.token_ids
+        if ids and ids[-1] in self.stop_token_ids:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids)
+
+    def results(self, groups: list[Group]) -> list[list[Any]]:
+        """For each response its reward, or the exception that it has raised."""
+        if self.grade:
+            return self.grade(groups)
+        return [[attempt(self.reward, problem, text) for text in texts]
+                for problem, texts, _ in groups]
+
+    def _reward(self, problem: Problem, text: str, rollout: Any, result: Any) -> None:
+        if isinstance(result, Exception):
+            error = (f"{one_line(result).removeprefix('ValueError: ')} on {problem.source},"
                      f" question {problem.question!r:.200}, response {text!r:.200}")
             if self.reward_errors == "stop":
-                raise ValueError(f"{error}; to go on with reward 0, --reward-errors count"
-                                 ) from None
-            rollout.reward, rollout.reward_error = 0.0, error
+                raise ValueError(f"{error}; to go on without such responses, --reward-errors"
+                                 " leave-out")
+            rollout.reward_error, result = error, None
+        if isinstance(result, dict):
+            rollout.parts, result = result, sum(result.values())
+        rollout.reward = math.nan if result is None else result
+
+
+def attempt(reward: Reward, problem: Problem, text: str) -> Any:
+    """The reward, or the exception that it has raised."""
+    try:
+        return reward(problem, text)
+    except Exception as failed:
+        return failed
+
+
+def prompts_record(task: Task) -> dict[str, str]:
+    """A digest of all prompts, and the first one with its special tokens: what the model sees."""
+    first = task.tokenizer.decode(task.train[0].prompt_ids)
+    return {"digest": digest(task.prompts), "first": first}
+
+
+def digest(record: Any) -> str:
+    return hashlib.sha256(json.dumps(record, default=str).encode()).hexdigest()
 
 
 def exact_match(problem: Problem, response: str) -> float:
@@ -111,24 +193,23 @@ def exact_match(problem: Problem, response: str) -> float:
 
 
 # ---------------------------------------------------------------------------------- the split
-def split(
-    name: str, reward: Reward, seed: int, train: list[Problem], held_out: Sequence[Problem] = (),
-    same: Callable[[str, str], bool] = str.__eq__,
-) -> Task:
-    """Each question once, in one split. `same`: whether two answers mean the same.
+def split(task: Task, name: str, seed: int, drop: bool = False) -> Task:
+    """Each question once, in one split. Without held-out problems the seed chooses a tenth of the
+    families.
 
-    Without `held_out` the seed chooses a tenth of the families.
+    Raises: ValueError if a question has two answers, unless `drop`: then it is left out.
     """
-    by_question: dict[str, Problem] = {}
-    for problem in (*held_out, *train):
-        known = by_question.setdefault(problem.question.strip(), problem)
-        if not same(problem.answer, known.answer):
-            raise ValueError(f"a question must have one answer, {known.source} has"
-                             f" {known.answer!r:.40} and {problem.source} has"
-                             f" {problem.answer!r:.40} to the same question")
-    problems = list(by_question.values())
-    num_repeated = len(held_out) + len(train) - len(problems)
-    held_out_families = {problem.split_by for problem in held_out}
+    by_key: dict[str, Problem] = {}
+    conflicts = {}
+    for problem in (*task.held_out, *task.train):
+        known = by_key.setdefault(problem.key, problem)
+        if problem is not known and not task.same(problem.answer, known.answer):
+            conflicts.setdefault(problem.key, f"{known.source} has {known.answer!r:.40} and"
+                                              f" {problem.source} has {problem.answer!r:.40}")
+    refuse_or_drop(conflicts.values(), f"of {len(by_key)} questions have two answers", drop)
+    num_repeated = len(task.held_out) + len(task.train) - len(by_key)
+    problems = [problem for key, problem in by_key.items() if key not in conflicts]
+    held_out_families = {problem.split_by for problem in task.held_out}
     if not held_out_families:
         problems = random.Random(seed).sample(problems, len(problems))
         families = list(dict.fromkeys(problem.split_by for problem in problems))
@@ -138,30 +219,79 @@ def split(
         raise ValueError(f"task must have problems left to train on, {name} has {len(problems)}"
                          " without repeats, all of them held out")
     held_out = [each for each in problems if each.split_by in held_out_families]
-    return Task(training, held_out, reward, num_repeated)
+    return replace(task, train=training, held_out=held_out, num_repeated=num_repeated)
+
+
+def refuse_or_drop(faults: Sequence[str], what: str, drop: bool) -> None:
+    """Raises: ValueError with the number of the faults and the first three, unless `drop`."""
+    if not faults:
+        return
+    said = f"{len(faults)} {what}: {'; '.join([*faults][:3])}"
+    if not drop:
+        raise ValueError(f"{said}; to leave them out, --unreadable-answers drop")
+    print(f"{said}: DROPPED", flush=True)
 
 
 # ---------------------------------------------------------------------------------- prompts
-def encode(tokenizer: Any, task: Task, limit_s: float = 10) -> Task:
-    """The task with the token ids of every question, in the model's chat template if it has one."""
-    from extras.task_file import time_limit
+def encode(
+    tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...] = (), limit_s: float = 10,
+    system_prompt: str | None = None, template_args: dict[str, Any] | None = None,
+    use_template: bool = True,
+) -> Task:
+    """The task with the token ids of every prompt, in the model's chat template if it has one.
+
+    `template_args` are variables of the template. Raises: ValueError.
+    """
+    template = tokenizer.chat_template if use_template else None
+    template_args = template_args or {}
+    if template is None and (system_prompt or template_args):
+        raise ValueError("system_prompt and chat_template_args need a chat template, there is none")
+    unknown = [name for name in template_args if not re.search(rf"\b{name}\b", str(template))]
+    if unknown:
+        raise ValueError("chat_template_args must be variables of the model's chat template, it has"
+                         f" no {', '.join(unknown)}")
+
+    def token_ids(problem: Problem) -> list[int]:
+        messages = problem.messages or [{"role": "user", "content": problem.question}]
+        if template is None:
+            if len(messages) > 1:
+                raise ValueError(f"{len(messages)} chat messages need a chat template")
+            return tokenizer(problem.question)["input_ids"]
+        if system_prompt:
+            if messages[0]["role"] == "system":
+                raise ValueError("system_prompt must not be given, the messages have their own")
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        begun = messages[-1]["role"] == "assistant"  # the beginning of the response
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=not begun, continue_final_message=begun,
+            return_dict=True, **template_args)["input_ids"]
 
     def encoded(problem: Problem) -> Problem:
         # A chat template is a program and may not end.
         with stage(f"encoding the question of {problem.source}"), time_limit(limit_s):
-            if tokenizer.chat_template is None:
-                encoding = tokenizer(problem.question)
-            else:
-                messages = [{"role": "user", "content": problem.question}]
-                encoding = tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=True)
-            ids = encoding["input_ids"]
+            ids = token_ids(problem)
             if not ids:
                 raise ValueError("the tokenizer makes no token of it")
         return problem._replace(prompt_ids=ids)
 
     return replace(task, train=list(map(encoded, task.train)),
-                   held_out=list(map(encoded, task.held_out)), tokenizer=tokenizer)
+                   held_out=list(map(encoded, task.held_out)), tokenizer=tokenizer,
+                   stop_token_ids=stop_token_ids)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError. For the main thread, and not for compiled code that does not return."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s; try --reward-limit-s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def fitting(

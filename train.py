@@ -3,8 +3,11 @@
 One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm.
 """
 
+import math
 import signal
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import fmean as mean
 from typing import Any, NamedTuple
@@ -88,7 +91,8 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         rows = run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # Rows whose score is their group's mean (all rows of a flat group) have no signal. Advantages
+    # Rows whose score is their group's mean (all rows of a flat group) have no signal. Nor have
+    # responses that are left out, whose score is NaN. Advantages
     # come later, because they may need old_logprobs, which are computed in these micro-batches.
     has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
     minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens,
@@ -115,8 +119,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     metrics |= all_mismatch_metrics(batch, current, grpo)
     metrics["surprisal_z"] = surprisal_z(
         old_logprobs, token_metrics["entropy"], token_metrics["varentropy"], current.mask)
-    if grpo.mask_truncated:  # after the metrics, which count truncated rows
-        batch = batch.mask_rows([each.finish_reason != "length" for each in rollouts])
+    has_loss = [not math.isnan(each.score) and not (
+        grpo.mask_truncated and each.finish_reason == "length") for each in rollouts]
+    if not all(has_loss):  # after the metrics, which count these rows
+        batch = batch.mask_rows(has_loss)
     lr = run.config.lr_at(step)
     for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
         metrics |= adjust(batch, metrics)
@@ -142,15 +148,26 @@ def rollout_metrics(
     """Metrics of the rollouts alone; tokens are those that have a loss."""
     tokens = int(batch.mask.sum())
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
-    groups = scores.view(-1, group_size)  # (P, G)
+    parts = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.parts.items():
+            parts[f"reward/{name}"].append(value)
     return {
-        "reward": mean(rollout.reward for rollout in rollouts),
-        "score": scores.mean().item(),
-        "flat_frac": (groups == groups[:, :1]).all(dim=1).float().mean().item(),
+        "reward": mean_of(rollout.reward for rollout in rollouts),
+        **{name: mean(values) for name, values in parts.items()},
+        "left_out": int(scores.isnan().sum()),
+        "score": mean_of([scores.nanmean().item()]),
+        "flat_frac": (centre(scores, group_size) == 0).all(dim=1).float().mean().item(),
         "trunc_frac": truncated / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,
     }
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Without NaN and None, which are of responses that are left out; None if all are."""
+    counted = [value for value in values if value is not None and not math.isnan(value)]
+    return mean(counted) if counted else None
 
 
 def staleness_metrics(
@@ -194,8 +211,8 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     print(records.answer_line(greedy[0]), flush=True)
     _, sampled = answer_held_out(run, state.source, step, "sampled", samples, temperature)
     metrics = {
-        "eval_reward": mean(row["reward"] for row in sampled),
-        "eval_reward_greedy": mean(row["reward"] for row in greedy),
+        "eval_reward": mean_of(row["reward"] for row in sampled),
+        "eval_reward_greedy": mean_of(row["reward"] for row in greedy),
         "eval_agree": greedy_agreement(state.policy, rollouts, run.config.grpo),
     }
     rows = greedy + sampled
@@ -205,9 +222,10 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
         _, alone = answer_held_out(
             run, state.trainer_alone, step, "trainer_alone", samples, temperature)
         rows = rows + alone
-        reward = mean(row["reward"] for row in alone)
+        reward = mean_of(row["reward"] for row in alone)
         metrics["eval_reward_trainer_alone"] = reward
-        metrics["eval_gap"] = metrics["eval_reward"] - reward
+        if None not in (reward, metrics["eval_reward"]):
+            metrics["eval_gap"] = metrics["eval_reward"] - reward
     return metrics | {"eval_reward_errors": sum(row["error"] is not None for row in rows)}
 
 
@@ -219,7 +237,8 @@ def answer_held_out(
     reseed(run.config.run.seed, "eval", step)
     sampling = replace(run.sampling, max_kept=0, temperature=temperature)  # no kept sets
     rollouts = source.answer(problems, num_samples, sampling)
-    rows = [{"step": step, "mode": mode} | row for row in run.task.score(problems, rollouts)]
+    rows = [{"step": step, "mode": mode} | row
+            for row in run.task.score(problems, rollouts, evaluates=True)]
     records.append_rows(run.out / "samples.jsonl", rows)
     return rollouts, rows
 

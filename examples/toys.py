@@ -40,7 +40,7 @@ def addition(seed: int) -> Task:
     pairs = [divmod(number, 1000) for number in random.Random(seed).sample(range(10**6), NUM_SUMS)]
     problems = [Problem(f"{a:03}+{b:03}=", f"{a + b:04}"[::-1], f"{a:03}+{b:03}")
                 for a, b in pairs]
-    return split("toy", exact_match, seed, problems)
+    return split(Task(problems, [], exact_match), "toy", seed)
 
 
 def forget_the_carry(problem: Problem, rng: random.Random) -> str:
@@ -122,7 +122,9 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character; a prompt begins with <bos>; an unknown character is an error."""
     backend = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<none>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
+    # <pad> and <bos> have no text, so that a response is what it was when special tokens had none.
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("<pad>", ""), decoders.Replace("<bos>", ""), decoders.Fuse()])
     backend.post_processor = processors.TemplateProcessing(single="<bos> $A",
                                                            special_tokens=[("<bos>", BOS)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>",

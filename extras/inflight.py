@@ -51,7 +51,7 @@ class GroupsInFlight(Synchronous):
     def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
         """P problems and B = P * G complete rollouts, group-major."""
         missing = self.num_prompts + self.num_waiting - len(self.groups)
-        self.groups += map(Group, self.task.sample(self.rng, missing))
+        self.groups += map(Group, self.task.sample(self.rng, missing, self.left))
         reseed(self.seed, "train", step)
         groups = self.take(self.num_prompts)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -108,14 +108,15 @@ class GroupsInFlight(Synchronous):
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint. Partial work is not kept: its prompts are submitted again."""
-        problems = [tuple(group.problem) for group in self.groups]
-        return {"groups": problems, "engine_counters": dict(self.engine.counters),
-                "rng": self.rng.getstate()}
+        number = {id(problem): index for index, problem in enumerate(self.task.train)}
+        return super().state_dict() | {
+            "groups": [number[id(group.problem)] for group in self.groups],
+            "engine_counters": dict(self.engine.counters)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.groups = [Group(Problem(*problem)) for problem in state["groups"]]
+        super().load_state_dict(state)
+        self.groups = [Group(self.task.train[number]) for number in state["groups"]]
         self.engine.counters |= state["engine_counters"]
-        self.rng.setstate(state["rng"])
 
 
 # ---------------------------------------------------------------------------------- the engine

@@ -1,144 +1,254 @@
-"""`--task`: problems from a JSONL file, from a dataset, or from a user's Python file.
+"""`--task` and `--eval-task`: problems from a file, from a dataset, or from a user's Python file.
 
 What is wrong with a file is a ValueError that names it.
 """
 
+import gzip
 import json
 import os
 import re
 from dataclasses import replace
-from decimal import Decimal
+from glob import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from config import BUILT_IN, DataConfig
+from extras.answers import Answers
 from extras.model_folder import reach_hub
 from extras.task_file import TaskFile
 from records import stage
-from tasks import Problem, Reward, Task, split
+from tasks import Group, Problem, Task, refuse_or_drop, split
 
-# The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2,
-# and not the 000 of 5 000.
-NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)÷\u2044\]])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
-          r"(?<!(?<!\d\d\d)\d (?=\d{3}(?!\d)))(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212\u2013])"
-          r"[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
-          r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,8})?"
-          r"(?!\s?[½¼¾]|[\d_a-zA-Z²³¹⁰-⁹/^÷\u2044])(?=\D*\Z)")
-MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))
+# The usual names of columns: of those that a file has the first is taken.
+QUESTIONS = "question", "problem", "prompt", "input"
+ANSWERS = "answer", "final_answer", "ground_truth", "target"
+Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
 
 
-def load_task(name: str, seed: int, eval_path: str | None = None, limit_s: float = 10) -> Task:
-    """A Python file, a JSONL file, or a dataset; `eval_path`: a JSONL file of held-out problems."""
-    if name.endswith(".py"):
-        file = TaskFile(name, seed, limit_s)
-        task = split(name, file.reward, seed, draw_problems(file))
-        return replace(task, takes_rollout=file.takes_rollout, text=str(file.text))
-    if os.path.isfile(name) or name.endswith((".jsonl", ".json")):
-        train, held_out = read_jsonl(name), []
-    else:
-        train, held_out = read_dataset(name)
-    if eval_path is not None:
-        held_out = read_jsonl(eval_path)
-    reward = find_reward([*held_out, *train], limit_s)
-    same = same_number if reward is numeric_match else str.__eq__
-    return split(name, reward, seed, train, held_out, same)
+def load_task(name: str, seed: int, **options: Any) -> Task:
+    """The task `name`, split by the seed; `options` as in config.DataConfig."""
+    data = DataConfig(**options)
+    names = [each for each in (name, data.eval_task) if each]
+    for option in ("reward", "question_column", "answer_column"):
+        if getattr(data, option) and all(map(is_program, names)):
+            raise ValueError(f"{option} must be given with a data file only, {name} has its own")
+    if data.reward_workers > 1 and not (data.reward or {*names} - {"toy", "digits"}):
+        raise ValueError("reward_workers must be 1 without a reward of a file, got"
+                         f" {data.reward_workers}")
+    task = read_task(name, seed, data)
+    if data.eval_task:
+        other = read_task(data.eval_task, seed, data, evaluates=True, strict=is_program(name))
+        task = replace(task, held_out=other.held_out or other.train, evaluation=other)
+    elif name in ("toy", "digits"):
+        return task
+    return split(task, name, seed, data.unreadable_answers == "drop")
 
 
-def numeric_match(problem: Problem, response: str) -> float:
-    """1.0 if both end in equal numbers ("so 1,200.0" and "1200"), else 0.0."""
-    return float(same_number(response, problem.answer))
+def is_program(name: str) -> bool:
+    return name in BUILT_IN or name.endswith(".py")
 
 
-def same_number(one: str, other: str) -> bool:
-    number = last_number(one)
-    return number is not None and number == last_number(other)
+def read_task(
+    name: str, seed: int, data: DataConfig, evaluates: bool = False, strict: bool = True
+) -> Task:
+    """The task `name`. Its problems are all in `train`, unless it says itself which to hold out.
 
-
-def last_number(text: str) -> Decimal | None:
-    """42 in GSM8K's "... #### 42"; None if the last digits of a text are something else."""
-    found = re.search(NUMBER, text)
-    return found and Decimal(re.sub(r"[\\$€£,]", "", found[0]).replace("\u2212", "-"))
-
-
-def plain_number(text: str) -> Decimal | None:
-    """The value of a text that is a plain number, or that ends in one after "####", as in GSM8K."""
-    return last_number(text) if re.search(r"(\A|####)\s*" + NUMBER + r"\s*\Z", text) else None
-
-
-def find_reward(problems: list[Problem], limit_s: float) -> Reward:
-    """`numeric_match`, and math-verify's comparison for answers that are no plain numbers."""
-    file = None
-    for problem in problems:
-        if plain_number(problem.answer) is None:
-            with stage(f"{problem.source} has the answer {problem.answer!r:.40}, no plain number;"
-                       " comparing it with math-verify (pip install math-verify, or write a task"
-                       " file with a reward of its own)"):
-                file = file or TaskFile(MATH_ANSWERS, 0, limit_s)
-                file.reward(problem, "")
-
-    def reward(problem: Problem, response: str) -> float:
-        if plain_number(problem.answer) is None:
-            return file.reward(problem, response)
-        return numeric_match(problem, response)
-
-    return reward if file else numeric_match
-
-
-def draw_problems(file: Any) -> list[Problem]:
-    """10,000 different problems of a TaskFile such as examples/countdown.py.
-
-    There are fewer problems if 1,000 calls of `sample` in a row bring nothing new.
+    `strict`: the columns that are given must be there.
     """
-    problems, misses = {}, 0
-    while len(problems) < 10_000 and misses < 1_000:
-        question, answer, family = drawn = file.sample()
-        misses = misses + 1 if drawn in problems else 0
-        source = f"{file.path}, problem {len(problems) + 1}"
-        problems.setdefault(drawn, Problem(question, answer, source, family=family))
-    return list(problems.values())
+    if name in BUILT_IN:
+        from examples.toys import COUNTDOWN, TASKS
+
+        if name in TASKS:
+            return TASKS[name](seed)
+        name = COUNTDOWN  # a task file
+    from_program, path = is_program(name), name if is_program(name) else data.reward
+    file = answers = None
+    if path:
+        file = TaskFile(path, seed, data.reward_limit_s, not from_program, data.reward_workers)
+    train, held_out = (rows_of(file), []) if from_program else read_rows(name, evaluates)
+    rows = held_out + train
+    columns = choose_columns(name, rows, data, file is None, strict and not from_program)
+    problems, faults = {}, {}
+    for source, row in rows:
+        try:
+            problem = problem_of(source, row, *columns, any_answer=file is not None)
+            family = row.get("family") if from_program else None
+            problems[source] = problem._replace(family=str(family or ""))
+        except ValueError as error:
+            faults[source] = str(error)
+    if file is None:
+        answers = Answers(data.reward_limit_s)
+        faults |= answers.unreadable([*problems.values()])
+    refuse_or_drop([f"{source}: {faults[source]}" for source, _ in rows if source in faults],
+                   f"of {len(rows)} rows of {name} have no question or no readable answer",
+                   data.unreadable_answers == "drop")
+    parts = [[problems[source] for source, _ in part if source not in faults]
+             for part in (train, held_out)]
+    if not any(parts):
+        raise ValueError(f"task must have problems, {name} has none")
+    if answers:
+        task = Task(*parts, answers.reward, same=answers.same)
+    else:
+        task = Task(*parts, file.reward, grade=file.grade, text=str(file.text))
+    columns = f"{name}: questions are in column {columns[0]}, answers in {columns[1]}"
+    return replace(task, columns=columns, in_passes=not from_program or file.has_problems)
 
 
-def read_dataset(name: str) -> tuple[list[Problem], list[Problem]]:
-    """The splits train, and test or validation, of a folder, or of NAME or NAME:CONFIG on a hub."""
-    import datasets
-
-    path, _, config = name.partition(":")
-    reach_hub(path)
-    with stage(f"loading the dataset {name} (task must be toy, digits, countdown, a .py file, a"
-               " JSONL file, or a dataset: a folder or a reachable hub name)"):
-        splits = datasets.load_dataset(path, config or None)
-    if "train" not in splits:
-        raise ValueError(f"task must have a split train, {name} has {', '.join(splits)}")
-
-    def problems(part: str) -> list[Problem]:
-        rows = enumerate(splits.get(part, []), 1)
-        return [_problem(row, f"{name}, {part} {number}") for number, row in rows]
-
-    return problems("train"), problems("test" if "test" in splits else "validation")
+def try_reward(task: Task) -> None:
+    """Raises: ValueError if the reward of a file fails; the trial's response is the prompt."""
+    for problem, part in ((task.train[0], task), (task.held_out[0], task.evaluation)):
+        if part is None or part.grade is None:
+            continue
+        ids, text = problem.prompt_ids, task.tokenizer.decode(problem.prompt_ids)
+        rollout = SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids),
+                                  versions=[1] * len(ids), finish_reason="length")
+        groups = [Group(problem, [text] * size, [rollout] * size) for size in (1, 2)]
+        for result in (result for results in part.grade(groups) for result in results[:1]):
+            found = f"{result} on {problem.source}, in a trial with the prompt as the response"
+            if isinstance(result, ValueError) and task.reward_errors == "stop":
+                raise ValueError(found)
+            if result is None or isinstance(result, ValueError):
+                print(f"notice: such responses are left out: {found}", flush=True)
 
 
-def read_jsonl(path: str) -> list[Problem]:
-    """The problem of each line that is not blank."""
+def rows_of(file: TaskFile) -> Rows:
+    """Its `problems`, or 10,000 different results of its `sample`, as in examples/countdown.py.
+
+    There are fewer if 1,000 calls of `sample` in a row bring nothing new.
+    """
+    found, misses = {}, 0
+    if file.has_problems:
+        found = dict(enumerate(file.problems()))
+    while not file.has_problems and len(found) < 10_000 and misses < 1_000:
+        drawn = file.sample()
+        misses = misses + 1 if str(drawn) in found else 0
+        found[str(drawn)] = drawn
+    rows = []
+    for number, each in enumerate(found.values(), 1):
+        is_tuple = isinstance(each, tuple | list) and len(each) in (2, 3)
+        if not is_tuple and not isinstance(each, dict):
+            raise ValueError(f"a problem of {file.path} must be a question, an answer and perhaps a"
+                             f" family, or a row with columns, it is {each!r:.80}")
+        row = dict(zip(("question", "answer", "family"), each, strict=False)) if is_tuple else each
+        rows.append((f"{file.path}, problem {number}", row))
+    return rows
+
+
+# ---------------------------------------------------------------------------------- rows
+def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
+    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out."""
+    is_table = re.search(r"\.(csv|tsv|parquet|arrow)(\.gz)?$", name.lower())
+    if not is_table and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
+        return read_json(name), []
+    parts = read_dataset(name)
+    held_out = parts.get("test") or parts.get("validation") or []
+    if evaluates and not held_out:
+        held_out = parts.get("train") or next(iter(parts.values()))
+    elif not evaluates and "train" not in parts:
+        raise ValueError(f"task must have a split train, {name} has {', '.join(parts)}; --eval-task"
+                         " takes any")
+    return parts.get("train", []), held_out
+
+
+def read_json(path: str) -> Rows:
+    """A JSON array, or the lines that are not blank; of *.gz too."""
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
     with stage(f"reading the task file {path} as UTF-8"):
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # splitlines cuts at U+2028
-    problems = []
-    for number, line in enumerate(lines, 1):
+        content = Path(path).read_bytes()
+        text = (gzip.decompress(content) if path.endswith(".gz") else content).decode("utf-8-sig")
+    if text.lstrip().startswith("["):
+        with stage(f"reading {path} as a JSON array"):
+            rows = json.loads(text)
+        return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines cuts at U+2028
         if line.strip():
-            source = f"{path}, line {number}"
-            with stage(f"reading {source} as JSON"):
-                row = json.loads(line)
-            problems.append(_problem(row, source))
-    if not problems:
-        raise ValueError(f"task must have problems, {path} has none")
-    return problems
+            with stage(f"reading {path}, line {number} as JSON"):
+                rows.append((f"{path}, line {number}", json.loads(line)))
+    return rows
 
 
-def _problem(row: Any, source: str) -> Problem:
-    """The problem in a row of a dataset or a file."""
-    match row:
-        case {"question": str(question), "answer": str() | int() | float() as answer}:
-            if question.strip():
-                return Problem(question, str(answer), source)
-    raise ValueError(f'{source} must be an object with a non-empty string "question" and an'
-                     f' "answer", a string or a number, got {row!s:.80}')
+def read_dataset(name: str) -> dict[str, Rows]:
+    """The splits of what the library `datasets` reads."""
+    import datasets
+    from pyarrow import parquet
+
+    path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
+    reach_hub(path)
+    with stage(f"loading the dataset {name} (task must be toy, digits, countdown, a .py file, a"
+               " file of rows, or a dataset: a folder or a reachable hub name)"):
+        if name.endswith(".parquet.gz"):
+            with gzip.open(name) as file:
+                splits = {"train": datasets.Dataset(parquet.read_table(file))}
+        elif os.path.isfile(name):
+            folder, file = os.path.split(os.path.abspath(name))
+            splits = datasets.load_dataset(folder, data_files=escape(file))
+        elif os.path.exists(f"{name}/state.json"):  # of save_to_disk
+            splits = {"train": datasets.load_from_disk(name)}
+        else:
+            splits = datasets.load_dataset(path, config or None)
+    return {part: [(f"{name}, {part} {number}", row) for number, row in enumerate(rows, 1)]
+            for part, rows in splits.items()}
+
+
+def choose_columns(
+    name: str, rows: Rows, data: DataConfig, answers_needed: bool, strict: bool
+) -> list[str | None]:
+    """The columns of question and answer; `strict`: those that are given must be there."""
+    there = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
+    chosen = []
+    for option, usual in (("question_column", QUESTIONS), ("answer_column", ANSWERS)):
+        column = getattr(data, option)
+        if column is None or not (strict or column in there):
+            column = next((each for each in usual if each in there), None)
+        needed = column or answers_needed or option == "question_column"
+        if rows and needed and column not in there:
+            raise ValueError(f"{option} must be a column of {name}, got {column}; it has"
+                             f" {', '.join(there[:20])}")
+        chosen.append(column)
+    return chosen
+
+
+def flat(row: Any, prefix: str = "") -> dict[str, Any]:
+    """The columns of a row, of a nested one both `outer` and `outer.inner`."""
+    columns = {}
+    for name, value in row.items() if isinstance(row, dict) else ():
+        columns |= {prefix + name: value} | flat(value, f"{prefix}{name}.")
+    return columns
+
+
+def problem_of(
+    source: str, row: Any, question_column: str, answer_column: str | None, any_answer: bool
+) -> Problem:
+    """The problem in a row. Raises: ValueError that says why not."""
+    columns = flat(row)
+    question, messages = as_prompt(columns.get(question_column))
+    answer = "" if any_answer and answer_column is None else columns.get(answer_column)
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    if isinstance(answer, float) and answer.is_integer():  # of a CSV column with an empty cell
+        answer = int(answer)
+    if any_answer and isinstance(answer, list | dict):
+        answer = json.dumps(answer, default=str)
+    if answer is None or not (any_answer or isinstance(answer, str | int | float)):
+        raise ValueError(f"its answer must be a string or a number, it is {answer!s:.80}")
+    return Problem(question, str(answer), source, messages=messages, row=row)
+
+
+def as_prompt(prompt: Any) -> tuple[str, list[dict[str, str]]]:
+    """A question, and no messages; or the user's last message, and all chat messages."""
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt, []
+    try:
+        messages = [{"role": each["role"], "content": text_in(each["content"])} for each in prompt]
+        return [each["content"] for each in messages if each["role"] == "user"][-1], messages
+    except (TypeError, LookupError):
+        raise ValueError("its question must be a text, or chat messages with role and content, the"
+                         f" user's among them, it is {prompt!r:.80}") from None
+
+
+def text_in(content: Any) -> str:
+    """Of a message: a text, or parts of the form {"type": "text", "text": ...}."""
+    return content if isinstance(content, str) else "".join([part["text"] for part in content])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from records import TABLES, checkpoints, read_rows, replace_file, stage
+from tasks import prompts_record
 
 
 def newest_checkpoint(run: Any) -> dict[str, Any] | None:
@@ -26,6 +27,16 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     kept = {name: value for name, value in earlier["config"].items() if name not in free}
     refuse_changes("options", run.config.experiment, kept)
     refuse_changes("model and its task", run.files, earlier["files"])
+    before, now = earlier.get("prompts"), prompts_record(run.task)
+    if before not in (None, now):  # older runs have no such record
+        then, first = before["first"], now["first"]
+        pairs = enumerate(zip(then, first, strict=False))
+        start = max(0, next((place for place, (old, new) in pairs if old != new), 0) - 30)
+        raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
+                         f" now, such as {first[start : start + 60]!r} in place of"
+                         f" {then[start : start + 60]!r}. A chat template can write the date: try"
+                         ' --chat-template-args \'{"date_string": "..."}\', with the name that the'
+                         " template gives it")
     if not paths:
         # At most step 0 and the steps up to the first checkpoint.
         if len(read_rows(run.out / "metrics.jsonl")) > options.checkpoint_every + 1:

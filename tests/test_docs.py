@@ -13,6 +13,7 @@ import probe.__main__ as probe
 from config import Config
 from extras.problem_files import load_task
 from lab import memory, study
+from rollouts import Rollout
 
 README = ROOT / "README.md"
 FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md")]
@@ -114,6 +115,19 @@ def test_each_option_in_the_text_exists():
         spans = " ".join(re.findall(r"`(--[^`]+)`", CODE.sub("", read(page))))
         unknown = set(re.findall(r"--[\w.-]+", spans)) - known
         assert {flag for flag in unknown if not flag.startswith(OF_OTHERS)} == set(), page
+
+
+def test_the_examples_of_an_own_job_can_be_trained_on(tmp_path):
+    """A reward for rows, and a task file for whole groups."""
+    for name, code in re.findall(r"```python\n# (\w+\.py)(.*?)```", read(ROOT / "docs" / "run.md"), re.S):
+        (tmp_path / name).write_text(code.partition("\n")[2])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "target": 2}\n{"prompt": "2+2=", "target": 4}')
+    task = load_task(str(tmp_path / "rows.jsonl"), 0, reward=str(tmp_path / "mine.py"))
+    assert task.reward(task.train[0], "") is None
+    assert task.reward(task.train[0], f"so {task.train[0].answer}") == {"right": 1.0, "length": -0.004}
+    task = load_task(str(tmp_path / "six.py"), 0)
+    rollouts = [Rollout([1], 0, [5] * 4), Rollout([1], 0, [5])]
+    assert task.grade([(task.train[0], [task.train[0].answer, "no"], rollouts)]) == [[0.25, 0.0]]
 
 
 def test_the_readmes_own_task_can_be_trained_on(tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
+from extras.answers import last_number
 from extras.model_folder import describe_model
-from extras.problem_files import last_number, load_task
+from extras.problem_files import load_task
 from rl import plain_body
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
@@ -47,6 +49,7 @@ def rows_of_core(job: dict) -> list[dict]:
     run, state, _ = built(Path(job["model"]).parent, Path(mkdtemp()), engine="vllm", task=job.pop("problems"),
                           micro_batch_tokens=1000, **job)  # fmt: skip
     state.policy = state.policy.changed(body=plain_body)  # as on the page
+    state.source.task = replace(run.task, in_passes=False)
     rows = []
     for step in range(1, job["steps"] + 1):
         metrics, _, batch, _ = train.train_step(run, state, step)

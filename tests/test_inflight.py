@@ -140,11 +140,14 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
     with backend("vllm", engine_folder, room=8) as (policy, engine):
         flight = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         flight.groups += islice(numbered_groups(), 9)
+        problems = [group.problem for group in flight.groups]
+        flight.task = replace(flight.task, train=problems)
         flight.take(3)
         move_and_load(policy, engine)
         state = flight.state_dict()
         engine.abort([each for group in flight.groups for each in group.rollouts])  # as if the process had died
         restored = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
+        restored.task = flight.task
         restored.load_state_dict(state)
         assert [each.problem for each in restored.take(6)] == [each.problem for each in flight.groups]
 

@@ -18,7 +18,7 @@ MAY_IMPORT["examples"] = set(CORE) - {"grpo"} | {"extras"}
 MAY_IMPORT["extras"] = set(CORE) - {"grpo"}
 MAY_IMPORT["probe"] = MAY_IMPORT["extras"] | {"extras", "examples"}
 MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe"}
-FOR_AN_OPTION = {"run": {"extras", "probe", "examples"}, "tasks": {"extras"}, "engine_adapter": {"extras"}}
+FOR_AN_OPTION = {"run": {"extras", "probe", "examples"}, "extras": {"examples"}, "engine_adapter": {"extras"}}
 VLLM = {"engine_adapter", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
 FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("extras", "probe", "lab", "examples")
                                        for each in sorted((ROOT / room).rglob("*.py")))]  # fmt: skip

@@ -134,8 +134,8 @@ def test_with_a_constant_rate_a_run_goes_on_for_more_steps(good, tmp_path, capsy
 
 # ------------------------------------------------------------------------------------------------ other processes
 def signalled_run(words: list[str], number: int, said: Path) -> None:
-    """A run that its task stops or kills in step 2: step 0 has 8 calls of the reward, each other one 32."""
-    os.environ |= {"SIGNAL": str(int(number)), "SIGNAL_IN_CALL": "60"}
+    """A run that its task stops or kills in step 2: set-up calls the reward twice, step 0 8 times, the others 32."""
+    os.environ |= {"SIGNAL": str(int(number)), "SIGNAL_IN_CALL": "62"}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     with said.open("w") as sys.stderr:
         train.main(words)

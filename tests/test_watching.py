@@ -20,7 +20,7 @@ def test_curves_are_drawn_at_each_evaluation_and_the_time_left_ends_at_zero(good
         seen.append((row, picture.exists() and picture.read_bytes()))
 
     monkeypatch.setattr("records.draw_at_evaluation", draw)
-    train(*built(good, tmp_path / "run", eval_problems=4, reward_errors="count", max_new_tokens=6, eval_every=2,
+    train(*built(good, tmp_path / "run", eval_problems=4, reward_errors="leave-out", max_new_tokens=6, eval_every=2,
                  steps=5))
     watched_rows, pictures = zip(*seen, strict=True)
     assert [row["step"] for row in watched_rows] == [0, 1, 2, 3, 4, 5]
@@ -49,6 +49,7 @@ def test_a_figure_that_was_not_measured_is_a_dash():
     names = "reward response_len trunc_frac flat_frac mismatch_kl entropy generate_s update_s sync_s left_s"
     step = {"step": 1, "clip_rate": None, "grad_norm": None, "lr": 1e-3} | dict.fromkeys(names.split(), 0.0)
     assert "| clip     - backend     - | entropy 0.00 | gnorm - lr 1.0e-03 |" in log_line(step, 9, "off")
+    assert log_line(step | {"left_out": 3}, 9, "off").endswith("left | 3 responses LEFT OUT")
     assert "| clip     - backend  2.5% |" in log_line(step | {"backend_clip_rate": 0.025}, 9, "off")
 
 

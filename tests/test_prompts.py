@@ -1,0 +1,160 @@
+"""Prompts: chat messages, the template and its variables, what the start prints, and what a response's text is."""
+
+import json
+
+import pytest
+from helpers import command, refusal, train_here
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from config import DataConfig
+from extras.notices import notices
+from extras.problem_files import load_task
+from rollouts import Rollout
+from tasks import Problem, Task, encode, exact_match, prompts_record
+
+SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
+CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endfor %}"
+          "{% if add_generation_prompt %}<turn>assistant {% endif %}")  # fmt: skip
+
+
+def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """One token per character, and the special ones."""
+    words = {token: number for number, token in enumerate([*SPECIAL, "\n", *map(chr, range(32, 127))])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>",
+                                   additional_special_tokens=SPECIAL[2:])  # fmt: skip
+    made.chat_template = template
+    return made
+
+
+def prompts(*problems: Problem, template: str | None = CHATML, **options) -> list[str]:
+    made = tokenizer(template)
+    return [made.decode(ids) for ids in encode(made, Task([*problems], [], exact_match), (1,), **options).prompts]
+
+
+def chat(*turns: str) -> Problem:
+    messages = [dict(zip(("role", "content"), turn.split(": "), strict=True)) for turn in turns]
+    return Problem("", "", "line 1", messages=messages)
+
+
+QUESTION = Problem("1+1", "2", "line 1")
+DATED = CHATML.replace("{% for", "{{ date_string | default('26 Jul') }}{% for", 1)
+
+
+def test_a_prompt_is_a_question_or_a_chat_in_the_models_template_or_plain_text():
+    assert prompts(QUESTION, chat("system: Add.", "user: 1+1")) == [
+        "<turn>user 1+1<end><turn>assistant ", "<turn>system Add.<end><turn>user 1+1<end><turn>assistant "]  # fmt: skip
+    assert prompts(QUESTION, system_prompt="Think.") == [
+        "<turn>system Think.<end><turn>user 1+1<end><turn>assistant "]  # fmt: skip
+    assert prompts(chat("user: 1", "assistant: 2", "user: 3"), system_prompt="Add.") == [
+        "<turn>system Add.<end><turn>user 1<end><turn>assistant 2<end><turn>user 3<end><turn>assistant "]
+    assert prompts(chat("user: 1+1", "assistant: It is")) == ["<turn>user 1+1<end><turn>assistant It is"]
+    assert prompts(QUESTION, use_template=False) == prompts(QUESTION, template=None) == ["1+1"]
+    assert prompts(QUESTION, template=DATED, template_args={"date_string": "1 Jan"})[0].startswith("1 Jan<turn>")
+
+
+@pytest.mark.parametrize("problem, options, complaint", [
+    (chat("system: Add.", "user: 1+1"), {"system_prompt": "x"}, "of line 1 failed: ValueError: system_prompt must not"),
+    (chat("system: Add.", "user: 1+1"), {"use_template": False}, "2 chat messages need a chat template"),
+    (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, there is none"),
+    (QUESTION, {"template_args": {"enable_thinking": False}}, "it has no enable_thinking"),
+])  # fmt: skip
+def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        prompts(problem, **options)
+
+
+LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+def noticed(template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), **data) -> str:
+    made, data = tokenizer(template), DataConfig(**data)
+    task = encode(made, Task([Problem(question, "2", "")], [], exact_match), stop, 10, data.system_prompt)
+    return " ".join(notices(made, task, data))
+
+
+def test_the_record_of_prompts_has_a_digest_of_all():
+    records = [prompts_record(encode(tokenizer(), Task([QUESTION, Problem(text, "", "")], [], exact_match)))
+               for text in ("a", "b")]  # fmt: skip
+    assert records[0]["first"] == records[1]["first"]
+    assert records[0]["digest"] != records[1]["digest"]
+
+
+def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
+    assert noticed(CHATML) == noticed(None) == noticed(DATED) == ""
+    assert "1 prompts end with a stop token" in noticed(CHATML + "<end>")
+    assert "1 questions contain a stop token (<end>)" in noticed(CHATML, "say <end>")
+    assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=(0,))
+    assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
+    assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
+    without = CHATML.replace("<turn>{{ m.role }} {{ m.content }}<end>",
+                             "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
+    assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")
+    assert noticed(CHATML, system_prompt="Be brief.") == ""
+    refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
+    assert noticed(refuses) == noticed(refuses.replace("{{ raise_exception('no') }}", LOOP), reward_limit_s=0.5) == ""
+    ends = CHATML.replace("<end>{% endfor %}", "{{ '<end>' if closed is defined }}{% endfor %}")
+    assert "ends a turn with ''" in noticed(ends)
+    assert noticed(ends, chat_template_args='{"closed": 1}') == ""
+
+
+def test_the_stop_token_alone_is_cut_off_a_response():
+    made = tokenizer()
+    ids = made("<think>2+2=4</think>4<turn>x<end>")["input_ids"]
+    task = Task([QUESTION], [], exact_match, tokenizer=made, stop_token_ids=(1, 2))
+    texts = [task.text_of(Rollout([], 0, tokens)) for tokens in (ids, ids[:-1], ids[:-3], [1], [])]
+    assert texts == ["<think>2+2=4</think>4<turn>x", "<think>2+2=4</think>4<turn>x", "<think>2+2=4</think>4", "", ""]
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+def with_template(good, tmp_path, text: str) -> str:
+    """Options of a run whose model has this chat template; the toy's tokenizer knows digits, + and =."""
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    for path in (good / "model").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "chat_template.jinja").write_text(text)
+    return f"--model {folder} --out {tmp_path}/run --engine transformers --steps 1 --eval-problems 1"
+
+
+def test_the_first_prompt_is_printed_and_stored_and_a_date_in_the_template_is_found_at_resume(good, tmp_path, capsys):
+    today = "{{ date_string | default('%s') }}={%% for m in messages %%}{{ m.content }}{%% endfor %%}"
+    words = with_template(good, tmp_path, today % "26")
+    train_here(command(good, words))
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    first = record["prompts"]["first"]
+    assert first.startswith("26=")
+    assert f"first prompt: {json.dumps(first)}\n" in capsys.readouterr().out
+
+    words = f"{with_template(good, tmp_path, today % '27')} --resume"
+    said = refusal(command(good, words), capsys)
+    assert "model and its task, changed are" in said  # the template itself is another file
+    with_template(good, tmp_path, today % "26")
+    train_here([*command(good, words), "--chat-template-args", '{"date_string": "26"}'])
+    capsys.readouterr()
+    said = refusal([*command(good, words), "--chat-template-args", '{"date_string": "27"}'], capsys)
+    assert "must keep its prompts: the same questions have other tokens now, such as '" in said
+    assert "27=" in said and "26=" in said and "try --chat-template-args" in said
+
+
+def test_an_own_job_in_two_commands(good, tmp_path, capsys):
+    """A file of rows with a chat, a reward of one's own that reads the row, and another file to evaluate on."""
+    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "reward_model": {"ground_truth": n + 1}}
+            for n in range(40)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "mine.py").write_text(
+        "def reward(problem, response):\n"
+        "    truth = problem.row.get('reward_model', {'ground_truth': problem.answer})['ground_truth']\n"
+        "    assert str(truth) == problem.answer\n"
+        "    return {'right': float(response == problem.answer), 'short': -0.1 * len(response)}\n")  # fmt: skip
+    words = with_template(good, tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    train_here([*command(good, words), "--task", f"{tmp_path}/rows.json", "--reward", f"{tmp_path}/mine.py",
+                "--answer-column", "reward_model.ground_truth", "--eval-task", str(good / "task.jsonl")])
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/rows.json: questions are in column prompt, answers in reward_model.ground_truth\n" in printed
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["reward"] == pytest.approx(row["reward/right"] + row["reward/short"])
+    assert load_task(f"{tmp_path}/rows.json", 0, answer_column="reward_model.ground_truth").in_passes

@@ -75,8 +75,8 @@ class RunConfig:
     steps: int = 60  # Batches; 0: one evaluation. With --lr-decay none a resumed run may have more.
     model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
     # `toy` (addition), `digits`, `countdown`; a file of rows with a question and an answer (JSON
-    # lines, a JSON array, CSV, parquet, each also as .gz); a folder or hub name of a dataset; a
-    # Python file with `sample` or `problems`, and `reward` or `rewards`.
+    # lines, a JSON array, CSV, parquet, each also as .gz); a dataset: a folder, or NAME or
+    # NAME:CONFIG on a hub; a Python file with `sample` or `problems`, and `reward` or `rewards`.
     task: str = "toy"
     # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -362,27 +362,32 @@ class BackendConfig:
 class DataConfig:
     """Problems, prompts and rewards."""
 
-    eval_task: str | None = None  # As `task`, to hold out; if not given, a tenth of `task`.
-    # Columns of a file of rows; a dot goes into a nested row. If not given, the first of question,
-    # problem, prompt, input, and of answer, final_answer, ground_truth, target.
+    # Task to evaluate on, named as `task` is; if not given: the test or validation split of a
+    # dataset, else a tenth of the problems.
+    eval_task: str | None = None
+    # Columns of rows; `outer.inner` is a column of a nested row. If not given, the first of
+    # question, problem, prompt, input, and of answer, final_answer, ground_truth, target.
     question_column: str | None = None
     answer_column: str | None = None
-    # Rows without a question, answers that cannot be read, questions with two answers.
+    # Refuse the run, or drop: rows without a question or a readable answer, and questions with two
+    # answers.
     unreadable_answers: Literal["refuse", "drop"] = "refuse"
-    system_prompt: str | None = None  # Begins each prompt; it needs a chat template.
+    # First message of each prompt; refused without a chat template, or if a prompt has its own.
+    system_prompt: str | None = None
     # Variables of the chat template as JSON, such as {"enable_thinking": false}. They may change at
     # --resume, if the prompts do not.
     chat_template_args: str | None = None
     chat_template: bool = True  # Off: the prompt is the question alone, as for a base model.
     max_prompt_tokens: int | None = None  # If not given, the context minus max_new_tokens.
     overlong_prompts: Literal["refuse", "drop"] = "refuse"  # Refuse the run, or drop and count.
-    # Python file with `reward` or `rewards`, for files of rows; that of `eval_task` too.
+    # Python file with `reward` or `rewards`, for the rows of a file or dataset; for those of
+    # eval_task too.
     reward: str | None = None
     reward_workers: int = 1  # Processes that compute rewards at the same time.
-    # Of a task file's import, of a call of its functions, and of a chat template.
+    # Seconds for one call of a task file's function, its import, math-verify, or a chat template.
     reward_limit_s: float = 10.0
-    # If a reward raises, hangs or is not a finite number: stop the run, or leave the response out,
-    # of the loss and of its group's baseline.
+    # If a reward raises, hangs, or is no finite number, dictionary of these or None: stop the run,
+    # or leave the response out of the loss and of its group's baseline.
     reward_errors: Literal["stop", "leave-out"] = "stop"
 
     def __post_init__(self):
@@ -498,7 +503,7 @@ class Config:
                              " try --parity.no-sampling-mask")
 
     def _check_tools(self) -> None:
-        """The probe."""
+        """The probe and the noise floor."""
         probed = self.measure.probe_every or self.measure.probe_on_alarm
         if (probed or self.measure.self_noise_every) and not self.run.steps:
             raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with"

@@ -24,7 +24,7 @@ class Problem(NamedTuple):
     family is its own.
     """
 
-    question: str  # of chat messages the user's last
+    question: str  # of chat messages: the user's last
     answer: str
     source: str
     prompt_ids: list[int] = []
@@ -47,12 +47,8 @@ class Problem(NamedTuple):
 Reward = Callable[..., float | dict[str, float] | None]
 
 
-class Group(NamedTuple):
-    """A problem, the texts of its responses, and their rollouts.Rollout."""
-
-    problem: Problem
-    texts: list[str]
-    rollouts: Sequence[Any]
+# A problem, the texts of its responses, and their rollouts.Rollout.
+Answered = tuple[Problem, list[str], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,14 @@ class Task:
     train: list[Problem]
     held_out: list[Problem]
     reward: Reward
-    num_repeated: int = 0  # problems that were left out, because their question was there already
-    grade: Callable[[list[Group]], list[list[Any]]] | None = None
+    num_repeated: int = 0  # left out, because an equal question came before
+    grade: Callable[[list[Answered]], list[list[Any]]] | None = None
     evaluation: "Task | None" = None  # of --eval-task: it gives the rewards of `held_out`
     same: Callable[[str, str], bool] = str.__eq__  # whether two answers mean the same
     in_passes: bool = False  # each problem once before any comes twice
     columns: str = ""  # of rows: a sentence that names those of question and answer
     text: str = ""  # of a task file
-    tokenizer: Any = None  # of `encode`, as the next
+    tokenizer: Any = None  # this field and the next are set by `encode`
     stop_token_ids: tuple[int, ...] = ()
     reward_errors: Literal["stop", "leave-out"] = "stop"  # if a reward fails
 
@@ -98,10 +94,10 @@ class Task:
         if not self.in_passes:
             return rng.sample(self.train, num_prompts)
         if len(left) < num_prompts:  # a new pass, and no problem twice in a step
-            others = [*{*range(len(self.train))} - {*left}]
-            rng.shuffle(others)
-            now, later = others[: num_prompts - len(left)], others[num_prompts - len(left) :] + left
-            left += now + rng.sample(later, len(later))
+            order, had = rng.sample(range(len(self.train)), len(self.train)), {*left}
+            first = [number for number in order if number not in had][: num_prompts - len(left)]
+            now = {*first}
+            left += first + [number for number in order if number not in now]
         taken = left[:num_prompts]
         del left[:num_prompts]
         return [self.train[number] for number in taken]
@@ -116,27 +112,29 @@ class Task:
         in samples.jsonl. Raises: ValueError if a reward fails, unless such responses are left out.
         """
         size = len(rollouts) // len(problems)
-        texts = [self.text_of(rollout) for rollout in rollouts]
-        groups = [Group(problem, texts[row : row + size], rollouts[row : row + size])
-                  for problem, row in zip(problems, range(0, len(rollouts), size), strict=True)]
+        assert size * len(problems) == len(rollouts), f"{len(problems)=} {len(rollouts)=}"
+        groups = []
+        for number, problem in enumerate(problems):
+            members = rollouts[number * size : (number + 1) * size]
+            groups.append((problem, [self.text_of(each) for each in members], members))
         task = (evaluates and self.evaluation) or self
-        new = [group for group in groups if None in [each.reward for each in group.rollouts]]
-        for group, results in zip(new, task.results(new), strict=True):
-            for text, rollout, result in zip(group.texts, group.rollouts, results, strict=True):
+        new = [group for group in groups if None in [each.reward for each in group[2]]]
+        for (problem, texts, members), results in zip(new, task.results(new), strict=True):
+            for text, rollout, result in zip(texts, members, results, strict=True):
                 if rollout.reward is None:
-                    self._reward(group.problem, text, rollout, result)
+                    self._reward(problem, text, rollout, result)
         rows = []
-        for row, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
-            problem = problems[row // size]
-            if rollout.score is None:
-                rollout.score = rollout.reward
-            rows.append({
-                "reward": None if math.isnan(rollout.reward) else rollout.reward,
-                "response": text, "question": problem.question, "answer": problem.answer,
-                "source": problem.source, "finish_reason": rollout.finish_reason,
-                "tokens": len(rollout.token_ids), "error": rollout.reward_error,
-                "parts": rollout.parts,
-            })
+        for problem, texts, members in groups:
+            for text, rollout in zip(texts, members, strict=True):
+                if rollout.score is None:
+                    rollout.score = rollout.reward
+                rows.append({
+                    "reward": None if math.isnan(rollout.reward) else rollout.reward,
+                    "response": text, "question": problem.question, "answer": problem.answer,
+                    "source": problem.source, "finish_reason": rollout.finish_reason,
+                    "tokens": len(rollout.token_ids), "error": rollout.reward_error,
+                    "parts": rollout.parts,
+                })
         errors = [row["error"] for row in rows if row["error"]]
         if errors:
             print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
@@ -149,7 +147,7 @@ class Task:
             ids = ids[:-1]
         return self.tokenizer.decode(ids)
 
-    def results(self, groups: list[Group]) -> list[list[Any]]:
+    def results(self, groups: list[Answered]) -> list[list[Any]]:
         """For each response its reward, or the exception that it has raised."""
         if self.grade:
             return self.grade(groups)
@@ -222,13 +220,15 @@ def split(task: Task, name: str, seed: int, drop: bool = False) -> Task:
     return replace(task, train=training, held_out=held_out, num_repeated=num_repeated)
 
 
-def refuse_or_drop(faults: Sequence[str], what: str, drop: bool) -> None:
+def refuse_or_drop(
+    faults: Sequence[str], what: str, drop: bool, option: str = "--unreadable-answers"
+) -> None:
     """Raises: ValueError with the number of the faults and the first three, unless `drop`."""
     if not faults:
         return
     said = f"{len(faults)} {what}: {'; '.join([*faults][:3])}"
     if not drop:
-        raise ValueError(f"{said}; to leave them out, --unreadable-answers drop")
+        raise ValueError(f"{said}; to leave them out, {option} drop")
     print(f"{said}: DROPPED", flush=True)
 
 
@@ -308,18 +308,14 @@ def fitting(
     limit, name = longest_prompt, "--max-prompt-tokens"
     if context - max_new_tokens < limit:
         limit, name = context - max_new_tokens, f"the context of {context} less --max-new-tokens"
-    train = [problem for problem in task.train if len(problem.prompt_ids) <= limit]
-    held_out = [problem for problem in task.held_out if len(problem.prompt_ids) <= limit]
     problems = task.train + task.held_out
-    num_overlong = len(problems) - len(train) - len(held_out)
-    if not num_overlong:
-        return task
-    counted = f"{num_overlong} of {len(problems)} prompts are longer than {limit} tokens ({name})"
-    if not drop:
-        worst = max(problems, key=lambda problem: len(problem.prompt_ids))
-        raise ValueError(f"{counted}, {worst.source} has {len(worst.prompt_ids)};"
-                         " try --overlong-prompts drop")
+    overlong = [f"{each.source} has {len(each.prompt_ids)}" for each in problems
+                if len(each.prompt_ids) > limit]
+    what = f"of {len(problems)} prompts are longer than {limit} tokens ({name})"
+    refuse_or_drop(overlong, what, drop, "--overlong-prompts")
+    train = [each for each in task.train if len(each.prompt_ids) <= limit]
+    held_out = [each for each in task.held_out if len(each.prompt_ids) <= limit]
     if not train or not held_out:
-        raise ValueError(f"{counted}, all of the {'held-out' if train else 'training'} problems")
-    print(f"{counted}: DROPPED", flush=True)
+        raise ValueError(f"{len(overlong)} {what}, all of the"
+                         f" {'held-out' if train else 'training'} problems")
     return replace(task, train=train, held_out=held_out)

@@ -91,9 +91,9 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         rows = run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # Rows whose score is their group's mean (all rows of a flat group) have no signal. Nor have
-    # responses that are left out, whose score is NaN. Advantages
-    # come later, because they may need old_logprobs, which are computed in these micro-batches.
+    # Rows whose score is their group's mean (all rows of a flat group) have no signal, nor have
+    # responses that are left out (NaN). Advantages come later, because they may need old_logprobs,
+    # which are computed in these micro-batches.
     has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
     minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens,
                                     shared_prompts=policy.shares_prompts)
@@ -119,10 +119,10 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     metrics |= all_mismatch_metrics(batch, current, grpo)
     metrics["surprisal_z"] = surprisal_z(
         old_logprobs, token_metrics["entropy"], token_metrics["varentropy"], current.mask)
-    has_loss = [not math.isnan(each.score) and not (
-        grpo.mask_truncated and each.finish_reason == "length") for each in rollouts]
-    if not all(has_loss):  # after the metrics, which count these rows
-        batch = batch.mask_rows(has_loss)
+    truncated = [grpo.mask_truncated and each.finish_reason == "length" for each in rollouts]
+    has_loss = ~scores.isnan() & ~torch.tensor(truncated)  # (B,)
+    if not has_loss.all():  # after the metrics, which count these rows
+        batch = batch.mask_rows(has_loss.tolist())
     lr = run.config.lr_at(step)
     for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
         metrics |= adjust(batch, metrics)

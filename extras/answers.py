@@ -72,7 +72,8 @@ class Answers:
         return reasons
 
     def reward(self, problem: Problem, response: str) -> float:
-        """1.0 if the last box of the response, or the response without a box, is the answer.
+        """1.0 if the response's last box equals the answer; without a box, if its last number,
+        letter or expression does.
 
         Raises: ValueError if the answer is unreadable.
         """

@@ -1,15 +1,13 @@
-"""What is often wrong with prompts, and no error: a sentence for each at the start of a run."""
+"""Notices at the start of a run: what is often wrong with prompts, and is no error."""
 
 from contextlib import suppress
 from typing import Any
 
 from tasks import Task, time_limit
 
-ANSWER = "ANSWER"
-
 
 def notices(tokenizer: Any, task: Task, data: Any) -> list[str]:
-    """`data` is a config.DataConfig."""
+    """The sentences that apply. `data` is a config.DataConfig."""
     problems = task.train + task.held_out
     stop = {each: tokenizer.convert_ids_to_tokens(each) for each in task.stop_token_ids}
     ends = sum(problem.prompt_ids[-1] in stop for problem in problems)
@@ -29,9 +27,10 @@ def notices(tokenizer: Any, task: Task, data: Any) -> list[str]:
         }
     # A template can refuse the turn of an assistant.
     with suppress(Exception), time_limit(data.reward_limit_s):
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+        answer = "ANSWER"
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         rendered = tokenizer.apply_chat_template(turn, tokenize=False, **data.template_args)
-        end = rendered.rpartition(ANSWER)[2]
+        end = rendered.rpartition(answer)[2]
         ids = tokenizer(end, add_special_tokens=False)["input_ids"]
         found |= {
             f"the chat template ends a turn with {end!r}, which has no stop token of the model"

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from glob import escape
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from extras.answers import Answers
 from extras.model_folder import reach_hub
 from extras.task_file import TaskFile
 from records import stage
-from tasks import Group, Problem, Task, refuse_or_drop, split
+from tasks import Problem, Task, refuse_or_drop, split
 
 # The usual names of columns: of those that a file has the first is taken.
 QUESTIONS = "question", "problem", "prompt", "input"
@@ -33,7 +34,8 @@ def load_task(name: str, seed: int, **options: Any) -> Task:
     for option in ("reward", "question_column", "answer_column"):
         if getattr(data, option) and all(map(is_program, names)):
             raise ValueError(f"{option} must be given with a data file only, {name} has its own")
-    if data.reward_workers > 1 and not (data.reward or {*names} - {"toy", "digits"}):
+    has_file = data.reward or any(map(is_program, {*names} - {"toy", "digits"}))
+    if data.reward_workers > 1 and not has_file:
         raise ValueError("reward_workers must be 1 without a reward of a file, got"
                          f" {data.reward_workers}")
     task = read_task(name, seed, data)
@@ -63,23 +65,26 @@ def read_task(
             return TASKS[name](seed)
         name = COUNTDOWN  # a task file
     from_program, path = is_program(name), name if is_program(name) else data.reward
-    file = answers = None
+    file = None
     if path:
         file = TaskFile(path, seed, data.reward_limit_s, not from_program, data.reward_workers)
     train, held_out = (rows_of(file), []) if from_program else read_rows(name, evaluates)
     rows = held_out + train
-    columns = choose_columns(name, rows, data, file is None, strict and not from_program)
+    question, answer = choose_columns(name, rows, data, file is None, strict and not from_program)
     problems, faults = {}, {}
     for source, row in rows:
         try:
-            problem = problem_of(source, row, *columns, any_answer=file is not None)
+            problem = problem_of(source, row, question, answer, file is not None)
             family = row.get("family") if from_program else None
             problems[source] = problem._replace(family=str(family or ""))
         except ValueError as error:
             faults[source] = str(error)
-    if file is None:
+    if file:
+        rewarded = partial(Task, reward=file.reward, grade=file.grade, text=str(file.text))
+    else:
         answers = Answers(data.reward_limit_s)
         faults |= answers.unreadable([*problems.values()])
+        rewarded = partial(Task, reward=answers.reward, same=answers.same)
     refuse_or_drop([f"{source}: {faults[source]}" for source, _ in rows if source in faults],
                    f"of {len(rows)} rows of {name} have no question or no readable answer",
                    data.unreadable_answers == "drop")
@@ -87,12 +92,8 @@ def read_task(
              for part in (train, held_out)]
     if not any(parts):
         raise ValueError(f"task must have problems, {name} has none")
-    if answers:
-        task = Task(*parts, answers.reward, same=answers.same)
-    else:
-        task = Task(*parts, file.reward, grade=file.grade, text=str(file.text))
-    columns = f"{name}: questions are in column {columns[0]}, answers in {columns[1]}"
-    return replace(task, columns=columns, in_passes=not from_program or file.has_problems)
+    columns = f"{name}: questions are in column {question}, answers in {answer}"
+    return rewarded(*parts, columns=columns, in_passes=not from_program or file.has_problems)
 
 
 def try_reward(task: Task) -> None:
@@ -103,12 +104,13 @@ def try_reward(task: Task) -> None:
         ids, text = problem.prompt_ids, task.tokenizer.decode(problem.prompt_ids)
         rollout = SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids),
                                   versions=[1] * len(ids), finish_reason="length")
-        groups = [Group(problem, [text] * size, [rollout] * size) for size in (1, 2)]
-        for result in (result for results in part.grade(groups) for result in results[:1]):
+        groups = [(problem, [text] * size, [rollout] * size) for size in (1, 2)]
+        for result, *_ in part.grade(groups):
             found = f"{result} on {problem.source}, in a trial with the prompt as the response"
-            if isinstance(result, ValueError) and task.reward_errors == "stop":
+            failed = isinstance(result, ValueError)
+            if failed and task.reward_errors == "stop":
                 raise ValueError(found)
-            if result is None or isinstance(result, ValueError):
+            if failed or result is None:
                 print(f"notice: such responses are left out: {found}", flush=True)
 
 
@@ -117,15 +119,9 @@ def rows_of(file: TaskFile) -> Rows:
 
     There are fewer if 1,000 calls of `sample` in a row bring nothing new.
     """
-    found, misses = {}, 0
-    if file.has_problems:
-        found = dict(enumerate(file.problems()))
-    while not file.has_problems and len(found) < 10_000 and misses < 1_000:
-        drawn = file.sample()
-        misses = misses + 1 if str(drawn) in found else 0
-        found[str(drawn)] = drawn
+    problems = file.problems() if file.has_problems else drawn(file)
     rows = []
-    for number, each in enumerate(found.values(), 1):
+    for number, each in enumerate(problems, 1):
         is_tuple = isinstance(each, tuple | list) and len(each) in (2, 3)
         if not is_tuple and not isinstance(each, dict):
             raise ValueError(f"a problem of {file.path} must be a question, an answer and perhaps a"
@@ -133,6 +129,15 @@ def rows_of(file: TaskFile) -> Rows:
         row = dict(zip(("question", "answer", "family"), each, strict=False)) if is_tuple else each
         rows.append((f"{file.path}, problem {number}", row))
     return rows
+
+
+def drawn(file: TaskFile) -> list[Any]:
+    found, misses = {}, 0
+    while len(found) < 10_000 and misses < 1_000:
+        problem = file.sample()
+        misses = misses + 1 if str(problem) in found else 0
+        found[str(problem)] = problem
+    return [*found.values()]
 
 
 # ---------------------------------------------------------------------------------- rows

@@ -29,12 +29,12 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     refuse_changes("model and its task", run.files, earlier["files"])
     before, now = earlier.get("prompts"), prompts_record(run.task)
     if before not in (None, now):  # older runs have no such record
-        then, first = before["first"], now["first"]
-        pairs = enumerate(zip(then, first, strict=False))
+        pairs = enumerate(zip(before["first"], now["first"], strict=False))
         start = max(0, next((place for place, (old, new) in pairs if old != new), 0) - 30)
+        old, new = (each["first"][start : start + 60] for each in (before, now))
         raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
-                         f" now, such as {first[start : start + 60]!r} in place of"
-                         f" {then[start : start + 60]!r}. A chat template can write the date: try"
+                         f" now, such as {new!r} in place of {old!r}. A chat template can write the"
+                         " date: try"
                          ' --chat-template-args \'{"date_string": "..."}\', with the name that the'
                          " template gives it")
     if not paths:

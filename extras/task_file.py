@@ -1,9 +1,9 @@
 """A user's file: its functions in processes of their own, killed at the limit and started again.
 
-What a user's code does (it raises, exits, crashes, waits, or loops in compiled code) ends in a
+Whatever a user's code does (raise, exit, crash, wait, loop in compiled code), the run gets a
 sentence. Only the standard library is imported, so that a process starts in a tenth of a second.
-All that it has started ends with the run, except for a child that called setsid, and for children
-of a run that is killed with SIGKILL.
+The processes that it starts end with the run, with two exceptions: a child that called setsid, and
+children of a run that was killed with SIGKILL.
 """
 
 import atexit
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import namedtuple
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,8 +28,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 PROGRAM = "import sys; sys.path = sys.argv[2:]; from extras.task_file import serve; serve()"
-ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")  # what a reward can read of it
-Problem = namedtuple("Problem", "question answer source row")  # tasks.py would import torch
+# The fields that a reward can read. Their classes stay here, because they would import torch.
+PROBLEM = ("question", "answer", "source", "row")
+ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")
 
 
 class TaskFile:
@@ -47,7 +47,7 @@ class TaskFile:
         self.processes = [Process(self) for _ in range(num_processes)]
         self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread
         about = self._call(f"the import of {path}", "about")
-        self.text, self.takes_rollout, self.whole_groups, self.has_problems = about
+        self.text, self.whole_groups, self.has_problems, self.takes_rollout = about
 
     def sample(self) -> Any:
         """A problem. The random state is the process's own and begins with `seed`."""
@@ -65,20 +65,16 @@ class TaskFile:
 
     def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
         """For each (problem, responses, rollouts) the rewards; a ValueError for one that fails."""
-        calls = []
+        calls, names = [], ROLLOUT if self.takes_rollout else ()
         for problem, texts, rollouts in groups:
-            asked = Problem(problem.question, problem.answer, problem.source, problem.row)
-            columns = [texts]
-            if self.takes_rollout:
-                columns.append([SimpleNamespace(**{name: getattr(each, name) for name in ROLLOUT})
-                                for each in rollouts])
-            calls += [("rewards", asked, *columns)] if self.whole_groups else [
-                ("reward", asked, *each) for each in zip(*columns, strict=True)]
+            columns = texts, [fields(each, names) for each in rollouts]
+            each_call = [columns] if self.whole_groups else zip(*columns, strict=True)
+            calls += [("grade", fields(problem, PROBLEM), *given) for given in each_call]
         results = iter(self._call_all("the reward", calls))
-        if self.whole_groups:
-            return [each if isinstance(each, list) else [each] * len(texts)
-                    for each, (_, texts, _) in zip(results, groups, strict=True)]
-        return [[next(results) for _ in texts] for _, texts, _ in groups]
+        if not self.whole_groups:
+            return [[next(results) for _ in texts] for _, texts, _ in groups]
+        return [each if isinstance(each, list) else [each] * len(texts)  # an error is of all
+                for each, (_, texts, _) in zip(results, groups, strict=True)]
 
     def _call(self, what: str, *call: Any) -> Any:
         (result,) = self._call_all(what, [call])
@@ -104,6 +100,10 @@ class TaskFile:
             for process in self.processes:
                 process.kill()
             raise
+
+
+def fields(source: Any, names: Sequence[str]) -> SimpleNamespace:
+    return SimpleNamespace(**{name: getattr(source, name, None) for name in names})
 
 
 class Process:
@@ -191,8 +191,9 @@ class Functions:
     def load(
         self, path: str, seed: int, text: bytes | None, rewards_only: bool
     ) -> tuple[bytes, bool, bool, bool]:
-        """Import the file, which has this text. Returns the text, whether its reward takes the
-        rollout and whether it takes a whole group, and whether the file lists its problems.
+        """Import the file. Returns its text, whether it rewards whole groups, whether it lists its
+        problems, and whether its reward takes the rollout. `text`: what the first process has read,
+        for one that is started again.
         """
         text = Path(path).read_bytes() if text is None else text
         name = f"task_{Path(path).stem}"
@@ -201,32 +202,34 @@ class Functions:
         sys.modules[name] = self.module  # dataclasses need it there
         sys.path.insert(0, str(Path(path).resolve().parent))
         exec(compile(text, path, "exec"), vars(self.module))
-        sources = [] if rewards_only else [("sample", "problems")]
-        for pair in (*sources, ("reward", "rewards")):
-            found = [each for each in pair if callable(vars(self.module).get(each))
-                     or each == "problems" in vars(self.module)]
-            if len(found) != 1:
-                raise AttributeError(f"a task file must have {pair[0]} or {pair[1]}, it has"
-                                     f" {' and '.join(found) or f'no {pair[0]}'}")
-        whole_groups = hasattr(self.module, "rewards")
-        has_problems = hasattr(self.module, "problems")
-        return text, self._takes_rollout(whole_groups), whole_groups, has_problems
+        source = None if rewards_only else self._only("sample", "problems")
+        self.reward_name = self._only("reward", "rewards")
+        self._check_reward()
+        whole_groups = self.reward_name == "rewards"
+        return text, whole_groups, source == "problems", bool(self.named)
 
-    def _takes_rollout(self, whole_groups: bool) -> bool:
-        """Whether the reward takes the rollout, by name. Raises: TypeError if it is no reward."""
-        name = "rewards" if whole_groups else "reward"
-        function = getattr(self.module, name)
+    def _only(self, *names: str) -> str:
+        """The one of these names that the file defines. Raises: AttributeError if it is not one."""
+        defined = vars(self.module)
+        found = [name for name in names if name in defined
+                 and (name == "problems" or callable(defined[name]))]  # problems can be a list
+        if len(found) != 1:
+            raise AttributeError(f"a task file must have {names[0]} or {names[1]}, it has"
+                                 f" {' and '.join(found) or f'no {names[0]}'}")
+        return found[0]
+
+    def _check_reward(self) -> None:
+        """Raises: TypeError if it is no reward. `named`: whether it takes the rollout, by name."""
+        name, function = self.reward_name, getattr(self.module, self.reward_name)
         if inspect.iscoroutinefunction(function):
             raise TypeError(f"{name} must be a plain function, it is a coroutine (async def)")
         signature = inspect.signature(function)
-        named = signature.parameters.keys() & {"rollout", "rollouts"}
+        self.named = [*signature.parameters.keys() & {"rollout", "rollouts"}]
         try:
-            signature.bind("problem", "response", **dict.fromkeys(named))
+            signature.bind("problem", "response", **dict.fromkeys(self.named))
         except TypeError:
             raise TypeError(f"{name} must take a problem, a response and perhaps `rollout`, it is"
                             f" {name}{signature}") from None
-        self.named = [*named]
-        return bool(named)
 
     def sample(self) -> Any:
         return self.module.sample(self.rng)
@@ -235,15 +238,15 @@ class Functions:
         problems = self.module.problems
         return list(problems() if callable(problems) else problems)
 
-    def reward(self, problem: Problem, response: str, *rollout: Any) -> Any:
-        named = dict(zip(self.named, rollout, strict=True))
-        return as_reward(self.module.reward(problem, response, **named))
-
-    def rewards(self, problem: Problem, responses: list[str], *rollouts: Any) -> list[Any]:
-        named = dict(zip(self.named, rollouts, strict=True))
-        values = list(self.module.rewards(problem, responses, **named))
-        if len(values) != len(responses):
-            raise TypeError(f"it returned {len(values)} rewards for {len(responses)} responses")
+    def grade(self, problem: Any, response: Any, rollout: Any) -> Any:
+        """The reward; with `rewards`, of whole groups, all three are of lists."""
+        named = dict.fromkeys(self.named, rollout)
+        value = getattr(self.module, self.reward_name)(problem, response, **named)
+        if self.reward_name == "reward":
+            return as_reward(value)
+        values = list(value)
+        if len(values) != len(response):
+            raise TypeError(f"it returned {len(values)} rewards for {len(response)} responses")
         return list(map(as_reward, values))
 
 

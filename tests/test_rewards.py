@@ -112,7 +112,6 @@ def test_a_keyword_of_a_reward_is_no_third_argument(tmp_path):
     (tmp_path / "task.py").write_text("def sample(rng): return '1', '2'\n\n"
                                       "def reward(problem, response, *, k=3): return k")  # fmt: skip
     file = TaskFile(str(tmp_path / "task.py"), 0, 10)
-    assert not file.takes_rollout
     assert file.reward(Problem("1", "2", ""), "x") == 3
 
 
@@ -130,7 +129,7 @@ def test_a_process_that_is_started_again_runs_the_text_of_the_digest(tmp_path):
     assert task.reward(task.train[0], "x") == 2
 
 
-def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_counted(tmp_path, capsys):
+def test_rewards_of_a_batch_know_the_rollout_and_a_failure_stops_the_run_or_is_left_out(tmp_path, capsys):
     (tmp_path / "task.py").write_text(GRADED)
     task = load_task(str(tmp_path / "task.py"), 0, reward_limit_s=60)
     task = replace(task, tokenizer=toy_tokenizer(), reward_errors="leave-out", stop_token_ids=(2,))

@@ -135,7 +135,7 @@ def test_a_dataset_with_a_test_split_alone_can_be_evaluated_on(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ passes
 def test_each_problem_comes_once_in_a_pass_in_a_new_order_and_none_twice_in_a_step():
-    """37 % of the problems were never drawn in one data set's worth of independent draws."""
+    """As many independent draws as there are problems miss 37 % of them."""
     problems = [Problem(str(number), "", "") for number in range(10)]
     task, rng, left, drawn = Task(problems, [], exact_match, in_passes=True), random.Random(0), [], []
     for _ in range(40):

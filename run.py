@@ -138,7 +138,8 @@ def prepare(config: Config) -> Run:
         path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
     model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
     files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
-    files[config.run.task] = task.fingerprint
+    named = config.run.task, data.reward, data.eval_task
+    files[" with ".join(filter(None, named))] = task.fingerprint
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
     max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))

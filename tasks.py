@@ -245,7 +245,8 @@ def encode(
     template = tokenizer.chat_template if use_template else None
     template_args = template_args or {}
     if template is None and (system_prompt or template_args):
-        raise ValueError("system_prompt and chat_template_args need a chat template, there is none")
+        raise ValueError("system_prompt and chat_template_args need a chat template, the model has"
+                         " none or --chat-template is off")
     unknown = [name for name in template_args if not re.search(rf"\b{name}\b", str(template))]
     if unknown:
         raise ValueError("chat_template_args must be variables of the model's chat template, it has"

@@ -3,6 +3,7 @@
 What is wrong with a file is a ValueError that names it.
 """
 
+import csv
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from glob import escape
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,8 +107,10 @@ def try_reward(task: Task) -> None:
         rollout = SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids),
                                   versions=[1] * len(ids), finish_reason="length")
         groups = [(problem, [text] * size, [rollout] * size) for size in (1, 2)]
-        for result, *_ in part.grade(groups):
-            found = f"{result} on {problem.source}, in a trial with the prompt as the response"
+        for results in part.grade(groups):
+            result = results[0]
+            found = (f"{result} on {problem.source}, in a trial with the prompt as the response, of"
+                     f" a group of {len(results)}")
             failed = isinstance(result, ValueError)
             if failed and task.reward_errors == "stop":
                 raise ValueError(found)
@@ -143,9 +147,9 @@ def drawn(file: TaskFile) -> list[Any]:
 # ---------------------------------------------------------------------------------- rows
 def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
     """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out."""
-    is_table = re.search(r"\.(csv|tsv|parquet|arrow)(\.gz)?$", name.lower())
-    if not is_table and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
-        return read_json(name), []
+    binary = re.search(r"\.(parquet|arrow)(\.gz)?$", name.lower())
+    if not binary and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
+        return read_text(name), []
     parts = read_dataset(name)
     held_out = parts.get("test") or parts.get("validation") or []
     if evaluates and not held_out:
@@ -156,13 +160,19 @@ def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
     return parts.get("train", []), held_out
 
 
-def read_json(path: str) -> Rows:
-    """A JSON array, or the lines that are not blank; of *.gz too."""
+def read_text(path: str) -> Rows:
+    """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank; of *.gz too."""
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
     with stage(f"reading the task file {path} as UTF-8"):
         content = Path(path).read_bytes()
         text = (gzip.decompress(content) if path.endswith(".gz") else content).decode("utf-8-sig")
+    separated = re.search(r"\.(csv|tsv)(\.gz)?$", path.lower())
+    if separated:
+        separator = "," if separated[1] == "csv" else "\t"
+        table = csv.DictReader(StringIO(text, newline=""), restkey="", delimiter=separator)
+        with stage(f"reading {path} as {separated[1].upper()}"):
+            return [(f"{path}, line {table.line_num}", row) for row in table]
     if text.lstrip().startswith("["):
         with stage(f"reading {path} as a JSON array"):
             rows = json.loads(text)
@@ -210,8 +220,8 @@ def choose_columns(
             column = next((each for each in usual if each in there), None)
         needed = column or answers_needed or option == "question_column"
         if rows and needed and column not in there:
-            raise ValueError(f"{option} must be a column of {name}, got {column}; it has"
-                             f" {', '.join(there[:20])}")
+            raise ValueError(f"{option} must be a column of {name}, got"
+                             f" {column or f'none of {usual}'}; it has {', '.join(there[:20])}")
         chosen.append(column)
     return chosen
 

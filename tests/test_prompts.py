@@ -59,7 +59,7 @@ def test_a_prompt_is_a_question_or_a_chat_in_the_models_template_or_plain_text()
 @pytest.mark.parametrize("problem, options, complaint", [
     (chat("system: Add.", "user: 1+1"), {"system_prompt": "x"}, "of line 1 failed: ValueError: system_prompt must not"),
     (chat("system: Add.", "user: 1+1"), {"use_template": False}, "2 chat messages need a chat template"),
-    (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, there is none"),
+    (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, the model has none"),
     (QUESTION, {"template_args": {"enable_thinking": False}}, "it has no enable_thinking"),
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):

@@ -48,9 +48,19 @@ def test_each_kind_of_file_gives_the_same_problems_and_the_reward_reads_the_row(
     problems = sorted(task.train + task.held_out, key=lambda problem: int(problem.answer))
     assert [(problem.question, problem.answer) for problem in problems] == [
         (row["problem"], str(row["answer"])) for row in ROWS]  # fmt: skip
-    assert problems[3].row == ROWS[3] if "sv" not in kind else {"problem": "3 + 1?", "answer": 4}
+    assert problems[3].row == (ROWS[3] if "sv" not in kind else {"problem": "3 + 1?", "answer": "4"})
     assert task.columns == f"{tmp_path}/{kind}: questions are in column problem, answers in answer"
     assert len(task.held_out) == 2 and task.in_passes
+
+
+def test_the_cells_of_a_csv_file_stay_texts(tmp_path):
+    """As numbers 0870 would be 870, and NA would be missing."""
+    (tmp_path / "a.csv").write_text('id,question,answer\n1,"a, ""b""\nc",0870\n2,d,1e5\n3,e,NA\n4,f,\n')
+    (tmp_path / "mine.py").write_text("def reward(problem, response): return response == problem.answer")
+    task = load_task(str(tmp_path / "a.csv"), 0, reward=str(tmp_path / "mine.py"))
+    found = sorted((each.source, each.question, each.answer) for each in task.train + task.held_out)
+    assert [each[1:] for each in found] == [('a, "b"\nc', "0870"), ("d", "1e5"), ("e", "NA"), ("f", "")]
+    assert found[0][0] == f"{tmp_path}/a.csv, line 3"
 
 
 CHAT = [{"role": "system", "content": "Count."}, {"role": "user", "content": [{"type": "text", "text": "1+1"}]}]
@@ -61,7 +71,7 @@ COLUMNS = {  # a row, options, and question, number of messages and answer; or w
              ("1+1", 0, "2")),
     "the first usual name": ({"input": "x", "prompt": "1+1", "target": 3, "final_answer": ["2"]}, {}, ("1+1", 0, "2")),
     "nested and not given": ({"prompt": CHAT, "reward_model": {"ground_truth": 2}}, {},
-                             "answer_column must be a column of .*, got None; it has prompt, reward_model, "
+                             "answer_column must be a column of .*, got none of .*; it has prompt, reward_model, "
                              "reward_model.ground_truth$"),
     "an image": ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 2}, {},
                  "line 1: its question must be a text, or chat messages with role and"),

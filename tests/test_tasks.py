@@ -132,5 +132,5 @@ def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
 
 
 def test_a_dataset_with_other_columns_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"question_column must be a column of .*other, got None; it has ask, answer"):
+    with pytest.raises(ValueError, match=r"question_column must be a column of .*other, got none of .*; it has ask, "):
         load_task(dataset(tmp_path / "other", "train", [{"ask": "1+1", "answer": "2"}] * 3), 0)

@@ -309,7 +309,7 @@ def fitting(
     limit, name = longest_prompt, "--max-prompt-tokens"
     if context - max_new_tokens < limit:
         limit, name = context - max_new_tokens, f"the context of {context} less --max-new-tokens"
-    problems = task.train + task.held_out
+    problems = sorted(task.train + task.held_out, key=lambda each: -len(each.prompt_ids))
     overlong = [f"{each.source} has {len(each.prompt_ids)}" for each in problems
                 if len(each.prompt_ids) > limit]
     what = f"of {len(problems)} prompts are longer than {limit} tokens ({name})"

@@ -395,11 +395,12 @@ class DataConfig:
         within(self, 1, MANY, "max_prompt_tokens")
         within(self, 1, 1024, "reward_workers")
         try:
-            assert isinstance(self.template_args, dict)
-        except (ValueError, AssertionError):
+            is_object = isinstance(self.template_args, dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
             raise ValueError("chat_template_args must be a JSON object, such as"
-                             f' {{"enable_thinking": false}}, got {self.chat_template_args}'
-                             ) from None
+                             f' {{"enable_thinking": false}}, got {self.chat_template_args}')
         within(self, SMALLEST, 1e6, "reward_limit_s")
 
     @property

@@ -87,6 +87,7 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert noticed(CHATML) == noticed(None) == noticed(DATED) == ""
     assert "1 prompts end with a stop token" in noticed(CHATML + "<end>")
     assert "1 questions contain a stop token (<end>)" in noticed(CHATML, "say <end>")
+    assert "which has no stop token of the model (None)" in noticed(CHATML, stop=(999,))
     assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=(0,))
     assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
     assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))

@@ -4,8 +4,8 @@ Token ids in, token ids and behaviour log-probabilities out; the engine knows no
 tokenizer. It starts with random weights and samples only from weights that the trainer has loaded
 into it. So a tensor that is never loaded shows at once, and is not hidden by a checkpoint on disk.
 
-In reading order: the fixes as settings of vLLM (`SETTINGS`), the proof of a load
-(`held_and_sent`), and the `Engine`.
+In reading order: the fixes as settings of vLLM (`SETTINGS`), and the `Engine`. proof.py has the
+proof of a load.
 """
 
 import ctypes
@@ -15,9 +15,10 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from importlib.metadata import distributions
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor
 
 from config import BackendConfig, ParityFlags
+from models import read_config
+from proof import differing, renaming
 from rollouts import Rollout, Sampling
 
 # The lowest and the highest version. The tests run on 0.32; docs/run.md says what 0.26 did.
@@ -153,75 +156,6 @@ def wanted_settings(
     return wanted
 
 
-# ---------------------------------------------------------------------------------- the proof
-# Layers of vLLM that hold several of the checkpoint's, in this order of rows.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-TRANSPOSED = {"c_attn", "c_fc", "c_proj"}  # (in, out) in GPT-2's checkpoints
-IDENTITY_ROWS = 512  # of a product that reads a packed layer
-
-
-def held_and_sent(
-    name: str, module: Any, weights: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The tensors that a module of vLLM's model holds: checkpoint name, held, sent.
-
-    A module with `w13_weight` has a mixture's experts. One with `quant_method` is a linear layer or
-    an embedding: maybe fused (FUSED), and then compared as the layers it is made of, packed
-    (`_copies`), or transposed. Any other is a norm, a recurrent layer or a plain parameter. What
-    has another form here is left out: it is listed as `not_proven`.
-    """
-    path, _, last = name.replace(".mamba.mamba", ".mamba").rpartition(".")  # FalconH1
-    prefix = f"{path}.{last}" if path else last
-    if hasattr(module, "w13_weight"):
-        from extras.experts import held_experts
-
-        yield from held_experts(path.removesuffix(".experts"), module, weights)
-        return
-    if not hasattr(module, "quant_method"):
-        for kind, held in module.named_parameters(recurse=False):
-            if kind == "A":  # of a recurrent layer
-                yield f"{prefix}.A_log", held, -weights[f"{prefix}.A_log"].float().exp()
-            elif f"{prefix}.{kind}" in weights:
-                yield f"{prefix}.{kind}", held, weights[f"{prefix}.{kind}"]
-        return
-    parts = [prefix]
-    if f"{prefix}.weight" not in weights:
-        parts = [f"{path}.{part}" for part in FUSED.get(last, ())]
-    for kind, held in _copies(module):
-        names = [f"{part}.{kind}" for part in parts]
-        if not weights.keys() >= set(names):
-            continue
-        rows = held.T if last in TRANSPOSED and kind == "weight" else held
-        start = 0
-        for tensor_name in names:
-            sent = weights[tensor_name]
-            end = start + len(sent)  # vLLM pads the vocabulary
-            yield tensor_name, rows[start:end], sent
-            start = end
-
-
-def _copies(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each copy of the weight that a linear layer or an embedding computes with, and the bias.
-
-    vLLM's CPU build packs the weight. The packed layer is applied to the identity, which gives the
-    weight back exactly: each value is one product by 1, plus products by 0.
-    """
-    if module.weight.numel():
-        yield "weight", module.weight
-    if hasattr(module, "cpu_linear"):
-        columns = []
-        # vLLM 0.26 packs embeddings too, which have another name for it.
-        width = getattr(module, "input_size", None) or module.embedding_dim
-        for start in range(0, width, IDENTITY_ROWS):
-            count = min(IDENTITY_ROWS, width - start)
-            identity = torch.zeros(count, width, dtype=module.params_dtype)
-            identity.diagonal(start).fill_(1)
-            columns.append(module.quant_method.apply(module, identity))
-        yield "weight", torch.cat(columns).T
-    if getattr(module, "bias", None) is not None:
-        yield "bias", module.bias
-
-
 # ---------------------------------------------------------------------------------- the engine
 def check_vllm_version(allow_untested: bool = False) -> str:
     """The installed vLLM's version, read without importing it.
@@ -289,7 +223,6 @@ class Engine:
                                    " Engine.live.close()")
         self.vllm_version = check_vllm_version(allow_untested_vllm)
         prepare_environment()
-        from transformers import AutoConfig
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.platforms import current_platform
 
@@ -299,7 +232,7 @@ class Engine:
         self._collect = collect
         self.canary_tolerance = canary_nats or CANARY_TOLERANCE[dtype]
         self.verify_loads, self._loads = verify_loads, 0
-        self._config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        self._config = read_config(model)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu != torch.cuda.is_available():
             raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a"
@@ -351,6 +284,8 @@ class Engine:
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
             arguments["compilation_config"] = dict(
                 mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
+        if not self.on_gpu:  # its kernel is wrong for queries of shape (tokens, heads, head): LFM2
+            arguments["compilation_config"] = dict(custom_ops=["all", "-rotary_embedding"])
         for setting in SETTINGS:
             value = self._wanted[setting.name]
             argument, _, key = setting.argument.partition(".")
@@ -359,6 +294,9 @@ class Engine:
             if key:
                 value = arguments.get(argument, {}) | {key: value}
             arguments[argument] = value
+        overrides = arguments["hf_overrides"]
+        # Of a multimodal folder vLLM runs the text model, as if it stood alone.
+        arguments["hf_overrides"] = partial(_text_model, self._config, overrides)
         return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:
@@ -371,10 +309,6 @@ class Engine:
             # the class (13 s).
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         config = EngineArgs(**arguments).create_engine_config()
-        sixteen_bits_on_cpu = self.dtype != torch.float32 and not self.on_gpu
-        if config.model_config.has_inner_state and sixteen_bits_on_cpu:
-            raise ValueError("its recurrent layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
-                             " try float32")
         # The CPU platform switches async scheduling off in silence; V1's default is what the flag
         # promises.
         config.scheduler_config.async_scheduling = self._wanted["async_scheduling"]
@@ -387,12 +321,21 @@ class Engine:
         self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
         methods = [getattr(module, "quant_method", None) for module in self.vllm_model.modules()]
         self._experts = [method for method in methods if hasattr(method, "moe_kernel")]
+        recurrent = {each.mamba_type.name for each in self.vllm_model.modules()
+                     if hasattr(each, "mamba_type")}
+        if not self.on_gpu and self.dtype != torch.float32 and recurrent & {"MAMBA1", "MAMBA2"}:
+            raise ValueError("its Mamba layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
+                             " try float32")
+        self._vllm_name = renaming(self.vllm_model)
         self._tied = config.model_config.hf_text_config.tie_word_embeddings
+        heads = [name for name in self.contract if name.endswith("lm_head.weight")]
+        self._head = heads[0] if heads else ""
         self._vocab_size = config.model_config.get_vocab_size()
         if self._names and "lm_head.bias" in self.contract - self._names:
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                              " into a live engine")
         self._canary_tokens = self._canary_length(config, arguments["enable_chunked_prefill"])
+        self._long_prompt = self._scaled_length(config, arguments["enable_chunked_prefill"])
         self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
         self._constants = {name: tensor.clone() for name, tensor in self._buffers().items()}
 
@@ -573,6 +516,8 @@ class Engine:
         started = time.perf_counter()
         self._check_buffers()
         self._check_canary(trainer_logprobs)
+        if self._long_prompt and self.weight_version == 1:
+            self._check_canary(trainer_logprobs, self._long_prompt)
         self.state = "ready"
         if aborted:  # only now: a request needs an engine with weights
             from extras.inflight import restart
@@ -586,8 +531,8 @@ class Engine:
         names = dict.fromkeys(weights)
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM
         # has no such name.
-        if self._tied and "lm_head.weight" not in self._names:
-            names.pop("lm_head.weight", None)
+        if self._tied and self._vllm_name(self._head) not in self._names:
+            names.pop(self._head, None)
         without_kernel = self._drop_expert_kernels()
         try:
             # One by one: extras/lora.py computes a tensor when it is asked for.
@@ -600,36 +545,23 @@ class Engine:
             raise WeightLoadError("vLLM refused the weights, build a new engine:"
                                   f" {_reason(error)}") from error
 
-    @torch.no_grad()
     def _prove(self, weights: Mapping[str, Tensor]) -> None:
         """Compare the tensors that the engine holds with those that were sent, bit for bit.
 
         All of them at the first two loads, then a part, so that each is compared again within
         `verify_loads` loads. Raises: WeightLoadError that names those that differ.
         """
-        from vllm.config import set_current_vllm_config
-
-        modules = [*self.vllm_model.named_modules()]
+        part = slice(None)
         if self._loads >= 2:  # every verify_loads-th module
-            modules = modules[self._loads % self.verify_loads :: self.verify_loads]
+            part = slice(self._loads % self.verify_loads, None, self.verify_loads)
         self._loads += 1
-        proven = set()
-        differing = []
-        with set_current_vllm_config(self.llm.vllm_config):
-            for name, module in modules:
-                for tensor_name, held, sent in held_and_sent(name, module, weights):
-                    proven.add(tensor_name)
-                    if not torch.equal(held, sent.to(held.dtype)):
-                        differing.append(tensor_name)
-        if differing:
-            names = ", ".join(dict.fromkeys(differing))  # each once
-            raise WeightLoadError(f"the engine holds other values than were sent in {names}")
-        if self._loads == 1:
-            # What no load compares, experts by their layer.
-            names = {re.sub(r"\.experts\..*", ".experts", name) for name in self.contract}
-            if self._tied:
-                names.discard("lm_head.weight")
-            self.settings["not_proven"] = sorted(names - proven)
+        found = differing(self.llm, weights, part)
+        if found.differing:
+            raise WeightLoadError("the engine holds other values than were sent in"
+                                  f" {', '.join(found.differing)}")
+        if self._loads == 1:  # of all modules
+            self.settings["not_proven"] = [
+                name for name in found.not_compared if not (self._tied and name == self._head)]
 
     def _drop_expert_kernels(self) -> list[Any]:
         """On a CPU vLLM packs experts when it makes their kernel, so the load must make it again.
@@ -686,10 +618,14 @@ class Engine:
 
         A buffer that shares its memory with a weight is none of them.
         """
-        weights = {each.untyped_storage().data_ptr() for each in self.vllm_model.parameters()}
-        return {name: tensor for name, tensor in self.vllm_model.named_buffers()
-                if name not in self.contract
-                and tensor.untyped_storage().data_ptr() not in weights}
+        loaded = {self._vllm_name(name) for name in self.contract}
+        # Under all their names: a mixture's experts hold its gate too.
+        buffers = dict(self.vllm_model.named_buffers(remove_duplicate=False))
+        written = [buffers[name] for name in buffers.keys() & loaded]
+        memory = {each.untyped_storage().data_ptr()
+                  for each in (*self.vllm_model.parameters(), *written)}
+        return {name: tensor for name, tensor in buffers.items()
+                if tensor.untyped_storage().data_ptr() not in memory}
 
     def _check_buffers(self) -> None:
         found = self._buffers()
@@ -715,9 +651,23 @@ class Engine:
         longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
         return max([CANARY_PROMPT_TOKENS, *(span + 1 for span in spans if span < longest)])
 
-    def sample_canary(self, prompt_seed: int = 0) -> list[Rollout]:
-        """A few tokens of decode, at temperature 1, where raw and processed values agree."""
-        shape = (CANARY_PROMPTS, self._canary_tokens)
+    def _scaled_length(self, config: Any, chunked: bool) -> int:
+        """Tokens of one prompt as long as the run's rows, if they pass the model's original
+        context (its rotary angles or scores are scaled there); else 0.
+        """
+        model = config.model_config
+        longest = model.max_model_len - CANARY_SAMPLING.max_new_tokens
+        rope = str(getattr(model.hf_text_config, "rope_parameters", ""))  # Gemma has two of them
+        found = re.findall(r"'original_max_position_embeddings': (\d+)", rope)
+        passed = any(longest > int(original) for original in found)
+        return longest if passed and (self.on_gpu or not chunked) else 0
+
+    def sample_canary(self, prompt_seed: int = 0, length: int | None = None) -> list[Rollout]:
+        """A few tokens of decode, at temperature 1, where raw and processed values agree.
+
+        After one prompt of the length, or after the canary's own prompts.
+        """
+        shape = (1, length) if length else (CANARY_PROMPTS, self._canary_tokens)
         generator = torch.Generator().manual_seed(prompt_seed)
         prompts = torch.randint(self._vocab_size, shape, generator=generator).tolist()
         return self.sample_beside(prompts, CANARY_SAMPLING)
@@ -732,15 +682,18 @@ class Engine:
             self.step()
         return rollouts
 
-    def _check_canary(self, trainer_logprobs: TrainerLogprobs) -> None:
+    def _check_canary(
+        self, trainer_logprobs: TrainerLogprobs, length: int | None = None
+    ) -> None:
+        """Raises: WeightLoadError if both sides differ by more than the tolerance."""
         # In a mixture rounding can send a token to another expert, and one such token can differ by
         # several nats. In 16 bits there are a few; in fp32 other prompts rarely have such a tie.
         average = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
         attempts = 2 if self._experts else 1
         for prompt_seed in range(attempts):
-            rollouts = self.sample_canary(prompt_seed)
+            rollouts = self.sample_canary(prompt_seed, length)
             sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
-            theirs = torch.tensor(trainer_logprobs(sequences, self._canary_tokens))
+            theirs = torch.tensor(trainer_logprobs(sequences, len(rollouts[0].prompt_ids)))
             ours = torch.tensor([rollout.logprobs for rollout in rollouts])  # (prompts, new tokens)
             difference = average((theirs - ours).abs()).item()
             if difference <= self.canary_tolerance:
@@ -748,6 +701,8 @@ class Engine:
         other = ""
         if self.weight_version == 1:
             other = f", or vLLM computes {self._config.model_type} differently"
+        if length:
+            other += f" after {length} tokens, beyond its original context"
         raise WeightLoadError(
             f"after load {self.weight_version} the engine does not hold the trainer's weights"
             f"{other}: the canary's {average.__name__} |trainer - engine| is {difference:.2e}"
@@ -808,9 +763,18 @@ class Engine:
         gc.collect()
 
 
+def _text_model(text: Any, overrides: dict[str, Any], config: Any) -> Any:
+    """vLLM's configuration with the overrides; `text` in place of a multimodal one."""
+    config = config if config.get_text_config() is config else text
+    config.update(overrides)
+    return config
+
+
 def _reason(error: Exception) -> str:
     """What a library's exception says, in one line."""
     text = str(error)
+    if isinstance(error, ModuleNotFoundError):
+        text = f"vLLM imports {error.name} for it, install it (beside a CPU torch its +cpu build)"
     if hasattr(error, "errors"):  # pydantic's
         text = "; ".join(each["msg"] for each in error.errors())
     text = text.replace("`gpu_memory_utilization`", "--kv-cache-gib")

@@ -1,10 +1,57 @@
 """A model's folder: its weights are read and written. extras/model_folder.py describes a user's."""
 
+import re
 from pathlib import Path
 from shutil import copymode
 from typing import Any
 
 import torch
+
+# Multimodal models whose text model is trained here, by their type.
+MULTIMODAL = "gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen3_5", "qwen3_vl"
+# How their checkpoints name its tensors, and how it names them itself.
+TEXT_NAMES = {"model.language_model.": "model.", "language_model.model.": "model.",
+              "language_model.lm_head.": "lm_head."}
+
+
+def read_config(path: str) -> Any:
+    """The configuration of a folder's language model, which is a part of a multimodal one.
+
+    Raises: ValueError for a multimodal model that is none of MULTIMODAL.
+    """
+    from transformers import AutoConfig, Qwen3Config
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = whole.get_text_config()
+    if config is whole:
+        return config
+    if whole.model_type not in MULTIMODAL:
+        raise ValueError(f"model must be a language model, or one of {', '.join(MULTIMODAL)} (whose"
+                         f" text model is trained), {path} is a {whole.model_type}; try a folder"
+                         f" with its {config.model_type} alone")
+    own_head = any(name.endswith("lm_head.weight") for name in tensor_names(path))
+    tied = whole.tie_word_embeddings and config.tie_word_embeddings
+    if config.model_type == "qwen3_vl_text":  # has no class of its own
+        # Without pictures the three positions of a token are equal, and what is left is Qwen3.
+        options = config.to_dict()
+        rope = options["rope_parameters"].items()
+        options["rope_parameters"] = {name: each for name, each in rope if "mrope" not in name}
+        config = Qwen3Config(**options | {"model_type": "qwen3"})
+    config.tie_word_embeddings = tied or not own_head
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    return config
+
+
+def tensor_names(path: str) -> set[str]:
+    """Those of the checkpoint in a folder."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    return names
 
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -14,20 +61,34 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     tensor of the model is missing in the checkpoint, not finite, or of another shape there, or if
     the checkpoint has a head of its own and the configuration ties the head to the embedding.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    config, names = read_config(path), tensor_names(path)
+    renamed = {f"^{re.escape(old)}": new for old, new in TEXT_NAMES.items()
+               if any(name.startswith(old) for name in names)}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the report is below
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention_for(config), output_loading_info=True,
+        path, config=config, key_mapping=renamed or None, dtype=dtype,
+        attn_implementation=attention_for(config), output_loading_info=True,
         ignore_mismatched_sizes=True, use_safetensors=True, trust_remote_code=False)
+    logging.set_verbosity(verbosity)
+    # Engine and export get the text model's own names.
+    model._weight_conversions = [each for each in model._weight_conversions
+                                 if not renamed.keys() & set(each.source_patterns)]
     missing, mismatched = report["missing_keys"], report["mismatched_keys"]
     if missing or mismatched:
         raise ValueError(f"the checkpoint in {path} must have every tensor of"
                          f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
                          f" {sorted(mismatched)}")
     unexpected = sorted(report["unexpected_keys"])
-    if unexpected:
+    if unexpected and renamed:  # towers for pictures and sound
+        parts = sorted({each.removeprefix("model.").partition(".")[0] for each in unexpected})
+        print(f"only the text model is trained, {type(model).__name__}: {len(unexpected)} tensors"
+              f" of {', '.join(parts)} are left out", flush=True)
+    elif unexpected:
         print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
               f" {', '.join(unexpected)}", flush=True)
     # transformers unties a head that differs from the embedding; vLLM does not.

@@ -445,6 +445,9 @@ class Policy:
         self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body | None = None,
         send: Send | None = None, further_metrics: tuple[TokenMetrics, ...] = (),
     ):
+        if model.base_model is model:
+            raise ValueError(f"{type(model).__name__} must have a body apart from its head (a"
+                             " base_model): the head is computed here")
         self.model = model.eval()  # no dropout
         self.scoring = scoring or Scoring()
         self.body = body or default_body(model)

@@ -1,9 +1,11 @@
 """`--model`: a user's folder or hub name, described without its weights; what is refused there."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from models import read_config
 from records import stage
 
 MODELS = "toy, a folder or a hub name; code from a model's folder is never run"
@@ -15,13 +17,16 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     with stage(f"reading the model {path} ({MODELS})"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        text = read_config(path)
         tokenizer = load_tokenizer(path)
         stop = _stop_tokens(path, tokenizer, config)
-    if not hasattr(config.get_text_config(), "vocab_size"):
-        raise ValueError(f"model must be a language model, {path} is a {config.model_type}")
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError("model must be a causal language model that transformers"
+                         f" {version('transformers')} knows, {path} is a {text.model_type}")
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"
@@ -29,7 +34,7 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     if not stop or not all(type(token) is int and token >= 0 for token in stop):
         raise ValueError("model must name an end-of-sequence token (else no rollout ends),"
                          f" {path} has {stop or None}")
-    return config.get_text_config(), tokenizer, tuple(sorted(stop))
+    return text, tokenizer, tuple(sorted(stop))
 
 
 def local_folder(name: str) -> str:

@@ -230,7 +230,7 @@ REFUSED = [
                  "vLLM refused the weights, .*: its weight load does not reach the experts of gpt_oss", marks=CPU_ONLY),
     ("Mamba2", dict(n_groups=2), "float32", {}, "after load 1 .*, or vLLM computes mamba2 differently: the canary"),
     ("Gemma2", {}, "float16", {}, "'gemma2' does not support float16"),
-    pytest.param("FalconH1", {}, "bfloat16", {}, "cannot start falcon_h1 .*: its recurrent layers differ",
+    pytest.param("FalconH1", {}, "bfloat16", {}, "cannot start falcon_h1 .*: its Mamba layers differ",
                  marks=CPU_ONLY),
     pytest.param("FalconH1", {}, "float32", {"prefix_cache": "versioned"},
                  r"falcon_h1 \(.* prefix_cache versioned\): .*Chunked prefill is required", marks=CPU_ONLY),

@@ -8,7 +8,8 @@ import pytest
 import torch
 from helpers import ALWAYS_TIED, ARCHITECTURES, PATCHED, dtypes_of, load_into, move, policy_of, started
 
-from engine_adapter import WeightLoadError, _copies
+from engine_adapter import WeightLoadError
+from proof import copies
 from rl import Policy
 
 CASES = [(name, tied, dtype, "cpu") for name in ARCHITECTURES if name not in PATCHED
@@ -110,6 +111,6 @@ def test_a_packed_embedding_has_another_name_for_its_width():
     weight = torch.randn(7, 5)
     layer = SimpleNamespace(weight=torch.empty(0), cpu_linear=True, embedding_dim=5, params_dtype=torch.float32,
                             quant_method=SimpleNamespace(apply=lambda _, rows: rows @ weight.T))  # fmt: skip
-    ((kind, found),) = _copies(layer)
+    ((kind, found),) = copies(layer)
     assert kind == "weight"
     assert torch.equal(found, weight)

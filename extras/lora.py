@@ -80,25 +80,25 @@ class AdaptedLinear(torch.nn.Module):
 def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> "Adapters":
     """Freeze the model; give each linear layer of its body an adapter.
 
-    Raises: ValueError if the body has other matrices than those of linear layers and embeddings.
+    Raises: ValueError by `only_linear_layers`.
     """
     generator = torch.Generator().manual_seed(seed)
-    layers = only_linear_layers(model, "lora_rank must be 0", "get adapters")
+    layers, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
     model.requires_grad_(False)
     for name, layer in layers.items():
         adapted = AdaptedLinear(layer, lora, generator)
         model.set_submodule(name.removesuffix(".weight"), adapted)
-    return Adapters(model, lora)
+    return Adapters(model, lora, which)
 
 
 class Adapters(Send):
     """The adapters of a model. The engine gets its tensors, with merged layers."""
 
-    def __init__(self, model: torch.nn.Module, lora: LoraConfig):
+    def __init__(self, model: torch.nn.Module, lora: LoraConfig, which: str):
         self.model = model
         self.layers = {name: each for name, each in model.named_modules()
                        if isinstance(each, AdaptedLinear)}
-        self.name = f"{lora.lora_forward} adapters of rank {lora.lora_rank}"
+        self.name = f"{lora.lora_forward} adapters of rank {lora.lora_rank} on {which}"
 
     def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         adapted = {layer.weight.data_ptr(): layer.merged for layer in self.layers.values()}

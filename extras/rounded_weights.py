@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import Linear
+from torch.nn import Conv1d, Embedding, Linear
 
 from rl import Send
 
@@ -38,20 +38,26 @@ def linear_layers(model: torch.nn.Module) -> dict[str, Linear]:
             if type(module) is Linear and module is not head}
 
 
-def only_linear_layers(model: torch.nn.Module, rule: str, reason: str) -> dict[str, Linear]:
-    """`linear_layers`, for an option whose `rule` is that the body has no other matrices.
+def only_linear_layers(
+    model: torch.nn.Module, rule: str, reason: str
+) -> tuple[dict[str, Linear], str]:
+    """`linear_layers`, for an option whose `rule` is that the body has no others with matrices.
 
-    Raises: ValueError if it has, embeddings aside.
+    Embeddings aside, and the short convolutions before a recurrent state: they stay as they are.
+    Also returns a sentence for the audit. Raises: ValueError if the body has others, as experts.
     """
     layers = linear_layers(model)
-    others = {type(each).__name__ for each in model.base_model.modules()
-              if type(each) is not Linear and not isinstance(each, torch.nn.Embedding)
-              and any(own.ndim > 1 for own in each.parameters(recurse=False))}
+    kinds = {type(each) for each in model.base_model.modules()
+             if any(own.ndim > 1 for own in each.parameters(recurse=False))} - {Linear}
+    left = sorted(kind.__name__ for kind in kinds if issubclass(kind, Conv1d))
+    others = sorted(kind.__name__ for kind in kinds if not issubclass(kind, (Conv1d, Embedding)))
     if others or not layers:
-        raise ValueError(f"{rule} for models with experts, recurrent layers or Conv1D (only linear"
-                         f" layers {reason}), got {type(model).__name__} with"
-                         f" {', '.join(sorted(others))}")
-    return layers
+        raise ValueError(f"{rule} for models with experts or GPT-2's Conv1D (only linear layers"
+                         f" {reason}), got {type(model).__name__} with {', '.join(others)}")
+    which = f"{len(layers)} linear layers"
+    if left:
+        which += f" (not {', '.join(left)})"
+    return layers, which
 
 
 class LazyWeights(UserDict):
@@ -68,13 +74,13 @@ class LazyWeights(UserDict):
 class RoundedWeights(Send):
     """The engine gets the tensors of a policy, those of linear layers rounded.
 
-    Raises: ValueError if the body has other matrices than those of linear layers and embeddings.
+    Raises: ValueError by `only_linear_layers`.
     """
 
     def __init__(self, model: torch.nn.Module, kind: str):
         self.kind = kind
-        self.layers = only_linear_layers(model, "rollout_weights must be own", "are rounded")
-        self.name = f"linear layers rounded to {kind}"
+        self.layers, which = only_linear_layers(model, "rollout_weights must be own", "are rounded")
+        self.name = f"{which} rounded to {kind}"
 
     def __call__(self, weights: dict[str, Tensor]) -> LazyWeights:
         missing = self.layers.keys() - weights.keys()

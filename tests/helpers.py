@@ -374,9 +374,14 @@ def dtypes_of(name: str) -> list[torch.dtype]:
     return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
 
 
+# vLLM needs torchvision for it, which the CPU environment does not have.
+TRAINER_ONLY = {"Qwen3_5Text": dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
+                                    linear_num_key_heads=2)}  # fmt: skip
+
+
 def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
     torch.manual_seed(0)
-    options = SIZES | ARCHITECTURES.get(name, {}) | changes | {"tie_word_embeddings": tied}
+    options = SIZES | (ARCHITECTURES | TRAINER_ONLY).get(name, {}) | changes | {"tie_word_embeddings": tied}
     config = getattr(transformers, name.split(",")[0] + "Config")(**options)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping
     if not tied:  # logits wide enough that a lost scale, cap or window shows; a tied model would only echo its input

@@ -45,9 +45,10 @@ def test_fp8_has_four_bits_and_a_scale_for_each_channel():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_engine_holds_the_rounded_weights_bit_by_bit_and_the_canary_scores_with_them(tmp_path, dtype):
-    model = small_model("Llama, biases", False).to(dtype)
+@pytest.mark.parametrize("name, dtype", [("Llama, biases", torch.float32), ("Llama, biases", torch.bfloat16),
+                                         ("FalconH1", torch.float32)])  # fmt: skip
+def test_the_engine_holds_the_rounded_weights_bit_by_bit_and_the_canary_scores_with_them(tmp_path, name, dtype):
+    model = small_model(name, False).to(dtype)
     model.save_pretrained(tmp_path)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     policy = Policy(model, send=RoundedWeights(model, "int3"))
@@ -75,13 +76,17 @@ def test_a_run_with_a_correction_trains_its_own_weights_and_samples_from_rounded
     for row in rows(out)[1:]:
         assert row["mismatch_abs_mean"] > 10 * ROUNDING
     record = json.loads((out / "config.json").read_text())
-    assert record["trainer"]["engine_gets"] == "linear layers rounded to int4"
+    assert record["trainer"]["engine_gets"] == "14 linear layers rounded to int4"
     saved = Policy.load(str(out / "policy"), torch.float32, "cpu").model
     weight = saved.model.layers[0].mlp.down_proj.weight
     assert all(len(row.unique()) > 15 for row in weight)  # int4 has 15 values in a channel
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", "GPT2", "FalconH1"])
+def test_a_convolution_before_a_recurrent_state_is_not_rounded_and_the_audit_says_so():
+    assert RoundedWeights(small_model("Mamba2", False), "int8").name == "4 linear layers (not Conv1d) rounded to int8"
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GPT2"])
 def test_a_model_with_other_matrices_is_refused(name):
     with pytest.raises(ValueError, match="rollout_weights must be own for models with"):
         RoundedWeights(small_model(name, False), "int8")

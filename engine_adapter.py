@@ -16,7 +16,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from copy import copy
 from functools import partial
 from importlib.metadata import distributions
@@ -40,8 +40,9 @@ CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
 # KV cache, windows, kernels.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-# (equally long sequences, prompt length) -> log-probabilities after the prompt, at temperature 1
-TrainerLogprobs = Callable[[list[list[int]], int], list[list[float]]]
+# (equally long sequences, prompt length, maybe a body as in rl.py) -> log-probabilities after the
+# prompt, at temperature 1
+TrainerLogprobs = Callable[..., list[list[float]]]
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
 Collect = Callable[[Rollout, numpy.ndarray, numpy.ndarray], None]
 
@@ -294,9 +295,6 @@ class Engine:
             if key:
                 value = arguments.get(argument, {}) | {key: value}
             arguments[argument] = value
-        overrides = arguments["hf_overrides"]
-        # Of a multimodal folder vLLM runs the text model, as if it stood alone.
-        arguments["hf_overrides"] = partial(_text_model, self._config, overrides)
         return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:
@@ -308,6 +306,9 @@ class Engine:
             # Imported here, because vLLM would hide its ImportError, and start a process to look at
             # the class (13 s).
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+        # Of a multimodal folder vLLM runs the text model, as if it stood alone.
+        arguments["hf_overrides"] = partial(
+            _text_model, self._config, arguments["hf_overrides"])
         config = EngineArgs(**arguments).create_engine_config()
         # The CPU platform switches async scheduling off in silence; V1's default is what the flag
         # promises.
@@ -698,15 +699,25 @@ class Engine:
             difference = average((theirs - ours).abs()).item()
             if difference <= self.canary_tolerance:
                 return
-        other = ""
+        fault = "the engine does not hold the trainer's weights"
         if self.weight_version == 1:
-            other = f", or vLLM computes {self._config.model_type} differently"
-        if length:
-            other += f" after {length} tokens, beyond its original context"
+            fault += f", or vLLM computes {self._config.model_type} differently"
+            if length:
+                fault += f" after {length} tokens, beyond its original context"
+            with suppress(Exception):  # transformers may not decode the model so
+                from extras.transformers_engine import decoded_body
+
+                prompt = len(rollouts[0].prompt_ids)
+                decoded = torch.tensor(trainer_logprobs(sequences, prompt, decoded_body))
+                own, apart = (average((decoded - each).abs()).item() for each in (theirs, ours))
+                if own > CANARY_TOLERANCE[self.dtype]:
+                    fault = ("the trainer disagrees with itself: its forward pass differs by"
+                             f" {own:.2e} nats from transformers' decode with a cache, the engine"
+                             f" by {apart:.2e}; try another version of transformers, or the"
+                             " kernels that its log misses")
         raise WeightLoadError(
-            f"after load {self.weight_version} the engine does not hold the trainer's weights"
-            f"{other}: the canary's {average.__name__} |trainer - engine| is {difference:.2e}"
-            f" nats, more than {self.canary_tolerance:.1e}")
+            f"after load {self.weight_version} {fault}: the canary's {average.__name__}"
+            f" |trainer - engine| is {difference:.2e} nats, more than {self.canary_tolerance:.1e}")
 
     # ------------------------------------------------------------------------------ audit, close
     def audit(self) -> dict[str, Any]:

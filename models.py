@@ -30,7 +30,8 @@ def read_config(path: str) -> Any:
         raise ValueError(f"model must be a language model, or one of {', '.join(MULTIMODAL)} (whose"
                          f" text model is trained), {path} is a {whole.model_type}; try a folder"
                          f" with its {config.model_type} alone")
-    own_head = any(name.endswith("lm_head.weight") for name in tensor_names(path))
+    names = tensor_names(path)  # none where only the configuration is there
+    headless = names and not any(name.endswith("lm_head.weight") for name in names)
     tied = whole.tie_word_embeddings and config.tie_word_embeddings
     if config.model_type == "qwen3_vl_text":  # has no class of its own
         # Without pictures the three positions of a token are equal, and what is left is Qwen3.
@@ -38,7 +39,7 @@ def read_config(path: str) -> Any:
         rope = options["rope_parameters"].items()
         options["rope_parameters"] = {name: each for name, each in rope if "mrope" not in name}
         config = Qwen3Config(**options | {"model_type": "qwen3"})
-    config.tie_word_embeddings = tied or not own_head
+    config.tie_word_embeddings = bool(tied or headless)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return config
 
@@ -83,12 +84,14 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
         raise ValueError(f"the checkpoint in {path} must have every tensor of"
                          f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
                          f" {sorted(mismatched)}")
-    unexpected = sorted(report["unexpected_keys"])
-    if unexpected and renamed:  # towers for pictures and sound
-        parts = sorted({each.removeprefix("model.").partition(".")[0] for each in unexpected})
-        print(f"only the text model is trained, {type(model).__name__}: {len(unexpected)} tensors"
-              f" of {', '.join(parts)} are left out", flush=True)
-    elif unexpected:
+    outside = set()  # towers for pictures and sound
+    if renamed:  # of a multimodal folder
+        outside = {name for name in names if not name.startswith((*TEXT_NAMES, "lm_head."))}
+        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
+        print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors are"
+              f" left out ({', '.join(parts)})", flush=True)
+    unexpected = sorted(set(report["unexpected_keys"]) - outside)
+    if unexpected:
         print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
               f" {', '.join(unexpected)}", flush=True)
     # transformers unties a head that differs from the embedding; vLLM does not.

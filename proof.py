@@ -121,6 +121,8 @@ def plain(path: str, own: dict[str, Tensor], sent: Names) -> Held:
     """Tensors by their kind: of a norm, a recurrent layer or a router, and loaded buffers."""
     for kind, held in own.items():
         name = f"{path}.{kind}"
+        if kind == "A" and name not in sent:
+            name = f"{path}.A_log"
         if name in sent:
             is_log = kind == "A" and sent.original[name].endswith(".A_log")  # Mamba's
             yield name, held, -sent[name].float().exp() if is_log else sent[name]

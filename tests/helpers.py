@@ -17,8 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import Process, get_context
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 if not os.access(Path.home(), os.W_OK):  # of a container
@@ -32,6 +36,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedModel,
     Qwen2Config,
@@ -43,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import examples.toys as toys
 import train
 from config import Config, ParityFlags
-from engine_adapter import Engine, WeightLoadError
+from engine_adapter import Engine, WeightLoadError, prepare_environment
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine, products_differ
 from objectives import mismatch_metrics
@@ -359,8 +364,39 @@ ARCHITECTURES = {
     "FalconH1": STATE | dict(head_dim=32, lm_head_multiplier=0.3),
     "Mamba2": dict(num_heads=4, head_dim=32, n_groups=1, state_size=16, chunk_size=16, intermediate_size=128),
 }  # fmt: skip
-ALWAYS_TIED = ("Gemma2", "Cohere")  # vLLM takes their logits from the embedding
+ALWAYS_TIED = ("Gemma2", "Cohere", "Lfm2Vl")  # vLLM takes their logits from the embedding
 RECURRENT = ("FalconH1", "Mamba2")
+# Folders as the hubs have them, of which the text alone is trained: the text's and the rest of the configuration.
+VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+              patch_size=14, num_channels=3)  # fmt: skip
+QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, patch_size=14,
+                   num_position_embeddings=16)  # fmt: skip
+QWEN_TOKENS = dict(image_token_id=82, video_token_id=83, vision_start_token_id=84, vision_end_token_id=85)
+ROPE = dict(rope_type="default", rope_theta=1e4, mrope_interleaved=True)
+MULTIMODAL = {
+    "Gemma3": (dict(model_type="gemma3_text", query_pre_attn_scalar=32) | WINDOW | MIXED, dict(
+        vision_config=VISION | dict(model_type="siglip_vision_model", vision_use_head=False), mm_tokens_per_image=4,
+        boi_token_index=80, eoi_token_index=81, image_token_index=82, eos_token_id=[2])),
+    "Gemma4": (dict(model_type="gemma4_text", vocab_size_per_layer_input=96, hidden_size_per_layer_input=16,
+                    global_head_dim=32, final_logit_softcapping=30.0, num_hidden_layers=4, num_kv_shared_layers=2,
+                    use_double_wide_mlp=True) | WINDOW | dict(layer_types=MIXED["layer_types"] * 2), dict(
+        vision_config=VISION | dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64),
+        audio_config=None, image_token_id=82, video_token_id=83, audio_token_id=84)),
+    "Mistral3": (dict(model_type="ministral3", head_dim=32, rope_parameters=dict(
+        rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=128, mscale=1.0,
+        mscale_all_dim=1.0, llama_4_scaling_beta=0.1)), dict(
+        vision_config=VISION | dict(model_type="pixtral", head_dim=16), image_token_index=82, spatial_merge_size=1)),
+    "Lfm2Vl": (dict(model_type="lfm2", conv_dim=64, block_dim=64, conv_dim_out=64, block_auto_adjust_ff_dim=False,
+                    layer_types=["conv", "full_attention"]), dict(
+        vision_config=VISION | dict(model_type="siglip2_vision_model", num_patches=4), image_token_id=82)),
+    "Qwen3VL": (dict(model_type="qwen3_vl_text", head_dim=32, rope_parameters=ROPE | dict(mrope_section=[6, 5, 5])),
+                dict(vision_config=QWEN_VISION | dict(deepstack_visual_indexes=[0]), **QWEN_TOKENS)),
+    "Qwen3_5": (dict(model_type="qwen3_5_text", head_dim=32, layer_types=["linear_attention", "full_attention"],
+                     linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=2,
+                     linear_num_value_heads=4, rope_parameters=ROPE | dict(
+                         mrope_section=[2, 1, 1], partial_rotary_factor=0.25)),
+                dict(vision_config=QWEN_VISION, **QWEN_TOKENS)),
+}  # fmt: skip
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.
 PATCHED = ("Olmo2", "Olmo3", "SmolLM3", "GPTNeoX")
@@ -371,6 +407,8 @@ MATRIX_SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 
 def dtypes_of(name: str) -> list[torch.dtype]:
     """Those in which the CPU build is right: recurrent layers are refused in 16 bits."""
+    if name == "Qwen3_5":
+        return [torch.bfloat16]
     return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
 
 
@@ -379,11 +417,30 @@ TRAINER_ONLY = {"Qwen3_5Text": dict(layer_types=["linear_attention", "full_atten
                                     linear_num_key_heads=2)}  # fmt: skip
 
 
+@cache
+def import_qwen3_5() -> None:
+    """vLLM imports torchvision for it, also for text alone. Where there is none, empty modules stand for it."""
+    if find_spec("torchvision"):
+        return
+    prepare_environment()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules[name].functional = None
+        import_module("vllm.model_executor.models.qwen3_5")
+
+
 def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
+    if name == "Qwen3_5":
+        import_qwen3_5()
     torch.manual_seed(0)
-    options = SIZES | (ARCHITECTURES | TRAINER_ONLY).get(name, {}) | changes | {"tie_word_embeddings": tied}
+    text, rest = MULTIMODAL.get(name, ((ARCHITECTURES | TRAINER_ONLY).get(name, {}), {}))
+    options = SIZES | text | changes | {"tie_word_embeddings": tied}
+    kind = AutoModelForCausalLM
+    if rest:
+        kind, options = AutoModelForImageTextToText, rest | dict(text_config=options, tie_word_embeddings=tied)
     config = getattr(transformers, name.split(",")[0] + "Config")(**options)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping
+    model = kind.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping
     if not tied:  # logits wide enough that a lost scale, cap or window shows; a tied model would only echo its input
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(3)

@@ -16,10 +16,13 @@ from helpers import (
     MATRIX_SAMPLING,
     MIXED,
     MIXTURES,
+    MULTIMODAL,
     PATCHED,
     RECURRENT,
     ROUNDING,
+    TRAINER_ONLY,
     at,
+    close_live_engine,
     command,
     dtypes_of,
     floors,
@@ -36,6 +39,7 @@ from helpers import (
 
 from engine_adapter import CANARY_PROMPT_TOKENS, WeightLoadError
 from examples.toys import toy_tokenizer
+from extras.transformers_engine import decoded_body
 from models import attention_for
 from probe.noise import rounded_otherwise
 from rl import Policy, make_batch, plain_body, prompts_once
@@ -109,7 +113,18 @@ def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradient
     assert_gradients_agree(shared_gradients, alone_gradients)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *TRAINER_ONLY])
+def test_transformers_decodes_with_a_cache_what_its_forward_pass_computes(name):
+    """Else a failed canary blames transformers. Prompts around Qwen3.5's chunk of 64 (transformers#46190)."""
+    policy = Policy(small_model(name, name in ALWAYS_TIED))
+    ids = torch.randint(96, (70,), generator=torch.Generator().manual_seed(0)).tolist()
+    for length in (5, 63, 64, 65):
+        plain, decoded = (torch.tensor(policy.response_logprobs([ids], length, each))
+                          for each in (plain_body, decoded_body))  # fmt: skip
+        torch.testing.assert_close(plain, decoded, atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, *TRAINER_ONLY])
 def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     """Rows of several lengths and with one prompt, in micro-batches of several rows, beside each row alone."""
     policy = Policy(small_model(name, False))
@@ -184,6 +199,19 @@ def test_the_canary_passes_the_window_if_the_runs_rows_do(tmp_path, window, leng
     with started(str(tmp_path), policy, max_model_len=32, block_size=32) as engine:
         load_into(engine, policy)
         assert len(engine.sample_canary()[0].prompt_ids) == length
+
+
+@pytest.mark.engine
+def test_the_first_load_compares_one_row_beyond_the_original_context_if_the_runs_rows_get_there(tmp_path):
+    """vLLM ignores Ministral 3's llama_4_scaling_beta, which counts from there on."""
+    text = MULTIMODAL["Mistral3"][0]
+    policy = policy_of(tmp_path, "Ministral3", **{each: text[each] for each in ("head_dim", "rope_parameters")})
+    with started(str(tmp_path), policy, max_model_len=131, block_size=32) as engine:
+        assert len(engine.sample_canary()[0].prompt_ids) == 33
+    close_live_engine()
+    reason = "or vLLM computes ministral3 differently after 129 tokens, beyond its original context: the canary's"
+    with pytest.raises(WeightLoadError, match=reason), started(str(tmp_path), policy, max_model_len=132, block_size=32):
+        pass
 
 
 @pytest.mark.engine

@@ -155,7 +155,10 @@ MODELS = {
     "small vocabulary": (rewrite(CONFIG, vocab_size=8), "outside the vocabulary of 8"),
     "code of its own": (rewrite(CONFIG, **CUSTOM), "reading the model {folder} (toy, a folder or a hub name; code from"
                         " a model's folder is never run) failed: ValueError: The repository"),
-    "no language": (lambda f: (f / CONFIG).write_text('{"model_type": "vit"}'), "must be a language model"),
+    "no language": (lambda f: (f / CONFIG).write_text('{"model_type": "vit"}'),
+                    "must be a causal language model that transformers"),
+    "pictures": (lambda f: (f / CONFIG).write_text('{"model_type": "llava"}'),
+                 "is a llava; try a folder with its llama alone"),
     "no stop token": (rewrite(SETTINGS, eos_token_id="x"), "name an end-of-sequence token"),
     "a stop token too large": (rewrite(SETTINGS, eos_token_id=96), "its token 96 is outside the vocabulary of 96"),
     "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "folder with a tokenizer"),

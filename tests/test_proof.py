@@ -6,7 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, ARCHITECTURES, PATCHED, dtypes_of, load_into, move, policy_of, started
+from helpers import (
+    ALWAYS_TIED,
+    ARCHITECTURES,
+    MULTIMODAL,
+    PATCHED,
+    dtypes_of,
+    load_into,
+    move,
+    policy_of,
+    started,
+)
 
 from engine_adapter import WeightLoadError
 from proof import copies
@@ -14,6 +24,8 @@ from rl import Policy
 
 CASES = [(name, tied, dtype, "cpu") for name in ARCHITECTURES if name not in PATCHED
          for tied in ((True,) if name in ALWAYS_TIED else (False, True)) for dtype in dtypes_of(name)]
+CASES += [(name, tied, dtypes_of(name)[-1], "cpu") for name in MULTIMODAL
+          for tied in ((True,) if name in ALWAYS_TIED else (False, True))]  # fmt: skip
 CASES.append(("Qwen2", True, torch.float16, "cpu"))
 GPU = pytest.param("Qwen2", False, torch.bfloat16, "cuda", marks=[pytest.mark.gpu, pytest.mark.own_process])
 

@@ -1,0 +1,76 @@
+"""Folders of multimodal models as the hubs have them: their text is trained, sampled and exported."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    ALWAYS_TIED,
+    MULTIMODAL,
+    PYTHON,
+    ROUNDING,
+    command,
+    dtypes_of,
+    rows,
+    small_model,
+    train_here,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine_adapter import _reason
+from examples.toys import toy_tokenizer
+from records import checkpoints
+
+CASES = [(name, tied) for name in MULTIMODAL for tied in ((True,) if name in ALWAYS_TIED else (False, True))]
+NAMES_OF = "missing_keys", "unexpected_keys", "mismatched_keys"
+
+
+def trained(root: Path, name: str, tied: bool, *options: str) -> tuple[Path, PreTrainedModel]:
+    """The folder of three steps at parity, and its policy/ as stock transformers reads it."""
+    small_model(name, tied).save_pretrained(root / "model")
+    toy_tokenizer().save_pretrained(root / "model")
+    (root / "task.py").write_text(PYTHON)
+    dtype, out = dtypes_of(name)[0], root / "run"
+    train_here(command(root, "--task {root}/task.py --steps 3 --max-new-tokens 12 --lr 1e-3 --eval-problems 2",
+                       "--dtype", str(dtype).removeprefix("torch."), *options))  # fmt: skip
+    limit = {torch.float32: ROUNDING, torch.bfloat16: 0.1}[dtype]
+    assert all(row["mismatch_abs_mean"] < limit for row in rows(out)[1:])
+    assert json.loads((out / "config.json").read_text())["audit"]["not_proven"] == []
+    exported, report = AutoModelForCausalLM.from_pretrained(out / "policy", output_loading_info=True, dtype=dtype)
+    assert not any(report[each] for each in NAMES_OF)
+    return out, exported
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name, tied", CASES)
+def test_the_text_of_a_multimodal_folder_is_trained_and_exported_as_a_text_model(name, tied, tmp_path, capsys):
+    out, exported = trained(tmp_path, name, tied)
+    kind = type(exported).__name__
+    assert f"only the text model is trained, {kind}: " in capsys.readouterr().out
+    assert json.loads((out / "policy" / "config.json").read_text())["architectures"] == [kind]
+    saved = torch.load(checkpoints(out)[-1], weights_only=False)["policy"]
+    exported = dict(exported.named_parameters())
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[each], tensor) for each, tensor in exported.items())
+    (first,) = [tensor for each, tensor in load_file(tmp_path / "model" / "model.safetensors").items()
+                if each.endswith(".embed_tokens.weight")]  # fmt: skip
+    assert not torch.equal(exported["model.embed_tokens.weight"], first.to(exported["model.embed_tokens.weight"].dtype))
+
+
+@pytest.mark.engine
+def test_adapters_of_a_model_with_gated_delta_layers_are_merged_into_its_linear_layers(tmp_path, capsys):
+    _, exported = trained(tmp_path, "Qwen3_5", False, "--lora-rank", "4")
+    assert "linear layers (not Conv1d)" in capsys.readouterr().out
+    first = load_file(tmp_path / "model" / "model.safetensors")
+    layer = "layers.0.linear_attn"
+    same = {name for name, tensor in exported.model.get_submodule(layer).named_parameters()
+            if torch.equal(tensor, first[f"model.language_model.{layer}.{name}"].to(tensor.dtype))}  # fmt: skip
+    assert {"A_log", "dt_bias", "conv1d.weight", "norm.weight"} <= same
+    assert "out_proj.weight" not in same
+
+
+def test_a_package_that_vllm_imports_and_that_is_missing_is_named():
+    missing = ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+    assert _reason(missing) == "vLLM imports torchvision for it, install it (beside a CPU torch its +cpu build)"

@@ -285,8 +285,6 @@ class Engine:
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
             arguments["compilation_config"] = dict(
                 mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
-        if not self.on_gpu:  # its kernel is wrong for queries of shape (tokens, heads, head): LFM2
-            arguments["compilation_config"] = dict(custom_ops=["all", "-rotary_embedding"])
         for setting in SETTINGS:
             value = self._wanted[setting.name]
             argument, _, key = setting.argument.partition(".")
@@ -300,6 +298,7 @@ class Engine:
     def _start(self, arguments: dict[str, Any]) -> None:
         """Make vLLM's engine and keep its inner objects. Subclasses extend it."""
         from vllm import EngineArgs, ModelRegistry
+        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
         from vllm.v1.engine.llm_engine import LLMEngine
 
         for name in ModelRegistry.models.keys() & set(self._config.architectures or ()):
@@ -337,7 +336,12 @@ class Engine:
                              " into a live engine")
         self._canary_tokens = self._canary_length(config, arguments["enable_chunked_prefill"])
         self._long_prompt = self._scaled_length(config, arguments["enable_chunked_prefill"])
+        hooks = [] if self.on_gpu else [
+            module.register_forward_pre_hook(_rotate_natively)
+            for module in self.vllm_model.modules() if isinstance(module, RotaryEmbeddingBase)]
         self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
+        for hook in hooks:
+            hook.remove()
         self._constants = {name: tensor.clone() for name, tensor in self._buffers().items()}
 
     # ------------------------------------------------------------------------------ sampling
@@ -772,6 +776,12 @@ class Engine:
         del self.llm
         self.state, Engine.live = "broken", None
         gc.collect()
+
+
+def _rotate_natively(module: Any, arguments: tuple[Any, ...]) -> None:
+    """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek."""
+    if arguments[1].ndim == 3:
+        module._forward_method = module.forward_native
 
 
 def _text_model(text: Any, overrides: dict[str, Any], config: Any) -> Any:

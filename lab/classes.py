@@ -50,6 +50,7 @@ SEEDS = [1000, 2000, 3000, 4000]
 # What differs between the sentences of classes that are refused alike.
 DIFFERS = (r"^[\w.]+Error: |vLLM [\d.]+ \S+ cannot start .*?\): |after load .* differently: "
            r"| \|trainer - engine\|.*| \['.*| <class .*|\. The available .*")  # fmt: skip
+NATS = re.compile(r"is (\S+) nats")  # the canary's difference
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,10 @@ def table(record: dict[str, Any]) -> str:
     for sentence, models in refused.items():
         names = []
         for model, cases in models.items():
-            dtypes = distinct(SHORT[case["dtype"]] for case in cases)
-            names.append(f"{model} ({dtypes})" if model in agreeing else model)
+            details = distinct(" ".join([SHORT[case["dtype"]], *NATS.findall(case["refused"])])
+                               for case in cases)
+            shown = model in agreeing or "canary" in sentence
+            names.append(f"{model} ({details})" if shown else model)
         rows.append([", ".join(names), "", sentence, ""])
     return f"`{record['command']}`: {json.dumps(record['origin'])}\n\n{markdown(rows)}"
 

@@ -49,7 +49,7 @@ SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 SEEDS = [1000, 2000, 3000, 4000]
 # What differs between the sentences of classes that are refused alike.
 DIFFERS = (r"^[\w.]+Error: |vLLM [\d.]+ \S+ cannot start .*?\): |after load .* differently: "
-           r"| \|trainer - engine\|.*| \['.*| <class .*|\. The available .*")  # fmt: skip
+           r"| \|trainer - engine\|.*| \[['\d].*| <class .*|\. The available .*")  # fmt: skip
 NATS = re.compile(r"is (\S+) nats")  # the canary's difference
 
 
@@ -199,7 +199,7 @@ def table(record: dict[str, Any]) -> str:
                                for case in cases)
             shown = model in agreeing or "canary" in sentence
             names.append(f"{model} ({details})" if shown else model)
-        rows.append([", ".join(names), "", sentence, ""])
+        rows.append(["; ".join(names), "", sentence, ""])
     return f"`{record['command']}`: {json.dumps(record['origin'])}\n\n{markdown(rows)}"
 
 

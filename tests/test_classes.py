@@ -47,7 +47,7 @@ def test_the_table_groups_classes_that_are_refused_alike(tmp_path):
              *(dict(model=each, tied=False, dtype="float32", refused=off.format(each, ord(each))) for each in "CD")]
     assert table({"command": "it", "origin": {}, "cases": dict(enumerate(cases))}).split("\n")[4:] == [
         "| A | no, yes | fp32 3e-06 (6.0) | gate.bias |", "| **refused** |  | **because** |  |",
-        "| A (bf16), B |  | it is recurrent |  |", "| C (fp32 67), D (fp32 68) |  | the canary's mean |  |"]
+        "| A (bf16); B |  | it is recurrent |  |", "| C (fp32 67); D (fp32 68) |  | the canary's mean |  |"]
 
 
 def test_a_multimodal_class_has_the_sizes_in_its_text_model():

@@ -114,7 +114,6 @@ def agreement(folder: str, dtype: torch.dtype) -> dict[str, Any]:
     for seed in range(3):
         engine.load(policy.weights(), policy.response_logprobs)
         batch = make_batch(engine.generate(PROMPTS, 4, SAMPLING, SEEDS), DEVICE)
-        engine.sleep()
         logprobs = policy.logprobs(batch)  # as the engine's, 0 outside the mask: (B, T)
         nats.append((logprobs - batch.behavior_logprobs).abs().sum() / batch.mask.sum())
         with suppress(RuntimeError):  # two dtypes in one product
@@ -125,7 +124,6 @@ def agreement(folder: str, dtype: torch.dtype) -> dict[str, Any]:
         torch.manual_seed(seed)
         for parameter in policy.model.parameters():  # stands for an optimizer step
             parameter.add_(0.01 * torch.randn_like(parameter))
-        engine.wake()
     not_proven = {re.sub(r"\.\d+\.", ".N.", name) for name in engine.settings["not_proven"]}
     return {"nats": float(max(nats)), "noise": float(max(noise, default=nan)),
             "tied": policy.model.config.get_text_config().tie_word_embeddings,

@@ -1,15 +1,18 @@
 """`--gradient-checkpointing`: backward computes each layer again, so less memory is needed."""
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def checkpoint_layers(model: torch.nn.Module) -> None:
     """Keep only the input of each layer for backward.
 
-    Raises: ValueError if the model does not support it.
+    Raises: ValueError if the model does not support it, or if a layer is not computed again.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
@@ -17,12 +20,41 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
         raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers"
                          " that support it")
 
-    # transformers checkpoints in training mode only, and a forward pass without gradients needs a
-    # cache. Once it has decided, the layer computes in evaluation mode: there is no dropout.
+    # transformers checkpoints in training mode only, and a pass without gradients needs a cache.
     def before(*_: Any) -> None:
         for layer in layers:
             layer.training = torch.is_grad_enabled()
 
     model.base_model.register_forward_pre_hook(before)
-    for layer in layers:
-        layer.register_forward_pre_hook(lambda layer, _: setattr(layer, "training", False))
+    # From its first part on a layer computes in evaluation mode: there is no dropout. A hook of the
+    # layer itself would come too early: transformers 5.23 and newer decide after it.
+    for_each_part(layers, lambda layer: setattr(layer, "training", False))
+    check_recomputation(model, layers)
+
+
+def for_each_part(layers: list[torch.nn.Module], call: Callable[[torch.nn.Module], None]) -> list:
+    """Call `call(layer)` before each part of a layer. The hooks are returned."""
+    return [part.register_forward_pre_hook(lambda *_, layer=layer: call(layer))
+            for layer in layers for part in layer.children()]
+
+
+def check_recomputation(model: torch.nn.Module, layers: list[torch.nn.Module]) -> None:
+    """A forward and a backward pass of 8 tokens, without a change of any `grad`.
+
+    Raises: ValueError if backward does not compute each layer again.
+    """
+    calls: Counter[torch.nn.Module] = Counter()
+    hooks = for_each_part(layers, lambda layer: calls.update([layer]))
+    ids = torch.zeros(1, 8, dtype=torch.long, device=model.device)
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    forward = dict(calls)
+    # Gradients of the first layer's parameters need those of all other layers' inputs.
+    trained = [each for each in next(iter(forward)).parameters() if each.requires_grad]
+    torch.autograd.grad(states.sum(), trained, allow_unused=True)
+    for hook in hooks:
+        hook.remove()
+    once = [layer for layer, count in forward.items() if calls[layer] == count]
+    if once:
+        raise ValueError("gradient_checkpointing must be off: in the backward pass transformers"
+                         f" {transformers.__version__} does not compute {len(once)} of"
+                         f" {len(forward)} layers of {type(model).__name__} again")

@@ -10,11 +10,9 @@ import numpy
 import pytest
 import torch
 from helpers import DEVICES, ROUNDING, config_of, frozen_logprobs, minibatches_of, qwen2
-from transformers import OPTConfig, OPTForCausalLM
 
 import objectives
 from config import GrpoConfig
-from extras.gradient_checkpointing import checkpoint_layers
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask, mask_outside
 from objectives import OBJECTIVES, REJECTIONS, WEIGHTS, backend_metrics, correct
@@ -27,7 +25,6 @@ from rl import (
     Scoring,
     TargetLogprobs,
     make_batch,
-    plain_body,
     update,
 )
 from rollouts import Rollout, Sampling
@@ -342,32 +339,6 @@ def test_self_noise_is_rounding_of_the_dtype_and_needs_a_token():
         assert low < (noise.abs().sum() / batch.mask.sum()).item() < high
     step = SimpleNamespace(metrics={"step": 1}, batch=batch.mask_rows([False] * 4))  # as --mask-truncated may
     assert observe_self_noise(policy, config_of(self_noise_every=1), step) == {}
-
-
-def test_gradient_checkpointing_computes_each_layer_again_and_not_without_gradients():
-    """That no gradient changes is shown in test_lora.py."""
-    calls, model = [], qwen2(tied=True)
-    checkpoint_layers(model)
-    logprobs = Policy(model).logprobs(make_batch(rollouts()))
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    logprobs.sum().backward()
-    assert len(calls) == 1
-    with torch.no_grad():  # the transformers engine samples from the same modules with a KV cache
-        assert model(torch.tensor([[5, 6]]), use_cache=True).past_key_values.get_seq_length() == 2
-
-
-def test_gradient_checkpointing_brings_no_dropout_back():
-    """OPT's layers pass their own `training` to dropout."""
-    torch.manual_seed(0)
-    config = OPTConfig(vocab_size=96, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2,
-                       num_attention_heads=2, max_position_embeddings=64, dropout=0.5)
-    policy, batch = Policy(OPTForCausalLM(config)), make_batch(rollouts())
-    expected = policy.logprobs(batch)
-    (gradient,) = torch.autograd.grad(expected.sum(), policy.head.weight)
-    checkpoint_layers(policy.model)
-    logprobs = policy.changed(body=plain_body).logprobs(batch)
-    assert torch.allclose(logprobs, expected, atol=1e-5)
-    assert torch.allclose(torch.autograd.grad(logprobs.sum(), policy.head.weight)[0], gradient, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ optimizer

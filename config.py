@@ -326,7 +326,7 @@ class BackendConfig:
     verify_loads: int = 16
     # Largest mean |trainer - engine| of the canary; if not given, by dtype: see engine_adapter.py.
     canary_nats: float | None = None
-    allow_untested_vllm: bool = False  # Try another version than 0.26 to 0.32.
+    allow_untested_vllm: bool = False  # Try another version than 0.26 to 0.33.
 
     def __post_init__(self):
         within(self, 1, MANY, "max_num_seqs", "max_kept", "verify_loads")

@@ -283,7 +283,7 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypa
     (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert check_vllm_version(allow_untested=True) == "0.99.1"
-    with pytest.raises(ValueError, match=r"vLLM must be 0\.26 to 0\.32 .*, got 0\.99\.1"):
+    with pytest.raises(ValueError, match=r"vLLM must be 0\.26 to 0\.33 .*, got 0\.99\.1"):
         check_vllm_version()
 
 

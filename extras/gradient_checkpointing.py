@@ -15,7 +15,14 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
     Raises: ValueError if the model does not support it, or if a layer is not computed again.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers: list[torch.nn.Module] = []
+    inner: set[torch.nn.Module] = set()
+    # A layer inside of another one (Zamba 2) is computed again with it, and may not decide anew
+    # then: torch would mix up what the two passes save.
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in inner:
+            layers.append(module)
+            inner |= set(module.modules())
     if not layers:
         raise ValueError(f"gradient_checkpointing must be off: {type(model).__name__} has no layers"
                          " that support it")

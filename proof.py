@@ -9,7 +9,7 @@ The weights go by the names of the checkpoint, and vLLM's own renaming leads to 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,28 +34,21 @@ class Report(NamedTuple):
     not_compared: list[str]  # sent, but held in no form that can be compared
 
 
-class Names(Mapping):
-    """Weights under vLLM's names for them; `original` leads back."""
+class Sent:
+    """The weights under vLLM's names for them; `original` leads back."""
 
-    def __init__(self, model: Any, weights: Mapping[str, Tensor]):
+    def __init__(self, weights: Mapping[str, Tensor], rename: Callable[[str], str | None]):
         self.weights = weights
-        rename = renaming(model)
         self.original = {rename(name): name for name in weights}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.original
 
     def __getitem__(self, name: str) -> Tensor:
         return self.weights[self.original[name]]
 
-    def __contains__(self, name: object) -> bool:  # without computing the tensor
-        return name in self.original
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.original)
-
-    def __len__(self) -> int:
-        return len(self.original)
-
-
-def renaming(model: Any) -> Any:
+def renaming(model: Any) -> Callable[[str], str | None]:
     """vLLM's own renaming of a checkpoint's tensors: name -> its name, None if it is not loaded.
 
     Parts of a fused layer keep their own names.
@@ -82,7 +75,7 @@ def differing(
 
     engine = getattr(engine, "llm_engine", engine)
     model = vllm_model(engine)
-    sent = Names(model, weights)
+    sent = Sent(weights, renaming(model))
     found, proven, seen = [], set(), set()
     with set_current_vllm_config(engine.vllm_config):
         # A module that stands in two places is known to the checkpoint by one of them.
@@ -93,9 +86,7 @@ def differing(
                 seen.add(module)
                 original = layer_of(sent.original[name])
                 proven.add(original)
-                # vLLM keeps some biases in fp32, rounded to the layer's dtype before.
-                dtype = getattr(module, "params_dtype", held.dtype)
-                if not torch.equal(held, wanted.to(dtype).to(held.dtype)):
+                if not torch.equal(held, wanted.to(held.dtype)):
                     found.append(original)
     return Report(list(dict.fromkeys(found)), sorted({*map(layer_of, weights)} - proven))
 
@@ -105,7 +96,7 @@ def layer_of(name: str) -> str:
     return re.sub(r"\.experts\..*", ".experts", name)
 
 
-def held_and_sent(model: Any, path: str, module: Any, sent: Names) -> Held:
+def held_and_sent(model: Any, path: str, module: Any, sent: Sent) -> Held:
     """The tensors that a module of vLLM's model holds. What has another form here is left out."""
     if hasattr(module, "w13_weight"):
         yield from experts(path.removesuffix(".routed_experts"), module, sent)
@@ -117,7 +108,7 @@ def held_and_sent(model: Any, path: str, module: Any, sent: Names) -> Held:
     yield from plain(path, own, sent)
 
 
-def plain(path: str, own: dict[str, Tensor], sent: Names) -> Held:
+def plain(path: str, own: dict[str, Tensor], sent: Sent) -> Held:
     """Tensors by their kind: of a norm, a recurrent layer or a router, and loaded buffers."""
     for kind, held in own.items():
         name = f"{path}.{kind}"
@@ -128,7 +119,7 @@ def plain(path: str, own: dict[str, Tensor], sent: Names) -> Held:
             yield name, held, -sent[name].float().exp() if is_log else sent[name]
 
 
-def linear(model: Any, path: str, module: Any, sent: Names) -> Held:
+def linear(model: Any, path: str, module: Any, sent: Sent) -> Held:
     """A linear layer or an embedding: maybe fused of several, packed, or transposed."""
     above, _, last = path.rpartition(".")
     parts = [path]
@@ -138,12 +129,13 @@ def linear(model: Any, path: str, module: Any, sent: Names) -> Held:
     transposed = model.config.model_type == "gpt2" and last in TRANSPOSED
     for kind, held in copies(module):
         names = [f"{part}.{kind}" for part in parts]
-        if not sent.keys() >= set(names):
+        if not all(name in sent for name in names):
             continue
         rows = held.T if transposed and kind == "weight" else held
         start = 0
         for name in names:
-            wanted = sent[name]
+            # vLLM keeps some biases in fp32, after it has rounded them to the layer's dtype.
+            wanted = sent[name].to(getattr(module, "params_dtype", held.dtype))
             end = start + len(wanted)  # vLLM pads the vocabulary
             yield name, rows[start:end], wanted
             start = end
@@ -174,7 +166,7 @@ def copies(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield "bias", module.bias
 
 
-def experts(path: str, module: Any, sent: Names) -> Held:
+def experts(path: str, module: Any, sent: Sent) -> Held:
     """A layer's experts. On a CPU they are packed, and no product reads them back exactly, so what
     was sent is packed again. On a GPU they have the layout of their kernel and are left out.
     """

@@ -67,16 +67,17 @@ class Options:
 
 
 # ---------------------------------------------------------------------------------- a case
-def options_of(name: str, tied: bool) -> dict[str, Any]:
+def options_of(name: str, tied: bool, **changes: Any) -> dict[str, Any]:
     """Options of the configuration. A multimodal class has the sizes in its text model."""
-    tie = {"tie_word_embeddings": tied}
-    own = CLASSES[name]["options"] | tie
+    changes["tie_word_embeddings"] = tied
+    own = CLASSES[name]["options"]
     if "text_config" in own:
-        return own | {"text_config": DESCRIBED["sizes"] | own["text_config"] | tie}
-    return DESCRIBED["sizes"] | own
+        text = DESCRIBED["sizes"] | own["text_config"] | changes
+        return own | {"text_config": text, "tie_word_embeddings": tied}
+    return DESCRIBED["sizes"] | own | changes
 
 
-def small_model(name: str, tied: bool) -> torch.nn.Module:
+def small_model(name: str, tied: bool, **changes: Any) -> torch.nn.Module:
     """The random model of a class; untied, its logits are so wide that a lost scale or cap shows.
 
     Raises: ValueError if transformers does not have the class.
@@ -88,15 +89,16 @@ def small_model(name: str, tied: bool) -> torch.nn.Module:
         AutoModelForImageTextToText,
     )
 
-    options = options_of(name, tied)
+    options = options_of(name, tied, **changes)
     if options["model_type"] not in CONFIG_MAPPING:
         raise ValueError("not in this version of transformers")
     torch.manual_seed(0)
     auto = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
-    model = auto.from_config(AutoConfig.for_model(**options))
+    # sdpa would lose soft-capping
+    model = auto.from_config(AutoConfig.for_model(**options), attn_implementation="eager")
     if not tied:  # a tied model would only echo its input
         model.get_output_embeddings().weight.data.mul_(3)
-    return model
+    return model.eval()
 
 
 @torch.no_grad()

@@ -32,11 +32,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub: what asks for one fai
 import gpu_path  # noqa: F401  # before torch
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedModel,
     Qwen2Config,
@@ -46,11 +43,13 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import examples.toys as toys
+import lab.classes
 import train
 from config import Config, ParityFlags
 from engine_adapter import Engine, WeightLoadError, prepare_environment
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine, products_differ
+from lab.classes import CLASSES, DESCRIBED
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
 from rollouts import Rollout, Sampling
@@ -322,81 +321,28 @@ def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch
 
 
 # ------------------------------------------------------------------------------------------------ small models
-SIZES = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-             num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.1,
-             pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
-
-
 def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"tie_word_embeddings": tied} | changes))
+    model = Qwen2ForCausalLM(Qwen2Config(**DESCRIBED["sizes"] | {"tie_word_embeddings": tied} | changes))
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
     return model.to(dtype).eval()
 
 
 # ------------------------------------------------------------------------------------------------ the matrix
-WINDOW = dict(head_dim=32, sliding_window=16)
-MIXED = dict(layer_types=["sliding_attention", "full_attention"])
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-STATE = dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=16)
-# By the configuration's class; what follows a comma names a variant of the row before, which is measured untied only.
-ARCHITECTURES = {
-    "Llama": {},
-    "Llama, biases": dict(attention_bias=True, mlp_bias=True),
-    "Llama, yarn": dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0,
-                                             original_max_position_embeddings=64)),
-    "Llama, llama3 rope": dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0,
-                                                    high_freq_factor=4.0, original_max_position_embeddings=32)),
-    # Within max_position_embeddings, which train.py never leaves; beyond it both sides would compute something else.
-    "Llama, dynamic rope": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
-    "Qwen2": {}, "Qwen3": dict(head_dim=32), "Mistral": WINDOW, "Gemma2": WINDOW | dict(query_pre_attn_scalar=32),
-    "Gemma3Text": WINDOW | dict(query_pre_attn_scalar=32),
-    "Gemma3Text, sliding and full": WINDOW | MIXED | dict(query_pre_attn_scalar=32),
-    "Phi3": {}, "StableLm": {}, "Granite": dict(logits_scaling=5.0), "Olmo2": {},
-    "Olmo3": MIXED | dict(sliding_window=16), "SmolLM3": {},
-    "GPTNeoX": dict(num_key_value_heads=2),  # has no grouped heads: transformers ignores the number, vLLM does not
-    "Cohere": dict(logit_scale=0.3), "GPT2": dict(n_embd=64, n_layer=2, n_head=2, n_positions=256),
-    "Qwen3Moe": EXPERTS | dict(head_dim=32), "Qwen2Moe": EXPERTS | dict(shared_expert_intermediate_size=96),
-    "Qwen3Moe, padded experts": EXPERTS | dict(head_dim=32, moe_intermediate_size=48),  # vLLM pads them to 64
-    "Mixtral": dict(head_dim=32, sliding_window=16, num_local_experts=4, num_experts_per_tok=2),
-    "FalconH1": STATE | dict(head_dim=32, lm_head_multiplier=0.3),
-    "Mamba2": dict(num_heads=4, head_dim=32, n_groups=1, state_size=16, chunk_size=16, intermediate_size=128),
-}  # fmt: skip
-ALWAYS_TIED = ("Gemma2", "Cohere", "Lfm2Vl")  # vLLM takes their logits from the embedding
+# Of lab/classes.json. What follows a comma names a variant of the row before, which is measured untied only.
+ARCHITECTURES = (
+    "Llama", "Llama, biases", "Llama, yarn", "Llama, llama3 rope",
+    "Llama, dynamic rope",  # within max_position_embeddings; beyond it both sides would compute something else
+    "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "Gemma3Text, sliding and full", "Phi3", "StableLm", "Granite",
+    "Olmo2", "Olmo3", "SmolLM3", "GPTNeoX", "Cohere", "GPT2", "Qwen3Moe", "Qwen2Moe",
+    "Qwen3Moe, padded experts",  # vLLM pads them from 48 to 64
+    "Mixtral", "FalconH1", "Mamba2",
+)  # fmt: skip
+MULTIMODAL = [name for name, each in CLASSES.items() if "text_config" in each["options"]]
+ALWAYS_TIED = [name for name, each in CLASSES.items() if each["tied"] == [True]]  # in vLLM
 RECURRENT = ("FalconH1", "Mamba2")
-# Folders as the hubs have them, of which the text alone is trained: the text's and the rest of the configuration.
-VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-              patch_size=14, num_channels=3)  # fmt: skip
-QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, patch_size=14,
-                   num_position_embeddings=16)  # fmt: skip
-QWEN_TOKENS = dict(image_token_id=82, video_token_id=83, vision_start_token_id=84, vision_end_token_id=85)
-ROPE = dict(rope_type="default", rope_theta=1e4, mrope_interleaved=True)
-MULTIMODAL = {
-    "Gemma3": (dict(model_type="gemma3_text", query_pre_attn_scalar=32) | WINDOW | MIXED, dict(
-        vision_config=VISION | dict(model_type="siglip_vision_model", vision_use_head=False), mm_tokens_per_image=4,
-        boi_token_index=80, eoi_token_index=81, image_token_index=82, eos_token_id=[2])),
-    "Gemma4": (dict(model_type="gemma4_text", vocab_size_per_layer_input=96, hidden_size_per_layer_input=16,
-                    global_head_dim=32, final_logit_softcapping=30.0, num_hidden_layers=4, num_kv_shared_layers=2,
-                    use_double_wide_mlp=True) | WINDOW | dict(layer_types=MIXED["layer_types"] * 2), dict(
-        vision_config=VISION | dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64),
-        audio_config=None, image_token_id=82, video_token_id=83, audio_token_id=84)),
-    "Mistral3": (dict(model_type="ministral3", head_dim=32, rope_parameters=dict(
-        rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=128, mscale=1.0,
-        mscale_all_dim=1.0, llama_4_scaling_beta=0.1)), dict(
-        vision_config=VISION | dict(model_type="pixtral", head_dim=16), image_token_index=82, spatial_merge_size=1)),
-    "Lfm2Vl": (dict(model_type="lfm2", conv_dim=64, block_dim=64, conv_dim_out=64, block_auto_adjust_ff_dim=False,
-                    layer_types=["conv", "full_attention"]), dict(
-        vision_config=VISION | dict(model_type="siglip2_vision_model", num_patches=4), image_token_id=82)),
-    "Qwen3VL": (dict(model_type="qwen3_vl_text", head_dim=32, rope_parameters=ROPE | dict(mrope_section=[6, 5, 5])),
-                dict(vision_config=QWEN_VISION | dict(deepstack_visual_indexes=[0]), **QWEN_TOKENS)),
-    "Qwen3_5": (dict(model_type="qwen3_5_text", head_dim=32, layer_types=["linear_attention", "full_attention"],
-                     linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=2,
-                     linear_num_value_heads=4, rope_parameters=ROPE | dict(
-                         mrope_section=[2, 1, 1], partial_rotary_factor=0.25)),
-                dict(vision_config=QWEN_VISION, **QWEN_TOKENS)),
-}  # fmt: skip
 # vLLM serves these through its Transformers backend, which leaves their Python class patched: one model of each a
 # process.
 PATCHED = ("Olmo2", "Olmo3", "SmolLM3", "GPTNeoX")
@@ -410,11 +356,6 @@ def dtypes_of(name: str) -> list[torch.dtype]:
     if name == "Qwen3_5":
         return [torch.bfloat16]
     return [torch.float32] if name in RECURRENT else [torch.float32, torch.bfloat16]
-
-
-# vLLM needs torchvision for it, which the CPU environment does not have.
-TRAINER_ONLY = {"Qwen3_5Text": dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4,
-                                    linear_num_key_heads=2)}  # fmt: skip
 
 
 @cache
@@ -433,18 +374,7 @@ def import_qwen3_5() -> None:
 def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
     if name == "Qwen3_5":
         import_qwen3_5()
-    torch.manual_seed(0)
-    text, rest = MULTIMODAL.get(name, ((ARCHITECTURES | TRAINER_ONLY).get(name, {}), {}))
-    options = SIZES | text | changes | {"tie_word_embeddings": tied}
-    kind = AutoModelForCausalLM
-    if rest:
-        kind, options = AutoModelForImageTextToText, rest | dict(text_config=options, tie_word_embeddings=tied)
-    config = getattr(transformers, name.split(",")[0] + "Config")(**options)
-    model = kind.from_config(config, attn_implementation="eager")  # sdpa would lose soft-capping
-    if not tied:  # logits wide enough that a lost scale, cap or window shows; a tied model would only echo its input
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(3)
-    return model.eval()
+    return lab.classes.small_model(name, tied, **changes)
 
 
 def policy_of(

@@ -90,7 +90,7 @@ def test_each_tensor_is_compared_within_the_stated_number_of_loads_and_good_load
         for name in stale:
             with sending(engine, {name: stale[name]}):
                 for load in range(1, 5):
-                    move(policy, 0.001, load)
+                    move(policy, 0.01, load)  # by less, a norm's weight of 1 may stay in bf16
                     try:
                         load_into(engine, policy)
                     except WeightLoadError as refused:

@@ -23,7 +23,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from math import inf, nan
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +50,7 @@ SEEDS = [1000, 2000, 3000, 4000]
 DIFFERS = (r"^[\w.]+Error: |vLLM [\d.]+ \S+ cannot start .*?\): |after load .* differently: "
            r"| \|trainer - engine\|.*| \[['\d].*| <class .*|\. The available .*")  # fmt: skip
 NATS = re.compile(r"is (\S+) nats")  # the canary's difference
+NEAR = 2.0  # times the own noise
 
 
 @dataclass(frozen=True)
@@ -175,23 +175,39 @@ def run_all(options: Options, command: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------- the table
 def table(record: dict[str, Any]) -> str:
-    """A row for each class that agrees: its largest figures. Then a row for each refusal."""
+    """A row for classes that agree alike, with their largest figures. Then one for each refusal.
+
+    T: with tied embeddings too, t: with tied ones alone.
+    """
     agreeing, refused = {}, {}
     for case in record["cases"].values():
         models = agreeing
         if "refused" in case:
             models = refused.setdefault(re.sub(DIFFERS, "", case["refused"]), {})
         models.setdefault(case["model"], []).append(case)
-    rows = [["class", "tied", "nats (times own noise)", "not proven"]]
+    alike = {}
     for model, cases in agreeing.items():
-        largest = {case["dtype"]: case for case in sorted(cases, key=itemgetter("nats"))}
-        figures = [f"{SHORT[name]} {case['nats']:.0e} ({case['nats'] / case['noise']:.1f})"
-                   for name, case in sorted(largest.items(), reverse=True)]
-        tied = distinct("yes" if case["tied"] else "no" for case in cases)
+        by_dtype = {dtype: [case for case in cases if case["dtype"] == dtype] for dtype in SHORT}
         not_proven = distinct(name.rpartition("layers.N.")[2]
                               for case in cases for name in case["not_proven"])
-        rows.append([model, tied, ", ".join(figures), not_proven])
-    rows.append(["**refused**", "", "**because**", ""])
+        is_near = all(case["nats"] <= NEAR * case["noise"] for case in cases)
+        mark = {(False, True): " T", (True,): " t"}.get(
+            tuple(sorted({case["tied"] for case in cases})), "")
+        key = is_near or model, not_proven, *(bool(found) for found in by_dtype.values())
+        names, all_cases = alike.setdefault(key, ([], []))
+        names.append(model + mark)
+        all_cases += cases
+    rows = [["classes", "largest |trainer - engine|, nats (times own noise)", "not proven"]]
+    for (_, not_proven, *_), (names, cases) in alike.items():
+        figures = []
+        for dtype, short in SHORT.items():
+            found = [case for case in cases if case["dtype"] == dtype]
+            if found:
+                nats = max(case["nats"] for case in found)
+                ratio = max(case["nats"] / case["noise"] for case in found)
+                figures.append(f"{short} {nats:.0e} ({ratio:.1f})")
+        rows.append(["; ".join(names), ", ".join(figures), not_proven])
+    rows.append(["**refused**", "**because**", ""])
     for sentence, models in refused.items():
         names = []
         for model, cases in models.items():
@@ -199,7 +215,7 @@ def table(record: dict[str, Any]) -> str:
                                for case in cases)
             shown = model in agreeing or "canary" in sentence
             names.append(f"{model} ({details})" if shown else model)
-        rows.append(["; ".join(names), "", sentence, ""])
+        rows.append(["; ".join(names), sentence, ""])
     return f"`{record['command']}`: {json.dumps(record['origin'])}\n\n{markdown(rows)}"
 
 

@@ -45,11 +45,11 @@ def read_config(path: str) -> Any:
 
 
 def tensor_names(path: str) -> set[str]:
-    """Those of the checkpoint in a folder."""
+    """Those of the checkpoint in a folder, one file or several."""
     from safetensors import safe_open
 
     names: set[str] = set()
-    for file in Path(path).glob("*.safetensors"):
+    for file in Path(path).glob("model*.safetensors"):
         with safe_open(file, "pt") as opened:
             names.update(opened.keys())
     return names

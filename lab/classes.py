@@ -124,8 +124,8 @@ def agreement(folder: str, dtype: torch.dtype) -> dict[str, Any]:
             precise = Policy(model, policy.scoring).logprobs(batch)
             noise.append((logprobs - precise).abs().sum() / batch.mask.sum())
         torch.manual_seed(seed)
-        for parameter in policy.model.parameters():  # stands for an optimizer step
-            parameter.add_(0.01 * torch.randn_like(parameter))
+        for tensor in policy.model.state_dict().values():  # also buffers, such as a router's bias
+            tensor.add_(0.01 * torch.randn_like(tensor))
     not_proven = {re.sub(r"\.\d+\.", ".N.", name) for name in engine.settings["not_proven"]}
     return {"nats": float(max(nats)), "noise": float(max(noise, default=nan)),
             "tied": policy.model.config.get_text_config().tie_word_embeddings,

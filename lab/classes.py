@@ -48,7 +48,8 @@ SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 SEEDS = [1000, 2000, 3000, 4000]
 # What differs between the sentences of classes that are refused alike.
 DIFFERS = (r"^[\w.]+Error: |vLLM [\d.]+ \S+ cannot start .*?\): |after load .* differently: "
-           r"| \|trainer - engine\|.*| \[['\d].*| <class .*|\. The available .*")  # fmt: skip
+           r"| \|trainer - engine\|.*| \['\w+'\]|\. Supported .*|\. The available .*"
+           r"| \[\d.*| <class .*")  # fmt: skip
 NATS = re.compile(r"is (\S+) nats")  # the canary's difference
 NEAR = 2.0  # times the own noise
 

@@ -184,7 +184,8 @@ def table(record: dict[str, Any]) -> str:
     for case in record["cases"].values():
         models = agreeing
         if "refused" in case:
-            models = refused.setdefault(re.sub(DIFFERS, "", case["refused"]), {})
+            sentence = re.sub(DIFFERS, "", case["refused"]).partition(". ")[0]
+            models = refused.setdefault(sentence, {})
         models.setdefault(case["model"], []).append(case)
     alike = {}
     for model, cases in agreeing.items():

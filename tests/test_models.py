@@ -55,7 +55,7 @@ def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good,
     for config, generation, stop in (
         ({"eos_token_id": [5, 6]}, None, (EOS, 5, 6)), ({"eos_token_id": 5}, {"eos_token_id": [8]}, (EOS, 5, 8)),
         ({"eos_token_id": 5}, {}, (EOS, 5)),
-        ({"model_type": "llava", "text_config": text, "eos_token_id": 5}, None, (EOS, 5, 7)),
+        ({"model_type": "gemma3", "text_config": text, "eos_token_id": 5}, None, (EOS, 5, 7)),
     ):  # fmt: skip
         (tmp_path / "model" / "config.json").write_text(json.dumps(text | config))
         (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)

@@ -126,6 +126,11 @@ def linear(model: Any, path: str, module: Any, sent: Sent) -> Held:
     if f"{path}.weight" not in sent:
         fused = FUSED | (getattr(model, "packed_modules_mapping", None) or {})
         parts = [f"{above}.{part}" for part in fused.get(last, ())]
+    if hasattr(module, "_cpu_unpacked_conv_weight") and f"{path}.weight" in sent:
+        from vllm._custom_ops import causal_conv1d_weight_pack
+
+        wanted = sent[f"{path}.weight"].squeeze(1)  # (channels, width)
+        yield f"{path}.weight", module.weight, causal_conv1d_weight_pack(wanted)
     transposed = model.config.model_type == "gpt2" and last in TRANSPOSED
     for kind, held in copies(module):
         names = [f"{part}.{kind}" for part in parts]
@@ -145,8 +150,8 @@ def copies(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Each copy of the weight that a linear layer or an embedding computes with, and the bias.
 
     vLLM's CPU build packs the weight. The packed layer is applied to the identity, which gives the
-    weight back exactly: each value is one product by 1, plus products by 0. Of a packed convolution
-    vLLM keeps an unpacked copy.
+    weight back exactly: each value is one product by 1, plus products by 0. Beside a packed
+    convolution vLLM keeps an unpacked copy.
     """
     if hasattr(module, "_cpu_unpacked_conv_weight"):
         yield "weight", module._cpu_unpacked_conv_weight[:, None]

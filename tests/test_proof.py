@@ -19,7 +19,7 @@ from helpers import (
 )
 
 from engine_adapter import WeightLoadError
-from proof import copies
+from proof import copies, differing
 from rl import Policy
 
 CASES = [(name, tied, dtype, "cpu") for name in ARCHITECTURES if name not in PATCHED
@@ -126,3 +126,16 @@ def test_a_packed_embedding_has_another_name_for_its_width():
     ((kind, found),) = copies(layer)
     assert kind == "weight"
     assert torch.equal(found, weight)
+
+
+@pytest.mark.engine
+def test_the_packed_copy_of_a_convolution_is_compared_beside_the_unpacked_one(tmp_path):
+    policy = policy_of(tmp_path, "Qwen3_5", dtype=torch.bfloat16)
+    with started(str(tmp_path), policy) as engine:
+        name = "model.layers.0.linear_attn.conv1d"
+        layer = engine.vllm_model.get_submodule(name)
+        if not hasattr(layer, "_cpu_unpacked_conv_weight"):
+            pytest.skip("without BF16 instructions, and on a GPU, vLLM does not pack it")
+        flip_a_bit(layer.weight.data)
+        assert differing(engine.llm, policy.weights()).differing == [f"{name}.weight"]
+        engine.close()

@@ -565,8 +565,9 @@ class Engine:
             raise WeightLoadError("the engine holds other values than were sent in"
                                   f" {', '.join(found.differing)}")
         if self._loads == 1:  # of all modules
-            self.settings["not_proven"] = [
-                name for name in found.not_compared if not (self._tied and name == self._head)]
+            left = {re.sub(r"\.experts\..*", ".experts", name)
+                    for name in (*found.not_compared, *found.not_given)}
+            self.settings["not_proven"] = sorted(left - ({self._head} if self._tied else set()))
 
     def _drop_expert_kernels(self) -> list[Any]:
         """On a CPU vLLM packs experts when it makes their kernel, so the load must make it again.

@@ -8,14 +8,13 @@ process with vLLM; it imports torch and vllm only:
 The weights go by the names of the checkpoint, and vLLM's own renaming leads to its tensors.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 # Layers of vLLM that hold several of the checkpoint's, in this order of rows, if the model's class
 # does not say it (`packed_modules_mapping`).
@@ -24,7 +23,6 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 TRANSPOSED = {"c_attn", "c_fc", "c_proj"}  # (in, out) in GPT-2's checkpoints
 IDENTITY_ROWS = 512  # of a product that reads a packed layer
-Held = Iterator[tuple[str, Tensor, Tensor]]  # vLLM's name for a tensor, held, sent
 
 
 class Report(NamedTuple):
@@ -32,6 +30,16 @@ class Report(NamedTuple):
 
     differing: list[str]
     not_compared: list[str]  # sent, but held in no form that can be compared
+    not_given: list[str]  # held, by vLLM's names, and compared with nothing
+
+
+class Held(NamedTuple):
+    """A tensor that the engine holds, or one of its copies."""
+
+    parameter: str  # of the module
+    name: str  # vLLM's for the tensor of the checkpoint
+    values: Tensor
+    sent: Tensor  # the same, as it was sent
 
 
 class Sent:
@@ -69,35 +77,80 @@ def differing(
 ) -> Report:
     """Compare what vLLM's modules (all, or those of the slice) hold with what was sent.
 
-    A tensor is asked for only while it is compared. Experts are named by their layer.
+    A tensor is asked for only while it is compared.
     """
     from vllm.config import set_current_vllm_config
 
     engine = getattr(engine, "llm_engine", engine)
     model = vllm_model(engine)
     sent = Sent(weights, renaming(model))
-    found, proven, seen = [], set(), set()
+    found, compared, seen, given, own = [], set(), set(), set(), {}
     with set_current_vllm_config(engine.vllm_config):
         # A module that stands in two places is known to the checkpoint by one of them.
         for path, module in [*model.named_modules(remove_duplicate=False)][modules]:
+            own |= {(module, kind): f"{path}.{kind}"
+                    for kind, _ in module.named_parameters(recurse=False)}
             if module in seen:
                 continue
-            for name, held, wanted in held_and_sent(model, path, module, sent):
+            for held in held_by(model, path, module, sent):
+                name = sent.original[held.name]
+                compared.add(name)
                 seen.add(module)
-                original = layer_of(sent.original[name])
-                proven.add(original)
-                if not torch.equal(held, wanted.to(held.dtype)):
-                    found.append(original)
-    return Report(list(dict.fromkeys(found)), sorted({*map(layer_of, weights)} - proven))
+                given.add((module, held.parameter))
+                if not same_bits(held.values, held.sent.to(held.values.dtype)):
+                    found.append(name)
+    not_given = sorted(own[each] for each in own.keys() - given)
+    return Report(list(dict.fromkeys(found)), sorted(weights.keys() - compared), not_given)
 
 
-def layer_of(name: str) -> str:
-    """Experts go by their layer, all other tensors by their own name."""
-    return re.sub(r"\.experts\..*", ".experts", name)
+@torch.no_grad()
+def blank(engine: Any) -> None:
+    """Fill the engine's weights with NaN. What a later load does not touch, `untouched` names.
+
+    A load of values that the engine has already would show nothing.
+    """
+    from vllm.config import set_current_vllm_config
+
+    engine = getattr(engine, "llm_engine", engine)
+    with set_current_vllm_config(engine.vllm_config):
+        for module in vllm_model(engine).modules():
+            for parameter in module.parameters(recurse=False):
+                parameter.data.fill_(torch.nan if parameter.is_floating_point() else 0)
+            if hasattr(module, "cpu_linear"):  # packed again
+                if not module.weight.numel():
+                    shape = sum(module.output_partition_sizes), module.input_size
+                    nans = torch.full(shape, torch.nan, dtype=module.params_dtype)
+                    module.weight = torch.nn.Parameter(nans, requires_grad=False)
+                module.quant_method.process_weights_after_loading(module)
 
 
-def held_and_sent(model: Any, path: str, module: Any, sent: Sent) -> Held:
-    """The tensors that a module of vLLM's model holds. What has another form here is left out."""
+@torch.no_grad()
+def untouched(engine: Any) -> list[str]:
+    """The parameters that hold a NaN, by vLLM's names.
+
+    Of a layer that a load touched in part the rest is uninitialised memory: `differing` names it.
+    """
+    from vllm.config import set_current_vllm_config
+
+    engine = getattr(engine, "llm_engine", engine)
+    names = set()
+    with set_current_vllm_config(engine.vllm_config):
+        for path, module in vllm_model(engine).named_modules():
+            tensors = [*module.named_parameters(recurse=False)]
+            if hasattr(module, "cpu_linear"):
+                tensors += copies(module)
+            names |= {f"{path}.{kind}" for kind, each in tensors if each.isnan().any()}
+    return sorted(names)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Of one dtype; NaN is equal to itself."""
+    return torch.equal(one, other) or (torch.equal(one.nan_to_num(), other.nan_to_num()) and bool(
+        (one.isnan() == other.isnan()).all()))
+
+
+def held_by(model: Any, path: str, module: Any, sent: Sent) -> Iterator[Held]:
+    """What a module of vLLM's model holds. What has another form here is left out."""
     if hasattr(module, "w13_weight"):
         yield from experts(path.removesuffix(".routed_experts"), module, sent)
         return
@@ -108,7 +161,7 @@ def held_and_sent(model: Any, path: str, module: Any, sent: Sent) -> Held:
     yield from plain(path, own, sent)
 
 
-def plain(path: str, own: dict[str, Tensor], sent: Sent) -> Held:
+def plain(path: str, own: dict[str, Tensor], sent: Sent) -> Iterator[Held]:
     """Tensors by their kind: of a norm, a recurrent layer or a router, and loaded buffers."""
     for kind, held in own.items():
         name = f"{path}.{kind}"
@@ -116,10 +169,10 @@ def plain(path: str, own: dict[str, Tensor], sent: Sent) -> Held:
             name = f"{path}.A_log"
         if name in sent:
             is_log = kind == "A" and sent.original[name].endswith(".A_log")  # Mamba's
-            yield name, held, -sent[name].float().exp() if is_log else sent[name]
+            yield Held(kind, name, held, -sent[name].float().exp() if is_log else sent[name])
 
 
-def linear(model: Any, path: str, module: Any, sent: Sent) -> Held:
+def linear(model: Any, path: str, module: Any, sent: Sent) -> Iterator[Held]:
     """A linear layer or an embedding: maybe fused of several, packed, or transposed."""
     above, _, last = path.rpartition(".")
     parts = [path]
@@ -130,7 +183,7 @@ def linear(model: Any, path: str, module: Any, sent: Sent) -> Held:
         from vllm._custom_ops import causal_conv1d_weight_pack
 
         wanted = sent[f"{path}.weight"].squeeze(1)  # (channels, width)
-        yield f"{path}.weight", module.weight, causal_conv1d_weight_pack(wanted)
+        yield Held("weight", f"{path}.weight", module.weight, causal_conv1d_weight_pack(wanted))
     transposed = model.config.model_type == "gpt2" and last in TRANSPOSED
     for kind, held in copies(module):
         names = [f"{part}.{kind}" for part in parts]
@@ -142,7 +195,7 @@ def linear(model: Any, path: str, module: Any, sent: Sent) -> Held:
             # vLLM keeps some biases in fp32, after it has rounded them to the layer's dtype.
             wanted = sent[name].to(getattr(module, "params_dtype", held.dtype))
             end = start + len(wanted)  # vLLM pads the vocabulary
-            yield name, rows[start:end], wanted
+            yield Held(kind, name, rows[start:end], wanted)
             start = end
 
 
@@ -171,26 +224,44 @@ def copies(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield "bias", module.bias
 
 
-def experts(path: str, module: Any, sent: Sent) -> Held:
-    """A layer's experts. On a CPU they are packed, and no product reads them back exactly, so what
-    was sent is packed again. On a GPU they have the layout of their kernel and are left out.
-    """
+def experts(path: str, module: Any, sent: Sent) -> Iterator[Held]:
+    """Each matrix of a layer's experts. On a GPU they have the layout of their kernel: left out."""
     method = module.quant_method
     kernel = getattr(method.moe_kernel, "fused_experts", None)
     kernel = kernel or getattr(method, "cpu_fused_moe", None)  # vLLM 0.26
     if not hasattr(kernel, "isa"):
         return
+    for gate, up, down in EXPERT_PARTS:
+        if f"{path}.0.{gate}.weight" not in sent:
+            continue
+        for number in range(len(module.w13_weight)):
+            names = [f"{path}.{number}.{part}.weight" for part in (gate, up, down)]
+            inner, width = sent[names[0]].shape
+            both = unpacked(module.w13_weight[number], (-1, width), kernel.isa)
+            halves = *both.chunk(2), unpacked(module.w2_weight[number], (width, -1), kernel.isa)
+            kinds = "w13_weight", "w13_weight", "w2_weight"
+            for kind, name, held in zip(kinds, names, halves, strict=True):
+                rows = held[:, :inner] if kind == "w2_weight" else held[:inner]  # vLLM pads them
+                yield Held(kind, name, rows, sent[name])
+
+
+def unpacked(packed: Tensor, shape: tuple[int, int], isa: str) -> Tensor:
+    """An expert's matrix; no product reads it back exactly, but its packing only moves values."""
+    values = torch.empty_like(packed).reshape(-1)
+    values[places(packed.numel(), shape, packed.dtype, isa)] = packed.reshape(-1)
+    return values.view(shape)
+
+
+@lru_cache(4)
+def places(count: int, shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
+    """Where each packed value comes from: the packing is asked with the positions as values.
+
+    A value has 15 bits of its position, so there are two packings.
+    """
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    count = len(module.w13_weight)
-    for parts in EXPERT_PARTS:
-        first = f"{path}.0.{parts[0]}.weight"
-        if first not in sent:
-            continue
-        gate, up, down = (torch.stack([sent[f"{path}.{expert}.{part}.weight"]
-                                       for expert in range(count)]) for part in parts)
-        inner = module.w2_weight.numel() // (count * down.shape[1])  # vLLM pads it
-        more = inner - down.shape[2]
-        both = torch.cat([pad(each, (0, 0, 0, more)) for each in (gate, up)], dim=1)
-        for held, wanted in ((module.w13_weight, both), (module.w2_weight, pad(down, (0, more)))):
-            yield first, held, cpu_prepack_moe_weight(wanted, kernel.isa)
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    positions = torch.arange(count).view(1, *shape)
+    low, high = (cpu_prepack_moe_weight((part & 0x7FFF).to(integer).view(dtype), isa)
+                 .reshape(-1).view(integer).long() for part in (positions, positions >> 15))
+    return low | high << 15

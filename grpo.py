@@ -1,11 +1,7 @@
 """GRPO on one page: a transformers trainer and a vLLM engine (0.32) take turns in one process.
 
-Three policies give a log-probability to each sampled token:
-
-    behavior_logprobs   the engine, while it samples
-    old_logprobs        the trainer before the update, without gradient
-    logprobs            the trainer during the update, with gradient
-
+Each sampled token has three log-probabilities: behavior_logprobs of the engine while it samples,
+old_logprobs of the trainer before the update, and logprobs of the trainer during the update.
 old_logprobs - behavior_logprobs is the mismatch, the fault of the backend: with all fixes it is as
 small as rounding. An importance weight (--tis-cap) also hides a broken backend, so it is refused
 while a fix is off. The first command teaches a model to write the larger digit at each place of two
@@ -19,18 +15,17 @@ Raw log-probabilities are those at temperature 1, so before any update a ratio i
 below 1 for unlikely tokens. The clip removes the gradient of those in wrong answers, and the policy
 drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.py equal.
 
-Left out, but in train.py: audit and bit-for-bit proof of a load (engine_adapter.py), fp32 masters
-(rl.py), --objective, --kl-coef, --reject (objectives.py), a file's problems in passes (tasks.py),
-and in extras/ more forms of answers (answers.py), --resume (resume.py), --inflight-groups
-(inflight.py), --top-p (sampling_mask.py), --lora-rank (lora.py), --exact (shared_engine.py),
---rollout-weights (rounded_weights.py), --eval-trainer-alone (transformers_engine.py), less memory.
+Left out, but in train.py: audit and proof of a load (engine_adapter.py), fp32 masters (rl.py),
+--objective, --kl-coef, --reject (objectives.py), passes over a file (tasks.py), and in extras/
+--resume (resume.py), --inflight-groups (inflight.py), --top-p (sampling_mask.py), --lora-rank
+(lora.py), --exact (shared_engine.py), --rollout-weights (rounded_weights.py), other answers
+(answers.py), --eval-trainer-alone (transformers_engine.py).
 """
 
 import json
 import os
 import random
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from decimal import Decimal
@@ -38,12 +33,10 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, rnn
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerFast, set_seed
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser, set_seed
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
-if not __debug__:
-    sys.exit("error: python -O would remove the checks of this page, which are assertions")
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine in this process can take tensors
@@ -82,26 +75,24 @@ class Options:
     def check(self, longest_prompt: int, num_training: int) -> None:
         """Refuse what cannot work, and name the switches that cannot show with these options."""
         raw, cached = not self.processed_logprobs, not self.uncached_runtime
-        may_correct = self.fp32_head and not (raw or cached or self.two_policy)
-        assert may_correct or not self.tis_cap, "tis_cap needs all fixes, and two_policy off"
+        if self.tis_cap and (raw or cached or self.two_policy or not self.fp32_head):
+            raise ValueError("tis_cap needs all fixes, and two_policy off")
         for name, value in vars(self).items():
             free = type(value) in (bool, str) or name == "seed" or (name, value) == ("tis_cap", 0)
-            assert free or 0 < value < torch.inf, f"{name} must be positive and finite, got {value}"
-        assert self.group_size > 1, "group_size must be 2 or more: the group is the baseline"
-        precise = self.dtype == "float32" or (self.dtype == "bfloat16" and self.lr >= 1e-3)
-        assert precise, "dtype must be float32, or bfloat16 with lr >= 1e-3 (no fp32 masters)"
-        divides = self.num_prompts * self.group_size % self.num_minibatches == 0
-        assert divides, "num_minibatches must divide num_prompts * group_size"
-        assert self.num_prompts <= num_training, f"num_prompts must be 1 to {num_training}"
-        hidden = self.temperature == 1 or not self.two_policy
-        notes = {
-            "raw values change the loss only with --two-policy, temperature not 1": raw and hidden,
-            "no prompt fills a block of the cache": cached and longest_prompt <= self.block_size,
-            "on a GPU, sleep clears the cache": cached and ON_GPU,
-            "in float32 each head is fp32": not self.fp32_head and self.dtype == "float32",
-        }
-        for sentence in [each for each, applies in notes.items() if applies]:
-            print("note:", sentence)
+            if not free and not 0 < value < torch.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        if self.dtype != "float32" and (self.dtype != "bfloat16" or self.lr < 1e-3):
+            raise ValueError("dtype must be float32, or bfloat16 with lr >= 1e-3 (no fp32 masters)")
+        if self.num_prompts * self.group_size % self.num_minibatches:
+            raise ValueError("num_minibatches must divide num_prompts * group_size")
+        if self.group_size < 2 or self.num_prompts > num_training:
+            raise ValueError(f"group_size must be 2 or more, num_prompts at most {num_training}")
+        if raw and (self.temperature == 1 or not self.two_policy):
+            print("note: raw values change the loss only with --two-policy, temperature not 1")
+        if cached and (ON_GPU or longest_prompt <= self.block_size):
+            print("note: no cached block is stale: a GPU's sleep clears it, or no prompt fills it")
+        if not self.fp32_head and self.dtype == "float32":
+            print("note: in float32 each head is fp32")
 
 
 # The last digits of a text if they are a plain number, not the 2 of 3/2, 10^2, 5-2 or x_2.
@@ -116,31 +107,33 @@ def last_number(text: str) -> Decimal | None:
 
 def read_problems(path: str, tokenizer) -> list[dict]:
     """question, answer and prompt_ids of each line, in the chat template if there is one."""
-    problems, number = [], 0
-    try:
-        lines = Path(path).read_text("utf-8-sig").rstrip().split("\n")
-        for number, line in enumerate(lines, 1):  # noqa: B007
+    problems = []
+    for number, line in enumerate(Path(path).read_text("utf-8-sig").rstrip().split("\n"), 1):
+        try:
             row = json.loads(line)
             question, answer = row["question"], str(row["answer"])
             plain = re.search(r"(\A|####)\s*" + NUMBER + r"\s*\Z", answer)
-            assert question.strip() and plain, "no question, or an answer that is no plain number"
+            if not (question.strip() and plain):
+                raise ValueError("no question, or an answer that is no plain number")
             ids = tokenizer(question)["input_ids"]
             if tokenizer.chat_template:
                 chat = [{"role": "user", "content": question}]
                 ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-            problems.append(row | {"answer": last_number(answer), "prompt_ids": ids})
-    except Exception as error:
-        raise AssertionError(f"{path}, line {number}, is no problem: {error!r}") from error
+        except Exception as error:
+            raise ValueError(f"{path}, line {number}, is no problem: {error!r}") from error
+        problems.append({"question": question, "answer": last_number(answer), "prompt_ids": ids})
     return problems
 
 
 def score(problems: list[dict], outputs: list[RequestOutput], tokenizer) -> Tensor:
     """1.0 for a response whose last number is the answer, else 0.0: (B,)."""
-    answers = [output.outputs[0] for output in outputs]
-    ids = [each.token_ids[: -1 if each.finish_reason == "stop" else None] for each in answers]
-    pairs = zip(problems, tokenizer.batch_decode(ids), strict=True)  # without stop tokens
-    right = [row["answer"] == last_number(text) for row, text in pairs]
-    return torch.tensor(right, device=DEVICE).float()
+    rewards = []
+    for problem, output in zip(problems, outputs, strict=True):
+        response = output.outputs[0]
+        stopped = response.finish_reason == "stop"  # then the last token is a stop token
+        text = tokenizer.decode(response.token_ids[:-1] if stopped else response.token_ids)
+        rewards.append(float(last_number(text) == problem["answer"]))
+    return torch.tensor(rewards, device=DEVICE)
 
 
 def start_engine(options: Options, max_model_len: int) -> LLM:
@@ -184,18 +177,20 @@ def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
     assert nats < rounding, f"after a load, engine and trainer differ by {nats:.1e} nats"
 
 
-def make_batch(outputs: list[RequestOutput]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """inputs, targets, mask, behavior_logprobs: (B, T) each. Position t predicts token t + 1."""
-    def padded(rows: list[list]) -> Tensor:  # on the right, where no token attends to it
-        return rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(DEVICE)
-    pairs = [([0.0] * len(output.prompt_token_ids), output.outputs[0]) for output in outputs]
-    ids = padded([[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs])
-    mask = padded([of_prompt + [1.0] * len(answer.token_ids) for of_prompt, answer in pairs])
-    logprobs = padded([of_prompt + answer.logprobs.logprobs for of_prompt, answer in pairs])
-    return ids[:, :-1], ids[:, 1:], mask[:, 1:], logprobs[:, 1:]
+def make_batch(outputs: list[RequestOutput]) -> list[Tensor]:
+    """inputs, targets, mask, behavior_logprobs: (B, T), padded right; position t predicts t + 1."""
+    rows = []
+    for output in outputs:
+        response = output.outputs[0]
+        ids = torch.tensor([*output.prompt_token_ids, *response.token_ids])
+        of_prompt = torch.zeros(len(output.prompt_token_ids) - 1)  # its first token is no target
+        mask = torch.cat([of_prompt, torch.ones(len(response.token_ids))])
+        logprobs = torch.cat([of_prompt, torch.tensor(response.logprobs.logprobs)])
+        rows.append((ids[:-1], ids[1:], mask, logprobs))
+    return [nn.utils.rnn.pad_sequence(each, True).to(DEVICE) for each in zip(*rows, strict=True)]
 
 
-def token_logprobs(model, batch: tuple, rows: Tensor, temperature: float) -> Tensor:
+def token_logprobs(model, batch: list[Tensor], rows: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature)[target] of some rows, 0 outside the mask: (b, T)."""
     inputs, targets, mask, _ = (each[rows] for each in batch)
     response = mask > 0  # (b, T), N of them true
@@ -223,7 +218,7 @@ def update(model, optimizer, batch, advantages, denominator, weights, options) -
             loss.backward()
             sums["loss"] += loss.item()
             sums["clip_rate"] += ((clipped < unclipped) * mask[rows] / num_tokens).sum().item()
-        sums["grad_norm"] += clip_grad_norm_(model.parameters(), max_norm=1.0).item()
+        sums["grad_norm"] += nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0).item()
         sums["updates"] += 1
         optimizer.step()
         optimizer.zero_grad()
@@ -233,8 +228,10 @@ def update(model, optimizer, batch, advantages, denominator, weights, options) -
 
 def train(options: Options):
     """Yields metrics and outputs of each step; saves the policy after the last one."""
-    assert os.path.isfile(f"{options.model}/tokenizer.json"), f"{options.model} has no tokenizer"
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    config = AutoConfig.from_pretrained(options.model)
+    if config.get_text_config() is not config:
+        raise ValueError(f"{options.model} is multimodal; train.py trains its text model")
+    tokenizer = Tokenizer.from_pretrained(options.model)
     problems = read_problems(options.problems, tokenizer)
     shuffled = random.Random(options.seed).sample(problems, len(problems))
     held_out = shuffled[: max(1, round(0.1 * len(problems)))]
@@ -244,15 +241,18 @@ def train(options: Options):
     os.makedirs(options.out, exist_ok=True)
     model, report = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype,
         use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # fmt: skip
-    config = model.config.get_text_config()
     misfits = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
     untied = config.tie_word_embeddings and not model.all_tied_weights_keys
-    assert not (untied or misfits), f"{options.model}: not of config.json, {untied=}, {misfits}"
+    if untied or misfits:
+        raise ValueError(f"{options.model}: not of config.json, {untied=}, {misfits}")
     optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), weight_decay=0.0, fused=True)
-    sources = tokenizer, model.generation_config, model.config, config  # a chat model has several
-    named = [getattr(source, "eos_token_id", None) for source in sources]  # number, list or None
-    stop = sorted({one for eos in named for one in (eos if type(eos) is list else [eos])} - {None})
-    assert stop, f"{options.model} must name a stop token, or no response ends"
+    named = set()
+    for source in (tokenizer, model.generation_config, config):  # a chat model has several
+        eos = getattr(source, "eos_token_id", None)  # a number, a list or None
+        named |= set(eos if type(eos) is list else [eos])
+    stop = sorted(named - {None})
+    if not stop:
+        raise ValueError(f"{options.model} must name a stop token, or no response ends")
     llm = start_engine(options, longest_prompt + options.max_new_tokens)
     canary = [{"prompt_ids": each["prompt_ids"][:5]} for each in training[:4]]  # under one block
     wake_and_load(llm, model, canary)
@@ -302,5 +302,5 @@ if __name__ == "__main__":
     try:
         for metrics, _ in train(*HfArgumentParser(Options).parse_args_into_dataclasses()):
             print(" | ".join(f"{name} {value:.3g}" for name, value in metrics.items()), flush=True)
-    except (AssertionError, OSError) as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error

@@ -6,8 +6,6 @@ import math
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from decimal import Decimal
@@ -188,7 +186,8 @@ def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, capsy
     printed = capsys.readouterr().out.splitlines()
     lines = [line for line in printed if line.startswith(("note: ", "step ", *"0123456789+"))]
     notes, (first, answer, second) = lines[:-3], lines[-3:]
-    assert notes == ["note: no prompt fills a block of the cache", "note: in float32 each head is fp32"]
+    assert notes == ["note: no cached block is stale: a GPU's sleep clears it, or no prompt fills it",
+                     "note: in float32 each head is fp32"]
     assert re.fullmatch(r"step 1 \| reward \S+ \| .*clip_rate \S+ .*mismatch_abs_mean \S+", first)
     assert re.fullmatch(r"[\d+]{140} .*", answer)
     assert re.fullmatch(r"step 2 .* \| held_out \S+", second)
@@ -210,7 +209,9 @@ MODELS = {
     "fewer layers": (rewrite("config.json", num_hidden_layers=1, layer_types=None), "untied=False, {'model.layers.1."),
     "a tensor missing": (tensors(lambda table: table.pop("model.norm.weight")), "untied=False, {'model.norm.weight'}"),
     "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no file named model.safeten"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+    "multimodal": (lambda f: (f / "config.json").write_text('{"model_type": "gemma3"}'),
+                   "multimodal is multimodal; train.py trains its text model"),
 }
 COUNTS = "num_prompts", "group_size", "num_minibatches", "steps", "eval_every", "max_new_tokens"
 WRONG = dict.fromkeys(COUNTS, 0) | {"clip": math.nan, "lr": math.inf, "temperature": 0.0}
@@ -224,7 +225,7 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
     import grpo
 
     def refusal(**changes) -> str:
-        with pytest.raises((AssertionError, OSError)) as refused:
+        with pytest.raises((ValueError, OSError)) as refused:
             next(grpo.train(grpo.Options(**options | changes)))
         return str(refused.value)
 
@@ -245,8 +246,8 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
         (dict(dtype="float16"), "dtype must be float32, or bfloat16 with lr >= 1e-3"),
         (dict(dtype="bfloat16", lr=1e-6), "dtype must be float32, or bfloat16 with lr >= 1e-3"),
         (dict(num_minibatches=5), "num_minibatches must divide num_prompts * group_size"),
-        (dict(group_size=1), "group_size must be"),
-        (dict(num_prompts=12), "num_prompts must be 1 to 11"),
+        (dict(group_size=1), "group_size must be 2 or more"),
+        (dict(num_prompts=12), "group_size must be 2 or more, num_prompts at most 11"),
     ):
         assert refusal(**changes).startswith(complaint), changes
     with pytest.raises(SystemExit, match=r"^error: tis_cap must be positive and finite, got -1.0$"):
@@ -289,10 +290,3 @@ def test_what_page_leaves_out_is_in_the_files_that_it_names():
     flags = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", listed)}
     assert len(flags) > 9
     assert flags <= Config().flat().keys() - vars(grpo.Options()).keys()
-
-
-@pytest.mark.engine  # it starts none, but the page imports torch and transformers
-def test_page_refuses_to_run_without_its_assertions():
-    ended = subprocess.run([sys.executable, "-O", "grpo.py"], check=False, cwd=ROOT, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (1, "error: python -O would remove the checks of this page, which are"
-                                                   " assertions\n")  # fmt: skip

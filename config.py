@@ -1,18 +1,26 @@
 """Every option of a run, in groups, with its reason and its rule; a broken rule is a ValueError.
 
-Each group checks itself, and `Config` checks what concerns two groups. The command line is flat;
-the comment of an option is its text in --help.
+Each group checks itself, and `Config` has a table of the rules that concern two groups. The command
+line is flat; the comment of an option is its text in --help.
 """
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from math import exp, inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 
-from objectives import NO_REJECTION, OBJECTIVES, REJECTIONS, WEIGHTS, Clip, Rejection
+from objectives import (
+    MAX_LOG_WEIGHT,
+    NO_REJECTION,
+    OBJECTIVES,
+    REJECTIONS,
+    WEIGHTS,
+    Clip,
+    Rejection,
+)
 
 # A fix that is off means V1's default. A variant of --parity.variants is another way to be off: in
 # part, or otherwise (both-...: on the trainer's side too). By name: the fix of each variant.
@@ -143,16 +151,16 @@ class GrpoConfig:
         within(self, 0, LARGEST, "kl_coef", "weight_decay")
         within(self, 0, 1, "clip_low")
         within(self, SMALLEST, 1, "reject_low")
-        if self.clip_low is not None and OBJECTIVES[self.objective].clip[0] is None:
+        objective = OBJECTIVES[self.objective]
+        if self.clip_low is not None and objective.clip[0] is None:
             raise ValueError(f"clip_low must not be given with {self.objective} (it has an upper"
                              f" cap only), got {self.clip_low}")
         if self.clip_high is not None and self.objective == "reinforce":
             raise ValueError("clip_high must not be given with reinforce (its ratio is not bounded;"
                              f" cispo has a cap), got {self.clip_high}")
-        needed = OBJECTIVES[self.objective].old_policy
-        if needed not in (None, self.old_policy):
-            raise ValueError(f"old_policy must be {needed} with objective {self.objective}, got"
-                             f" {self.old_policy}")
+        if objective.old_policy not in (None, self.old_policy):
+            raise ValueError(f"old_policy must be {objective.old_policy} with objective"
+                             f" {self.objective}, got {self.old_policy}")
         rows = self.num_prompts * self.group_size
         if rows % self.num_minibatches:
             raise ValueError(f"num_minibatches must divide num_prompts * group_size = {rows} (all"
@@ -163,26 +171,35 @@ class GrpoConfig:
         if self.tis == "off" and self.tis_cap != GrpoConfig.tis_cap:
             raise ValueError("tis_cap needs tis (without it there is no weight), got"
                              f" {self.tis_cap}; try --tis token")
-        given = self.reject_low, self.reject_high, self.reject_mean
-        if self.reject == "off" and any(given):
-            raise ValueError("reject_low, reject_high and reject_mean need reject (without it they"
-                             " do nothing), got off")
-        equal, far, mask = torch.zeros(1, 1), torch.full((1, 1), -80.0), torch.ones(1, 1)
-        rejects = self.rejection.rejects
-        acts = self.reject == "off" or rejects(equal, far, mask) or rejects(far, equal, mask)
-        if rejects(equal, equal, mask) or not acts:
-            raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
-                             " ratio is 1, its divergence 0) and reject one of 80 nats, got"
-                             f" {self.reject_low} and {self.reject_high} with {self.reject}")
-        normalizer = OBJECTIVES[self.objective].normalizer
-        whole_rows = normalizer == "sequence" and self.rejection.whole_rows
-        if self.reject_mean and not self.kl_coef and (normalizer == "constant" or whole_rows):
+        if self.reject == "off":
+            if self.reject_low or self.reject_high or self.reject_mean:
+                raise ValueError("reject_low, reject_high and reject_mean need reject (without it"
+                                 " they do nothing), got off")
+        else:
+            self._check_bounds()
+        whole_rows = objective.normalizer == "sequence" and self.rejection.whole_rows
+        if self.reject_mean and not self.kl_coef and (
+                objective.normalizer == "constant" or whole_rows):
             raise ValueError(f"reject_mean must not be given with {self.objective} and reject"
                              f" {self.reject} (it would change no loss)")
         if self.corrections and self.old_policy == "rollout":
             raise ValueError("tis and reject must be off with old_policy rollout (a weight would"
                              " count the mismatch twice: its ratio holds it), got"
                              f" {self.corrections}")
+
+    def _check_bounds(self) -> None:
+        """The bounds of `reject` are around the value of a token without a mismatch."""
+        low, high = self.rejection.bounds
+        if REJECTIONS[self.reject].bounds[0] == -inf:  # of a divergence
+            neutral = 0.0
+            acts = self.reject != "binary_tv" or high < 1  # of probabilities
+        else:  # of a ratio, which MAX_LOG_WEIGHT limits
+            neutral = 1.0
+            acts = low > exp(-MAX_LOG_WEIGHT) or high < exp(MAX_LOG_WEIGHT)
+        if not low <= neutral <= high or not acts:
+            raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
+                             " ratio is 1, its divergence 0) and reject one of 80 nats, got"
+                             f" {self.reject_low} and {self.reject_high} with {self.reject}")
 
     @property
     def corrections(self) -> str:
@@ -443,76 +460,74 @@ class Config:
 
     def __post_init__(self):
         self._check_corrections()
-        self._check_samplers()
-        self._check_prefix_cache()
-        self._check_mask()
-        self._check_tools()
+        grpo, parity, backend = self.grpo, self.parity, self.backend
+        lora_rank, off = self.lora.lora_rank, parity.off()
+        faults_of_vllm = [fix for fix in off if fix != "sampling_mask"]
+        if not parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
+            faults_of_vllm.remove("fp32_head")
+        rounded = backend.rollout_weights != "own"
+        most = grpo.num_prompts * backend.max_staleness
+        probed = self.measure.probe_every or self.measure.probe_on_alarm
+        rules = (  # what must be, whether it is not, why, and how the sentence may end
+            # What other engines, rounded weights and groups in flight do not support.
+            (f"engine must be vllm without {', '.join(faults_of_vllm)}",
+             backend.engine == "transformers" and faults_of_vllm,
+             "only vLLM has that fault"),
+            ("exact must be off with gradient_checkpointing, and while a fix other than"
+             " inflight_keep is off",
+             backend.exact and (grpo.gradient_checkpointing or set(off) - {"inflight_keep"}),
+             "a mismatch stops the run"),
+            ("lora_rank must be 0 with engine shared",
+             lora_rank and backend.engine == "shared",
+             "it computes with the model's own tensors", f", got {lora_rank}; try --engine vllm"),
+            ("rollout_weights must be own with engine shared or transformers, and with lora_rank",
+             rounded and (backend.engine != "vllm" or lora_rank),
+             "only full training with engine vllm rounds what it sends",
+             f", got {backend.rollout_weights}"),
+            (f"inflight_groups must be at most num_prompts * max_staleness = {most}",
+             backend.inflight_groups > most,
+             "num_prompts groups leave at each step", f", got {backend.inflight_groups}"),
+            # Caches.
+            ("resume must be off with V1's prefix cache",
+             self.run.resume and parity.stale_cache,
+             "it is in no checkpoint, and an empty cache has no stale block",
+             "; try another --out"),
+            ("prefix_cache must be off without uncached_runtime",
+             backend.prefix_cache != "off" and not parity.uncached_runtime,
+             "which switches V1's own cache on", f", got {backend.prefix_cache}"),
+            # The sampler's mask.
+            ("sampling_mask must be on without top_k, top_p and min_p",
+             not parity.sampling_mask and not has_sampling_mask(grpo),
+             "no mask"),
+            ("max_kept must be given with top_k, top_p or min_p and sampling_mask only",
+             backend.max_kept and not self.max_kept,
+             "else no kept set is returned", f", got {backend.max_kept}"),
+            ("sampling_mask needs processed_logprobs if top_k, top_p or min_p is given",
+             self.max_kept and not parity.processed_logprobs,
+             "raw log-probabilities do not show which tokens were kept",
+             "; try --parity.no-sampling-mask"),
+            # The probe and the noise floor.
+            ("probe_every, probe_on_alarm and self_noise_every must be off with steps 0",
+             (probed or self.measure.self_noise_every) and not self.run.steps,
+             "they measure after a step"),
+            ("probe_every and probe_on_alarm must be off with lora_rank and rollout_weights",
+             probed and (lora_rank or rounded),
+             "they take the model's own tensors", "; try python -m probe with the saved policy"),
+        )
+        for what, broken, why, *end in rules:
+            if broken:
+                raise ValueError(f"{what} ({why}){''.join(end)}")
 
     def _check_corrections(self) -> None:
         """Fix the backend first, then correct the remaining mismatch."""
-        grpo, backend, off = self.grpo, self.backend, self.parity.off()
-        if self.lora.lora_forward == "added" and backend.engine == "vllm":
+        grpo, off = self.grpo, self.parity.off()
+        if self.lora.lora_forward == "added" and self.backend.engine == "vllm":
             # Counts as a fix that is off: the engine's weights are rounded, the trainer's not.
             off.append("lora_forward merged")
         if grpo.corrections and off and not grpo.correct_a_broken_backend:
             raise ValueError("tis and reject must be off while a fix is off (a correction hides the"
                              f" broken backend), got {grpo.corrections} without {', '.join(off)};"
                              " to study that, --correct-a-broken-backend")
-
-    def _check_samplers(self) -> None:
-        """What engines other than vLLM, rounded weights and groups in flight do not support."""
-        grpo, backend, off = self.grpo, self.backend, self.parity.off()
-        faults_of_vllm = sorted(set(off) - {"sampling_mask"})
-        if not self.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
-            faults_of_vllm.remove("fp32_head")
-        if backend.engine == "transformers" and faults_of_vllm:
-            raise ValueError(f"engine must be vllm without {faults_of_vllm[0]} (only vLLM has that"
-                             " fault)")
-        if backend.exact and (set(off) - {"inflight_keep"} or grpo.gradient_checkpointing):
-            raise ValueError("exact must be off if a fix other than inflight_keep is off, and with"
-                             " gradient_checkpointing")
-        if self.lora.lora_rank and backend.engine == "shared":
-            raise ValueError("lora_rank must be 0 with engine shared (it computes with the model's"
-                             f" own tensors), got {self.lora.lora_rank}; try --engine vllm")
-        if backend.rollout_weights != "own" and (backend.engine != "vllm" or self.lora.lora_rank):
-            raise ValueError("rollout_weights must be own with engine shared or transformers (one"
-                             f" set of weights) and lora_rank, got {backend.rollout_weights}")
-        # P groups leave at each step.
-        most = grpo.num_prompts * backend.max_staleness
-        if backend.inflight_groups > most:
-            raise ValueError("inflight_groups must be at most num_prompts * max_staleness ="
-                             f" {most}, got {backend.inflight_groups}")
-
-    def _check_prefix_cache(self) -> None:
-        if self.run.resume and self.parity.stale_cache:
-            raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint,"
-                             " and an empty cache has no stale block); try another --out")
-        if self.backend.prefix_cache != "off" and not self.parity.uncached_runtime:
-            raise ValueError("prefix_cache must be off without uncached_runtime (which switches"
-                             f" V1's own cache on), got {self.backend.prefix_cache}")
-
-    def _check_mask(self) -> None:
-        """`has_sampling_mask` and `max_kept` say whether the sampler returns kept sets."""
-        if not self.parity.sampling_mask and not has_sampling_mask(self.grpo):
-            raise ValueError("sampling_mask must be on without top_k, top_p and min_p (no mask)")
-        if self.backend.max_kept and not self.max_kept:
-            raise ValueError("max_kept must be given with top_k, top_p or min_p and sampling_mask"
-                             f" only (else no kept set is returned), got {self.backend.max_kept}")
-        if self.max_kept and not self.parity.processed_logprobs:
-            raise ValueError("sampling_mask needs processed_logprobs if top_k, top_p or min_p is"
-                             " given (raw log-probabilities do not show which tokens were kept);"
-                             " try --parity.no-sampling-mask")
-
-    def _check_tools(self) -> None:
-        """The probe and the noise floor."""
-        probed = self.measure.probe_every or self.measure.probe_on_alarm
-        if (probed or self.measure.self_noise_every) and not self.run.steps:
-            raise ValueError("probe_every, probe_on_alarm and self_noise_every must be off with"
-                             " steps 0 (they measure after a step)")
-        if probed and (self.lora.lora_rank or self.backend.rollout_weights != "own"):
-            raise ValueError("probe_every and probe_on_alarm must be off with lora_rank and"
-                             " rollout_weights (they take the model's own tensors); try python"
-                             " -m probe with the saved policy")
 
     @property
     def max_kept(self) -> int:

@@ -137,6 +137,7 @@ class GrpoConfig:
     lr_decay: Literal["linear", "none"] = "linear"  # To zero after the last step, or a constant lr.
     weight_decay: float = 0.0  # Decoupled; a few hundred steps of RL have nothing to regularise.
     grad_clip: float = 1.0  # Largest gradient norm per optimizer step.
+    plain: bool = False  # Without extras/fast.py: only slower, equal to rounding.
     gradient_checkpointing: bool = False  # Compute each layer again in backward: less memory.
     offload_optimizer: bool = False  # Masters and moments in host memory between updates.
 

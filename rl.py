@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from config import GrpoConfig
 from models import load_model
@@ -28,9 +29,19 @@ Body = Callable[["Policy", "Batch", Tensor], Tensor]
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
 TokenMetrics = Callable[["Policy", "Batch"], dict[str, Tensor]]  # (B, T) by name
 Minibatches = list[list[Tensor]]  # by optimizer step and micro-batch: rows
+Pack = Callable[["Batch", Tensor, int], list[Tensor]]  # batch, rows, tokens -> micro-batches
 
 
 # ---------------------------------------------------------------------------------- batch
+def longest_first(batch: "Batch", rows: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+    """The rows in micro-batches: rows of like length need little padding.
+
+    The longest come first, because then a batch that does not fit into memory fails at once.
+    """
+    order = batch.input_lengths[rows].argsort(descending=True, stable=True)
+    return batch.cut(rows[order], micro_batch_tokens)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Rollouts as tensors, shifted once and padded once.
@@ -69,35 +80,26 @@ class Batch:
 
     def minibatches(
         self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int,
-        shared_prompts: bool = False,
+        pack: Pack = longest_first,
     ) -> Minibatches:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
-        A micro-batch has at most `micro_batch_tokens` positions, padding included, or one row that
-        is longer. The longest rows come first, or with `shared_prompts`, if that computes fewer
-        positions, answers to one prompt together. All passes over a batch use the same
-        micro-batches, so that in 16 bits the ratio starts at exactly 1. `has_signal` is (B,), bool.
+        `pack` cuts rows into micro-batches. All passes over a batch use the same ones, so that in
+        16 bits the ratio starts at exactly 1. `has_signal` is (B,), bool.
         """
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
-            micro_batches = []
             # Apart, because `update` skips a backward without a signal.
-            for part in (rows[has_signal[rows]], rows[~has_signal[rows]]):
-                # Rows of like length need little padding. The longest first: a batch that does not
-                # fit into memory fails at once.
-                longest_first = part[self.input_lengths[part].argsort(descending=True, stable=True)]
-                by_length = self._micro_batches(longest_first, micro_batch_tokens)
-                if not shared_prompts:  # the body computes each row whole
-                    micro_batches += by_length
-                    continue
-                siblings = self._siblings_together(longest_first)
-                by_prompt = self._micro_batches(siblings, micro_batch_tokens)
-                micro_batches += min(by_length, by_prompt, key=self._num_positions)
-            minibatches.append(micro_batches)
+            with_signal, without = rows[has_signal[rows]], rows[~has_signal[rows]]
+            minibatches.append(pack(self, with_signal, micro_batch_tokens)
+                               + pack(self, without, micro_batch_tokens))
         return minibatches
 
-    def _micro_batches(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
-        """Neighbours in `ordered`, as many as fit."""
+    def cut(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+        """Micro-batches of neighbours in `ordered`, each of as many rows as fit.
+
+        At most `micro_batch_tokens` positions, padding included, or one row that is longer.
+        """
         parts, start, longest = [], 0, 0
         for end, length in enumerate(self.input_lengths[ordered].tolist()):
             longest = max(longest, length)
@@ -105,26 +107,6 @@ class Batch:
                 parts.append(ordered[start:end])
                 start, longest = end, length
         return [*parts, ordered[start:]] if len(ordered) else []
-
-    def _siblings_together(self, ordered: Tensor) -> Tensor:
-        """Each row followed by those of the same prompt that come later in `ordered`."""
-        siblings: dict[tuple[int, ...], list[int]] = {}
-        for row in ordered.tolist():
-            siblings.setdefault(self._prompt(row), []).append(row)
-        return torch.tensor(list(chain(*siblings.values())), dtype=torch.long)
-
-    def _num_positions(self, micro_batches: list[Tensor]) -> int:
-        """Positions that `prompts_once` computes: each prompt, and each response."""
-        total = 0
-        for rows in micro_batches:
-            prompts = {self._prompt(row) for row in rows.tolist()}
-            starts = self.prompt_lengths[rows]
-            responses = self.input_lengths[rows] - starts
-            total += len(prompts) * int(starts.max()) + len(rows) * int(responses.max())
-        return total
-
-    def _prompt(self, row: int) -> tuple[int, ...]:
-        return tuple(self.rollouts[row].prompt_ids)
 
     def mask_rows(self, keep: list[bool]) -> "Batch":
         """The batch with a loss on the rows to `keep` only.
@@ -185,125 +167,93 @@ def head_chunk(gpu_gib: float) -> int:
     return 2 ** min(28, max(25, fitting.bit_length() - 1))
 
 
-def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in `dtype`. On a GPU the fp32 product of a 16-bit `right` uses tensor cores.
-
-    vLLM's head does the same. The tensor cores multiply 16-bit numbers exactly and add in fp32.
-    `left` is rounded to 16 bits: nothing changes for hidden states, and gradients of logits are
-    rounded as in any 16-bit model.
-    """
-    if right.is_cuda and dtype == torch.float32 and right.dtype != torch.float32:
-        return torch.mm(left.to(right.dtype), right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> None:
-    """total += left @ right, in place; `total` is fp32, the product as in `product`."""
-    if right.dtype == torch.float32:  # of an fp32 model
-        total.addmm_(left, right)
-    elif right.is_cuda and dtype == torch.float32:
-        torch.addmm(total, left.to(right.dtype), right, out_dtype=dtype, out=total)
-    else:
-        total += product(left, right, dtype)  # a temporary of total's size
-
-
 @dataclass(frozen=True)
-class Projection:
-    """The head: logits = scale * cap(hidden W^T + bias) / temperature.
+class Head:
+    """The final projection: logits = scale * cap(hidden W^T + bias) / temperature.
 
-    cap(z) = softcap * tanh(z / softcap), if the model has a soft cap.
-    The product is computed in `dtype`, the rest in fp32 and in the order of vLLM's sampler.
+    cap(z) = softcap * tanh(z / softcap), if the model has a soft cap. The product is computed in
+    `dtype`, the rest in fp32 and in the order of vLLM's sampler.
+
+    Shapes: hidden (N, H), weight (V, H), bias (V,).
     """
 
-    dtype: torch.dtype
-    chunk_rows: int
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+    chunk_elements: int  # logits that are computed at once
     row_multiple: int = 1  # of each product; see extras/shared_engine.py
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "Head":
+        layer, config = model.get_output_embeddings(), model.config.get_text_config()
+        gpu_gib = 0.0
+        if layer.weight.is_cuda:
+            gpu_gib = torch.cuda.mem_get_info(layer.weight.device)[1] / 2**30
+        # Cohere has logit_scale, Falcon-H1 lm_head_multiplier; Granite divides by logits_scaling.
+        multiplier = getattr(config, "lm_head_multiplier", None)
+        divisor = getattr(config, "logits_scaling", None)
+        scale = (getattr(config, "logit_scale", None) or multiplier or 1.0) / (divisor or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+        bias = getattr(layer, "bias", None)
+        return cls(layer.weight, bias, scale, softcap, head_chunk(gpu_gib))
+
+    def at(self, temperature: float, dtype: torch.dtype) -> "Head":
+        """With the weight in `dtype`: gradients of its chunks add up there."""
+        weight = self.weight.to(dtype)
+        return replace(self, weight=weight, temperature=temperature, dtype=dtype)
 
     def chunks(self, count: int) -> list[slice]:
         """The chunks of `count` rows; one that is empty if there are none."""
-        starts = range(0, max(1, count), self.chunk_rows)
-        return [slice(start, start + self.chunk_rows) for start in starts]
+        rows = max(1, self.chunk_elements // len(self.weight))
+        return [slice(start, start + rows) for start in range(0, max(1, count), rows)]
 
-    def cast(self, weight: Tensor) -> Tensor:
-        """The weight for all chunks, cast once; on a GPU `product` takes it as it is."""
-        return weight if weight.is_cuda else weight.to(self.dtype)
+    def product(self, hidden: Tensor) -> Tensor:
+        """hidden W^T in `dtype`: (N, H) -> (N, V)."""
+        return hidden.to(self.dtype) @ self.weight.T
 
-    def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | float]:
-        """(N, H), (V, H), (V,) -> (N, V) fp32, and d logits / d product: (N, V), or one number."""
-        count = len(hidden)
-        if count % self.row_multiple:
-            hidden = pad(hidden, (0, 0, 0, -count % self.row_multiple))
-        logits = product(hidden, weight.T, self.dtype)[:count]
-        if bias is not None:
-            logits = logits + bias.to(self.dtype)
-        logits = logits.to(torch.promote_types(self.dtype, torch.float32))  # float64 stays
-        slope = self.scale / self.temperature
+    def scaled(self, logits: Tensor) -> Tensor:
         if self.softcap is not None:
-            capped = torch.tanh(logits / self.softcap)
-            logits = self.softcap * capped
-            slope = slope * (1 - capped.square())
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.scale != 1.0:
             logits = logits * self.scale
-        return logits.div_(self.temperature), slope
+        return logits / self.temperature
 
+    def affine(self, hidden: Tensor) -> Tensor:
+        """hidden W^T + bias in fp32: (N, H) -> (N, V)."""
+        missing = -len(hidden) % self.row_multiple
+        logits = self.product(pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
+        if self.bias is not None:
+            logits = logits + self.bias.to(self.dtype)
+        return logits.to(torch.promote_types(self.dtype, torch.float32))  # float64 stays
 
-class TargetLogprobs(torch.autograd.Function):
-    """log softmax(restrict(logits))[target]: d logprob / d logits = onehot(target) - softmax.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, H) -> (N, V) in fp32."""
+        return self.scaled(self.affine(hidden))
 
-    The backward computes the logits again, chunk by chunk: they are never stored. Gradients of the
-    weight add up in fp32.
+    def logprobs(self, hidden: Tensor, targets: Tensor, restrict: Restriction) -> Tensor:
+        """log softmax(restrict(logits))[target]: (N, H), (N,) -> (N,). Units: nats.
 
-    Shapes: hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,). Units: nats.
-    """
+        Backward computes the logits again, chunk by chunk: they are never stored.
+        """
+        def of_chunk(chunk: slice) -> Tensor:
+            logits = restrict(self.logits(hidden[chunk]), chunk)  # (n, V)
+            return at_targets(logits.log_softmax(dim=-1), targets[chunk])
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
-                restrict: Restriction, projection: Projection) -> Tensor:
-        cast = projection.cast(weight)
-        logprobs = []
-        for chunk in projection.chunks(len(hidden)):
-            logits, _ = projection.logits(hidden[chunk], cast, bias)  # (n, V)
-            all_logprobs = restrict(logits, chunk).log_softmax(dim=-1)
-            logprobs.append(at_targets(all_logprobs, targets[chunk]))
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.projection, ctx.restrict = projection, restrict
-        return torch.cat(logprobs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
-        projection, dtype = ctx.projection, ctx.projection.dtype
-        cast = projection.cast(weight)
-        hidden_grads = []
-        weight_is_trained = ctx.needs_input_grad[1]  # not with adapters
-        weight_grad = None
-        if weight_is_trained:
-            weight_grad = torch.zeros(weight.shape, device=weight.device)
-        bias_grad = None if bias is None else torch.zeros(bias.shape, device=bias.device)
-        for chunk in projection.chunks(len(hidden)):
-            logits, slope = projection.logits(hidden[chunk], cast, bias)  # (n, V)
-            # gradient * (onehot(target) - softmax)
-            logits_grad = ctx.restrict(logits, chunk).softmax(dim=-1)
-            logits_grad.mul_(-gradient[chunk, None])
-            logits_grad.scatter_add_(1, targets[chunk, None], gradient[chunk, None])
-            product_grad = logits_grad.mul_(slope).to(dtype)
-            hidden_grads.append(product(product_grad, cast, dtype).to(hidden.dtype))
-            if weight_is_trained:
-                add_product(weight_grad, product_grad.T, hidden[chunk], dtype)
-            if bias_grad is not None:
-                bias_grad += product_grad.sum(dim=0)
-        # Autograd rounds the fp32 gradients to the parameters' dtype.
-        return torch.cat(hidden_grads), weight_grad, bias_grad, None, None, None
+        return torch.cat([checkpoint(of_chunk, chunk, use_reentrant=False)
+                          for chunk in self.chunks(len(hidden))])
 
 
 def at_targets(values: Tensor, targets: Tensor) -> Tensor:
     """Each row's value at its target: (n, V), (n,) -> (n,)."""
     return values.gather(-1, targets[:, None])[:, 0]
+
+
+def spread(chunks: list[Tensor], batch: Batch) -> Tensor:
+    """Values of the N response tokens, in their places: n of them each -> (B, T), else 0."""
+    return torch.zeros_like(batch.mask).masked_scatter(batch.mask > 0, torch.cat(chunks))
 
 
 class Support:
@@ -340,76 +290,6 @@ def plain_body(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
     return policy.hidden(batch.inputs)[response]
 
 
-def distinct_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
-    """D prompts, padded with -1 on the left to S, and which of them each row has: (D, S), (B,)."""
-    starts = batch.prompt_lengths.to(batch.inputs.device)[:, None]  # (B, 1)
-    columns = torch.arange(-int(starts.max()), 0, device=batch.inputs.device)
-    before = starts + columns  # (B, S), columns of each row's prompt; negative ones are padding
-    prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
-    return prompts.unique(dim=0, return_inverse=True)
-
-
-def prompts_once(policy: "Policy", batch: Batch, response: Tensor) -> Tensor:
-    """As `plain_body`, with each distinct prompt computed once for all its responses: the default.
-
-    Two passes with one KV cache. The first computes the D prompts, padded on the left to S columns,
-    so that all end in one column. The second has B rows of R columns, the responses without their
-    last tokens: a row of the cache is then [padding, prompt, response, padding]. The last state of
-    a prompt predicts the first token of the response. Gradients are included.
-    """
-    from transformers import DynamicCache
-
-    prompts, rows = distinct_prompts(batch)  # (D, S), (B,)
-    if len(prompts) == len(rows):
-        return plain_body(policy, batch, response)  # nothing to share
-    cache = DynamicCache(config=policy.model.config)
-
-    def states(ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
-        """Last hidden states of `ids` after what is in the cache; `real` is false at padding."""
-        return policy.model.base_model(
-            input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
-            use_cache=True).last_hidden_state
-
-    is_prompt = prompts >= 0  # (D, S)
-    positions = (is_prompt.cumsum(dim=1) - 1).clamp(min=0)
-    prompt_ends = states(prompts.clamp(min=0), is_prompt, positions)[:, -1:]  # (D, 1, H)
-    hidden = prompt_ends.index_select(0, rows)  # (B, 1, H)
-
-    starts = batch.prompt_lengths.to(policy.device)[:, None]  # (B, 1), where the responses begin
-    longest = int((batch.input_lengths - batch.prompt_lengths).max())
-    # (B, R), the responses' columns in the batch; they are also positions (no padding on the left).
-    after_prompt = starts + torch.arange(longest, device=policy.device)
-    last_column = batch.inputs.shape[1] - 1
-    if longest:
-        cache.reorder_cache(rows)  # D rows become B
-        # Padding after a response counts as real: only other padding attends to it.
-        real = torch.cat([is_prompt[rows], is_prompt.new_ones(after_prompt.shape)], dim=1)
-        response_ids = batch.inputs.gather(1, after_prompt.clamp(max=last_column))
-        further = states(response_ids, real, after_prompt)  # (B, R, H); real is (B, S + R)
-        hidden = torch.cat([hidden, further], dim=1)  # (B, R + 1, H)
-    columns = torch.cat([starts - 1, after_prompt], dim=1)  # (B, R + 1), those of `hidden`
-    inside = columns <= last_column  # the others are padding
-    # (B, R + 1); row by row, which is the order of `[response]` in plain_body.
-    wanted = response.gather(1, columns.clamp(max=last_column)) & inside
-    return hidden[wanted]
-
-
-def default_body(model: torch.nn.Module) -> Body:
-    """`prompts_once`, or `plain_body` where the model's layers do not allow it.
-
-    A recurrent state would see the padding, and a checkpointed layer has no cache. With a window of
-    1 transformers' cache keeps all keys, by the slice [-(1 - 1):].
-    """
-    from transformers import DynamicCache
-
-    layers = DynamicCache(config=model.config).layers
-    kinds = {type(layer).__name__ for layer in layers}
-    known = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"} and not model._is_stateful
-    windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    shareable = known and 1 not in windows and not model.is_gradient_checkpointing
-    return prompts_once if shareable else plain_body
-
-
 # ---------------------------------------------------------------------------------- policy
 class Send:
     """What the engine gets of a policy's weights: all tensors as they are. Options have others."""
@@ -434,6 +314,8 @@ class Policy:
     What options change is given:
         scoring           the distribution
         body              computes hidden states (extras/shared_engine.py: by vLLM's kernel)
+        head              computes logits and their log-probabilities
+        pack              cuts a batch into micro-batches (for all three: extras/fast.py)
         send              what the engine gets of the weights (extras/lora.py merges adapters)
         further_metrics   of policy and batch, called after the forward pass in their order
 
@@ -442,33 +324,23 @@ class Policy:
     """
 
     def __init__(
-        self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body | None = None,
-        send: Send | None = None, further_metrics: tuple[TokenMetrics, ...] = (),
+        self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body = plain_body,
+        head: Head | None = None, pack: Pack = longest_first, send: Send | None = None,
+        further_metrics: tuple[TokenMetrics, ...] = (),
     ):
         if model.base_model is model:
             raise ValueError(f"{type(model).__name__} must have a body apart from its head (a"
                              " base_model): the head is computed here")
         self.model = model.eval()  # no dropout
         self.scoring = scoring or Scoring()
-        self.body = body or default_body(model)
+        self.body = body
+        self.head = head or Head.of(model)
+        self.pack = pack
         self.send = send or Send()
-        self.row_multiple = 1  # of the head's products; extras/shared_engine.py changes it
         self.further_metrics = further_metrics
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, which is the trainer's too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
-        self.head = model.get_output_embeddings()
-        self.head_bias = getattr(self.head, "bias", None)  # (V,)
-        gpu_gib = 0.0
-        if self.device.type == "cuda":
-            gpu_gib = torch.cuda.mem_get_info(self.device)[1] / 2**30
-        self.chunk_elements = head_chunk(gpu_gib)
-        config = model.config.get_text_config()
-        self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-        # Cohere has logit_scale, Falcon-H1 lm_head_multiplier; Granite divides by logits_scaling.
-        multiplier = getattr(config, "lm_head_multiplier", None)
-        divisor = getattr(config, "logits_scaling", None)
-        self.scale = (getattr(config, "logit_scale", None) or multiplier or 1.0) / (divisor or 1.0)
         self._check_head()
 
     @classmethod
@@ -484,11 +356,6 @@ class Policy:
         return policy
 
     @property
-    def shares_prompts(self) -> bool:
-        """Whether the body computes each prompt of a micro-batch once."""
-        return self.body is prompts_once
-
-    @property
     def device(self) -> torch.device:
         return self.head.weight.device
 
@@ -497,6 +364,7 @@ class Policy:
         return {
             "attention": self.model.config._attn_implementation,
             "body": self.body.__name__,
+            "head": type(self.head).__name__,
             "engine_gets": self.send.name,
             "model_dtype": str(self.model.dtype).removeprefix("torch."),
             "head_dtype": str(self._head_dtype).removeprefix("torch."),
@@ -513,11 +381,9 @@ class Policy:
         response = batch.mask > 0  # (B, T), N of them true
         hidden = self.body(self, batch, response)  # (N, H)
         restrict = self.scoring.support.restriction(batch, response)
-        logprobs = TargetLogprobs.apply(
-            hidden, self.head.weight, self.head_bias, batch.targets[response], restrict,
-            self.projection())
-        return torch.zeros_like(batch.mask).masked_scatter(response, logprobs)
+        return spread([self.head_at().logprobs(hidden, batch.targets[response], restrict)], batch)
 
+    @torch.no_grad()
     def token_metrics(self, batch: Batch) -> dict[str, Tensor]:
         """`logprobs`, and of the same distribution `entropy`, -sum p log p (nats), and
         `varentropy`, the variance of -log p (nats^2): (B, T) by name.
@@ -525,10 +391,13 @@ class Policy:
         Further metrics come from the support and from those that were given. All are 0 outside
         `batch.mask`.
         """
-        response = batch.mask > 0  # (B, T)
+        response = batch.mask > 0  # (B, T), N of them true
+        hidden = self.body(self, batch, response)  # (N, H)
         restrict = self.scoring.support.restriction(batch, response)
-
-        def measure(logits: Tensor, targets: Tensor, chunk: slice) -> dict[str, Tensor]:
+        head, found = self.head_at(), []
+        for chunk in head.chunks(len(hidden)):
+            targets = batch.targets[response][chunk]  # (n,)
+            logits = head.logits(hidden[chunk])  # (n, V)
             restricted = restrict(logits, chunk)
             further = self.scoring.support.measure(logits, restricted, targets)
             all_logprobs = restricted.log_softmax(dim=-1)  # (n, V)
@@ -537,56 +406,36 @@ class Policy:
             weighted = all_logprobs.exp().mul_(all_logprobs)
             entropy = -weighted.sum(dim=-1)
             varentropy = torch.linalg.vecdot(weighted, all_logprobs) - entropy.square()
-            return {"logprobs": logprobs, "entropy": entropy, "varentropy": varentropy} | further
-
-        found = self._by_chunk(batch, self.projection(), measure)
+            found.append({"logprobs": logprobs, "entropy": entropy, "varentropy": varentropy}
+                         | further)
+        metrics = {name: spread([each[name] for each in found], batch) for name in found[0]}
         for further in self.further_metrics:
-            found |= further(self, batch)
-        return found
-
-    def agreement(self, batch: Batch) -> dict[str, Tensor]:
-        """`agrees`: 1.0 where the target is a likeliest token, 0 outside `batch.mask`: (B, T)."""
-
-        def measure(logits: Tensor, targets: Tensor, chunk: slice) -> dict[str, Tensor]:
-            agrees = at_targets(logits, targets) == logits.amax(dim=-1)
-            return {"agrees": agrees.float()}
-
-        return self._by_chunk(batch, self.projection(temperature=1.0), measure)
+            metrics |= further(self, batch)
+        return metrics
 
     @torch.no_grad()
-    def _by_chunk(
-        self, batch: Batch, head: Projection, measure: Callable[..., dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """`measure` of (n, V) logits, (n,) targets and their place, for all tokens: (B, T)."""
-        response = batch.mask > 0  # (B, T), N of them true
+    def agreement(self, batch: Batch) -> dict[str, Tensor]:
+        """`agrees`: 1.0 where the target is a likeliest token, 0 outside `batch.mask`: (B, T)."""
+        response = batch.mask > 0  # (B, T)
         hidden = self.body(self, batch, response)  # (N, H)
-        targets = batch.targets[response]  # (N,)
-        weight = head.cast(self.head.weight)
-        found = []
+        head, found = self.head_at(1.0), []
         for chunk in head.chunks(len(hidden)):
-            logits, _ = head.logits(hidden[chunk], weight, self.head_bias)  # (n, V)
-            found.append(measure(logits, targets[chunk], chunk))
-        zeros = torch.zeros_like(batch.mask)
-        flat = {name: torch.cat([each[name] for each in found]) for name in found[0]}  # (N,)
-        return {name: zeros.masked_scatter(response, values) for name, values in flat.items()}
+            logits = head.logits(hidden[chunk])  # (n, V)
+            agrees = at_targets(logits, batch.targets[response][chunk]) == logits.amax(dim=-1)
+            found.append(agrees.float())
+        return {"agrees": spread(found, batch)}
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
         return self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
 
-    def projection(
-        self, temperature: float | None = None, head_dtype: torch.dtype | None = None
-    ) -> Projection:
-        chunk_rows = max(1, self.chunk_elements // self.head.weight.shape[0])
-        # The only line where the trainer takes a temperature; `Projection.logits` divides by it.
-        temperature = temperature or self.scoring.temperature
-        return Projection(head_dtype or self._head_dtype, chunk_rows, self.scale, self.softcap,
-                          temperature, self.row_multiple)
+    def head_at(self, temperature: float | None = None) -> Head:
+        # The only line where the trainer takes a temperature; `Head.scaled` divides by it.
+        return self.head.at(temperature or self.scoring.temperature, self._head_dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, H) -> (N, V) in fp32 at temperature 1."""
-        head = self.projection(temperature=1.0)
-        return head.logits(hidden, self.head.weight, self.head_bias)[0]
+        return self.head_at(1.0).logits(hidden)
 
     @property
     def _head_dtype(self) -> torch.dtype:

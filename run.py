@@ -29,7 +29,6 @@ from rl import (
     Policy,
     Scoring,
     at_targets,
-    default_body,
     make_batch,
     reference_logprobs,
 )
@@ -193,6 +192,10 @@ def load_policy(run: Run) -> Policy:
             from extras.gradient_checkpointing import checkpoint_layers
 
             checkpoint_layers(model)
+        if not config.grpo.plain:
+            from extras.fast import fast_parts
+
+            parts |= fast_parts(model)
         return Policy(model, scoring, **parts)
 
 
@@ -373,7 +376,7 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
 
         policy = state.policy
         if run.config.backend.exact:  # the noise is that of two paths; vLLM's kernel has one
-            policy = policy.changed(body=default_body(policy.model))
+            policy = policy.changed(body=state.engine.usual_body)
         asked.append(partial(observe_self_noise, policy, run.config))
     if measure.probe_every or measure.probe_on_alarm:
         from probe.diagnose import StepProbe

@@ -96,7 +96,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     # which are computed in these micro-batches.
     has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
     minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens,
-                                    shared_prompts=policy.shares_prompts)
+                                    policy.pack)
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name

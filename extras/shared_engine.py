@@ -8,6 +8,7 @@ equal values bit for bit (docs/findings.md).
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from config import ParityFlags
 from engine_adapter import Engine
-from rl import Batch, Policy
+from rl import Batch, Policy, longest_first
 
 # Each product gets a multiple of 16 rows. With fewer rows torch's CPU product rounds a row
 # differently, and MKL without AVX does so for the last rows of a product.
@@ -61,8 +62,9 @@ class SharedEngine(Engine):
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         self.usual_body = policy.body
-        body = self.exact_body if exact else policy.body
-        self.policy = policy.changed(body=body, row_multiple=ROW_MULTIPLE)
+        self.policy = policy.changed(head=replace(policy.head, row_multiple=ROW_MULTIPLE))
+        if exact:
+            self.policy = self.policy.changed(body=self.exact_body, pack=longest_first)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
         super().__init__(model, policy.weights(), parity, dtype=policy.model.dtype, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}

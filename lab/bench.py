@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
     grpo, model = config.grpo, policy.model
     longest = max(map(len, run.task.prompts))
     formula = {f"formula_{phase}_gib": sum(terms.values()) / GIB for phase, terms in
-               phases(config, model.config, longest, policy.chunk_elements).items()}
+               phases(config, model.config, longest, policy.head.chunk_elements).items()}
     for step in range(1, config.run.steps + 1):
         done = train_step(run, state, step)
         for observe in state.observers:

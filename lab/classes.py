@@ -32,6 +32,7 @@ import tyro
 from config import ParityFlags
 from engine_adapter import Engine, check_vllm_version, prepare_environment
 from examples.toys import toy_tokenizer
+from extras.fast import fast_parts
 from lab.study import GPU, RECORDS, distinct, in_processes, markdown, read_json
 from models import write_folder
 from records import end_of_process, one_line, one_sentence, provenance, replace_file
@@ -110,7 +111,8 @@ def agreement(folder: str, dtype: torch.dtype) -> dict[str, Any]:
     or float32 for 16 bits. It is None if the class has a dtype of its own. Units: nats.
     """
     policy = Policy.load(folder, dtype, DEVICE)
-    policy = policy.changed(scoring=Scoring(SAMPLING.temperature))
+    scoring = Scoring(SAMPLING.temperature)
+    policy = policy.changed(scoring=scoring, **fast_parts(policy.model))
     engine = Engine(folder, policy.weights(), ParityFlags(), max_model_len=160, dtype=dtype)
     twice = torch.float64 if dtype == torch.float32 else torch.float32
     nats, noise = [], []
@@ -122,7 +124,7 @@ def agreement(folder: str, dtype: torch.dtype) -> dict[str, Any]:
         with suppress(RuntimeError):  # two dtypes in one product
             model = deepcopy(policy.model).to(twice)
             model.set_experts_implementation("eager")  # torch has no grouped float64 product
-            precise = Policy(model, policy.scoring).logprobs(batch)
+            precise = Policy(model, scoring).logprobs(batch)
             noise.append((logprobs - precise).abs().sum() / batch.mask.sum())
         torch.manual_seed(seed)
         for tensor in policy.model.state_dict().values():  # also buffers, such as a router's bias

@@ -18,6 +18,7 @@ import tyro
 from config import MANY, ParityFlags, within
 from engine_adapter import Engine
 from examples.record_vllm import weights_of
+from extras.fast import fast_parts
 from probe.compare import change, same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
@@ -133,7 +134,8 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
-        return Policy.load(path, getattr(torch, dtype), device, fp32_head)
+        policy = Policy.load(path, getattr(torch, dtype), device, fp32_head)
+        return policy.changed(**fast_parts(policy.model))  # as a run computes
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -190,9 +190,9 @@ class Probe(Replay):
         values = defaultdict(list)
         for head in self.heads:
             states = hidden if head == torch.float32 else hidden.to(head)
-            projection = policy.projection(1.0, torch.promote_types(states.dtype, head))
-            for chunk in projection.chunks(len(states)):
-                logits, _ = projection.logits(states[chunk], policy.head.weight, policy.head_bias)
+            at_1 = policy.head.at(1.0, torch.promote_types(states.dtype, head))
+            for chunk in at_1.chunks(len(states)):
+                logits = at_1.logits(states[chunk])
                 for sampling in self.distributions:
                     logprobs = self.logprobs(logits, sampling, chunk)
                     values[Readout(sampling, head)].append(logprobs)

@@ -4,8 +4,10 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -19,7 +21,6 @@ from helpers import (
     PATCHED,
     RECURRENT,
     ROUNDING,
-    at,
     close_live_engine,
     command,
     dtypes_of,
@@ -35,14 +36,19 @@ from helpers import (
     train_here,
 )
 from packaging import version
+from torch.overrides import TorchFunctionMode
 
+from config import LoraConfig
 from engine_adapter import CANARY_PROMPT_TOKENS, WeightLoadError
 from examples.toys import toy_tokenizer
+from extras.fast import fast_parts
+from extras.lora import add_adapters
+from extras.sampling_mask import SamplingMask
 from extras.transformers_engine import decoded_body
 from models import attention_for
 from probe.noise import rounded_otherwise
-from rl import Policy, make_batch, plain_body, prompts_once
-from rollouts import Rollout
+from rl import Policy, Scoring, make_batch, plain_body
+from rollouts import Rollout, Sampling
 
 # Each once, and three of them tied and untied.
 CASES = [(name, name in ALWAYS_TIED) for name in ARCHITECTURES]
@@ -82,33 +88,55 @@ def assert_gradients_agree(ours: Iterable[torch.Tensor], theirs: Iterable[torch.
         assert (value - truth).norm() <= 1e-3 * truth.norm() + ROUNDING * largest
 
 
-@pytest.mark.parametrize("name, device", [
-    *((name, "cpu") for name in ARCHITECTURES if name not in RECURRENT),
-    pytest.param("Qwen2", "cuda", marks=pytest.mark.gpu),
+class InFloat64(TorchFunctionMode):
+    """What transformers and adapters compute in float32 too, such as norms."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name, rank, device", [
+    *((name, 0, "cpu") for name in [*ARCHITECTURES, "Phi"] if name not in RECURRENT),
+    ("Gemma2", 4, "cpu"), pytest.param("Qwen2", 0, "cuda", marks=pytest.mark.gpu),
 ])  # fmt: skip
-def test_a_prompt_computed_once_for_its_group_gives_the_same_values_and_gradients(name, device):
-    """Prompts of 1 to 40 tokens, so that a window of 16 cuts; responses of 1 to 30 tokens; one prompt has one response,
-    and one row is masked.
+def test_the_fast_body_and_head_have_the_values_and_gradients_of_the_plain_ones(name, rank, device):
+    """Prompts of 1 to 40 tokens, so that a window of 16 cuts; responses of 1 to 30 tokens with kept sets; one prompt
+    has one response, one row is masked. Phi's head has a bias, Gemma 2's a soft cap, Granite's and Cohere's a scale.
     """
-    model = small_model(name, name in ALWAYS_TIED)
+    model, seen = small_model(name, name in ALWAYS_TIED), []
     model.set_attn_implementation(attention_for(model.config))
-    policy, seen = Policy(model.to(device)), []
+    if rank:
+        add_adapters(model, LoraConfig(rank, lora_forward="added"), seed=0)
+    if name in MIXTURES or "Moe" in name:
+        model.set_experts_implementation("eager")  # torch has no grouped float64 product
+    for each in model.parameters():  # biases, too, and the adapters' B
+        each.data += 0.02 * torch.randn_like(each)
+    model.to(device, torch.float64)
     draw = lambda count: torch.randint(96, (count,)).tolist()  # noqa: E731
     groups = {40: (28, 7, 1), 1: (5, 20), 13: (9,), 27: (30, 30)}  # the longest row has not the longest response
     rollouts = [Rollout(list(range(5, 5 + size)), None, draw(length), [0.0] * length)
                 for size, lengths in groups.items() for length in lengths]
+    for rollout in rollouts:
+        rollout.kept = [numpy.unique([token, *draw(30)]) for token in rollout.token_ids]
     batch = make_batch(rollouts, device).mask_rows([True] * 7 + [False])
-    weights, found = torch.randn(batch.mask.shape).to(device), []
-    assert policy.body is prompts_once
+    batch = replace(batch, mask=batch.mask.double())
+    trained = [each for each in model.parameters() if each.requires_grad]
+    weights, found = torch.randn(batch.mask.shape).to(batch.mask), []
+    scoring = Scoring(0.7, fp32_head=False, support=SamplingMask(Sampling(0.7, 30, top_k=31)))
     model.get_input_embeddings().register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].shape))
-    for each in (policy.changed(body=plain_body), policy):
-        logprobs = at(each, 0.7).logprobs(batch)
-        gradients = torch.autograd.grad(logprobs, list(model.parameters()), weights, allow_unused=True)
-        found.append((logprobs.detach(), [each for each in gradients if each is not None]))
-    (alone, alone_gradients), (shared, shared_gradients) = found
-    assert seen == [(8, 67), (4, 40), (8, 29)]  # the responses without their last tokens
-    torch.testing.assert_close(shared, alone, atol=ROUNDING if device == "cpu" else 1e-3, rtol=0)
-    assert_gradients_agree(shared_gradients, alone_gradients)
+    for parts in ({}, fast_parts(model)):
+        with InFloat64():
+            policy = Policy(model, scoring, **parts)
+            policy = policy.changed(head=replace(policy.head, chunk_elements=96 * 20))
+            seen.clear()
+            logprobs = policy.logprobs(batch)
+            found.append((logprobs, *torch.autograd.grad(logprobs, trained, weights, materialize_grads=True)))
+    assert seen == [(4, 40), (8, 29)]  # the responses without their last tokens
+    for plain, fast in zip(*found, strict=True):
+        torch.testing.assert_close(fast, plain, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "Qwen3_5Text"])
@@ -126,7 +154,7 @@ def test_transformers_decodes_with_a_cache_what_its_forward_pass_computes(name):
 def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     """Rows of several lengths and with one prompt, in micro-batches of several rows, beside each row alone."""
     policy = Policy(small_model(name, False))
-    assert policy.body is plain_body
+    assert fast_parts(policy.model).keys() == {"head"}
     draw = lambda count: torch.randint(96, (count,)).tolist()  # noqa: E731
     rows = [[5, 6, 7, 8, *draw(length)] for length in (5, 36, 13, 21, 36, 29)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows])

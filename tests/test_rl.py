@@ -13,17 +13,18 @@ from helpers import DEVICES, ROUNDING, config_of, frozen_logprobs, minibatches_o
 
 import objectives
 from config import GrpoConfig
+from extras.fast import FastHead, fast_parts
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask, mask_outside
 from objectives import OBJECTIVES, REJECTIONS, WEIGHTS, backend_metrics, correct
 from probe.noise import observe_self_noise, self_noise
 from rl import (
     Batch,
+    Head,
     Optimizer,
     Policy,
-    Projection,
     Scoring,
-    TargetLogprobs,
+    longest_first,
     make_batch,
     update,
 )
@@ -57,13 +58,14 @@ def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
 @pytest.mark.parametrize("prompt, bound", [(100, 0.9), (2, 1.0)])
 def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then(prompt, bound):
     """Positions are counted as the model sees them. Their values are in test_architectures.py."""
-    policy, seen, counts = Policy(qwen2(tied=True)), [], []
+    model, seen, counts = qwen2(tied=True), [], []
+    policy = Policy(model, **fast_parts(model))
     lengths = [1 + 11 * row % 29 for row in range(32)]
     batch = make_batch([Rollout([row // 8 + 3] * prompt, None, [5] * length, [0.0] * length)
                         for row, length in enumerate(lengths)])
-    policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
-    for shared_prompts in (False, True):
-        minibatches = batch.minibatches(torch.ones(32) > 0, 1, 480, shared_prompts)
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    for pack in (longest_first, policy.pack):
+        minibatches = batch.minibatches(torch.ones(32) > 0, 1, 480, pack)
         assert sorted(torch.cat(minibatches[0]).tolist()) == list(range(32))
         assert all(len(rows) == 1 or len(rows) * batch.input_lengths[rows].max() <= 480 for rows in minibatches[0])
         frozen_logprobs(policy, batch, minibatches)
@@ -79,11 +81,15 @@ def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_c
 
 
 # ------------------------------------------------------------------------------------------------ head and policy
+def in_chunks(policy: Policy) -> Policy:
+    """The policy with a head that computes two rows at once."""
+    return policy.changed(head=replace(policy.head, chunk_elements=2 * 96))
+
+
 def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_chunks():
     model, rows = qwen2(tied=True), rollouts()
     rows[0].token_ids[-1] = plain_logits(model, rows[0])[-1].argmax().item()
-    batch, policy = make_batch(rows), Policy(model, Scoring(0.7))
-    policy.chunk_elements = 96 * 2
+    batch, policy = make_batch(rows), in_chunks(Policy(model, Scoring(0.7)))
     measured, agrees = policy.token_metrics(batch), policy.agreement(batch)["agrees"]
     assert torch.equal(policy.logprobs(batch), measured["logprobs"])
     assert not any(values[batch.mask == 0].any() for values in (*measured.values(), agrees))
@@ -105,8 +111,7 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
     for rollout in rows:
         rollout.kept = [numpy.array([token, token + 1, 90 + at]) for at, token in enumerate(rollout.token_ids)]
     scoring = Scoring(0.7, support=SamplingMask(Sampling(0.7, 8, top_p=0.9)))
-    policy = Policy(qwen2(tied=True), scoring)
-    policy.chunk_elements = 96 * 2
+    policy = in_chunks(Policy(qwen2(tied=True), scoring))
     whole = policy.logprobs(make_batch(rows))
     rows[0].trained, rows[1].trained = [True, False, False, True], [False, True, True]
     fewer = make_batch(rows)
@@ -114,11 +119,12 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [Head, FastHead])
 @pytest.mark.parametrize("softcap, scale, rows, masked, dtype", [
     (None, 1.0, 7, False, torch.bfloat16), (None, 1.4, 64, True, torch.float32), (3.0, 0.6, 1, True, torch.float32),
     (3.0, 0.6, 7, False, torch.float16),
 ])  # fmt: skip
-def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, masked, dtype, device):
+def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, masked, dtype, kind, device):
     """With kept sets of 1 to about 64 ids; one of them has a probability of about exp(-60)."""
     hidden, weight, bias = torch.randn(64, 48), torch.randn(500, 48) / 3, torch.randn(500) / 7
     targets, loss_weights = torch.randint(500, (64,)), torch.randn(64).to(device)
@@ -130,8 +136,8 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     restrict = lambda logits, chunk: mask_outside(logits, kept[chunk]) if masked else logits  # noqa: E731
     ours = [each.to(device, dtype).requires_grad_() for each in (hidden, weight, bias)]
     exact = [each.detach().double().requires_grad_() for each in ours]
-    projection = Projection(torch.float32, rows, scale, softcap, temperature=0.7)
-    logprobs = TargetLogprobs.apply(*ours, targets.to(device), restrict, projection)
+    head = kind(*ours[1:], scale, softcap, chunk_elements=500 * rows).at(0.7, torch.float32)
+    logprobs = head.logprobs(ours[0], targets.to(device), restrict)
     logits = exact[0] @ exact[1].T + exact[2]
     logits = scale / 0.7 * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
     if masked:

@@ -55,6 +55,19 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
     assert len(re.findall(r"^step +\d+/\d+ \| reward .* \| mismatch_kl .* s", text, re.M)) == len(steps)
 
 
+@pytest.mark.engine
+def test_a_step_of_the_default_job_is_the_same_with_the_plain_parts_and_the_fast_ones(tmp_path):
+    steps, expected = [], {"plain": ("plain_body", "Head"), "no-plain": ("prompts_once", "FastHead")}
+    for flag, names in expected.items():
+        train_here(["--out", str(tmp_path / flag), "--steps", "1", "--eval-problems", "8", f"--{flag}"])
+        trainer = json.loads((tmp_path / flag / "config.json").read_text())["trainer"]
+        assert (trainer["body"], trainer["head"]) == names
+        steps.append(rows(tmp_path / flag)[1])
+    for name in ("reward", "tokens", "entropy", "loss", "kl_old_new", "grad_norm"):
+        assert steps[0][name] == pytest.approx(steps[1][name], rel=1e-3, abs=1e-6), name
+    assert max(row["mismatch_abs_mean"] for row in steps) <= ROUNDING
+
+
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
 def test_greedy_agreement_counts_a_tie_as_agreement_and_one_wrong_token_as_none():

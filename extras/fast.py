@@ -1,0 +1,211 @@
+"""What rl.py computes, faster: on by default, left out by `--plain`.
+
+The body computes each prompt once for all its responses, the micro-batches keep answers to one
+prompt together, and the head has a backward of its own. A test holds both versions equal.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl import Batch, Head, Policy, Restriction, at_targets, longest_first, plain_body
+
+
+def fast_parts(model: torch.nn.Module) -> dict[str, Any]:
+    """Arguments of `Policy`."""
+    parts = {"head": FastHead.of(model)}
+    if can_share_prompts(model):
+        parts |= {"body": prompts_once, "pack": siblings_together}
+    return parts
+
+
+# ---------------------------------------------------------------------------------- micro-batches
+def siblings_together(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> list[Tensor]:
+    """As `longest_first`, or with answers to one prompt together if fewer positions are computed.
+    """
+    by_length = longest_first(batch, rows, micro_batch_tokens)
+    if not by_length:
+        return []
+    siblings = defaultdict(list)
+    for row in torch.cat(by_length).tolist():
+        siblings[tuple(batch.rollouts[row].prompt_ids)].append(row)
+    by_prompt = batch.cut(torch.tensor([*chain(*siblings.values())]), micro_batch_tokens)
+
+    def num_positions(micro_batches: list[Tensor]) -> int:
+        """Positions that `prompts_once` computes: each prompt, and each response."""
+        total = 0
+        for micro in micro_batches:
+            prompts = {tuple(each.prompt_ids) for each in batch.rollouts[micro.numpy()]}
+            starts = batch.prompt_lengths[micro]
+            responses = batch.input_lengths[micro] - starts
+            total += len(prompts) * int(starts.max()) + len(micro) * int(responses.max())
+        return total
+
+    return min(by_length, by_prompt, key=num_positions)
+
+
+# ---------------------------------------------------------------------------------- body
+def distinct_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
+    """D prompts, padded with -1 on the left to S, and which of them each row has: (D, S), (B,)."""
+    starts = batch.prompt_lengths.to(batch.inputs.device)[:, None]  # (B, 1)
+    columns = torch.arange(-int(starts.max()), 0, device=batch.inputs.device)
+    before = starts + columns  # (B, S), columns of each row's prompt; negative ones are padding
+    prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
+    return prompts.unique(dim=0, return_inverse=True)
+
+
+def prompts_once(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
+    """As `plain_body`, with each distinct prompt computed once for all its responses.
+
+    Two passes with one KV cache. The first computes the D prompts, padded on the left to S columns,
+    so that all end in one column. The second has B rows of R columns, the responses without their
+    last tokens: a row of the cache is then [padding, prompt, response, padding]. The last state of
+    a prompt predicts the first token of the response. Gradients are included.
+    """
+    from transformers import DynamicCache
+
+    prompts, rows = distinct_prompts(batch)  # (D, S), (B,)
+    if len(prompts) == len(rows):
+        return plain_body(policy, batch, response)  # nothing to share
+    cache = DynamicCache(config=policy.model.config)
+
+    def states(ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
+        """Last hidden states of `ids` after what is in the cache; `real` is false at padding."""
+        return policy.model.base_model(
+            input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
+            use_cache=True).last_hidden_state
+
+    is_prompt = prompts >= 0  # (D, S)
+    positions = (is_prompt.cumsum(dim=1) - 1).clamp(min=0)
+    prompt_ends = states(prompts.clamp(min=0), is_prompt, positions)[:, -1:]  # (D, 1, H)
+    hidden = prompt_ends.index_select(0, rows)  # (B, 1, H)
+
+    starts = batch.prompt_lengths.to(policy.device)[:, None]  # (B, 1), where the responses begin
+    longest = int((batch.input_lengths - batch.prompt_lengths).max())
+    # (B, R), the responses' columns in the batch; they are also positions (no padding on the left).
+    after_prompt = starts + torch.arange(longest, device=policy.device)
+    last_column = batch.inputs.shape[1] - 1
+    if longest:
+        cache.reorder_cache(rows)  # D rows become B
+        # Padding after a response counts as real: only other padding attends to it.
+        real = torch.cat([is_prompt[rows], is_prompt.new_ones(after_prompt.shape)], dim=1)
+        response_ids = batch.inputs.gather(1, after_prompt.clamp(max=last_column))
+        further = states(response_ids, real, after_prompt)  # (B, R, H); real is (B, S + R)
+        hidden = torch.cat([hidden, further], dim=1)  # (B, R + 1, H)
+    columns = torch.cat([starts - 1, after_prompt], dim=1)  # (B, R + 1), those of `hidden`
+    inside = columns <= last_column  # the others are padding
+    # (B, R + 1); row by row, which is the order of `[response]` in plain_body.
+    wanted = response.gather(1, columns.clamp(max=last_column)) & inside
+    return hidden[wanted]
+
+
+def can_share_prompts(model: torch.nn.Module) -> bool:
+    """Whether the model's layers allow `prompts_once`.
+
+    A recurrent state would see the padding, and a checkpointed layer has no cache. With a window of
+    1 transformers' cache keeps all keys, by the slice [-(1 - 1):].
+    """
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=model.config).layers
+    kinds = {type(layer).__name__ for layer in layers}
+    known = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"} and not model._is_stateful
+    windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    return known and 1 not in windows and not model.is_gradient_checkpointing
+
+
+# ---------------------------------------------------------------------------------- head
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`. On a GPU the fp32 product of a 16-bit `right` uses tensor cores.
+
+    vLLM's head does the same. The tensor cores multiply 16-bit numbers exactly and add in fp32.
+    `left` is rounded to 16 bits: nothing changes for hidden states, and gradients of logits are
+    rounded as in any 16-bit model.
+    """
+    if right.is_cuda and dtype == torch.float32 and right.dtype != torch.float32:
+        return torch.mm(left.to(right.dtype), right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> None:
+    """total += left @ right, in place; `total` is fp32, the product as in `product`."""
+    if right.dtype == torch.float32:  # of an fp32 model
+        total.addmm_(left, right)
+    elif right.is_cuda and dtype == torch.float32:
+        torch.addmm(total, left.to(right.dtype), right, out_dtype=dtype, out=total)
+    else:
+        total += product(left, right, dtype)  # a temporary of total's size
+
+
+class FastHead(Head):
+    """As `Head`, on a GPU with tensor cores, and with `TargetLogprobs`."""
+
+    def at(self, temperature: float, dtype: torch.dtype) -> Head:
+        if self.weight.is_cuda:  # `product` takes the weight as it is
+            return replace(self, temperature=temperature, dtype=dtype)
+        return super().at(temperature, dtype)
+
+    def product(self, hidden: Tensor) -> Tensor:
+        return product(hidden, self.weight.T, self.dtype)
+
+    def slope(self, affine: Tensor) -> Tensor | float:
+        """d logits / d affine: (N, V), or one number without a soft cap."""
+        slope = self.scale / self.temperature
+        if self.softcap is None:
+            return slope
+        return slope * (1 - torch.tanh(affine / self.softcap).square())
+
+    def logprobs(self, hidden: Tensor, targets: Tensor, restrict: Restriction) -> Tensor:
+        return TargetLogprobs.apply(hidden, self.weight, self.bias, targets, restrict, self)
+
+
+class TargetLogprobs(torch.autograd.Function):
+    """`Head.logprobs`: d logprob / d logits = onehot(target) - softmax.
+
+    Gradients of the weight add up in fp32.
+
+    Shapes: hidden (N, H), weight (V, H), bias (V,) or None, targets (N,) -> (N,). Units: nats.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+                restrict: Restriction, head: FastHead) -> Tensor:
+        logprobs = []
+        for chunk in head.chunks(len(hidden)):
+            all_logprobs = restrict(head.logits(hidden[chunk]), chunk).log_softmax(dim=-1)  # (n, V)
+            logprobs.append(at_targets(all_logprobs, targets[chunk]))
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.head, ctx.restrict = head, restrict
+        return torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        head, dtype = ctx.head, ctx.head.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        hidden_grads = []
+        weight_is_trained = ctx.needs_input_grad[1]  # not with adapters
+        weight_grad = None
+        if weight_is_trained:
+            weight_grad = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        bias_grad = None
+        if bias is not None:
+            bias_grad = torch.zeros(bias.shape, dtype=wide, device=bias.device)
+        for chunk in head.chunks(len(hidden)):
+            affine = head.affine(hidden[chunk])  # (n, V)
+            # gradient * (onehot(target) - softmax)
+            logits_grad = ctx.restrict(head.scaled(affine), chunk).softmax(dim=-1)
+            logits_grad.mul_(-gradient[chunk, None])
+            logits_grad.scatter_add_(1, targets[chunk, None], gradient[chunk, None])
+            product_grad = logits_grad.mul_(head.slope(affine)).to(dtype)
+            hidden_grads.append(product(product_grad, weight, dtype).to(hidden.dtype))
+            if weight_is_trained:
+                add_product(weight_grad, product_grad.T, hidden[chunk], dtype)
+            if bias_grad is not None:
+                bias_grad += product_grad.sum(dim=0)
+        # Autograd rounds the fp32 gradients to the parameters' dtype.
+        return torch.cat(hidden_grads), weight_grad, bias_grad, None, None, None

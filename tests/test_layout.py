@@ -8,7 +8,7 @@ from helpers import ROOT
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
     "grpo": "", "objectives": "", "records": "", "config": "objectives", "models": "", "tasks": "records",
-    "rollouts": "config tasks", "engine_adapter": "config rollouts",
+    "proof": "", "rollouts": "config tasks", "engine_adapter": "config models proof rollouts",
     "rl": "config engine_adapter models objectives rollouts",
     "run": "config engine_adapter models objectives records rl rollouts tasks",
     "train": "config objectives records rl rollouts run tasks",
@@ -19,7 +19,7 @@ MAY_IMPORT["extras"] = set(CORE) - {"grpo"}
 MAY_IMPORT["probe"] = MAY_IMPORT["extras"] | {"extras", "examples"}
 MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe"}
 FOR_AN_OPTION = {"run": {"extras", "probe", "examples"}, "extras": {"examples"}, "engine_adapter": {"extras"}}
-VLLM = {"engine_adapter", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
+VLLM = {"engine_adapter", "proof", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
 FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("extras", "probe", "lab", "examples")
                                        for each in sorted((ROOT / room).rglob("*.py")))]  # fmt: skip
 

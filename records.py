@@ -142,59 +142,63 @@ def locked(out: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------- log and files
-LOG_LINE = {  # by the name of a figure: the text that is shown if it is there, and is not 0
-    "reward":
-        " | reward {reward:.3f} | len {response_len:5.1f} | trunc {trunc_frac:4.0%}"
-        " | flat {flat_frac:4.0%} | mismatch_kl {mismatch_kl:8.1e}"
-        " | clip {clip_rate:5.1%} backend {backend_clip_rate:5.1%}"
-        " | entropy {entropy:.2f} | gnorm {grad_norm:.2f} lr {lr:.1e}"
-        " | gen {generate_s:.2f} upd {update_s:.2f} sync {sync_s:.2f} s | {left} left",
-    "kl_ref": " | kl_ref {kl_ref:.1e} max {kl_ref_max:.1e}",
-    "groups_in_flight":
-        " | in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}",
-    # The next two count from the start of the run.
-    "tokens_wasted": " | {tokens_wasted} tokens thrown away",
-    "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
-    "skipped_updates":
-        " | NO SIGNAL in {skipped_updates} minibatch(es): flat, masked or rejected rows, no step",
-    "overflowed_updates": " | fp16 OVERFLOW in {overflowed_updates} minibatch(es): scale halved",
-    "rejected_frac": " | {rejected_frac:.1%} of tokens rejected by {reject}",
-    "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
-    "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
-    "reward_errors": " | {reward_errors} rewards FAILED",
-    "left_out": " | {left_out} responses LEFT OUT",
-    "all_truncated": " | ALL TRUNCATED: raise --max-new-tokens",
-    "eval_reward":
-        " | eval {eval_reward:.3f} greedy {eval_reward_greedy:.3f} agree {eval_agree:.3f}",
-    "eval_reward_trainer_alone": " (trainer alone {eval_reward_trainer_alone:.3f})",
-}
-ALSO_AT_0 = ("reward", "kl_ref", "eval_reward", "eval_reward_trainer_alone")
-
-
-class NotMeasured:
-    """Is printed as a dash."""
-
-    def __format__(self, form: str) -> str:
-        return "-".rjust(int(form.partition(".")[0] or 1))
-
-    def __bool__(self) -> bool:
-        return False
-
-
 def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     """One line per step in fixed columns; a degenerate batch and an evaluation are named after.
 
     `reject`: the rule of --reject.
     """
-    figures = {name: NotMeasured() if value is None else value for name, value in metrics.items()}
-    figures.setdefault("backend_clip_rate", NotMeasured())  # no row has the current weights alone
-    figures["all_truncated"] = metrics.get("trunc_frac") == 1.0
-    minutes, seconds = divmod(round(metrics.get("left_s", 0)), 60)
-    left = f"{minutes} min" if minutes else f"{seconds} s"
+    get = metrics.get
+
+    def of(name: str, form: str) -> str:
+        """The figure in this format, or a dash of its width if it was not measured."""
+        if get(name) is None:
+            return "-".rjust(int(form.partition(".")[0] or 1))
+        return format(get(name), form)
+
     line = f"step {metrics['step']:>3}/{steps}"
-    for name, text in LOG_LINE.items():
-        if figures.get(name) or (name in ALSO_AT_0 and name in figures):
-            line += text.format(**figures, left=left, reject=reject)
+    if "reward" in metrics:
+        minutes, seconds = divmod(round(metrics.get("left_s", 0)), 60)
+        left = f"{minutes} min" if minutes else f"{seconds} s"
+        line += (
+            f" | reward {of('reward', '.3f')} | len {of('response_len', '5.1f')}"
+            f" | trunc {of('trunc_frac', '4.0%')} | flat {of('flat_frac', '4.0%')}"
+            f" | mismatch_kl {of('mismatch_kl', '8.1e')} | clip {of('clip_rate', '5.1%')}"
+            f" backend {of('backend_clip_rate', '5.1%')} | entropy {of('entropy', '.2f')}"
+            f" | gnorm {of('grad_norm', '.2f')} lr {of('lr', '.1e')}"
+            f" | gen {of('generate_s', '.2f')} upd {of('update_s', '.2f')}"
+            f" sync {of('sync_s', '.2f')} s | {left} left")
+    if "kl_ref" in metrics:
+        line += f" | kl_ref {of('kl_ref', '.1e')} max {of('kl_ref_max', '.1e')}"
+    if get("groups_in_flight"):
+        line += (f" | in flight {get('groups_in_flight')} stale {of('staleness_mean', '.2f')}"
+                 f" max {get('staleness_max')}")
+    # The next two count from the start of the run.
+    if get("tokens_wasted"):
+        line += f" | {get('tokens_wasted')} tokens thrown away"
+    if get("kv_lost"):
+        line += f" | {get('kv_lost')} kept KV caches LOST to preemption: raise --kv-cache-gib"
+    if get("skipped_updates"):
+        line += (f" | NO SIGNAL in {get('skipped_updates')} minibatch(es): flat, masked or"
+                 " rejected rows, no step")
+    if get("overflowed_updates"):
+        line += f" | fp16 OVERFLOW in {get('overflowed_updates')} minibatch(es): scale halved"
+    if get("rejected_frac"):
+        line += f" | {of('rejected_frac', '.1%')} of tokens rejected by {reject}"
+    if get("engine_kept_mass"):
+        line += f" | kept mass {of('kept_mass', '.3f')} engine {of('engine_kept_mass', '.3f')}"
+    if get("outside_frac"):
+        line += f" | {of('outside_frac', '.2%')} of tokens outside the trainer's own mask"
+    if get("reward_errors"):
+        line += f" | {get('reward_errors')} rewards FAILED"
+    if get("left_out"):
+        line += f" | {get('left_out')} responses LEFT OUT"
+    if get("trunc_frac") == 1:
+        line += " | ALL TRUNCATED: raise --max-new-tokens"
+    if "eval_reward" in metrics:
+        line += (f" | eval {of('eval_reward', '.3f')} greedy {of('eval_reward_greedy', '.3f')}"
+                 f" agree {of('eval_agree', '.3f')}")
+    if "eval_reward_trainer_alone" in metrics:
+        line += f" (trainer alone {of('eval_reward_trainer_alone', '.3f')})"
     return line
 
 

@@ -316,8 +316,7 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     """Compare both sides with softmax(logits / temperature) under the mask, computed separately.
 
     The canary samples at temperature 1 and without a mask, and a mismatch is zero if both sides
-    forget the same. Without a fix the stated distribution of its side is the one that its flag
-    states: raw logits, or no mask in the trainer.
+    forget the same. A side that a switched-off fix changes is not compared.
 
     Raises: AuditError that names the side whose distribution is not the stated one.
     """
@@ -331,19 +330,17 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     batch = make_batch(engine.sample_beside(prompts, sampling), policy.device)
     response = batch.mask > 0  # (B, T)
     with policy.using(policy.send.engine_parameters()):
-        scored = policy.logprobs(batch)
+        scored = policy.logprobs(batch)  # (B, T)
         # transformers' own head, no code of Policy
-        raw = policy.model(input_ids=batch.inputs, use_cache=False).logits[response].float()
-    masked = masked_logits(raw / sampling.temperature, sampling)  # unchanged without a mask
-    engines = masked if parity.processed_logprobs else raw
-    trainers = masked
-    if not parity.trainer_temperature:
-        trainers = raw
-    elif not parity.sampling_mask:
-        trainers = raw / sampling.temperature
-    sides = ("trainer", scored, trainers), ("engine", batch.behavior_logprobs, engines)
-    for side, logprobs, logits in sides:
-        stated = at_targets(logits.log_softmax(dim=-1), batch.targets[response])
+        logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response]  # (N, V)
+    masked = masked_logits(logits.float() / sampling.temperature, sampling)
+    stated = at_targets(masked.log_softmax(dim=-1), batch.targets[response])  # (N,)
+    compared = {}
+    if parity.trainer_temperature and parity.sampling_mask:
+        compared["trainer"] = scored
+    if parity.processed_logprobs:
+        compared["engine"] = batch.behavior_logprobs
+    for side, logprobs in compared.items():
         # The median: in 16 bits single tokens can differ more.
         difference = (logprobs[response] - stated).abs().median().item()
         if not difference <= CANARY_TOLERANCE[policy.model.dtype]:

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,22 @@ class Run:
     model_path: str
     task: Task
     sampling: Sampling
-    max_model_len: int
-    dropped_prompts: int
-    files: dict[str, str]  # digests of the model's files and of the task, by name
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt and response together, in tokens."""
+        return self.sampling.max_new_tokens + max(map(len, self.task.prompts))
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Digests of the model's files and of the task, by name."""
+        run, data = self.config.run, self.config.data
+        task = " with ".join(filter(None, [run.task, data.reward, data.eval_task]))
+        files = {task: self.task.fingerprint}
+        for path in Path(self.model_path).glob("*"):
+            if path.is_file() and path.suffix != ".md":
+                files[f"{run.model}/{path.name}"] = records.digest_of(path)
+        return files
 
 
 @dataclass
@@ -82,45 +95,25 @@ class TrainingState:
 
 # ---------------------------------------------------------------------------------- checks
 def prepare(config: Config) -> Run:
-    """Check all that can be checked without a model, then teach the toy if it is asked for.
-
-    Raises: ValueError.
-    """
+    """Check all that can be checked without the model's weights. Raises: ValueError."""
     check_machine(config)
     out = Path(config.run.out).absolute()
     holds_run = (out / "config.json").exists() or records.checkpoints(out)
     if holds_run and not config.run.resume:
         raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with"
                          " --resume or choose another --out")
-    task = find_task(config)
-    for each in (task, task.evaluation):
-        if each and each.in_passes:
-            print(each.columns, flush=True)
-    if task.num_repeated:
-        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
-    is_toy = config.run.model == "toy"
-    if is_toy:
-        from examples.toys import describe_toy, toy_model
-
-        model_config, tokenizer, stop_token_ids = describe_toy(config.run.task)
-    else:
-        from extras.model_folder import describe_model, local_folder
-
-        path = local_folder(config.run.model)
-        model_config, tokenizer, stop_token_ids = describe_model(path)
     grpo, data = config.grpo, config.data
+    task = find_task(config)
+    path, model_config, tokenizer, stop_token_ids = find_model(config)
     task = encode(tokenizer, task, stop_token_ids, data.reward_limit_s, data.system_prompt,
                   data.template_args, data.chat_template)
-    task = replace(task, reward_errors=data.reward_errors)
     largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
     if largest >= model_config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
                          f" vocabulary of {model_config.vocab_size}")
     context = getattr(model_config, "max_position_embeddings", math.inf)
-    num_problems = len(task.prompts)
     task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens or math.inf,
                    drop=data.overlong_prompts == "drop")
-    dropped = num_problems - len(task.prompts)
     from extras.notices import notices
     from extras.problem_files import try_reward
 
@@ -132,17 +125,9 @@ def prepare(config: Config) -> Run:
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
-
-    if is_toy:  # taught only now, after all refusals
-        path = str(toy_model(config.run.cache_dir, config.run.seed, config.run.task))
-    model_files = [each for each in Path(path).glob("*") if each.is_file() and each.suffix != ".md"]
-    files = {f"{config.run.model}/{each.name}": records.digest_of(each) for each in model_files}
-    named = config.run.task, data.reward, data.eval_task
-    files[" with ".join(filter(None, named))] = task.fingerprint
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
                         grpo.top_p, grpo.min_p, max_kept=config.max_kept)
-    max_model_len = grpo.max_new_tokens + max(map(len, task.prompts))
-    return Run(config, out, path, task, sampling, max_model_len, dropped, files)
+    return Run(config, out, path, task, sampling)
 
 
 def check_machine(config: Config) -> None:
@@ -163,7 +148,39 @@ def find_task(config: Config) -> Task:
     """The task that `--task` names. Raises: ValueError that says what is wrong with it."""
     from extras.problem_files import load_task
 
-    return load_task(config.run.task, config.run.seed, **vars(config.data))
+    task = load_task(config.run.task, config.run.seed, **vars(config.data))
+    for each in (task, task.evaluation):
+        if each and each.in_passes:
+            print(each.columns, flush=True)
+    if task.num_repeated:
+        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
+    return replace(task, reward_errors=config.data.reward_errors)
+
+
+def find_model(config: Config) -> tuple[str, Any, Any, tuple[int, ...]]:
+    """Folder, text configuration, tokenizer and stop tokens of the model that `--model` names.
+
+    The toy's folder is there after `teach_toy`.
+    """
+    run = config.run
+    if run.model == "toy":
+        from examples.toys import describe_toy
+
+        return describe_toy(run.cache_dir, run.seed, run.task)
+    from extras.model_folder import describe_model, local_folder
+
+    path = local_folder(run.model)
+    return path, *describe_model(path)
+
+
+# ---------------------------------------------------------------------------------- both sides
+def teach_toy(run: Run) -> None:
+    """With `--model toy`: teach it if the cache does not have it. Raises: ValueError."""
+    options = run.config.run
+    if options.model == "toy":
+        from examples.toys import toy_model
+
+        toy_model(options.cache_dir, options.seed, options.task)
 
 
 def load_policy(run: Run) -> Policy:
@@ -355,7 +372,7 @@ def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
         "config": run.config.flat(), "audit": engine.settings,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
-                     "dropped": run.dropped_prompts, "merged": task.num_repeated},
+                     "dropped": task.num_dropped, "merged": task.num_repeated},
         "files": run.files, "prompts": prompts_record(task),
     }
 

@@ -63,6 +63,7 @@ class Task:
     held_out: list[Problem]
     reward: Reward
     num_repeated: int = 0  # left out, because an equal question came before
+    num_dropped: int = 0  # left out, because the prompt is too long
     grade: Callable[[list[Answered]], list[list[Any]]] | None = None
     evaluation: "Task | None" = None  # of --eval-task: it gives the rewards of `held_out`
     same: Callable[[str, str], bool] = str.__eq__  # whether two answers mean the same
@@ -319,4 +320,4 @@ def fitting(
     if not train or not held_out:
         raise ValueError(f"{len(overlong)} {what}, all of the"
                          f" {'held-out' if train else 'training'} problems")
-    return replace(task, train=train, held_out=held_out)
+    return replace(task, train=train, held_out=held_out, num_dropped=len(overlong))

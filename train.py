@@ -38,6 +38,7 @@ from run import (
     prepare,
     save_policy,
     start_engine,
+    teach_toy,
 )
 from tasks import Problem
 
@@ -271,6 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     out = config.run.out
     with records.one_sentence(2), records.locked(out):
         run = prepare(config)
+        teach_toy(run)
         checkpoint = find_checkpoint(run)
         # The run is accepted: from here on files are written, an error's traceback too.
         with records.one_sentence(2, out):

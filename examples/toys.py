@@ -142,9 +142,19 @@ def toy_config(task: str = "toy") -> Qwen3Config:
     )
 
 
-def describe_toy(task: str) -> tuple[Qwen3Config, PreTrainedTokenizerFast, tuple[int, ...]]:
-    """As `describe_model` of extras/model_folder.py, for the model that is taught for the task."""
-    return toy_config(task), toy_tokenizer(), (EOS,)
+def toy_folder(cache_dir: str, seed: int, task: str = "toy") -> Path:
+    """Where the cache has the model of a task once it is taught."""
+    # These two files decide the model.
+    code = Path(__file__).read_bytes() + Path(tasks.__file__).read_bytes()
+    name = task if task in TOYS else "toy"
+    return Path(cache_dir) / f"{name}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
+
+
+def describe_toy(
+    cache_dir: str, seed: int, task: str
+) -> tuple[str, Qwen3Config, PreTrainedTokenizerFast, tuple[int, ...]]:
+    """Folder, configuration, tokenizer and stop tokens of a task's model, taught or not."""
+    return str(toy_folder(cache_dir, seed, task)), toy_config(task), toy_tokenizer(), (EOS,)
 
 
 def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
@@ -152,10 +162,8 @@ def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
 
     Raises: ValueError if the cache cannot be written.
     """
-    # These two files decide the model.
-    code = Path(__file__).read_bytes() + Path(tasks.__file__).read_bytes()
-    name = task if task in TOYS else "toy"
-    folder = Path(cache_dir) / f"{name}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
+    folder = toy_folder(cache_dir, seed, task)
+    name = folder.name.partition("-")[0]
     if folder.is_dir():
         return folder
     try:

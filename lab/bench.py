@@ -21,7 +21,7 @@ from lab.memory import GIB, phases
 from records import Clock, append_rows
 from rl import Batch
 from rollouts import Sampling
-from run import begin, build, load_policy, prepare, start_engine
+from run import begin, build, load_policy, prepare, start_engine, teach_toy
 from train import train_step
 
 
@@ -76,6 +76,7 @@ def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
 def main(arguments: list[str]) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     run = prepare(config)
+    teach_toy(run)
     run.out.mkdir(parents=True)
     policy = load_policy(run)
     started = time.perf_counter()

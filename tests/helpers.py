@@ -53,7 +53,7 @@ from lab.classes import CLASSES, DESCRIBED
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
 from rollouts import Rollout, Sampling
-from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
+from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine, teach_toy
 from tasks import Task, encode, exact_match
 
 logging.disable_progress_bar()
@@ -80,11 +80,11 @@ class ShiftedRandom(random.Random):
 
 
 if SHIFT:
-    usual_seed, usual_toy = torch.manual_seed, toys.toy_model
+    usual_seed, usual_folder = torch.manual_seed, toys.toy_folder
     torch.manual_seed = lambda seed: usual_seed(seed + SHIFT)
     torch.Generator, random.Random = ShiftedGenerator, ShiftedRandom
     CACHE = CACHE / f"test-seed-{SHIFT}"  # the toys are other ones
-    toys.toy_model = lambda cache_dir, *given, **named: usual_toy(str(Path(cache_dir) / CACHE.name), *given, **named)
+    toys.toy_folder = lambda cache_dir, *given: usual_folder(str(Path(cache_dir) / CACHE.name), *given)
 
 
 # ------------------------------------------------------------------------------------------------ one live engine
@@ -156,6 +156,7 @@ def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
                  engine="transformers")  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(config_of(**usual | options))
+    teach_toy(run)
     policy = load_policy(run)
     state = build(run, policy, start_engine(run, policy))
     return run, state, begin(run, state, find_checkpoint(run))

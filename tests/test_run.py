@@ -41,7 +41,7 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys
     with pytest.raises(ValueError, match=complaint):
         prepare(job(max_prompt_tokens=limit))
     run = prepare(job(max_prompt_tokens=limit, overlong_prompts="drop"))
-    assert run.dropped_prompts == longer == 20 - len(run.task.train + run.task.held_out)
+    assert run.task.num_dropped == longer == 20 - len(run.task.train + run.task.held_out)
     said = rf"{longer} of 20 prompts are longer than {limit} tokens \(--max-prompt-tokens\): .*: DROPPED"
     assert re.search(said, capsys.readouterr().out)
     assert max(map(len, run.task.prompts)) == limit

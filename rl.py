@@ -210,9 +210,8 @@ class Head:
         rows = max(1, self.chunk_elements // len(self.weight))
         return [slice(start, start + rows) for start in range(0, max(1, count), rows)]
 
-    def product(self, hidden: Tensor) -> Tensor:
-        """hidden W^T in `dtype`: (N, H) -> (N, V)."""
-        return hidden.to(self.dtype) @ self.weight.T
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        return left.to(self.dtype) @ right.to(self.dtype)
 
     def scaled(self, logits: Tensor) -> Tensor:
         if self.softcap is not None:
@@ -224,7 +223,8 @@ class Head:
     def affine(self, hidden: Tensor) -> Tensor:
         """hidden W^T + bias in fp32: (N, H) -> (N, V)."""
         missing = -len(hidden) % self.row_multiple
-        logits = self.product(pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
+        padded = pad(hidden, (0, 0, 0, missing))
+        logits = self.product(padded, self.weight.T)[: len(hidden)]
         if self.bias is not None:
             logits = logits + self.bias.to(self.dtype)
         return logits.to(torch.promote_types(self.dtype, torch.float32))  # float64 stays

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl import Batch, Head, Policy, Restriction, at_targets, longest_first, plain_body
+from rl import Batch, Head, Policy, Restriction, longest_first, plain_body
 
 
 def fast_parts(model: torch.nn.Module) -> dict[str, Any]:
@@ -28,12 +28,11 @@ def siblings_together(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> li
     """As `longest_first`, or with answers to one prompt together if fewer positions are computed.
     """
     by_length = longest_first(batch, rows, micro_batch_tokens)
-    if not by_length:
-        return []
     siblings = defaultdict(list)
-    for row in torch.cat(by_length).tolist():
+    for row in map(int, chain(*by_length)):
         siblings[tuple(batch.rollouts[row].prompt_ids)].append(row)
-    by_prompt = batch.cut(torch.tensor([*chain(*siblings.values())]), micro_batch_tokens)
+    ordered = torch.tensor([*chain(*siblings.values())], dtype=torch.long)
+    by_prompt = batch.cut(ordered, micro_batch_tokens)
 
     def num_positions(micro_batches: list[Tensor]) -> int:
         """Positions that `prompts_once` computes: each prompt, and each response."""
@@ -119,28 +118,6 @@ def can_share_prompts(model: torch.nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------------------- head
-def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right in `dtype`. On a GPU the fp32 product of a 16-bit `right` uses tensor cores.
-
-    vLLM's head does the same. The tensor cores multiply 16-bit numbers exactly and add in fp32.
-    `left` is rounded to 16 bits: nothing changes for hidden states, and gradients of logits are
-    rounded as in any 16-bit model.
-    """
-    if right.is_cuda and dtype == torch.float32 and right.dtype != torch.float32:
-        return torch.mm(left.to(right.dtype), right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> None:
-    """total += left @ right, in place; `total` is fp32, the product as in `product`."""
-    if right.dtype == torch.float32:  # of an fp32 model
-        total.addmm_(left, right)
-    elif right.is_cuda and dtype == torch.float32:
-        torch.addmm(total, left.to(right.dtype), right, out_dtype=dtype, out=total)
-    else:
-        total += product(left, right, dtype)  # a temporary of total's size
-
-
 class FastHead(Head):
     """As `Head`, on a GPU with tensor cores, and with `TargetLogprobs`."""
 
@@ -149,15 +126,24 @@ class FastHead(Head):
             return replace(self, temperature=temperature, dtype=dtype)
         return super().at(temperature, dtype)
 
-    def product(self, hidden: Tensor) -> Tensor:
-        return product(hidden, self.weight.T, self.dtype)
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """On a GPU the fp32 product of a 16-bit `right` uses tensor cores, as vLLM's head does.
 
-    def slope(self, affine: Tensor) -> Tensor | float:
-        """d logits / d affine: (N, V), or one number without a soft cap."""
-        slope = self.scale / self.temperature
-        if self.softcap is None:
-            return slope
-        return slope * (1 - torch.tanh(affine / self.softcap).square())
+        They multiply 16-bit numbers exactly and add in fp32. `left` is rounded to 16 bits: nothing
+        changes for hidden states, and gradients of logits are rounded as in any 16-bit model.
+        """
+        if right.is_cuda and self.dtype == torch.float32 and right.dtype != torch.float32:
+            return torch.mm(left.to(right.dtype), right, out_dtype=self.dtype)
+        return super().product(left, right)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """total += left @ right, in place; `total` is fp32, the product as in `product`."""
+        if right.dtype == torch.float32:  # of an fp32 model
+            total.addmm_(left, right)
+        elif right.is_cuda and self.dtype == torch.float32:
+            torch.addmm(total, left.to(right.dtype), right, out_dtype=self.dtype, out=total)
+        else:
+            total += self.product(left, right)  # a temporary of total's size
 
     def logprobs(self, hidden: Tensor, targets: Tensor, restrict: Restriction) -> Tensor:
         return TargetLogprobs.apply(hidden, self.weight, self.bias, targets, restrict, self)
@@ -174,19 +160,15 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
                 restrict: Restriction, head: FastHead) -> Tensor:
-        logprobs = []
-        for chunk in head.chunks(len(hidden)):
-            all_logprobs = restrict(head.logits(hidden[chunk]), chunk).log_softmax(dim=-1)  # (n, V)
-            logprobs.append(at_targets(all_logprobs, targets[chunk]))
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.head, ctx.restrict = head, restrict
-        return torch.cat(logprobs)
+        return Head.logprobs(head, hidden, targets, restrict)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        head, dtype = ctx.head, ctx.head.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        head = ctx.head
+        wide = torch.promote_types(head.dtype, torch.float32)
         hidden_grads = []
         weight_is_trained = ctx.needs_input_grad[1]  # not with adapters
         weight_grad = None
@@ -201,10 +183,13 @@ class TargetLogprobs(torch.autograd.Function):
             logits_grad = ctx.restrict(head.scaled(affine), chunk).softmax(dim=-1)
             logits_grad.mul_(-gradient[chunk, None])
             logits_grad.scatter_add_(1, targets[chunk, None], gradient[chunk, None])
-            product_grad = logits_grad.mul_(head.slope(affine)).to(dtype)
-            hidden_grads.append(product(product_grad, weight, dtype).to(hidden.dtype))
+            slope = head.scale / head.temperature  # d logits / d affine
+            if head.softcap is not None:
+                slope = slope * (1 - torch.tanh(affine / head.softcap).square())
+            product_grad = logits_grad.mul_(slope).to(head.dtype)
+            hidden_grads.append(head.product(product_grad, weight).to(hidden.dtype))
             if weight_is_trained:
-                add_product(weight_grad, product_grad.T, hidden[chunk], dtype)
+                head.add_product(weight_grad, product_grad.T, hidden[chunk])
             if bias_grad is not None:
                 bias_grad += product_grad.sum(dim=0)
         # Autograd rounds the fp32 gradients to the parameters' dtype.

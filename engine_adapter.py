@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, suppress
 from copy import copy
 from functools import partial
 from importlib.metadata import distributions
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import torch
@@ -141,7 +141,7 @@ SETTINGS = [
 
 
 def wanted_settings(
-    parity: ParityFlags, dtype: torch.dtype, prefix_cache: str = "off", cuda_graphs: bool = False
+    parity: ParityFlags, dtype: torch.dtype, backend: BackendConfig
 ) -> dict[str, Any]:
     """What the start asks for and `Engine.audit` must then find; None leaves it to vLLM."""
     wanted = {}
@@ -150,9 +150,9 @@ def wanted_settings(
         wanted[setting.name] = setting.on if is_on else setting.off
     if wanted["head_dtype"] == "model":
         wanted["head_dtype"] = dtype_name(dtype)
-    if prefix_cache == "versioned":
+    if backend.prefix_cache == "versioned":
         wanted["enable_prefix_caching"] = True
-    wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
+    wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if backend.cuda_graphs else "NONE"
     wanted["model_dtype"] = dtype_name(dtype)
     return wanted
 
@@ -211,77 +211,75 @@ class Engine:
     live: ClassVar["Engine | None"] = None  # one in a process: vLLM's parallel groups are global
 
     def __init__(
-        self, model: str, contract: Iterable[str], parity: ParityFlags, *,
-        max_model_len: int, dtype: torch.dtype = torch.float32, block_size: int | None = None,
-        prefix_cache: Literal["off", "versioned"] = "off", cuda_graphs: bool = False,
-        max_num_seqs: int = BackendConfig.max_num_seqs, token_budget: int | None = None,
-        kv_cache_gib: float = BackendConfig.kv_cache_gib, seed: int = 0,
-        verify_loads: int = BackendConfig.verify_loads, canary_nats: float | None = None,
-        allow_untested_vllm: bool = False, collect: Collect = collect_nothing,
+        self, model: str, contract: Iterable[str], parity: ParityFlags, *, max_model_len: int,
+        backend: BackendConfig | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
+        collect: Collect = collect_nothing,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
                                    " Engine.live.close()")
-        self.vllm_version = check_vllm_version(allow_untested_vllm)
+        backend = backend or BackendConfig()
+        self.vllm_version = check_vllm_version(backend.allow_untested_vllm)
         prepare_environment()
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.platforms import current_platform
 
-        self.contract = set(contract)
-        self.parity, self.prefix_cache = parity, prefix_cache
-        self.dtype, self.max_num_seqs = dtype, max_num_seqs
-        self._collect = collect
-        self.canary_tolerance = canary_nats or CANARY_TOLERANCE[dtype]
-        self.verify_loads, self._loads = verify_loads, 0
-        self._config = read_config(model)
         self.on_gpu = current_platform.is_cuda_alike()
         if self.on_gpu != torch.cuda.is_available():
             raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a"
                                " fresh .venv")
-        torch.cuda.empty_cache()  # what the trainer has freed while it was built
-        self._wanted = wanted_settings(parity, dtype, prefix_cache, cuda_graphs)
-        arguments = self._arguments(
-            model=model, seed=seed, block_size=block_size,
-            max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_SAMPLING.max_new_tokens),
-            max_num_batched_tokens=token_budget or max(8192, max_model_len),
-            # The CPU cannot split the prompt of a seeded request. (A test gives a token_budget.)
-            enable_chunked_prefill=self.on_gpu or token_budget is not None,
-            kv_cache_memory_bytes=int(kv_cache_gib * 2**30), enforce_eager=not cuda_graphs,
-        )
-        self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
-        self._request_ids = map(str, itertools.count())
+        self.contract = set(contract)
+        self.parity = parity
+        self.backend = backend
+        self.dtype = dtype
+        self.max_num_seqs = backend.max_num_seqs
+        self.canary_tolerance = backend.canary_nats or CANARY_TOLERANCE[dtype]
+        self.state = "empty"
+        self.weight_version = 0
+        self._collect = collect
+        self._config = read_config(model)
+        self._loads = 0
         self._memory_released = False  # by vLLM's sleep
         self._cache_salt: str | None = None
-        self.weight_version = 0
         # extras/inflight.py: what kept its KV cache at the last load, with its preemptions then.
         self._kept: list[tuple[Any, int]] = []
         self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
         self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted
-        self.state: Literal["empty", "ready", "asleep", "broken"] = "empty"
+        self._request_ids = map(str, itertools.count())
+        self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
+        self._wanted = wanted_settings(parity, dtype, backend)
+        torch.cuda.empty_cache()  # what the trainer has freed while it was built
         try:
-            self._start(arguments)
+            self._start(self._arguments(model, max_model_len, seed))
         except Exception as error:  # a model that vLLM cannot run fails anywhere in here
             cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
-            sizes = (f"kv_cache_gib {kv_cache_gib}, block_size {block_size},"
-                     f" prefix_cache {prefix_cache}")
+            sizes = (f"kv_cache_gib {backend.kv_cache_gib}, block_size {backend.block_size},"
+                     f" prefix_cache {backend.prefix_cache}")
             device = current_platform.device_name
             raise ValueError(f"vLLM {self.vllm_version} ({device}) cannot start"
                              f" {self._config.model_type} ({sizes}): {_reason(error)}") from error
         Engine.live = self  # before the audit: an engine that fails it can be closed
         self.settings = self.audit()
 
-    def _arguments(self, **arguments: Any) -> dict[str, Any]:
-        """vLLM's arguments: these, those that never change, and those of SETTINGS."""
+    def _arguments(self, model: str, max_model_len: int, seed: int) -> dict[str, Any]:
+        """vLLM's arguments: the options, those that never change, and those of SETTINGS."""
+        backend = self.backend
         slots = self.max_num_seqs + CANARY_PROMPTS
-        arguments |= dict(
-            dtype=dtype_name(self.dtype), load_format="dummy", skip_tokenizer_init=True,
-            max_num_seqs=slots, enable_sleep_mode=self.on_gpu, disable_log_stats=True,
+        arguments = dict(
+            model=model, seed=seed, dtype=dtype_name(self.dtype), load_format="dummy",
+            skip_tokenizer_init=True, disable_log_stats=True, max_num_seqs=slots,
+            max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_SAMPLING.max_new_tokens),
+            max_num_batched_tokens=max(8192, max_model_len),
+            enable_chunked_prefill=self.on_gpu,  # a CPU cannot split the prompt of a seeded request
+            enable_sleep_mode=self.on_gpu, enforce_eager=not backend.cuda_graphs,
+            block_size=backend.block_size,
+            kv_cache_memory_bytes=int(backend.kv_cache_gib * 2**30),
             # vLLM only checks at start that this share is free; kv_cache_memory_bytes is the size.
             gpu_memory_utilization=0.1,
             # Autotuning is slow, and its choice of kernels is not reproducible.
             enable_flashinfer_autotune=False,
         )
-        if not arguments["enforce_eager"]:  # CUDA graphs of whole decode steps, not compiled
+        if backend.cuda_graphs:  # of whole decode steps, not compiled
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
             arguments["compilation_config"] = dict(
                 mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
@@ -298,7 +296,6 @@ class Engine:
     def _start(self, arguments: dict[str, Any]) -> None:
         """Make vLLM's engine and keep its inner objects. Subclasses extend it."""
         from vllm import EngineArgs, ModelRegistry
-        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
         from vllm.v1.engine.llm_engine import LLMEngine
 
         for name in ModelRegistry.models.keys() & set(self._config.architectures or ()):
@@ -319,30 +316,30 @@ class Engine:
         self.vllm_model = self.runner.get_model()
         # Of vLLM's parameters; a SharedEngine's module is outside of vLLM's tree and has none.
         self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
-        methods = [getattr(module, "quant_method", None) for module in self.vllm_model.modules()]
-        self._experts = [method for method in methods if hasattr(method, "moe_kernel")]
+        methods = [getattr(each, "quant_method", None) for each in self.vllm_model.modules()]
+        self._experts = [each for each in methods if hasattr(each, "moe_kernel")]
+        self._vllm_name = renaming(self.vllm_model)
+        self._tied = config.model_config.hf_text_config.tie_word_embeddings
+        self._head = next((name for name in self.contract if name.endswith("lm_head.weight")), "")
+        self._vocab_size = config.model_config.get_vocab_size()
+        self._refuse_wrong_models()
+        self._canary_tokens = self._canary_length()
+        self._long_prompt = self._scaled_length()
+        if not self.on_gpu:
+            _rotate_natively(self.vllm_model)
+        self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
+        self._constants = {name: tensor.clone() for name, tensor in self._buffers().items()}
+
+    def _refuse_wrong_models(self) -> None:
+        """Raises: ValueError for a model that this vLLM computes or loads wrongly."""
         recurrent = {each.mamba_type.name for each in self.vllm_model.modules()
                      if hasattr(each, "mamba_type")}
         if not self.on_gpu and self.dtype != torch.float32 and recurrent & {"MAMBA1", "MAMBA2"}:
             raise ValueError("its Mamba layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
                              " try float32")
-        self._vllm_name = renaming(self.vllm_model)
-        self._tied = config.model_config.hf_text_config.tie_word_embeddings
-        heads = [name for name in self.contract if name.endswith("lm_head.weight")]
-        self._head = heads[0] if heads else ""
-        self._vocab_size = config.model_config.get_vocab_size()
         if self._names and "lm_head.bias" in self.contract - self._names:
             raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                              " into a live engine")
-        self._canary_tokens = self._canary_length(config, arguments["enable_chunked_prefill"])
-        self._long_prompt = self._scaled_length(config, arguments["enable_chunked_prefill"])
-        hooks = [] if self.on_gpu else [
-            module.register_forward_pre_hook(_rotate_natively)
-            for module in self.vllm_model.modules() if isinstance(module, RotaryEmbeddingBase)]
-        self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
-        for hook in hooks:
-            hook.remove()
-        self._constants = {name: tensor.clone() for name, tensor in self._buffers().items()}
 
     # ------------------------------------------------------------------------------ sampling
     def generate(
@@ -359,7 +356,7 @@ class Engine:
         """
         self._require("generate", "ready")
         rollouts = []
-        seeds = [None] * len(prompts) if seeds is None else seeds
+        seeds = seeds or [None] * len(prompts)
         # A list: the error of `strict` comes before any prompt is queued.
         for prompt, seed in list(zip(prompts, seeds, strict=True)):
             while not self.has_room:
@@ -505,8 +502,6 @@ class Engine:
         self.state = "broken"  # until the canary has passed
         started = time.perf_counter()
         self._transfer(weights)
-        if self.on_gpu:
-            torch.cuda.synchronize()
         load_s = time.perf_counter() - started
         started = time.perf_counter()
         self._prove(weights)
@@ -549,6 +544,8 @@ class Engine:
         except Exception as error:
             raise WeightLoadError("vLLM refused the weights, build a new engine:"
                                   f" {_reason(error)}") from error
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def _prove(self, weights: Mapping[str, Tensor]) -> None:
         """Compare the tensors that the engine holds with those that were sent, bit for bit.
@@ -556,9 +553,8 @@ class Engine:
         All of them at the first two loads, then a part, so that each is compared again within
         `verify_loads` loads. Raises: WeightLoadError that names those that differ.
         """
-        part = slice(None)
-        if self._loads >= 2:  # every verify_loads-th module
-            part = slice(self._loads % self.verify_loads, None, self.verify_loads)
+        every = self.backend.verify_loads if self._loads >= 2 else 1
+        part = slice(self._loads % every, None, every)  # of vLLM's modules
         self._loads += 1
         found = differing(self.llm, weights, part)
         if found.differing:
@@ -583,7 +579,7 @@ class Engine:
 
     def _renew_cache_keys(self) -> None:
         """With a versioned prefix cache, the key of each block has the version of its weights."""
-        if self.prefix_cache != "versioned":
+        if self.backend.prefix_cache != "versioned":
             return
         self._cache_salt = str(self.weight_version)
         for request in self.core.scheduler.requests.values():
@@ -643,30 +639,30 @@ class Engine:
             raise WeightLoadError(f"after load {self.weight_version} buffers of the engine differ"
                                   f" from those at its start: {', '.join(sorted(changed))}")
 
-    def _canary_length(self, config: Any, chunked: bool) -> int:
+    def _canary_length(self) -> int:
         """Tokens of a canary's prompt: past a block of the KV cache and past a sliding window.
 
         Only as far as the run's rows go. The prompts are the same at each load, so with V1's own
         prefix cache the canary would read stale blocks, which are the fault under study: there it
-        stays below a block. On a CPU seeded prompts cannot be computed in chunks.
+        stays below a block.
         """
-        reads_stale_blocks = self._wanted["enable_prefix_caching"] and self.prefix_cache == "off"
-        if reads_stale_blocks or (chunked and not self.on_gpu):
+        if self.parity.stale_cache:
             return CANARY_PROMPT_TOKENS
+        config = self.llm.vllm_config
         spans = config.cache_config.block_size, config.model_config.get_sliding_window() or 0
         longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
         return max([CANARY_PROMPT_TOKENS, *(span + 1 for span in spans if span < longest)])
 
-    def _scaled_length(self, config: Any, chunked: bool) -> int:
+    def _scaled_length(self) -> int:
         """Tokens of one prompt as long as the run's rows, if they pass the model's original
         context (its rotary angles or scores are scaled there); else 0.
         """
-        model = config.model_config
+        model = self.llm.vllm_config.model_config
         longest = model.max_model_len - CANARY_SAMPLING.max_new_tokens
         rope = str(getattr(model.hf_text_config, "rope_parameters", ""))  # Gemma has two of them
         found = re.findall(r"'original_max_position_embeddings': (\d+)", rope)
         passed = any(longest > int(original) for original in found)
-        return longest if passed and (self.on_gpu or not chunked) else 0
+        return longest if passed else 0
 
     def sample_canary(self, prompt_seed: int = 0, length: int | None = None) -> list[Rollout]:
         """A few tokens of decode, at temperature 1, where raw and processed values agree.
@@ -680,11 +676,10 @@ class Engine:
 
     def sample_beside(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """A seeded response to each prompt, in any state. Other unfinished requests also run."""
-        rollouts = [Rollout(prompt, seed=row, sampling=sampling)
-                    for row, prompt in enumerate(prompts)]
-        for rollout in rollouts:
-            self._submit([rollout])
-        while any(rollout.finish_reason is None for rollout in rollouts):
+        rollouts = []
+        for row, prompt in enumerate(prompts):
+            rollouts += self._submit([Rollout(prompt, seed=row, sampling=sampling)])
+        while not all(rollout.finish_reason for rollout in rollouts):
             self.step()
         return rollouts
 
@@ -699,7 +694,8 @@ class Engine:
         for prompt_seed in range(attempts):
             rollouts = self.sample_canary(prompt_seed, length)
             sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
-            theirs = torch.tensor(trainer_logprobs(sequences, len(rollouts[0].prompt_ids)))
+            prompt = len(rollouts[0].prompt_ids)
+            theirs = torch.tensor(trainer_logprobs(sequences, prompt))
             ours = torch.tensor([rollout.logprobs for rollout in rollouts])  # (prompts, new tokens)
             difference = average((theirs - ours).abs()).item()
             if difference <= self.canary_tolerance:
@@ -712,7 +708,6 @@ class Engine:
             with suppress(Exception):  # transformers may not decode the model so
                 from extras.transformers_engine import decoded_body
 
-                prompt = len(rollouts[0].prompt_ids)
                 decoded = torch.tensor(trainer_logprobs(sequences, prompt, decoded_body))
                 own, apart = (average((decoded - each).abs()).item() for each in (theirs, ours))
                 if own > CANARY_TOLERANCE[self.dtype]:
@@ -737,7 +732,7 @@ class Engine:
         config = self.llm.vllm_config
         model = config.model_config
         layers = [module for module in self.vllm_model.modules() if hasattr(module, "impl")]
-        prefix_cache = self.prefix_cache
+        prefix_cache = self.backend.prefix_cache
         if self.parity.stale_cache:
             prefix_cache = "V1's default, not cleared by a load"
         found = {setting.name: setting.read(self) for setting in SETTINGS} | {
@@ -779,10 +774,17 @@ class Engine:
         gc.collect()
 
 
-def _rotate_natively(module: Any, arguments: tuple[Any, ...]) -> None:
+def _rotate_natively(model: Any) -> None:
     """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek."""
-    if arguments[1].ndim == 3:
-        module._forward_method = module.forward_native
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    def look(module: Any, arguments: tuple[Any, ...]) -> None:
+        if arguments[1].ndim == 3:
+            module._forward_method = module.forward_native
+
+    for module in model.modules():
+        if isinstance(module, RotaryEmbeddingBase):
+            module.register_forward_pre_hook(look)
 
 
 def _text_model(text: Any, overrides: dict[str, Any], config: Any) -> Any:

@@ -223,23 +223,18 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         from extras.transformers_engine import engine_for
 
         return engine_for(run, policy)
-    options = dict(
-        max_model_len=run.max_model_len, max_num_seqs=backend.max_num_seqs, seed=config.run.seed,
-        kv_cache_gib=backend.kv_cache_gib, block_size=backend.block_size,
-        prefix_cache=backend.prefix_cache, cuda_graphs=backend.cuda_graphs,
-        allow_untested_vllm=backend.allow_untested_vllm, verify_loads=backend.verify_loads,
-        canary_nats=backend.canary_nats,
-    )
+    options = dict(backend=backend, max_model_len=run.max_model_len, dtype=policy.model.dtype,
+                   seed=config.run.seed)
     if has_sampling_mask(config.grpo):
         from extras.sampling_mask import collect_kept_sets
 
         options["collect"] = collect_kept_sets
+    kind, holds = Engine, policy.weights()
     if backend.engine == "shared":
         from extras.shared_engine import SharedEngine
 
-        return SharedEngine(policy, run.model_path, config.parity, exact=backend.exact, **options)
-    return Engine(
-        run.model_path, policy.weights(), config.parity, dtype=policy.model.dtype, **options)
+        kind, holds = SharedEngine, policy
+    return kind(run.model_path, holds, config.parity, **options)
 
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:

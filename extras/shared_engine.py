@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
-from config import ParityFlags
+from config import BackendConfig, ParityFlags
 from engine_adapter import Engine
 from rl import Batch, Policy, longest_first
 
@@ -51,8 +51,10 @@ class SharedEngine(Engine):
     vllm_model = None  # until vLLM has built it
 
     def __init__(
-        self, policy: Policy, model: str, parity: ParityFlags, exact: bool = False, **options: Any
+        self, model: str, policy: Policy, parity: ParityFlags, *, backend: BackendConfig,
+        **options: Any,
     ):
+        exact = backend.exact
         if exact:
             if policy.device.type == "cuda":
                 raise ValueError("exact must be off on a GPU (its kernels have not been measured)")
@@ -66,7 +68,7 @@ class SharedEngine(Engine):
         if exact:
             self.policy = self.policy.changed(body=self.exact_body, pack=longest_first)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
-        super().__init__(model, policy.weights(), parity, dtype=policy.model.dtype, **options)
+        super().__init__(model, policy.weights(), parity, backend=backend, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
         if exact:
             self.canary_tolerance = 0.0

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import examples.toys as toys
 import lab.classes
 import train
-from config import Config, ParityFlags
+from config import BackendConfig, Config, ParityFlags
 from engine_adapter import Engine, WeightLoadError, prepare_environment
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine, products_differ
@@ -178,16 +178,15 @@ def started(
     """
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64} | options
-    options["collect"] = collect_kept_sets
-    if kind == "vllm":
-        options.setdefault("dtype", policy.model.dtype)
+    options = {"dtype": policy.model.dtype, "collect": collect_kept_sets} | options
+    names = options.keys() & {option.name for option in fields(BackendConfig)}
+    options["backend"] = BackendConfig(engine="vllm" if kind == "vllm" else "shared", exact=kind == "exact",
+                                       **{name: options.pop(name) for name in names})  # fmt: skip
     key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), options))
     if shared.get(Engine.live) != key or Engine.live.state not in ("ready", "empty"):
         close_live_engine()
-        if kind == "vllm":
-            shared[Engine(folder, contract, parity, **options)] = key
-        else:
-            shared[SharedEngine(policy, folder, parity, exact=kind == "exact", **options)] = key
+        made, holds = (Engine, contract) if kind == "vllm" else (SharedEngine, policy)
+        shared[made(folder, holds, parity, **options)] = key
     engine = Engine.live
     engine.abort(list(engine._requests.values()))  # left unfinished
     trainer = policy if kind == "vllm" else engine.policy

@@ -8,7 +8,7 @@ import torch
 import tyro
 from helpers import config_of
 
-from config import Config, GrpoConfig, ParityFlags
+from config import BackendConfig, Config, GrpoConfig, ParityFlags
 from engine_adapter import SETTINGS, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
 
@@ -47,7 +47,7 @@ def test_every_correction_is_allowed_with_all_fixes_and_refused_with_two_policie
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
     parity = ParityFlags(uncached_runtime=False, variants=("prefix-cache",))
-    wanted = wanted_settings(parity, torch.float32)
+    wanted = wanted_settings(parity, torch.float32, BackendConfig())
     assert {setting.variant: wanted[setting.name] for setting in SETTINGS if setting.variant} == {
         "prefix-cache": True, "async-scheduling": False, "cascade-attention": True, "generation-config": "vllm"}
     for variants, fp32 in (((), True), (("both-heads",), False)):

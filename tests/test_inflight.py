@@ -26,6 +26,7 @@ from helpers import (
 )
 
 from config import ParityFlags
+from engine_adapter import CANARY_PROMPT_TOKENS, Engine
 from extras.inflight import Group, GroupsInFlight
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
@@ -230,9 +231,12 @@ def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(engin
 
 @pytest.mark.engine
 @pytest.mark.parametrize("parity", [KEEP, RECOMPUTE], ids=named)
-def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, parity):
+def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, parity, monkeypatch):
     """128 prompt tokens to an engine step: the load finds half of the first request's prompt computed."""
-    with backend("vllm", engine_folder, parity, token_budget=128) as (policy, engine):
+    usual, in_chunks = Engine._arguments, dict(enable_chunked_prefill=True, max_num_batched_tokens=128)
+    monkeypatch.setattr(Engine, "_arguments", lambda *given: usual(*given) | in_chunks)
+    monkeypatch.setattr(Engine, "_canary_length", lambda _: CANARY_PROMPT_TOKENS)  # a CPU splits no seeded prompt
+    with backend("vllm", engine_folder, parity, seed=1) as (policy, engine):
         flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=1)
         flight.groups = [group := Group(Problem("0", "0", "test", HALF))]
         flight._fill()

@@ -28,7 +28,7 @@ from helpers import (
     started,
 )
 
-from config import ParityFlags, has_sampling_mask
+from config import BackendConfig, ParityFlags, has_sampling_mask
 from engine_adapter import Engine, WeightLoadError
 from extras.sampling_mask import SamplingMask
 from extras.shared_engine import ExactError, SharedEngine
@@ -90,7 +90,8 @@ def test_a_module_that_vllm_cannot_serve_is_refused_by_name(tmp_path, name, kind
 def test_exact_is_refused_where_products_of_few_rows_round_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr("extras.shared_engine.products_differ", lambda: True)
     with pytest.raises(ValueError, match="exact must be off on this CPU"):
-        SharedEngine(Policy(qwen2(tied=False)), str(tmp_path), ParityFlags(), exact=True)
+        SharedEngine(str(tmp_path), Policy(qwen2(tied=False)), ParityFlags(),
+                     backend=BackendConfig(engine="shared", exact=True))  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ exact at length
@@ -225,7 +226,7 @@ def change_a_weight_while_asleep(engine: Engine) -> None:
 
 def forget_the_cache_salt(engine: Engine) -> None:
     """Later loads do not change the key of the cached blocks, and the canary's prompts fill no block."""
-    engine.prefix_cache, engine._canary_tokens = "off", 5
+    engine.backend, engine._canary_tokens = replace(engine.backend, prefix_cache="off"), 5
 
 
 TOLD = (r"^exact: token \d+ of request \d+ \(after a prompt of \d+ tokens\) has log-probability -\d.* in the engine and"

@@ -16,7 +16,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from importlib.metadata import distributions
@@ -240,11 +240,6 @@ class Engine:
         self._config = read_config(model)
         self._loads = 0
         self._memory_released = False  # by vLLM's sleep
-        self._cache_salt: str | None = None
-        # extras/inflight.py: what kept its KV cache at the last load, with its preemptions then.
-        self._kept: list[tuple[Any, int]] = []
-        self._places: dict[str, Any] = {}  # rows of the runner's batch that `hold` restores
-        self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted
         self._request_ids = map(str, itertools.count())
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
         self._wanted = wanted_settings(parity, dtype, backend)
@@ -407,11 +402,10 @@ class Engine:
             self._requests[request.request_id] = rollout
         return rollouts
 
-    def holding(self) -> AbstractContextManager[None]:
-        """Unfinished requests stay as they are, while others run to their end."""
-        from extras.inflight import hold
-
-        return hold(self)
+    @property
+    def _cache_salt(self) -> str | None:
+        """Of a versioned prefix cache: the key of each block has the version of its weights."""
+        return str(self.weight_version) if self.backend.prefix_cache == "versioned" else None
 
     def sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
         """vLLM's SamplingParams of one request."""
@@ -454,14 +448,9 @@ class Engine:
                                    f" is {self.state}: {way.get(self.state, 'build a new one')}")
 
     def sleep(self) -> None:
-        """Give the device to the trainer. GPU: level 2, memory released. CPU: the state changes.
-
-        If unfinished rollouts keep their KV cache, the engine keeps all its memory: vLLM has no
-        sleep that frees the weights and leaves the cache. Otherwise vLLM computes the cache again
-        after the next `load`.
-        """
+        """Give the device to the trainer. GPU: level 2, memory released. CPU: the state changes."""
         self._require("sleep", "ready")
-        if self.on_gpu and not (self.num_unfinished and self.parity.inflight_update == "keep"):
+        if self.on_gpu:
             self.llm.sleep(level=2, mode="keep")  # "keep": the requests stay in vLLM's queue
             self._memory_released = True
         self.state = "asleep"
@@ -484,47 +473,38 @@ class Engine:
     ) -> dict[str, float]:
         """Put the trainer's tensors into the live engine, check them, count one version up.
 
-        In this order: interrupt, transfer, prove, wake the KV cache, canary, restart.
-        The load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished
-        rollouts are kept, recomputed, or aborted and submitted again (`parity.inflight_update`);
-        the canary's steps advance them too. The later log-probabilities of a kept one belong to no
-        single set of weights: the new weights compute them from keys and values of the old. Weights
-        that have not `changed` are no new version, and unfinished rollouts go on with them.
-        No second copy of the model is made. Returns the seconds of load, proof and canary.
+        In this order: transfer, prove, wake the KV cache, canary. No second copy of the model is
+        made. Weights that have not `changed` are no new version. What a load does to unfinished
+        rollouts is in extras/inflight.py. Returns the seconds of transfer, proof and the rest.
 
         Raises: EngineStateError unless awake. WeightLoadError if a tensor is missing or unexpected
         (the engine is unchanged then), or if vLLM refuses one, if the engine holds other values
         than were sent, or if the canary fails (the engine is broken then).
         """
-        self._require("load", "empty", "ready")
         self._check_names(weights)
-        aborted = self._interrupt() if changed else []
         self.state = "broken"  # until the canary has passed
-        started = time.perf_counter()
+        began = time.perf_counter()
         self._transfer(weights)
-        load_s = time.perf_counter() - started
-        started = time.perf_counter()
+        transferred = time.perf_counter()
         self._prove(weights)
-        proof_s = time.perf_counter() - started
-        if self._memory_released:
-            torch.cuda.empty_cache()  # what the load has freed
-            self.llm.wake_up(tags=["kv_cache"])
-            self._memory_released = False
-        if changed:
-            self.weight_version += 1
-        self._renew_cache_keys()
-        started = time.perf_counter()
+        proven = time.perf_counter()
+        self._wake_cache()
+        self.weight_version += changed
         self._check_buffers()
         self._check_canary(trainer_logprobs)
         if self._long_prompt and self.weight_version == 1:
             self._check_canary(trainer_logprobs, self._long_prompt)
         self.state = "ready"
-        if aborted:  # only now: a request needs an engine with weights
-            from extras.inflight import restart
+        return {"load_s": transferred - began, "proof_s": proven - transferred,
+                "canary_s": time.perf_counter() - proven}
 
-            restart(self, aborted)
-        canary_s = time.perf_counter() - started
-        return {"load_s": load_s, "proof_s": proof_s, "canary_s": canary_s}
+    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises: what `load` does before it changes anything."""
+        self._require("load", "empty", "ready")
+        differing = weights.keys() ^ self.contract
+        if differing:
+            raise WeightLoadError("weights must be those that the engine was started for, missing"
+                                  f" or unknown are {', '.join(sorted(differing))}")
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the tensors into vLLM's model."""
@@ -577,42 +557,12 @@ class Engine:
                 dropped.append(method)
         return dropped
 
-    def _renew_cache_keys(self) -> None:
-        """With a versioned prefix cache, the key of each block has the version of its weights."""
-        if self.backend.prefix_cache != "versioned":
-            return
-        self._cache_salt = str(self.weight_version)
-        for request in self.core.scheduler.requests.values():
-            if not request.num_computed_tokens:  # its prompt will be computed under the new weights
-                # vLLM has hashed its blocks with the old salt.
-                request.cache_salt, request.block_hashes = self._cache_salt, []
-                request.update_block_hashes()
-
-    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        differing = weights.keys() ^ self.contract
-        if differing:
-            raise WeightLoadError("weights must be those that the engine was started for, missing"
-                                  f" or unknown are {', '.join(sorted(differing))}")
-
-    def _interrupt(self) -> list[Rollout]:
-        """What a weight update does to unfinished rollouts; returns those that it aborts.
-
-        It also counts the caches that were kept at the last load and have been lost since.
-        """
-        # Not `num_unfinished`: on a GPU vLLM's sleep has paused its scheduler, which then counts 0.
-        if not self._requests and not self._kept:
-            return []
-        from extras.inflight import interrupt
-
-        return interrupt(self)
-
-    def abort(self, rollouts: list[Rollout]) -> None:
-        """Give up the requests of these rollouts: what is unfinished is finished by "abort"."""
-        doomed = {id(rollout) for rollout in rollouts}
-        names = [name for name, rollout in self._requests.items() if id(rollout) in doomed]
-        self.llm.engine_core.abort_requests(names)
-        for name in names:
-            self._requests.pop(name).finish_reason = "abort"
+    def _wake_cache(self) -> None:
+        """Map the KV cache's memory again, after the weights' own: the load has freed some."""
+        if self._memory_released:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=["kv_cache"])
+            self._memory_released = False
 
     # ------------------------------------------------------------------------------ canary
     def _buffers(self) -> dict[str, Tensor]:
@@ -747,7 +697,7 @@ class Engine:
             "block_size": config.cache_config.block_size,
             "max_model_len": model.max_model_len,
             "prefix_cache": prefix_cache,
-            "inflight_update": self.parity.inflight_update,  # done by extras/inflight.py
+            "inflight_update": self.parity.inflight_update,  # extras/inflight.py does it
             "echoed": [each.name for each in SETTINGS if each.echoed(self)] + ["inflight_update"],
             "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
         }

@@ -234,6 +234,10 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         from extras.shared_engine import SharedEngine
 
         kind, holds = SharedEngine, policy
+    if backend.inflight_groups:
+        from extras.inflight import with_groups_in_flight
+
+        kind = with_groups_in_flight(kind)
     return kind(run.model_path, holds, config.parity, **options)
 
 

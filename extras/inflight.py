@@ -1,16 +1,18 @@
 """Groups in flight (`--inflight-groups N`): unfinished in the engine over weight loads.
 
-In reading order: the source of rollouts, and what a load and an evaluation do to the engine's
+In reading order: the source of rollouts, and its engine, with what a load and an evaluation do to
 unfinished requests.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_adapter import Engine, EngineStateError
+from torch import Tensor
+
+from engine_adapter import Engine, EngineStateError, TrainerLogprobs
 from rollouts import Rollout, Synchronous, reseed
 from tasks import Problem
 
@@ -120,89 +122,150 @@ class GroupsInFlight(Synchronous):
 
 
 # ---------------------------------------------------------------------------------- the engine
-def interrupt(engine: Engine) -> list[Rollout]:
-    """What a weight update does to unfinished rollouts; returns those that it aborts."""
-    if engine.parity.inflight_update == "keep":
-        note_kept(engine)
-        return []
-    if engine.parity.inflight_update == "recompute":
-        if not engine.llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineStateError("vLLM did not give up the KV cache of the running requests")
-        return []
-    unfinished = list(engine._requests.values())
-    engine.abort(unfinished)
-    return unfinished
-
-
-def note_kept(engine: Engine) -> None:
-    """vLLM keeps unfinished requests by itself. Note what its output does not show.
-
-    If vLLM preempts one later, it computes the cache again under other weights: preemptions are
-    counted. A prompt that is half computed keeps its first part under the old weights.
-    """
-    lost = [request.num_preemptions > before for request, before in engine._kept]
-    engine.counters["kv_lost"] += sum(lost)
-    running = engine.core.scheduler.running
-    engine._kept = [(request, request.num_preemptions) for request in running]
-    for request in running:
-        rollout = engine._requests[request.request_id]
-        half_computed = request.num_computed_tokens and not rollout.token_ids
-        if half_computed and rollout.prompt_version is None:
-            rollout.prompt_version = engine.weight_version
-
-
-def restart(engine: Engine, aborted: list[Rollout]) -> None:
-    """Forget what has been sampled, and submit the rollouts again."""
-    for rollout in aborted:
-        engine.counters["tokens_wasted"] += len(rollout.token_ids)
-        rollout.token_ids, rollout.logprobs, rollout.versions = [], [], []
-        rollout.kept = []
-        rollout.finish_reason = rollout.prompt_version = None
-        engine._submit([rollout])
-
-
 def keeps_places(runner: Any) -> bool:
     """Whether a request that is not scheduled keeps its place in the batch: model runner V2."""
     return not hasattr(runner, "input_batch")
 
 
-@contextmanager
-def hold(engine: Engine) -> Iterator[None]:
-    """Unfinished requests stay as they are, while others run to their end.
+class InflightEngine(Engine):
+    """An `Engine` whose requests may be unfinished while weights are loaded.
 
-    vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch are
-    restored, because the order of rows decides the random numbers. With async scheduling a step is
-    under way: its tokens still reach the unfinished requests, and their rows are not restored. On a
-    GPU (model runner V2) they keep their places in the batch, so fewer others run at once.
-
-    Raises: EngineStateError if they leave no KV cache for one row of full length, or no place.
+    A load is at an engine-step boundary: nothing runs between two calls of `step`. Unfinished
+    rollouts are kept, recomputed, or aborted and submitted again (`parity.inflight_update`); the
+    canary's steps advance them too. The later log-probabilities of a kept one belong to no single
+    set of weights: the new weights compute them from keys and values of the old.
     """
-    from vllm.v1.core.sched.request_queue import create_request_queue
 
-    scheduler, config = engine.core.scheduler, engine.llm.vllm_config
-    groups = scheduler.kv_cache_config.kv_cache_groups  # of layers; all take blocks of one pool
-    longest = sum(math.ceil(config.model_config.max_model_len / group.kv_cache_spec.block_size)
-                  for group in groups)
-    names = "max_num_active_reqs", "max_num_running_reqs"  # vLLM 0.32, 0.26
-    most = next(name for name in names if hasattr(scheduler, name))
-    places = getattr(scheduler, most)
-    free = places - keeps_places(engine.runner) * len(scheduler.running)
-    if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest or free < 1:
-        raise EngineStateError("the groups in flight leave no KV cache, or no place, for an"
-                               " evaluation: give more --kv-cache-gib or fewer --inflight-groups")
-    setattr(scheduler, most, free)
-    asynchronous = config.scheduler_config.async_scheduling
-    batch = None if asynchronous else getattr(engine.runner, "input_batch", None)  # model runner V1
-    if batch:  # With its finished rows: they keep their places until the next step.
-        known = engine._places | engine.runner.requests
-        engine._places = {name: known[name] for name in batch.req_ids}
-    running, waiting = scheduler.running, scheduler.waiting
-    scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
-    yield  # an exception inside ends the run
-    engine.step()  # The runner forgets the finished rows.
-    setattr(scheduler, most, places)
-    scheduler.running = [each for each in running if not each.is_finished()]
-    scheduler.waiting = waiting
-    if batch:
-        for place in engine._places.values():
-            batch.add_request(place)
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted
+        # What kept its KV cache at the last load, with its preemptions then.
+        self._kept: list[tuple[Any, int]] = []
+        self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restores
+
+    def sleep(self) -> None:
+        """If unfinished rollouts keep their KV cache, the engine keeps all its memory.
+
+        vLLM has no sleep that frees the weights and leaves the cache. Otherwise it computes the
+        cache again after the next `load`.
+        """
+        self._require("sleep", "ready")
+        if self.num_unfinished and self.parity.inflight_update == "keep":
+            self.state = "asleep"
+        else:
+            super().sleep()
+
+    def load(
+        self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs, changed: bool = True
+    ) -> dict[str, float]:
+        """As `Engine.load`, between an interruption and a restart of what is unfinished.
+
+        Unfinished rollouts go on with weights that have not `changed`.
+        """
+        self._check_names(weights)  # a load that is refused interrupts nothing
+        aborted = self._interrupt() if changed else []
+        seconds = super().load(weights, trainer_logprobs, changed)
+        self._restart(aborted)  # only now: a request needs an engine with weights
+        return seconds
+
+    def _interrupt(self) -> list[Rollout]:
+        """What a weight update does to unfinished rollouts; returns those that it aborts."""
+        update = self.parity.inflight_update
+        if update == "abort":
+            return self.abort()
+        if update == "keep":
+            self._note_kept()
+        # Not `num_unfinished`: on a GPU vLLM's sleep has paused its scheduler, which then counts 0.
+        elif self._requests and not self.llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineStateError("vLLM did not give up the KV cache of the running requests")
+        if self._cache_salt:
+            self._renew_cache_keys()
+        return []
+
+    def abort(self) -> list[Rollout]:
+        """Give up all requests. Returns their rollouts, unfinished as they are."""
+        aborted = list(self._requests.values())
+        self.llm.engine_core.abort_requests(list(self._requests))
+        self._requests.clear()
+        return aborted
+
+    def _restart(self, aborted: list[Rollout]) -> None:
+        """Forget what has been sampled, and submit the rollouts again."""
+        for rollout in aborted:
+            self.counters["tokens_wasted"] += len(rollout.token_ids)
+            for sampled in (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.kept):
+                sampled.clear()
+            rollout.prompt_version = None
+            self._submit([rollout])
+
+    def _note_kept(self) -> None:
+        """vLLM keeps unfinished requests by itself. Note what its output does not show.
+
+        If vLLM preempts one later, it computes the cache again under other weights: preemptions are
+        counted. A prompt that is half computed keeps its first part under the old weights.
+        """
+        lost = [request.num_preemptions > before for request, before in self._kept]
+        self.counters["kv_lost"] += sum(lost)
+        running = self.core.scheduler.running
+        self._kept = [(request, request.num_preemptions) for request in running]
+        for request in running:
+            rollout = self._requests[request.request_id]
+            half_computed = request.num_computed_tokens and not rollout.token_ids
+            if half_computed and rollout.prompt_version is None:
+                rollout.prompt_version = self.weight_version
+
+    def _renew_cache_keys(self) -> None:
+        """Prompts that will be computed under the new weights get the key of the new version."""
+        for request in self.core.scheduler.requests.values():
+            if not request.num_computed_tokens:
+                # vLLM has hashed its blocks with the old salt.
+                request.cache_salt, request.block_hashes = str(self.weight_version + 1), []
+                request.update_block_hashes()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Unfinished requests stay as they are, while others run to their end.
+
+        vLLM's scheduler does not see them meanwhile. Afterwards their rows in the runner's batch
+        are restored, because the order of rows decides the random numbers. With async scheduling a
+        step is under way: its tokens still reach the unfinished requests, and their rows are not
+        restored. On a GPU (model runner V2) they keep their places in the batch, so fewer others
+        run at once.
+
+        Raises: EngineStateError if they leave no KV cache for one row of full length, or no place.
+        """
+        from vllm.v1.core.sched.request_queue import create_request_queue
+
+        scheduler, config = self.core.scheduler, self.llm.vllm_config
+        groups = scheduler.kv_cache_config.kv_cache_groups  # of layers; all take one pool's blocks
+        longest = sum(math.ceil(config.model_config.max_model_len / group.kv_cache_spec.block_size)
+                      for group in groups)
+        names = "max_num_active_reqs", "max_num_running_reqs"  # vLLM 0.32, 0.26
+        most = next(name for name in names if hasattr(scheduler, name))
+        places = getattr(scheduler, most)
+        free = places - keeps_places(self.runner) * len(scheduler.running)
+        if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest or free < 1:
+            raise EngineStateError("the groups in flight leave no KV cache, or no place, for an"
+                                   " evaluation: give more --kv-cache-gib or fewer"
+                                   " --inflight-groups")
+        setattr(scheduler, most, free)
+        is_async = config.scheduler_config.async_scheduling
+        batch = None if is_async else getattr(self.runner, "input_batch", None)  # model runner V1
+        if batch:  # With its finished rows: they keep their places until the next step.
+            known = self._places | self.runner.requests
+            self._places = {name: known[name] for name in batch.req_ids}
+        running, waiting = scheduler.running, scheduler.waiting
+        scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
+        yield  # an exception inside ends the run
+        self.step()  # The runner forgets the finished rows.
+        setattr(scheduler, most, places)
+        scheduler.running = [each for each in running if not each.is_finished()]
+        scheduler.waiting = waiting
+        if batch:
+            for place in self._places.values():
+                batch.add_request(place)
+
+
+def with_groups_in_flight(kind: type[Engine]) -> type[Engine]:
+    """An `InflightEngine` of this kind: `Engine`, or extras.shared_engine.SharedEngine."""
+    return type("InflightEngine", (InflightEngine, kind), {})

@@ -47,6 +47,7 @@ import lab.classes
 import train
 from config import BackendConfig, Config, ParityFlags
 from engine_adapter import Engine, WeightLoadError, prepare_environment
+from extras.inflight import with_groups_in_flight
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine, products_differ
 from lab.classes import CLASSES, DESCRIBED
@@ -169,12 +170,14 @@ def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
 
 @contextmanager
 def started(
-    folder: str, policy: Policy, parity: ParityFlags | None = None, kind: str = "vllm", **options
+    folder: str, policy: Policy, parity: ParityFlags | None = None, kind: str = "vllm", in_flight: bool = False,
+    **options,
 ) -> Iterator[Engine]:
     """A live engine for the architecture in `folder`. It holds the policy's weights.
 
     The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. Of the kind
     "shared" or "exact" it is a SharedEngine, which stays alive for the same model only; its own policy then trains.
+    With `in_flight` its requests may be unfinished at a load.
     """
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
     parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64} | options
@@ -182,13 +185,16 @@ def started(
     names = options.keys() & {option.name for option in fields(BackendConfig)}
     options["backend"] = BackendConfig(engine="vllm" if kind == "vllm" else "shared", exact=kind == "exact",
                                        **{name: options.pop(name) for name in names})  # fmt: skip
-    key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), options))
-    if shared.get(Engine.live) != key or Engine.live.state not in ("ready", "empty"):
+    key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), in_flight, options))
+    live = Engine.live
+    if shared.get(live) == key and in_flight:
+        live.abort()  # left unfinished
+    if shared.get(live) != key or live.state not in ("ready", "empty") or live._requests:
         close_live_engine()
         made, holds = (Engine, contract) if kind == "vllm" else (SharedEngine, policy)
+        made = with_groups_in_flight(made) if in_flight else made
         shared[made(folder, holds, parity, **options)] = key
     engine = Engine.live
-    engine.abort(list(engine._requests.values()))  # left unfinished
     trainer = policy if kind == "vllm" else engine.policy
     try:
         load_into(engine, trainer)

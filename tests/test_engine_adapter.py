@@ -224,7 +224,7 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
     endless = replace(WARM, stop_token_ids=())
     prompts, options = long_prompts(3 * BLOCK + 5), dict(block_size=BLOCK, prefix_cache="versioned", max_num_seqs=4)
     policy = Policy(qwen2(tied=False))
-    with started(engine_folder, policy, **options) as engine:
+    with started(engine_folder, policy, in_flight=True, **options) as engine:
         check_settings(engine, prefix_cache="versioned", enable_prefix_caching=True)
         assert len(engine.sample_canary()[0].prompt_ids) == BLOCK + 1
         pool = engine.core.scheduler.kv_cache_manager.block_pool

@@ -54,7 +54,7 @@ def backend(kind: str, engine_folder, parity: ParityFlags = KEEP, room: int = 64
         engine.load(policy.weights(), policy.response_logprobs)
         yield policy, engine
         return
-    with started(engine_folder, policy, parity, **options) as engine:
+    with started(engine_folder, policy, parity, in_flight=True, **options) as engine:
         engine.counters = dict.fromkeys(engine.counters, 0)  # of an earlier test
         usual, engine.max_num_seqs = engine.max_num_seqs, room
         yield policy, engine
@@ -146,7 +146,7 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         flight.take(3)
         move_and_load(policy, engine)
         state = flight.state_dict()
-        engine.abort([each for group in flight.groups for each in group.rollouts])  # as if the process had died
+        engine.abort()  # as if the process had died
         restored = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         restored.task = flight.task
         restored.load_state_dict(state)
@@ -165,7 +165,7 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
     model = qwen2(tied=False) if name == "Qwen2" else small_model(name, False)
     model.save_pretrained(tmp_path)
     policy, update = Policy(model), parity.inflight_update
-    with started(str(tmp_path), policy, parity, kind=kind) as engine:
+    with started(str(tmp_path), policy, parity, kind, in_flight=True) as engine:
         rollouts = [rollout for size in (2, 24, 70)  # shorter than the convolution, and over several chunks
                     for rollout in engine.submit(list(range(6, 6 + size)), 2, Sampling(0.7, 24), size)]  # fmt: skip
         for _ in range(12):
@@ -265,7 +265,7 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(t
     model = qwen2(tied=False) if name == "Qwen2" else small_model(name, False)
     model.save_pretrained(tmp_path)
     policy = Policy(model)
-    with started(str(tmp_path), policy, **options) as engine:
+    with started(str(tmp_path), policy, in_flight=True, **options) as engine:
         before = engine.counters["kv_lost"]
         padding, sampling = (100, Sampling(1.0, 55)) if name == "FalconH1" else (0, ENDLESS)
         prompts = [[5, 6, 7 + n] + [n] * padding for n in range(8)]

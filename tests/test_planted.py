@@ -69,10 +69,10 @@ FAULTS = {
     "gates fused once": ("Qwen3Moe", {}, fuse_gates, CANARY, NOTHING),
     "blocks of an older version": (
         "Qwen2", dict(prefix_cache="versioned"),
-        lambda engine, patch, _: patch.setattr(engine, "_renew_cache_keys", lambda: None), CANARY, NOTHING),
+        lambda engine, patch, _: patch.setattr(Engine, "_cache_salt", "1"), CANARY, NOTHING),
     "adapter merged twice": ("Qwen3", {}, merge_twice, PROOF, PROOF),
     "reset that does nothing": (
-        "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",))), refuse_reset,
+        "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",)), in_flight=True), refuse_reset,
         GIVE_UP, GIVE_UP),
     "window one short": ("Mistral", {}, shorten_window, CANARY),  # in bfloat16 near the limit
 }  # fmt: skip

@@ -252,7 +252,7 @@ VERSIONED = dict(prefix_cache="versioned", block_size=32)
     (old_keys, cache_is_renewed, VERSIONED),
 ], ids=lambda each: getattr(each, "__name__", ""))  # fmt: skip
 def test_a_fault_that_is_planted_in_the_path_of_v2_is_found(engine_folder, policy, plant, holds, options):
-    with started(engine_folder, policy, **options) as engine:
+    with started(engine_folder, policy, in_flight=True, **options) as engine:
         assert holds(engine, policy)
         with pytest.MonkeyPatch.context() as patch:
             plant(engine, patch)

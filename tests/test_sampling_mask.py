@@ -95,7 +95,7 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
 @pytest.mark.engine
 def test_requests_with_other_masks_run_beside_each_other_and_an_aborted_one_forgets_its_kept_sets(engine_folder):
     policy = Policy(qwen2(tied=False))
-    with started(engine_folder, policy, ParityFlags(inflight_keep=False)) as engine:
+    with started(engine_folder, policy, ParityFlags(inflight_keep=False), in_flight=True) as engine:
         masks = [dict(top_k=2, max_kept=4), dict(top_p=0.9, max_kept=90), {}]
         groups = [engine.submit(PROMPTS[0], 4, Sampling(1.3, 12, **mask), seed=9) for mask in masks]
         for _ in range(5):

@@ -45,7 +45,7 @@ def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_pat
 def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is_lost(tmp_path, name, groups):
     model = qwen2(tied=False) if name == "Qwen2" else small_model(name, True)
     model.save_pretrained(tmp_path)
-    with started(str(tmp_path), Policy(model), block_size=32, kv_cache_gib=0.0006) as engine:
+    with started(str(tmp_path), Policy(model), in_flight=True, block_size=32, kv_cache_gib=0.0006) as engine:
         # Of different lengths, so that few rows need a new block in the same step.
         rollouts = [engine.submit([5, 6, 7 + n] + [9] * 4 * n, 2, Sampling(1.0, 120), n)[0] for n in range(8)]
         assert len(engine.core.scheduler.kv_cache_config.kv_cache_groups) == groups
@@ -66,7 +66,7 @@ def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(tmp_
     monkeypatch.setattr("extras.inflight.keeps_places", lambda runner: True)
     model = qwen2(tied=False)
     model.save_pretrained(tmp_path)
-    with started(str(tmp_path), Policy(model), max_num_seqs=8) as engine:
+    with started(str(tmp_path), Policy(model), in_flight=True, max_num_seqs=8) as engine:
         scheduler = engine.core.scheduler
         places = 8 + CANARY_PROMPTS
         held = [rollout for n in range(2) for rollout in engine.submit([5, 6, 7 + n], 5, Sampling(1.0, 60), n)]

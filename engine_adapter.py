@@ -16,7 +16,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import copy
 from functools import partial
 from importlib.metadata import distributions
@@ -513,14 +513,16 @@ class Engine:
         # has no such name.
         if self._tied and self._vllm_name(self._head) not in self._names:
             names.pop(self._head, None)
-        without_kernel = self._drop_expert_kernels()
+        packing = nullcontext()
+        if self._experts and not self.on_gpu:
+            from extras.experts import packed_again
+
+            packing = packed_again(self._experts, self._config.model_type)
         try:
-            # One by one: extras/lora.py computes a tensor when it is asked for.
-            iterator = ((name, weights[name]) for name in names)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
-            if any(method.moe_kernel is None for method in without_kernel):
-                raise ValueError("its weight load does not reach the experts of"
-                                 f" {self._config.model_type}")
+            with packing:
+                # One by one: extras/lora.py computes a tensor when it is asked for.
+                iterator = ((name, weights[name]) for name in names)
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
         except Exception as error:
             raise WeightLoadError("vLLM refused the weights, build a new engine:"
                                   f" {_reason(error)}") from error
@@ -544,18 +546,6 @@ class Engine:
             left = {re.sub(r"\.experts\..*", ".experts", name)
                     for name in (*found.not_compared, *found.not_given)}
             self.settings["not_proven"] = sorted(left - ({self._head} if self._tied else set()))
-
-    def _drop_expert_kernels(self) -> list[Any]:
-        """On a CPU vLLM packs experts when it makes their kernel, so the load must make it again.
-
-        Returns those without one now.
-        """
-        dropped = []
-        for method in self._experts:
-            if method.moe_kernel is not None and not self.on_gpu:
-                method.moe_kernel = None
-                dropped.append(method)
-        return dropped
 
     def _wake_cache(self) -> None:
         """Map the KV cache's memory again, after the weights' own: the load has freed some."""
@@ -637,10 +627,11 @@ class Engine:
         self, trainer_logprobs: TrainerLogprobs, length: int | None = None
     ) -> None:
         """Raises: WeightLoadError if both sides differ by more than the tolerance."""
-        # In a mixture rounding can send a token to another expert, and one such token can differ by
-        # several nats. In 16 bits there are a few; in fp32 other prompts rarely have such a tie.
-        average = Tensor.median if self._experts and self.dtype != torch.float32 else Tensor.mean
-        attempts = 2 if self._experts else 1
+        average, attempts = Tensor.mean, 1
+        if self._experts:
+            from extras.experts import canary
+
+            average, attempts = canary(self.dtype)
         for prompt_seed in range(attempts):
             rollouts = self.sample_canary(prompt_seed, length)
             sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]

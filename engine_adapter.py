@@ -647,7 +647,7 @@ class Engine:
             if length:
                 fault += f" after {length} tokens, beyond its original context"
             with suppress(Exception):  # transformers may not decode the model so
-                from extras.transformers_engine import decoded_body
+                from extras.decode import decoded_body
 
                 decoded = torch.tensor(trainer_logprobs(sequences, prompt, decoded_body))
                 own, apart = (average((decoded - each).abs()).item() for each in (theirs, ours))

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from engine_adapter import Engine, TrainerLogprobs, WeightLoadError
 from extras.sampling_mask import collect_kept_sets, masked_logits
-from rl import Batch, Policy
+from rl import Policy
 from rollouts import Rollout, Sampling
 
 
@@ -134,21 +134,6 @@ class TransformersEngine(Engine):
 
     def close(self) -> None:
         """Nothing to free: the weights are the trainer's."""
-
-
-def decoded_body(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
-    """As `plain_body`, with transformers' cache: the prompts in one pass, then token by token.
-
-    The prompts have one length. A failed canary compares the two before it blames vLLM.
-    """
-    cuts = [*range(int(batch.prompt_lengths[0]), batch.inputs.shape[1])]
-    cache, states = {}, []  # Mamba 2 has another name for its cache
-    for ids in batch.inputs.tensor_split(cuts, dim=1):
-        cache = dict(policy.model.base_model(input_ids=ids, use_cache=True, **cache))
-        states.append(cache.pop("last_hidden_state"))
-        if not cache:
-            raise ValueError(f"{type(policy.model).__name__} returns no cache")
-    return torch.cat(states, dim=1)[response]
 
 
 def _draw(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

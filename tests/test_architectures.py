@@ -41,10 +41,10 @@ from torch.overrides import TorchFunctionMode
 from config import LoraConfig
 from engine_adapter import CANARY_PROMPT_TOKENS, WeightLoadError
 from examples.toys import toy_tokenizer
+from extras.decode import decoded_body
 from extras.fast import fast_parts
 from extras.lora import add_adapters
 from extras.sampling_mask import SamplingMask
-from extras.transformers_engine import decoded_body
 from models import attention_for
 from probe.noise import rounded_otherwise
 from rl import Policy, Scoring, make_batch, plain_body

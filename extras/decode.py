@@ -1,0 +1,21 @@
+"""A third opinion for a failed canary: transformers' own decode. It imports nothing of ours."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def decoded_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
+    """As `rl.plain_body`, with transformers' cache: the prompts in one pass, then token by token.
+
+    The prompts have one length. A failed canary compares the two before it blames vLLM.
+    """
+    cuts = [*range(int(batch.prompt_lengths[0]), batch.inputs.shape[1])]
+    cache, states = {}, []  # Mamba 2 has another name for its cache
+    for ids in batch.inputs.tensor_split(cuts, dim=1):
+        cache = dict(policy.model.base_model(input_ids=ids, use_cache=True, **cache))
+        states.append(cache.pop("last_hidden_state"))
+        if not cache:
+            raise ValueError(f"{type(policy.model).__name__} returns no cache")
+    return torch.cat(states, dim=1)[response]

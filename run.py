@@ -107,7 +107,7 @@ def prepare(config: Config) -> Run:
     path, model_config, tokenizer, stop_token_ids = find_model(config)
     task = encode(tokenizer, task, stop_token_ids, data.reward_limit_s, data.system_prompt,
                   data.template_args, data.chat_template)
-    largest = max(max(ids) for ids in (*task.prompts, stop_token_ids))
+    largest = max(map(max, [*task.prompts, stop_token_ids]))
     if largest >= model_config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
                          f" vocabulary of {model_config.vocab_size}")
@@ -164,9 +164,10 @@ def find_model(config: Config) -> tuple[str, Any, Any, tuple[int, ...]]:
     """
     run = config.run
     if run.model == "toy":
-        from examples.toys import describe_toy
+        from examples.toys import EOS, toy_config, toy_folder, toy_tokenizer
 
-        return describe_toy(run.cache_dir, run.seed, run.task)
+        path = str(toy_folder(run.cache_dir, run.seed, run.task))
+        return path, toy_config(run.task), toy_tokenizer(), (EOS,)
     from extras.model_folder import describe_model, local_folder
 
     path = local_folder(run.model)

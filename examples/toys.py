@@ -150,13 +150,6 @@ def toy_folder(cache_dir: str, seed: int, task: str = "toy") -> Path:
     return Path(cache_dir) / f"{name}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
 
 
-def describe_toy(
-    cache_dir: str, seed: int, task: str
-) -> tuple[str, Qwen3Config, PreTrainedTokenizerFast, tuple[int, ...]]:
-    """Folder, configuration, tokenizer and stop tokens of a task's model, taught or not."""
-    return str(toy_folder(cache_dir, seed, task)), toy_config(task), toy_tokenizer(), (EOS,)
-
-
 def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
     """The folder of a task's model, taught on first use and kept in the cache.
 

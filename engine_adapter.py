@@ -314,8 +314,9 @@ class Engine:
         methods = [getattr(each, "quant_method", None) for each in self.vllm_model.modules()]
         self._experts = [each for each in methods if hasattr(each, "moe_kernel")]
         self._vllm_name = renaming(self.vllm_model)
-        self._tied = config.model_config.hf_text_config.tie_word_embeddings
-        self._head = next((name for name in self.contract if name.endswith("lm_head.weight")), "")
+        tied = config.model_config.hf_text_config.tie_word_embeddings
+        self._tied_heads = {name for name in self.contract
+                            if tied and name.endswith("lm_head.weight")}
         self._vocab_size = config.model_config.get_vocab_size()
         self._refuse_wrong_models()
         self._canary_tokens = self._canary_length()
@@ -508,11 +509,9 @@ class Engine:
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the tensors into vLLM's model."""
-        names = dict.fromkeys(weights)
         # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM
         # has no such name.
-        if self._tied and self._vllm_name(self._head) not in self._names:
-            names.pop(self._head, None)
+        unknown = {head for head in self._tied_heads if self._vllm_name(head) not in self._names}
         packing = nullcontext()
         if self._experts and not self.on_gpu:
             from extras.experts import packed_again
@@ -521,7 +520,7 @@ class Engine:
         try:
             with packing:
                 # One by one: extras/lora.py computes a tensor when it is asked for.
-                iterator = ((name, weights[name]) for name in names)
+                iterator = ((name, weights[name]) for name in weights if name not in unknown)
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
         except Exception as error:
             raise WeightLoadError("vLLM refused the weights, build a new engine:"
@@ -545,7 +544,7 @@ class Engine:
         if self._loads == 1:  # of all modules
             left = {re.sub(r"\.experts\..*", ".experts", name)
                     for name in (*found.not_compared, *found.not_given)}
-            self.settings["not_proven"] = sorted(left - ({self._head} if self._tied else set()))
+            self.settings["not_proven"] = sorted(left - self._tied_heads)
 
     def _wake_cache(self) -> None:
         """Map the KV cache's memory again, after the weights' own: the load has freed some."""

@@ -17,7 +17,7 @@ mask also leaves rejected tokens out, where they are not 0, so a surrogate multi
 from collections.abc import Callable
 from functools import partial
 from math import exp
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from einops import rearrange, reduce
@@ -28,13 +28,13 @@ MAX_LOG_WEIGHT = 20.0
 
 
 # ---------------------------------------------------------------------------------- advantages
-class Policies(NamedTuple):
-    """A batch's log-probabilities before its update, (B, T) each: for advantages that need them."""
+class Policies(Protocol):
+    """What advantages may use of a batch, (B, T) each: its log-probabilities before the update."""
 
     mask: Tensor
     old_logprobs: Tensor
     behavior_logprobs: Tensor
-    ref_logprobs: Tensor | None = None  # with a reference policy only
+    ref_logprobs: Tensor | None  # with a reference policy only
 
 
 def centre(scores: Tensor, group_size: int) -> Tensor:
@@ -202,6 +202,25 @@ def kl_k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
+def kl_loss(
+    logprobs: Tensor, denominator: Tensor, ref_logprobs: Tensor, counted: Tensor, coef: float,
+    gradient: str,
+) -> Tensor:
+    """coef * k3(pi, ref) of each token that is counted, else 0.
+
+    The gradient of k3 on tokens drawn from pi is that of KL(ref || pi); with `gradient` "exact" k3
+    is multiplied by the ratio, and the gradient is that of KL(pi || ref).
+
+    Shapes: (B, T), `counted` bool -> (B, T).
+    """
+    # A rejected token's k3 can be inf, and 0 * inf is nan.
+    k3 = kl_k3(logprobs * counted, ref_logprobs * counted)
+    ratio = 1.0
+    if gradient == "exact":
+        ratio = ((logprobs - denominator) * counted).exp()
+    return coef * ratio * k3
+
+
 # ---------------------------------------------------------------------- corrections of a mismatch
 # (old_logprobs, behavior_logprobs, mask) -> (B, T). Where the first two are equal a ratio is
 # exactly 1 and a divergence exactly 0. Values outside the mask do not count.
@@ -290,15 +309,17 @@ def correct(
     old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, tis: str, cap: float,
     rejection: Rejection,
 ) -> Correction:
-    """sg(min(w, cap)), 0 on rejected tokens, not renormalised; w is WEIGHTS[tis], 1 with "off"."""
+    """sg(min(w, cap)), not renormalised; w is WEIGHTS[tis], 1 with "off".
+
+    The weights are 0 on rejected tokens and outside the mask, else positive.
+    """
     policies = old_logprobs.detach(), behavior_logprobs, mask
     rejected = rejection.rejects(*policies)
-    if tis == "off":
-        weights = torch.ones_like(mask).masked_fill(rejected, 0.0)
-        return Correction(weights, torch.zeros_like(rejected), rejected)
-    ratio = WEIGHTS[tis](*policies)
-    weights = ratio.clamp(max=cap).masked_fill(rejected, 0.0)
-    return Correction(weights, (ratio > cap) & (mask > 0) & ~rejected, rejected)
+    kept = (mask > 0) & ~rejected
+    ratio = torch.ones_like(mask)
+    if tis != "off":
+        ratio = WEIGHTS[tis](*policies)
+    return Correction(ratio.clamp(max=cap) * kept, (ratio > cap) & kept, rejected)
 
 
 def correction_metrics(
@@ -393,41 +414,26 @@ def backend_metrics(
     }
 
 
-# ---------------------------------------------------------------------------------- the loss
-def weighted_loss(
-    logprobs: Tensor, denominator: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor, *,
-    correction: Tensor, ref_logprobs: Tensor | None, objective: str, clip: Clip, kl_coef: float,
-    kl_gradient: str = "k3",
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """sum_t w_t (correction_t * surrogate_t + kl_coef * k3(pi, ref)_t) of a micro-batch.
+# ---------------------------------------------------------------------------------- an update
+def update_sums(
+    logprobs: Tensor, denominator: Tensor, ref_logprobs: Tensor | None, clipped: Tensor,
+    weights: Tensor,
+) -> dict[str, Tensor]:
+    """Diagnostics of a micro-batch: sums over tokens, which are weighted as in the loss.
 
-    The gradient of k3 on tokens drawn from pi is that of KL(ref || pi); with `kl_gradient` "exact"
-    k3 is multiplied by the ratio, and the gradient is that of KL(pi || ref).
-
-    `denominator` is that of the ratio: `old_logprobs`, or `behavior_logprobs` with two policies.
-    Losses and diagnostics of micro-batches add up to those of the optimizer batch, except for
-    `kl_ref_max`, the largest k3; `total_weight` is the sum of the weights. `kl_old_new` is
+    Those of micro-batches add up, except for `kl_ref_max`, the largest k3. `kl_old_new` is
     KL(policy of the denominator || new): with two policies it holds the mismatch, as the ratio
-    does.
+    does. `total_weight` is the sum of the weights.
 
-    Shapes: (B, T), advantages (B, 1) or (B, T) -> (), and () by name.
+    Shapes: (B, T) -> () by name.
     """
-    surrogate = OBJECTIVES[objective].surrogate
-    loss, clipped = surrogate(logprobs, denominator, advantages, mask, clip)
-    loss = correction * loss
-    terms = {"clip_rate": clipped, "total_weight": torch.ones_like(weights)}
-    # A rejected token's k3 can be inf, and 0 * inf is nan.
     counted = weights > 0
-    log_ratio = (logprobs - denominator) * counted
-    if kl_coef:
+    log_ratio = ((logprobs - denominator) * counted).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    terms = {"ratio_mean": log_ratio.exp(), "clip_rate": clipped,
+             "kl_old_new": torch.expm1(log_ratio) - log_ratio,
+             "total_weight": torch.ones_like(weights)}
+    largest = {}
+    if ref_logprobs is not None:
         terms["kl_ref"] = kl_k3(logprobs * counted, ref_logprobs * counted)
-        ratio = log_ratio.exp() if kl_gradient == "exact" else 1.0
-        loss = loss + kl_coef * ratio * terms["kl_ref"]
-    with torch.no_grad():
-        log_ratio = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-        terms["ratio_mean"] = log_ratio.exp()
-        terms["kl_old_new"] = torch.expm1(log_ratio) - log_ratio
-        sums = {name: (term * weights).sum() for name, term in terms.items()}
-        if kl_coef:
-            sums["kl_ref_max"] = terms["kl_ref"].max()
-    return (loss * weights).sum(), sums
+        largest["kl_ref_max"] = terms["kl_ref"].max()
+    return {name: (term * weights).sum() for name, term in terms.items()} | largest

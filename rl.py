@@ -5,7 +5,7 @@ response tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -21,7 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from config import GrpoConfig
 from models import load_model
-from objectives import OBJECTIVES, correct, correction_metrics, loss_weights, weighted_loss
+from objectives import (
+    OBJECTIVES,
+    correct,
+    correction_metrics,
+    kl_loss,
+    loss_weights,
+    update_sums,
+)
 from rollouts import Rollout
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
@@ -62,9 +69,12 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
-    correction: Tensor | None = None  # of the surrogate: importance weights, 0 on rejected tokens
-    surrogate_mask: Tensor | None = None  # the mask without rejected tokens
-    token_weights: Tensor | None = None  # in the loss of the minibatch: see `loss_weights`
+    # For the loss: log-probabilities of the ratio's denominator, importance weights (0 on rejected
+    # tokens), and `loss_weights` of the minibatch.
+    denominator: Tensor | None = None
+    correction: Tensor | None = None
+    token_weights: Tensor | None = None
+    has_gradient: Tensor | None = None  # (B,), bool: that of other rows is exactly 0
 
     def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
@@ -116,10 +126,11 @@ class Batch:
         kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
         # The log-probabilities too: new ones are 0 outside the mask, exp(0 - old) can overflow, and
         # 0 * inf is nan.
-        masked = {"mask": self.mask * kept, "behavior_logprobs": self.behavior_logprobs * kept}
-        for name in ("old_logprobs", "ref_logprobs"):
+        masked = {}
+        for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs"):
             values = getattr(self, name)
-            masked[name] = None if values is None else values * kept
+            if values is not None:
+                masked[name] = values * kept
         return replace(self, **masked)
 
 
@@ -128,28 +139,27 @@ def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> B
 
     Shapes: B rollouts -> Batch with T = longest (prompt + response) - 1.
     """
-    for rollout in rollouts:
-        lengths = len(rollout.logprobs), len(rollout.token_ids)
-        assert lengths[0] == lengths[1], f"log-probabilities, tokens: {lengths}"
-    prompt_lengths = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
-    ends = prompt_lengths + torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+    assert all(len(each.logprobs) == len(each.token_ids) for each in rollouts)
+    prompt_lengths = torch.tensor([len(each.prompt_ids) for each in rollouts])
+    ends = torch.tensor([len(each.prompt_ids + each.token_ids) for each in rollouts])
     columns = torch.arange(int(ends.max()))
     real = columns < ends[:, None]  # (B, T + 1), the prompt and the response
     response = real & (columns >= prompt_lengths[:, None])  # (B, T + 1)
-    sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
-    trained = [rollout.trained or [True] * len(rollout.token_ids) for rollout in rollouts]
-    flat_ids = torch.tensor(list(chain(*sequences)))
-    flat_logprobs = torch.tensor(list(chain(*(rollout.logprobs for rollout in rollouts))))
-    flat_trained = torch.tensor(list(chain(*trained)), dtype=torch.float32)
+
+    def place(values: Iterable[list], where: Tensor, dtype: torch.dtype) -> Tensor:
+        flat = torch.tensor([*chain(*values)], dtype=dtype)
+        return torch.zeros(where.shape, dtype=dtype).masked_scatter(where, flat).to(device)
+
     # Padding has id 0, but any would do: no token attends to positions on its right.
-    ids = torch.zeros(real.shape, dtype=torch.long).masked_scatter(real, flat_ids)
-    behavior_logprobs = torch.zeros(real.shape).masked_scatter(response, flat_logprobs)
-    mask = torch.zeros(real.shape).masked_scatter(response, flat_trained)
+    ids = place((each.prompt_ids + each.token_ids for each in rollouts), real, torch.long)
+    logprobs = place((each.logprobs for each in rollouts), response, torch.float32)
+    trained = (each.trained or [True] * len(each.token_ids) for each in rollouts)
+    mask = place(trained, response, torch.float32)[:, 1:]
     return Batch(
-        inputs=ids[:, :-1].to(device),
-        targets=ids[:, 1:].to(device),
-        mask=mask[:, 1:].to(device),
-        behavior_logprobs=behavior_logprobs[:, 1:].to(device) * mask[:, 1:].to(device),
+        inputs=ids[:, :-1],
+        targets=ids[:, 1:],
+        mask=mask,
+        behavior_logprobs=logprobs[:, 1:] * mask,
         input_lengths=ends - 1,
         prompt_lengths=prompt_lengths,
         rollouts=numpy.fromiter(rollouts, object),
@@ -622,85 +632,97 @@ def in_micro_batches(
     return collected
 
 
+def corrected(
+    batch: Batch, minibatches: Minibatches, grpo: GrpoConfig
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with all that the loss needs, and the metrics of the correction."""
+    policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
+    counted = batch.mask
+    if grpo.rejection.mean == "kept":
+        counted = batch.mask * ~correction.rejected
+    token_weights = torch.zeros_like(counted)  # (B, T)
+    for micro_batches in minibatches:
+        rows = torch.cat(micro_batches)
+        normalizer = OBJECTIVES[grpo.objective].normalizer
+        token_weights[rows] = loss_weights(counted[rows], normalizer, grpo.max_new_tokens)
+    denominator = batch.old_logprobs
+    if grpo.old_policy == "rollout":
+        denominator = batch.behavior_logprobs
+    has_signal = correction.weights * batch.advantages != 0  # (B, T)
+    has_kl = grpo.kl_coef * token_weights > 0
+    batch = replace(batch, denominator=denominator, correction=correction.weights,
+                    token_weights=token_weights, has_gradient=(has_signal | has_kl).any(dim=1))
+    return batch, correction_metrics(correction, *policies)
+
+
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches, grpo: GrpoConfig,
     lr: float,
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
-    The losses of micro-batches simply add up. A minibatch without signal (all its groups are flat,
-    masked or rejected, and there is no KL term) takes no step and counts in `skipped_updates`:
-    otherwise AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps
-    that fp16 has lost, `updates` those that changed the weights. Diagnostics are means over all
-    minibatches with a signal, None if none had one; those of the correction are of the whole batch.
+    loss = sum_t w_t (correction_t * surrogate_t + kl_coef * k3(pi, ref)_t). The losses of
+    micro-batches simply add up. A minibatch without signal (all its groups are flat, masked or
+    rejected, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
+    AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps that fp16
+    has lost, `updates` those that changed the weights.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
-    losses, norms, largest_kl = [], [], []
-    sums: dict[str, Tensor] = {}
-    policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
-    correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
-    surrogate_mask = batch.mask * ~correction.rejected  # (B, T)
-    # The loss's mean and the KL count these tokens: (B, T).
-    counted = surrogate_mask if grpo.rejection.mean == "kept" else batch.mask
-    normalizer = OBJECTIVES[grpo.objective].normalizer
-    token_weights = torch.zeros_like(batch.mask)
-    for micro_batches in minibatches:
-        rows = torch.cat(micro_batches)
-        token_weights[rows] = loss_weights(counted[rows], normalizer, grpo.max_new_tokens)
-    batch = replace(batch, correction=correction.weights, surrogate_mask=surrogate_mask,
-                    token_weights=token_weights)
+    surrogate = OBJECTIVES[grpo.objective].surrogate
+    batch, metrics = corrected(batch, minibatches, grpo)
+    losses, norms, sums = [], [], []
     with optimizer.on_device():
         for micro_batches in minibatches:
-            rows = torch.cat(micro_batches)
-            has_signal = (surrogate_mask[rows] * batch.advantages[rows]).any()
-            has_kl = grpo.kl_coef and counted[rows].any()
-            if not (has_signal or has_kl):
+            if not batch.has_gradient[torch.cat(micro_batches)].any():
                 continue
             loss = 0.0
-            for micro_rows in micro_batches:
-                micro = batch.select(micro_rows)
-                micro_loss, terms = _backward(policy, optimizer, micro, grpo)
-                loss += micro_loss
+            for rows in micro_batches:
+                micro = batch.select(rows)
+                with torch.set_grad_enabled(bool(micro.has_gradient.any())):
+                    logprobs = policy.logprobs(micro)  # (b, T)
+                token_loss, clipped = surrogate(
+                    logprobs, micro.denominator, micro.advantages, micro.correction > 0, grpo.clip)
+                token_loss = micro.correction * token_loss
                 if grpo.kl_coef:
-                    largest_kl.append(terms.pop("kl_ref_max").item())
-                sums = {name: sums.get(name, 0.0) + term for name, term in terms.items()}
-            if not math.isfinite(loss):
-                kl = grpo.kl_coef * sums.get("kl_ref", 0.0)
-                cause = " because its KL term is inf" if math.isinf(kl) else ""
-                raise FloatingPointError(f"the loss is {loss}{cause}, the learning rate {lr:.2g}")
+                    token_loss = token_loss + kl_loss(
+                        logprobs, micro.denominator, micro.ref_logprobs, micro.token_weights > 0,
+                        grpo.kl_coef, grpo.kl_gradient)
+                micro_loss = (token_loss * micro.token_weights).sum()
+                if micro_loss.requires_grad:
+                    optimizer.backward(micro_loss)
+                loss += micro_loss.item()
+                sums.append(update_sums(logprobs.detach(), micro.denominator, micro.ref_logprobs,
+                                        clipped, micro.token_weights))
+            check_finite(loss, sums, lr)
             losses.append(loss)
             norms.append(optimizer.step(lr, grpo.grad_clip))
+    metrics |= update_metrics(losses, norms, sums, batch.ref_logprobs is not None)
+    return metrics | {"skipped_updates": len(minibatches) - len(norms)}
+
+
+def check_finite(loss: float, sums: list[dict[str, Tensor]], lr: float) -> None:
+    if not math.isfinite(loss):
+        kl = sum(each.get("kl_ref", 0.0) for each in sums)
+        raise FloatingPointError(f"the loss is {loss}, its KL {kl:.2g}, the learning rate {lr:.2g}")
+
+
+def update_metrics(
+    losses: list[float], norms: list[float], sums: list[dict[str, Tensor]], has_reference: bool
+) -> dict[str, float | None]:
+    """Diagnostics over all minibatches with a signal, None if none had one. `sums`: `update_sums`.
+    """
     finite = [norm for norm in norms if math.isfinite(norm)]
-    total_weight = sums.pop("total_weight", None)
-    names = ["ratio_mean", "clip_rate", "kl_old_new", *["kl_ref"] * bool(grpo.kl_coef)]
-    unmeasured = dict.fromkeys(names)
-    measured = {name: float(value / total_weight) for name, value in sums.items()}
-    if grpo.kl_coef:
-        measured["kl_ref_max"] = max(largest_kl, default=None)
-    return unmeasured | measured | correction_metrics(correction, *policies) | {
-        "loss": sum(losses) / len(losses) if losses else None,
-        "grad_norm": sum(finite) / len(finite) if finite else None,
-        "updates": len(finite),
-        "overflowed_updates": len(norms) - len(finite),
-        "skipped_updates": len(minibatches) - len(norms),
-    }
-
-
-def _backward(
-    policy: Policy, optimizer: Optimizer, micro: Batch, grpo: GrpoConfig
-) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a micro-batch, whose gradient is added, and its weighted diagnostics."""
-    # Without a signal and a KL term the gradient is exactly 0: only the diagnostics are needed.
-    has_gradient = bool(grpo.kl_coef or (micro.surrogate_mask * micro.advantages).any())
-    with torch.set_grad_enabled(has_gradient):
-        logprobs = policy.logprobs(micro)  # (rows, T)
-        three_policies = grpo.old_policy == "recompute"
-        denominator = micro.old_logprobs if three_policies else micro.behavior_logprobs
-        loss, terms = weighted_loss(
-            logprobs, denominator, micro.advantages, micro.surrogate_mask, micro.token_weights,
-            correction=micro.correction, ref_logprobs=micro.ref_logprobs, objective=grpo.objective,
-            clip=grpo.clip, kl_coef=grpo.kl_coef, kl_gradient=grpo.kl_gradient)
-    if has_gradient:
-        optimizer.backward(loss)
-    return loss.item(), terms
+    names = ["ratio_mean", "clip_rate", "kl_old_new", *["kl_ref", "kl_ref_max"] * has_reference]
+    metrics = dict.fromkeys([*names, "loss", "grad_norm"]) | {
+        "updates": len(finite), "overflowed_updates": len(norms) - len(finite)}
+    if losses:
+        total = sum(each["total_weight"] for each in sums)
+        metrics |= {name: float(sum(each[name] for each in sums) / total) for name in names}
+        metrics["loss"] = sum(losses) / len(losses)
+    if losses and has_reference:
+        metrics["kl_ref_max"] = max(float(each["kl_ref_max"]) for each in sums)
+    if finite:
+        metrics["grad_norm"] = sum(finite) / len(finite)
+    return metrics

@@ -72,8 +72,8 @@ class TrainingState:
     engine: Engine
     source: Synchronous  # or extras.inflight.GroupsInFlight
     trainer_alone: Synchronous | None = None  # answers with the trainer's own modules
-    # Called with batch and metrics between measurement and update; return further metrics. A
-    # `lr_factor` among them is multiplied into the step's learning rate.
+    # Called with batch and metrics between measurement and update; return further metrics, or
+    # another learning rate, `lr`.
     before_update: list[Callable[[Batch, dict[str, Any]], dict[str, Any]]] = field(
         default_factory=list)
     # Called with each train.Step at its end; return further metrics.

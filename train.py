@@ -20,13 +20,12 @@ import records
 from config import Config, GrpoConfig
 from objectives import (
     OBJECTIVES,
-    Policies,
     backend_metrics,
     centre,
     mismatch_metrics,
     surprisal_z,
 )
-from rl import Batch, Policy, in_micro_batches, make_batch, update
+from rl import Batch, Policy, in_micro_batches, longest_first, make_batch, update
 from rollouts import Rollout, Synchronous, reseed
 from run import (
     Run,
@@ -81,15 +80,15 @@ class Step(NamedTuple):
 
 def train_step(run: Run, state: TrainingState, step: int) -> Step:
     """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
-    grpo, policy, engine = run.config.grpo, state.policy, state.engine
+    grpo, policy = run.config.grpo, state.policy
     clock = records.Clock()
     with clock("generate"):
         problems, rollouts = state.source.next(step)  # P, B = P * G rows
     with clock("sleep"):
-        engine.sleep()
+        state.engine.sleep()
 
     with clock("reward"):
-        rows = run.task.score(problems, rollouts)  # sets each rollout's reward and score
+        run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
     # Rows whose score is their group's mean (all rows of a flat group) have no signal, nor have
@@ -101,54 +100,60 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
-    old_logprobs = token_metrics.pop("logprobs")
-    ref_logprobs = token_metrics.pop("ref_logprobs", None)  # for --kl-coef
-    batch = replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
-    policies = Policies(batch.mask, old_logprobs, batch.behavior_logprobs, ref_logprobs)
-    advantages = OBJECTIVES[grpo.objective].advantages(
-        scores.to(policy.device), grpo.group_size, policies)
-    batch = replace(batch, advantages=advantages)  # (B, 1) or (B, T)
+    batch = with_advantages(batch, token_metrics, scores, grpo)
 
-    oldest = [rollout.oldest_version for rollout in rollouts]  # weight versions
+    version = state.engine.weight_version
     # The rows that were sampled with the current weights alone.
-    current = batch.mask_rows([version == engine.weight_version for version in oldest])
-    metrics = {"step": step} | rollout_metrics(rollouts, scores, batch, grpo.group_size)
-    metrics |= staleness_metrics(rollouts, oldest, engine.weight_version)
-    # entropy, varentropy; with a mask kept_mass, engine_kept_mass, outside_frac.
-    metrics |= {name: (values.sum() / batch.mask.sum()).item()
-                for name, values in token_metrics.items()}
-    metrics |= all_mismatch_metrics(batch, current, grpo)
-    metrics["surprisal_z"] = surprisal_z(
-        old_logprobs, token_metrics["entropy"], token_metrics["varentropy"], current.mask)
-    truncated = [grpo.mask_truncated and each.finish_reason == "length" for each in rollouts]
-    has_loss = ~scores.isnan() & ~torch.tensor(truncated)  # (B,)
-    if not has_loss.all():  # after the metrics, which count these rows
-        batch = batch.mask_rows(has_loss.tolist())
-    lr = run.config.lr_at(step)
+    current = batch.mask_rows([each.oldest_version == version for each in rollouts])
+    metrics = {"step": step, "lr": run.config.lr_at(step)}
+    metrics |= rollout_metrics(batch, scores, grpo, version)
+    metrics |= batch_metrics(batch, current, token_metrics, grpo)
+    batch = batch.mask_rows([has_loss(each, grpo) for each in rollouts])  # after the metrics
     for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
         metrics |= adjust(batch, metrics)
-        lr *= metrics.pop("lr_factor", 1.0)
     with clock("update"):
-        metrics |= update(policy, state.optimizer, batch, minibatches, grpo, lr)
-
+        metrics |= update(policy, state.optimizer, batch, minibatches, grpo, metrics["lr"])
     with clock("sync"):
-        engine.wake()
-        # Weights that have not changed are loaded too: on a GPU sleep may have discarded them.
-        changed = metrics["updates"] > 0
-        metrics |= engine.load(policy.weights(), policy.response_logprobs, changed)
-        metrics |= state.source.after_update()
+        metrics |= sync(state, metrics["updates"] > 0)
+    return Step(metrics | clock.figures(), problems, batch, current)
 
-    errors = sum(row["error"] is not None for row in rows)
-    metrics |= {"lr": lr, "reward_errors": errors} | clock.figures()
-    return Step(metrics, problems, batch, current)
+
+def with_advantages(
+    batch: Batch, token_metrics: dict[str, Tensor], scores: Tensor, grpo: GrpoConfig
+) -> Batch:
+    """The batch with its log-probabilities before the update, and with advantages: (B, 1), (B, T).
+    """
+    batch = replace(batch, old_logprobs=token_metrics["logprobs"],
+                    ref_logprobs=token_metrics.get("ref_logprobs"))  # for --kl-coef
+    advantages = OBJECTIVES[grpo.objective].advantages
+    scores = scores.to(batch.mask.device)
+    return replace(batch, advantages=advantages(scores, grpo.group_size, batch))
+
+
+def sync(state: TrainingState, changed: bool) -> dict[str, float]:
+    """The engine gets the policy's weights."""
+    state.engine.wake()
+    # Weights that have not changed are loaded too: on a GPU sleep may have discarded them.
+    metrics = state.engine.load(state.policy.weights(), state.policy.response_logprobs, changed)
+    return metrics | state.source.after_update()
+
+
+def has_loss(rollout: Rollout, grpo: GrpoConfig) -> bool:
+    """Not if it is left out, or cut off with --mask-truncated."""
+    masked = grpo.mask_truncated and rollout.finish_reason == "length"
+    return not masked and not math.isnan(rollout.score)
 
 
 def rollout_metrics(
-    rollouts: list[Rollout], scores: Tensor, batch: Batch, group_size: int
+    batch: Batch, scores: Tensor, grpo: GrpoConfig, weight_version: int
 ) -> dict[str, float]:
-    """Metrics of the rollouts alone; tokens are those that have a loss."""
-    tokens = int(batch.mask.sum())
+    """Metrics of the rollouts alone; tokens are those that have a loss.
+
+    Staleness, in updates between sampling and training: of the oldest token, and the mean.
+    """
+    rollouts, tokens = batch.rollouts, int(batch.mask.sum())
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
+    versions = [version for rollout in rollouts for version in rollout.versions]
     parts = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.parts.items():
@@ -156,47 +161,46 @@ def rollout_metrics(
     return {
         "reward": mean_of(rollout.reward for rollout in rollouts),
         **{name: mean(values) for name, values in parts.items()},
+        "reward_errors": sum(rollout.reward_error is not None for rollout in rollouts),
         "left_out": int(scores.isnan().sum()),
         "score": mean_of([scores.nanmean().item()]),
-        "flat_frac": (centre(scores, group_size) == 0).all(dim=1).float().mean().item(),
+        "flat_frac": (centre(scores, grpo.group_size) == 0).all(dim=1).float().mean().item(),
         "trunc_frac": truncated / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,
+        "staleness_max": weight_version - min(rollout.oldest_version for rollout in rollouts),
+        "staleness_mean": weight_version - mean(versions),
     }
+
+
+def batch_metrics(
+    batch: Batch, current: Batch, token_metrics: dict[str, Tensor], grpo: GrpoConfig
+) -> dict[str, float]:
+    """Means over the tokens before the update, `mismatch_metrics` among them.
+
+    Those named current_... and backend_... are of `current`, the rows that were sampled with the
+    current weights alone: older rows are stale as well, and staleness is not the backend's fault.
+    """
+    # entropy, varentropy; with a mask kept_mass, engine_kept_mass, outside_frac.
+    metrics = {name: (values.sum() / batch.mask.sum()).item()
+               for name, values in token_metrics.items() if not name.endswith("logprobs")}
+    metrics |= mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
+    metrics["surprisal_z"] = surprisal_z(batch.old_logprobs, token_metrics["entropy"],
+                                         token_metrics["varentropy"], current.mask)
+    if current.mask.any():
+        both_sides = current.old_logprobs, current.behavior_logprobs
+        on_current = mismatch_metrics(*both_sides, current.mask)
+        metrics |= {f"current_{name}": value for name, value in on_current.items()}
+        metrics |= backend_metrics(
+            *both_sides, current.advantages, current.mask,
+            objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)
+    return metrics
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Without NaN and None, which are of responses that are left out; None if all are."""
     counted = [value for value in values if value is not None and not math.isnan(value)]
     return mean(counted) if counted else None
-
-
-def staleness_metrics(
-    rollouts: list[Rollout], oldest: list[int], weight_version: int
-) -> dict[str, float]:
-    """Updates between sampling and training: for the oldest token, and the mean of all tokens."""
-    versions = [version for rollout in rollouts for version in rollout.versions]
-    return {"staleness_max": weight_version - min(oldest),
-            "staleness_mean": weight_version - mean(versions)}
-
-
-def all_mismatch_metrics(
-    batch: Batch, current: Batch, grpo: GrpoConfig
-) -> dict[str, float]:
-    """`mismatch_metrics` of the batch; those named current_... and backend_... are of `current`.
-
-    The rows in `current` were sampled with the current weights alone. Older rows are stale as well,
-    and staleness is not the backend's fault. Without such rows only the batch is measured.
-    """
-    metrics = mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
-    if not current.mask.any():
-        return metrics
-    both_sides = current.old_logprobs, current.behavior_logprobs
-    on_current = mismatch_metrics(*both_sides, current.mask)
-    metrics |= {f"current_{name}": value for name, value in on_current.items()}
-    return metrics | backend_metrics(
-        *both_sides, current.advantages, current.mask,
-        objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)
 
 
 # ---------------------------------------------------------------------------------- evaluation
@@ -247,9 +251,9 @@ def answer_held_out(
 def greedy_agreement(policy: Policy, rollouts: list[Rollout], grpo: GrpoConfig) -> float:
     """The share of rollouts whose every token is the trainer's likeliest one."""
     batch = make_batch(rollouts, policy.device)
-    has_signal = torch.ones(len(rollouts), dtype=torch.bool)
-    minibatches = batch.minibatches(has_signal, 1, grpo.micro_batch_tokens)
-    agrees = in_micro_batches(policy.agreement, batch, minibatches)["agrees"]  # (B, T)
+    rows = torch.arange(len(rollouts))
+    micro_batches = longest_first(batch, rows, grpo.micro_batch_tokens)
+    agrees = in_micro_batches(policy.agreement, batch, [micro_batches])["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 

@@ -13,21 +13,20 @@ from objectives import (
     OBJECTIVES,
     REJECTIONS,
     WEIGHTS,
-    Policies,
     backend_metrics,
     correct,
     correction_metrics,
     group_advantages,
+    kl_loss,
     mismatch_metrics,
     surprisal_z,
-    weighted_loss,
+    update_sums,
 )
 
 
 def advantages(rewards: list[float], group_size: int, divide_by_std: bool = True) -> list[float]:
-    unused = Policies(*[torch.zeros(len(rewards), 1)] * 3)
     scores = torch.tensor(rewards, dtype=torch.float64)
-    return group_advantages(scores, group_size, unused, divide_by_std)[:, 0].tolist()
+    return group_advantages(scores, group_size, None, divide_by_std)[:, 0].tolist()
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
@@ -47,9 +46,8 @@ def test_the_gradient_of_the_kl_term_is_that_of_the_stated_divergence_by_enumera
     table = torch.tensor([0.3, -0.5, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.1, 0.4, 0.2, 0.3], dtype=torch.float64).log()
     logprobs = table.log_softmax(dim=0)[:, None]  # a token is a row
-    old, ones, zeros = logprobs.detach(), torch.ones(4, 1), torch.zeros(4, 1)
-    loss, _ = weighted_loss(logprobs, old, zeros, ones, old.exp(), correction=ones, ref_logprobs=ref[:, None],
-                            objective="grpo", clip=(0.2, 0.2), kl_coef=1.0, kl_gradient=kl_gradient)  # fmt: skip
+    old, ones = logprobs.detach(), torch.ones(4, 1)
+    loss = (old.exp() * kl_loss(logprobs, old, ref[:, None], ones > 0, 1.0, kl_gradient)).sum()
     (ours,) = torch.autograd.grad(loss, table, retain_graph=True)
     now = logprobs[:, 0]
     divergence = (now.exp() * (now - ref)).sum() if of_pi else (ref.exp() * (ref - now)).sum()
@@ -169,9 +167,9 @@ def test_a_rejected_token_is_not_clipped_by_a_cap_below_1():
 def test_the_metrics_are_finite_at_any_mismatch():
     """With two policies CISPO's loss is finite too: its ratio is cut off."""
     values, zeros, ones = torch.tensor([[300.0, -300.0]]), torch.zeros(1, 2), torch.ones(1, 2)
-    loss, sums = weighted_loss(values, zeros, ones[:, :1], ones, ones / 2, correction=ones, ref_logprobs=None,
-                               objective="cispo", clip=(None, 5.0), kl_coef=0.0)
-    assert all(map(math.isfinite, [loss, *sums.values()]))
+    loss, clipped = OBJECTIVES["cispo"].surrogate(values, zeros, ones[:, :1], ones, (None, 5.0))
+    sums = update_sums(values, zeros, None, clipped, ones / 2)
+    assert all(map(math.isfinite, [loss.sum(), *sums.values()]))
     assert sums["ratio_mean"] == pytest.approx(math.exp(20) / 2)
     metrics = backend_metrics(values, torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2), objective="grpo",
                               clip=(0.2, 0.2), max_length=2)
@@ -185,8 +183,8 @@ def test_a_token_without_weight_has_no_kl_however_far_it_is_from_both_policies(k
     for far in (200.0, 0.0):
         logprobs = torch.tensor([[-0.5, -far]], requires_grad=True)
         old, ref, mask = torch.tensor([[-0.4, -400.0]]), torch.tensor([[-0.7, 0.0]]), torch.tensor([[1.0, 0.0]])
-        loss, sums = weighted_loss(logprobs, old, torch.ones(1, 1), mask, mask, correction=mask, ref_logprobs=ref,
-                                   objective="grpo", clip=(0.2, 0.2), kl_coef=0.1, kl_gradient=kl_gradient)
+        loss = kl_loss(logprobs, old, ref, mask > 0, 0.1, kl_gradient).sum()
+        sums = update_sums(logprobs.detach(), old, ref, mask, mask)
         loss.backward()
         found.append((loss.item(), *logprobs.grad[0].tolist(), *map(float, sums.values())))
     assert found[0] == found[1]

@@ -48,7 +48,8 @@ PROMPTS = [list(range(5 + row, 29 + row)) for row in range(4)]
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 SEEDS = [1000, 2000, 3000, 4000]
 # What differs between the sentences of classes that are refused alike.
-DIFFERS = (r"^[\w.]+Error: |vLLM [\d.]+ \S+ cannot start .*?\): |after load .* differently: "
+DIFFERS = (r"^[\w.]+Error: |vLLM [\d.]+ \S+ cannot start .*?\): |after load .*: (?=the canary)"
+           r"|vLLM refused the weights, build a new engine: |Value error, "
            r"| \|trainer - engine\|.*| \['\w+'\]|\. Supported .*|\. The available .*"
            r"| \[\d.*| <class .*")  # fmt: skip
 NATS = re.compile(r"is (\S+) nats")  # the canary's difference
@@ -178,7 +179,7 @@ def run_all(options: Options, command: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------- the table
 def table(record: dict[str, Any]) -> str:
-    """A row for classes that agree alike, with their largest figures. Then one for each refusal.
+    """A row for classes that agree alike, with their largest figures. Then the refusals.
 
     T: with tied embeddings too, t: with tied ones alone.
     """
@@ -186,7 +187,7 @@ def table(record: dict[str, Any]) -> str:
     for case in record["cases"].values():
         models = agreeing
         if "refused" in case:
-            sentence = re.sub(DIFFERS, "", case["refused"]).partition(". ")[0]
+            sentence = " ".join(re.sub(DIFFERS, "", case["refused"]).split()[:12]).rstrip(":;.(")
             models = refused.setdefault(sentence, {})
         models.setdefault(case["model"], []).append(case)
     alike = {}
@@ -201,7 +202,7 @@ def table(record: dict[str, Any]) -> str:
         names, all_cases = alike.setdefault(key, ([], []))
         names.append(model + mark)
         all_cases += cases
-    rows = [["classes", "largest |trainer - engine|, nats (times own noise)", "not proven"]]
+    rows = [["classes", "largest difference, nats (times own noise)", "not proven"]]
     for (_, not_proven, *_), (names, cases) in alike.items():
         figures = []
         for dtype, short in SHORT.items():
@@ -211,7 +212,7 @@ def table(record: dict[str, Any]) -> str:
                 ratio = max(case["nats"] / case["noise"] for case in found)
                 figures.append(f"{short} {nats:.0e} ({ratio:.1f})")
         rows.append(["; ".join(names), ", ".join(figures), not_proven])
-    rows.append(["**refused**", "**because**", ""])
+    lines = []
     for sentence, models in refused.items():
         names = []
         for model, cases in models.items():
@@ -219,8 +220,9 @@ def table(record: dict[str, Any]) -> str:
                                for case in cases)
             shown = model in agreeing or "canary" in sentence
             names.append(f"{model} ({details})" if shown else model)
-        rows.append(["; ".join(names), sentence, ""])
-    return f"`{record['command']}`: {json.dumps(record['origin'])}\n\n{markdown(rows)}"
+        lines.append(f"- {sentence}: {'; '.join(names)}")
+    return f"`{record['command']}`: {json.dumps(record['origin'])}\n\n{markdown(rows)}" + (
+        "\n\nRefused:\n\n" + "\n".join(lines) if lines else "")
 
 
 def main(arguments: list[str] | None = None) -> None:

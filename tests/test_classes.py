@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from helpers import AT_PARITY, close_live_engine
+from helpers import AT_PARITY, ROOT, close_live_engine
 
-from lab.classes import CLASSES, main, small_model, table
+from lab.classes import CLASSES, RECORDS, main, small_model, table
 
 
 @pytest.mark.engine
@@ -48,11 +48,15 @@ def test_the_table_groups_classes_that_are_refused_alike(tmp_path):
              *(dict(model=each, tied=False, dtype="float32", refused=off.format(each, ord(each))) for each in "CD")]
     assert table({"command": "it", "origin": {}, "cases": dict(enumerate(cases))}).split("\n")[4:] == [
         "| A T | fp32 3e-06 (6.0) | gate.bias |", "| E; F t | fp32 2e-06 (2.0) |  |",
-        "| **refused** | **because** |  |",
-        "| A (bf16); B | it is recurrent |  |", "| C (fp32 67); D (fp32 68) | the canary's mean |  |"]
+        "", "Refused:", "", "- it is recurrent: A (bf16); B", "- the canary's mean: C (fp32 67); D (fp32 68)"]
 
 
 def test_a_multimodal_class_has_the_sizes_in_its_text_model():
     for tied in CLASSES["Gemma3"]["tied"]:
         config = small_model("Gemma3", tied).config
         assert (config.text_config.hidden_size, config.text_config.tie_word_embeddings) == (64, tied)
+
+
+def test_the_page_has_the_table_of_the_record():
+    printed = table(json.loads((RECORDS / "classes.json").read_text()))
+    assert printed[printed.index("| classes") :] in (ROOT / "docs" / "models.md").read_text()

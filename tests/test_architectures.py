@@ -53,13 +53,16 @@ from rollouts import Rollout, Sampling
 # Each once, and three of them tied and untied.
 CASES = [(name, name in ALWAYS_TIED) for name in ARCHITECTURES]
 CASES += [(name, True) for name in ("Llama", "Qwen3Moe", "FalconH1")]
+# Queries of shape (tokens, heads, head), which vLLM's CPU kernel for rotary angles cannot take.
+CASES += [("Lfm2", True), ("DeepseekV3", False)]
 
 
 def check_agreement(folder: Path, name: str, tied: bool = False) -> None:
     """|trainer - engine| before and after each of two changed loads."""
     policy = policy_of(folder, name, tied)
     with started(str(folder), policy) as engine:
-        assert engine.settings["not_proven"] == []
+        not_proven = [each for each in engine.settings["not_proven"] if ".mla_attn.W_U" not in each]
+        assert not_proven == []  # but for matrices that vLLM derives from others
         for seed in range(3):
             assert floors(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS) < AT_PARITY, name
             move(policy, 0.02, seed)
@@ -74,10 +77,18 @@ def test_trainer_and_engine_agree_before_and_after_two_loads(name, tied, tmp_pat
 
 @pytest.mark.engine
 def test_trainer_and_engine_agree_where_vllm_patches_the_models_python_class(tmp_path):
-    for name in PATCHED:
+    for name in (*PATCHED, "Starcoder2", "Dots1"):  # of GPT-2's names, untransposed; a buffer that is loaded
         process = forked(check_agreement, tmp_path / name, name)
         process.join()
         assert process.exitcode == 0
+
+
+@pytest.mark.engine
+def test_attention_layers_of_a_hybrid_class_are_right_in_16_bits(tmp_path):
+    """Its Mamba layers are refused: the layers count, not the class."""
+    policy = policy_of(tmp_path, "GraniteMoeHybrid, attention only", dtype=torch.bfloat16)
+    with started(str(tmp_path), policy) as engine:
+        assert floors(policy, engine, MATRIX_SAMPLING, MATRIX_PROMPTS) < AT_PARITY
 
 
 def assert_gradients_agree(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> None:

@@ -74,7 +74,7 @@ def has_sampling_mask(options: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class JobConfig:
     """The defaults are the toy job: a small model unlearns a wrong habit on two CPU cores."""
 
     out: str = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
@@ -451,7 +451,7 @@ Flat = tyro.conf.OmitArgPrefixes  # --lr, not --grpo.lr
 class Config:
     """All options of a run; checks the rules that concern two groups."""
 
-    run: Annotated[RunConfig, Flat] = field(default_factory=RunConfig)
+    job: Annotated[JobConfig, Flat] = field(default_factory=JobConfig)
     grpo: Annotated[GrpoConfig, Flat] = field(default_factory=GrpoConfig)
     lora: Annotated[LoraConfig, Flat] = field(default_factory=LoraConfig)
     parity: ParityFlags = field(default_factory=ParityFlags)
@@ -490,7 +490,7 @@ class Config:
              "num_prompts groups leave at each step", f", got {backend.inflight_groups}"),
             # Caches.
             ("resume must be off with V1's prefix cache",
-             self.run.resume and parity.stale_cache,
+             self.job.resume and parity.stale_cache,
              "it is in no checkpoint, and an empty cache has no stale block",
              "; try another --out"),
             ("prefix_cache must be off without uncached_runtime",
@@ -509,7 +509,7 @@ class Config:
              "; try --parity.no-sampling-mask"),
             # The probe and the noise floor.
             ("probe_every, probe_on_alarm and self_noise_every must be off with steps 0",
-             (probed or self.measure.self_noise_every) and not self.run.steps,
+             (probed or self.measure.self_noise_every) and not self.job.steps,
              "they measure after a step"),
             ("probe_every and probe_on_alarm must be off with lora_rank and rollout_weights",
              probed and (lora_rank or rounded),
@@ -543,7 +543,7 @@ class Config:
     def lr_at(self, step: int) -> float:
         """Linear warm-up times linear decay to zero after the last step; steps count from 1."""
         warm_up = min(1.0, step / (self.grpo.lr_warmup_steps + 1))
-        decay = 1 - (step - 1) / self.run.steps if self.grpo.lr_decay == "linear" else 1.0
+        decay = 1 - (step - 1) / self.job.steps if self.grpo.lr_decay == "linear" else 1.0
         return self.grpo.lr * warm_up * decay
 
     def flat(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Run:
     @cached_property
     def files(self) -> dict[str, str]:
         """Digests of the model's files and of the task, by name."""
-        run, data = self.config.run, self.config.data
+        run, data = self.config.job, self.config.data
         task = " with ".join(filter(None, [run.task, data.reward, data.eval_task]))
         files = {task: self.task.fingerprint}
         for path in Path(self.model_path).glob("*"):
@@ -97,10 +97,10 @@ class TrainingState:
 def prepare(config: Config) -> Run:
     """Check all that can be checked without the model's weights. Raises: ValueError."""
     check_machine(config)
-    out = Path(config.run.out).absolute()
+    out = Path(config.job.out).absolute()
     holds_run = (out / "config.json").exists() or records.checkpoints(out)
-    if holds_run and not config.run.resume:
-        raise ValueError(f"out must be a new folder, {config.run.out} holds a run; go on with"
+    if holds_run and not config.job.resume:
+        raise ValueError(f"out must be a new folder, {config.job.out} holds a run; go on with"
                          " --resume or choose another --out")
     grpo, data = config.grpo, config.data
     task = find_task(config)
@@ -148,7 +148,7 @@ def find_task(config: Config) -> Task:
     """The task that `--task` names. Raises: ValueError that says what is wrong with it."""
     from extras.problem_files import load_task
 
-    task = load_task(config.run.task, config.run.seed, **vars(config.data))
+    task = load_task(config.job.task, config.job.seed, **vars(config.data))
     for each in (task, task.evaluation):
         if each and each.in_passes:
             print(each.columns, flush=True)
@@ -162,7 +162,7 @@ def find_model(config: Config) -> tuple[str, Any, Any, tuple[int, ...]]:
 
     The toy's folder is there after `teach_toy`.
     """
-    run = config.run
+    run = config.job
     if run.model == "toy":
         from examples.toys import EOS, toy_config, toy_folder, toy_tokenizer
 
@@ -177,7 +177,7 @@ def find_model(config: Config) -> tuple[str, Any, Any, tuple[int, ...]]:
 # ---------------------------------------------------------------------------------- both sides
 def teach_toy(run: Run) -> None:
     """With `--model toy`: teach it if the cache does not have it. Raises: ValueError."""
-    options = run.config.run
+    options = run.config.job
     if options.model == "toy":
         from examples.toys import toy_model
 
@@ -197,11 +197,11 @@ def load_policy(run: Run) -> Policy:
     temperature = config.grpo.temperature if config.parity.trainer_temperature else 1.0
     scoring = Scoring(temperature, config.parity.trainer_fp32_head, support)
     with records.stage(f"loading the model in {run.model_path}"):
-        model = load_model(run.model_path, getattr(torch, config.run.dtype)).to(device)
+        model = load_model(run.model_path, getattr(torch, config.job.dtype)).to(device)
         if config.lora.lora_rank:
             from extras.lora import add_adapters
 
-            parts["send"] = add_adapters(model, config.lora, config.run.seed)
+            parts["send"] = add_adapters(model, config.lora, config.job.seed)
         if config.backend.rollout_weights != "own":
             from extras.rounded_weights import RoundedWeights
 
@@ -225,7 +225,7 @@ def start_engine(run: Run, policy: Policy) -> Engine:
 
         return engine_for(run, policy)
     options = dict(backend=backend, max_model_len=run.max_model_len, dtype=policy.model.dtype,
-                   seed=config.run.seed)
+                   seed=config.job.seed)
     if has_sampling_mask(config.grpo):
         from extras.sampling_mask import collect_kept_sets
 
@@ -244,7 +244,7 @@ def start_engine(run: Run, policy: Policy) -> Engine:
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:
     """With --resume the newest checkpoint, if there is one."""
-    if not run.config.run.resume:
+    if not run.config.job.resume:
         return None
     from extras.resume import newest_checkpoint
 
@@ -273,7 +273,7 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
 
         make_source = partial(GroupsInFlight, num_waiting=config.backend.inflight_groups,
                               max_staleness=config.backend.max_staleness)
-    of_source = run.task, run.sampling, grpo.num_prompts, grpo.group_size, config.run.seed
+    of_source = run.task, run.sampling, grpo.num_prompts, grpo.group_size, config.job.seed
     source = make_source(engine, *of_source)
     optimizer = make_optimizer(policy.model, grpo.weight_decay)
     state = TrainingState(policy, optimizer, engine, source)
@@ -313,7 +313,7 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
-    steps, grpo = run.config.run.steps, run.config.grpo
+    steps, grpo = run.config.job.steps, run.config.grpo
     if 0 < steps <= grpo.lr_warmup_steps:
         largest = max(run.config.lr_at(step) for step in range(1, steps + 1))
         print(f"a warm-up of {grpo.lr_warmup_steps} steps in a run of {steps}: the learning rate"
@@ -322,7 +322,7 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         from extras.idle_switches import name_idle_switches
 
         name_idle_switches(run, engine.settings.get("block_size", 0))  # transformers has no blocks
-    if run.config.run.resume:
+    if run.config.job.resume:
         without = "" if checkpoint else ": there was no checkpoint"
         print(f"resumed at step {first_step}{without}", flush=True)
     return first_step

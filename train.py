@@ -45,7 +45,7 @@ from tasks import Problem
 # ---------------------------------------------------------------------------------- the loop
 def train(run: Run, state: TrainingState, first_step: int) -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
-    run_config, measure = run.config.run, run.config.measure
+    run_config, measure = run.config.job, run.config.measure
     if first_step == 1:
         log(run, {"step": 0} | evaluate(run, state, 0))
     started = time.perf_counter()
@@ -239,7 +239,7 @@ def answer_held_out(
 ) -> tuple[list[Rollout], list[dict[str, Any]]]:
     """The source's answers to the held-out problems, and their rows of samples.jsonl."""
     problems = run.task.held_out[: run.config.measure.eval_problems]
-    reseed(run.config.run.seed, "eval", step)
+    reseed(run.config.job.seed, "eval", step)
     sampling = replace(run.sampling, max_kept=0, temperature=temperature)  # no kept sets
     rollouts = source.answer(problems, num_samples, sampling)
     rows = [{"step": step, "mode": mode} | row
@@ -261,7 +261,7 @@ def log(run: Run, metrics: dict[str, Any]) -> None:
     """All of it to metrics.jsonl and the pictures, one line to the terminal."""
     records.append_rows(run.out / "metrics.jsonl", [metrics])
     config = run.config
-    print(records.log_line(metrics, config.run.steps, config.grpo.reject), flush=True)
+    print(records.log_line(metrics, config.job.steps, config.grpo.reject), flush=True)
     records.draw_at_evaluation(run.out, metrics)
 
 
@@ -273,7 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
             signal.signal(number, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with records.one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
-    out = config.run.out
+    out = config.job.out
     with records.one_sentence(2), records.locked(out):
         run = prepare(config)
         teach_toy(run)

@@ -8,7 +8,7 @@ from config import has_sampling_mask
 def name_idle_switches(run: Any, block: int) -> None:
     """Print which switches do nothing. `run` is a run.Run, `block` the tokens of a KV block."""
     parity, grpo = run.config.parity, run.config.grpo
-    float32 = run.config.run.dtype == "float32"
+    float32 = run.config.job.dtype == "float32"
     cached = parity.stale_cache
 
     def name_idle(switch: str, why: str) -> None:

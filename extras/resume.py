@@ -16,7 +16,7 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     Raises: ValueError if the folder holds another run, or one without its checkpoints, or if the
     checkpoint cannot be read.
     """
-    options, paths = run.config.run, checkpoints(run.out)
+    options, paths = run.config.job, checkpoints(run.out)
     if not (run.out / "config.json").exists():
         if paths:
             raise ValueError(f"out must be new or a whole run, {run.out} has a run's files without"

@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
     longest = max(map(len, run.task.prompts))
     formula = {f"formula_{phase}_gib": sum(terms.values()) / GIB for phase, terms in
                phases(config, model.config, longest, policy.head.chunk_elements).items()}
-    for step in range(1, config.run.steps + 1):
+    for step in range(1, config.job.steps + 1):
         done = train_step(run, state, step)
         for observe in state.observers:
             done.metrics.update(observe(done))

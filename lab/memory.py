@@ -36,7 +36,7 @@ def phases(
     (flash attention). With checkpointing each layer keeps its input, and one layer all of this.
     """
     grpo, backend = config.grpo, config.backend
-    size = getattr(torch, config.run.dtype).itemsize
+    size = getattr(torch, config.job.dtype).itemsize
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
     weights = size * sum(each.numel() for each in model.parameters())
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 fits, 1 does not, 2 bad input."""
     with one_sentence(2):
         config = tyro.cli(Options, args=arguments, description=__doc__)
-        name = config.run.model
+        name = config.job.model
         with stage(f"reading a model folder or a reachable hub name, {name},"):
             model_config = read_config(name)
     prompt_tokens = config.data.max_prompt_tokens or 0

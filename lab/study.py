@@ -203,7 +203,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def execute(folder: Path, run: Run, origin: dict[str, Any]) -> None:
     """The run from its beginning, then its mark."""
     shutil.rmtree(folder, ignore_errors=True)  # not finished
-    wide = widen_if_slow(run.config.run.dtype)
+    wide = widen_if_slow(run.config.job.dtype)
     with end_of_process():
         import_module(run.cell.program).main(run.words)
         mark = origin | {"wide_products": wide, "options": run.options}
@@ -307,7 +307,7 @@ def run_all(plan: Plan) -> dict[str, str]:
                if outcome == kind]
     for run in pending:
         limit = seconds * run.cell.share
-        model = Path(run.config.run.model)
+        model = Path(run.config.job.model)
         if model.parent == plan.models and not model.exists():
             shape, _, seed = model.name.rpartition("-seed")
             tasks.setdefault(model, (0, limit, write_model, model, shape, int(seed)))

@@ -92,7 +92,7 @@ def test_each_cell_is_a_job_of_train_and_differs_from_its_baseline(name):
     run = cache(lambda cell: plan.run(cell, 0))
     for cell in plan.cells:
         base = plan.study.cells[cell].baseline
-        assert run(cell).config.run.steps > 1
+        assert run(cell).config.job.steps > 1
         assert base == cell or base not in plan.cells or run(cell).options != run(base).options
         assert base in plan.study.cells or name == "bench"
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_adapter import _reason
 from examples.toys import toy_tokenizer
+from models import read_config
 from records import checkpoints
 
 CASES = [(name, tied) for name in MULTIMODAL for tied in ((True,) if name in ALWAYS_TIED else (False, True))]
@@ -74,3 +75,17 @@ def test_adapters_of_a_model_with_gated_delta_layers_are_merged_into_its_linear_
 def test_a_package_that_vllm_imports_and_that_is_missing_is_named():
     missing = ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
     assert _reason(missing) == "vLLM imports torchvision for it, install it (beside a CPU torch its +cpu build)"
+
+
+@pytest.mark.parametrize("head, whole, text, tied", [
+    (True, True, False, False),  # Ministral 3 with 8B: the default of the whole is True
+    (False, True, False, True), (True, True, True, True), (True, False, False, False),
+])  # fmt: skip
+def test_head_and_embedding_are_tied_if_both_configurations_say_so_or_there_is_no_head(
+    head, whole, text, tied, tmp_path
+):
+    small_model("Mistral3", not head).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": whole}
+    config["text_config"]["tie_word_embeddings"] = text
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(str(tmp_path)).tie_word_embeddings is tied

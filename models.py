@@ -79,21 +79,7 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     # Engine and export get the text model's own names.
     model._weight_conversions = [each for each in model._weight_conversions
                                  if not renamed.keys() & set(each.source_patterns)]
-    missing, mismatched = report["missing_keys"], report["mismatched_keys"]
-    if missing or mismatched:
-        raise ValueError(f"the checkpoint in {path} must have every tensor of"
-                         f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
-                         f" {sorted(mismatched)}")
-    outside = set()  # towers for pictures and sound
-    if renamed:  # of a multimodal folder
-        outside = {name for name in names if not name.startswith((*TEXT_NAMES, "lm_head."))}
-        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
-        print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors are"
-              f" left out ({', '.join(parts)})", flush=True)
-    unexpected = sorted(set(report["unexpected_keys"]) - outside)
-    if unexpected:
-        print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
-              f" {', '.join(unexpected)}", flush=True)
+    check_names(path, model, report, names if renamed else set())
     # transformers unties a head that differs from the embedding; vLLM does not.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings and head.weight is not embedding.weight:
@@ -103,6 +89,30 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     if bad:
         raise ValueError(f"the checkpoint in {path} must be finite, it is not in {', '.join(bad)}")
     return model
+
+
+def check_names(
+    path: str, model: torch.nn.Module, report: dict[str, Any], multimodal: set[str]
+) -> None:
+    """Print what the checkpoint has and the model has not; `multimodal`: names of such a folder.
+
+    Raises: ValueError if a tensor of the model is missing or wrongly shaped.
+    """
+    missing, mismatched = report["missing_keys"], report["mismatched_keys"]
+    if missing or mismatched:
+        raise ValueError(f"the checkpoint in {path} must have every tensor of"
+                         f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
+                         f" {sorted(mismatched)}")
+    # Towers for pictures and sound.
+    outside = {name for name in multimodal if not name.startswith((*TEXT_NAMES, "lm_head."))}
+    if outside:
+        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
+        print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors are"
+              f" left out ({', '.join(parts)})", flush=True)
+    unexpected = sorted(set(report["unexpected_keys"]) - outside)
+    if unexpected:
+        print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
+              f" {', '.join(unexpected)}", flush=True)
 
 
 def attention_for(config: Any) -> str:

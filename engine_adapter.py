@@ -208,6 +208,7 @@ class Engine:
     vLLM are of different devices.
     """
 
+    holds_unfinished: ClassVar[bool] = False  # over a load
     live: ClassVar["Engine | None"] = None  # one in a process: vLLM's parallel groups are global
 
     def __init__(
@@ -483,6 +484,9 @@ class Engine:
         than were sent, or if the canary fails (the engine is broken then).
         """
         self._check_names(weights)
+        if self._requests and not self.holds_unfinished:
+            raise EngineStateError("a load needs finished rollouts (or an engine of"
+                                   f" extras/inflight.py), there are {len(self._requests)} others")
         self.state = "broken"  # until the canary has passed
         began = time.perf_counter()
         self._transfer(weights)

@@ -39,7 +39,8 @@ def read_config(path: str) -> Any:
         rope = options["rope_parameters"].items()
         options["rope_parameters"] = {name: each for name, each in rope if "mrope" not in name}
         config = Qwen3Config(**options | {"model_type": "qwen3"})
-    config.tie_word_embeddings = bool(tied or headless)
+    either = whole.tie_word_embeddings or config.tie_word_embeddings
+    config.tie_word_embeddings = bool(tied or (headless and either))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return config
 
@@ -69,6 +70,11 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     config, names = read_config(path), tensor_names(path)
     renamed = {f"^{re.escape(old)}": new for old, new in TEXT_NAMES.items()
                if any(name.startswith(old) for name in names)}
+    twice = [new + name.removeprefix(old) for old, new in TEXT_NAMES.items() for name in names
+             if name.startswith(old) and new + name.removeprefix(old) in names]
+    if twice:
+        raise ValueError(f"the checkpoint in {path} must have each tensor once, it has two of"
+                         f" {', '.join(sorted(twice))}")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the report is below
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -104,7 +110,9 @@ def check_names(
                          f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
                          f" {sorted(mismatched)}")
     # Towers for pictures and sound.
-    outside = {name for name in multimodal if not name.startswith((*TEXT_NAMES, "lm_head."))}
+    loaded = model.state_dict().keys()
+    outside = {name for name in multimodal
+               if not name.startswith((*TEXT_NAMES, "lm_head.")) and name not in loaded}
     if outside:
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
         print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors are"

@@ -145,9 +145,11 @@ def untouched(engine: Any) -> list[str]:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Of one dtype; NaN is equal to itself."""
-    return torch.equal(one, other) or (torch.equal(one.nan_to_num(), other.nan_to_num()) and bool(
-        (one.isnan() == other.isnan()).all()))
+    """Of one dtype; NaN is equal to itself, and 0 to -0, which a packed layer does not give back.
+    """
+    if torch.equal(one, other) or one.shape != other.shape:
+        return one.shape == other.shape
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def held_by(model: Any, path: str, module: Any, sent: Sent) -> Iterator[Held]:
@@ -195,7 +197,9 @@ def linear(model: Any, path: str, module: Any, sent: Sent) -> Iterator[Held]:
         for name in names:
             # vLLM keeps some biases in fp32, after it has rounded them to the layer's dtype.
             wanted = sent[name].to(getattr(module, "params_dtype", held.dtype))
-            end = start + len(wanted)  # vLLM pads the vocabulary
+            end = start + len(wanted)
+            if name == names[-1]:  # vLLM pads the vocabulary, and nothing else
+                end = max(end, getattr(module, "org_vocab_size", len(rows)))
             yield Held(kind, name, rows[start:end], wanted)
             start = end
 

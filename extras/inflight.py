@@ -136,6 +136,8 @@ class InflightEngine(Engine):
     set of weights: the new weights compute them from keys and values of the old.
     """
 
+    holds_unfinished = True
+
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted

@@ -27,7 +27,8 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError("model must be a causal language model that transformers"
                          f" {version('transformers')} knows, {path} is a {text.model_type}")
-    quantization = getattr(config, "quantization_config", None)
+    quantization = (getattr(config, "quantization_config", None)
+                    or getattr(text, "quantization_config", None))
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"
                          f" {quantization!s:.100}")

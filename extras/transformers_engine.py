@@ -25,7 +25,9 @@ def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
     """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run."""
     backend, config = run.config.backend, policy.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = getattr(config, "per_layer_config", None) or [config]  # Gemma 4 has two widths
+    width = (max(getattr(each, "head_dim", None) or 0 for each in layers)
+             or config.hidden_size // config.num_attention_heads)
     # Keys and values of a rollout; with sliding windows an upper bound.
     numbers = 2 * config.num_hidden_layers * heads * width * run.max_model_len
     fitting = int(backend.kv_cache_gib * 2**30 / (numbers * policy.model.dtype.itemsize))

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from config import ParityFlags
+from config import MANY, ParityFlags, within
 from engine_adapter import Engine, check_vllm_version, prepare_environment
 from examples.toys import toy_tokenizer
 from extras.fast import fast_parts
@@ -67,6 +67,13 @@ class Options:
     limit_s: float = 600.0  # Seconds after which a case is killed.
     # Print the table of a record and measure nothing; without a path, of docs/records/classes.json.
     print: tuple[str, ...] | None = None
+
+    def __post_init__(self):
+        within(self, 1, MANY, "jobs")
+        for model in self.models:
+            if model not in CLASSES and not Path(model).is_dir():
+                raise ValueError("models must be classes of lab/classes.json or folders, got"
+                                 f" {model}")
 
 
 # ---------------------------------------------------------------------------------- a case
@@ -109,7 +116,7 @@ def agreement(folder: str, dtype: torch.dtype) -> dict[str, Any]:
     """The largest means of |trainer - engine| and of the trainer's own noise, of three loads.
 
     The noise is the distance from the trainer's values with a body of twice the precision: float64,
-    or float32 for 16 bits. It is None if the class has a dtype of its own. Units: nats.
+    or float32 for 16 bits. It is NaN if the class has a dtype of its own. Units: nats.
     """
     policy = Policy.load(folder, dtype, DEVICE)
     scoring = Scoring(SAMPLING.temperature)
@@ -165,7 +172,7 @@ def run_all(options: Options, command: str) -> dict[str, Any]:
     tasks = []
     for model in options.models:
         for tied, dtype in product(CLASSES.get(model, {"tied": [None]})["tied"], options.dtype):
-            name = re.sub(r"\W+", "-", f"{model} {'tied ' * bool(tied)}{dtype}")
+            name = re.sub(r"[^\w.]+", "-", f"{model} {'tied ' * bool(tied)}{dtype}")
             if name not in record["cases"]:
                 tasks.append((0, options.limit_s, measure, out / name, model, tied, dtype))
 

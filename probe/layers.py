@@ -77,7 +77,8 @@ def collect(points: dict[str, Point], run: Callable[[], Any],
         visit(place, next(each for each in tensors if each.is_floating_point()))
 
     def leave(place: str, _module: Module, _args: tuple, output: Any) -> None:
-        if points[place].kind == "stream" and isinstance(output, tuple):
+        summed = isinstance(output, tuple) and output[1] is not None  # Gemma 4 returns None
+        if points[place].kind == "stream" and summed:
             visit(place + SUMMED, output[0] + output[1])
         visit(place, output if isinstance(output, Tensor) else output[0])
 

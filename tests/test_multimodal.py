@@ -1,6 +1,7 @@
 """Folders of multimodal models as the hubs have them: their text is trained, sampled and exported."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ from helpers import (
     small_model,
     train_here,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine_adapter import _reason
 from examples.toys import toy_tokenizer
-from models import read_config
+from models import load_model, read_config
 from records import checkpoints
 
 CASES = [(name, tied) for name in MULTIMODAL for tied in ((True,) if name in ALWAYS_TIED else (False, True))]
@@ -49,7 +50,9 @@ def trained(root: Path, name: str, tied: bool, *options: str) -> tuple[Path, Pre
 def test_the_text_of_a_multimodal_folder_is_trained_and_exported_as_a_text_model(name, tied, tmp_path, capsys):
     out, exported = trained(tmp_path, name, tied)
     kind = type(exported).__name__
-    assert f"only the text model is trained, {kind}: " in capsys.readouterr().out
+    others = {each for each in load_file(tmp_path / "model" / "model.safetensors")
+              if re.match(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|visual)\.", each)}  # fmt: skip
+    assert f"only the text model is trained, {kind}: {len(others)} tensors are left out (" in capsys.readouterr().out
     assert json.loads((out / "policy" / "config.json").read_text())["architectures"] == [kind]
     saved = torch.load(checkpoints(out)[-1], weights_only=False)["policy"]
     exported = dict(exported.named_parameters())
@@ -72,6 +75,17 @@ def test_adapters_of_a_model_with_gated_delta_layers_are_merged_into_its_linear_
     assert "out_proj.weight" not in same
 
 
+def test_a_text_model_without_its_head_or_with_two_tensors_of_one_name_is_refused(tmp_path):
+    small_model("Mistral3", False).save_pretrained(tmp_path)
+    table = load_file(tmp_path / "model.safetensors")
+    for change, complaint in (({"model.norm.weight": torch.zeros(64)}, "it has two of model.norm.weight"),
+                              ({"language_model.lm_head.weight": None}, r"missing \['lm_head.weight'\]")):  # fmt: skip
+        changed = {name: tensor for name, tensor in (table | change).items() if tensor is not None}
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=complaint):
+            load_model(str(tmp_path), torch.float32)
+
+
 def test_a_package_that_vllm_imports_and_that_is_missing_is_named():
     missing = ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
     assert _reason(missing) == "vLLM imports torchvision for it, install it (beside a CPU torch its +cpu build)"
@@ -79,7 +93,7 @@ def test_a_package_that_vllm_imports_and_that_is_missing_is_named():
 
 @pytest.mark.parametrize("head, whole, text, tied", [
     (True, True, False, False),  # Ministral 3 with 8B: the default of the whole is True
-    (False, True, False, True), (True, True, True, True), (True, False, False, False),
+    (False, True, False, True), (True, True, True, True), (True, False, True, False), (False, False, False, False),
 ])  # fmt: skip
 def test_head_and_embedding_are_tied_if_both_configurations_say_so_or_there_is_no_head(
     head, whole, text, tied, tmp_path

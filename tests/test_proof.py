@@ -19,7 +19,7 @@ from helpers import (
 )
 
 from engine_adapter import WeightLoadError
-from proof import blank, copies, differing, untouched
+from proof import blank, copies, differing, same_bits, untouched
 from rl import Policy
 
 CASES = [(name, tied, dtype, "cpu") for name in ARCHITECTURES if name not in PATCHED
@@ -159,3 +159,21 @@ def test_a_tensor_that_a_load_never_touches_is_still_blank(tmp_path, name):
         assert untouched(engine.llm) == []
         assert differing(engine.llm, weights) == ([], [], [])
         engine.close()
+
+
+def test_equal_bits_are_those_of_equal_values_and_of_nan():
+    largest = torch.finfo(torch.float32).max
+    assert same_bits(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+    for one, other in ((torch.inf, largest), (torch.nan, 0.0), (1.0, torch.nan), (1.0, 1.0 + 2**-23)):
+        assert not same_bits(torch.tensor([one]), torch.tensor([other]))
+    assert not same_bits(torch.zeros(2), torch.zeros(3))
+
+
+@pytest.mark.engine
+def test_a_tensor_of_another_length_is_named(tmp_path):
+    policy = policy_of(tmp_path, "Qwen2")
+    with started(str(tmp_path), policy) as engine:
+        weights = policy.weights()
+        for name in ("model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.down_proj.weight",
+                     "model.embed_tokens.weight", "model.norm.weight"):  # fmt: skip
+            assert differing(engine.llm, {**weights, name: weights[name][:-3]}).differing == [name]

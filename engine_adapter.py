@@ -452,6 +452,9 @@ class Engine:
     def sleep(self) -> None:
         """Give the device to the trainer. GPU: level 2, memory released. CPU: the state changes."""
         self._require("sleep", "ready")
+        if self.num_unfinished and not self.holds_unfinished:
+            raise EngineStateError("sleep needs finished rollouts (or an engine of"
+                                   f" extras/inflight.py), there are {self.num_unfinished} others")
         if self.on_gpu:
             self.llm.sleep(level=2, mode="keep")  # "keep": the requests stay in vLLM's queue
             self._memory_released = True
@@ -484,9 +487,6 @@ class Engine:
         than were sent, or if the canary fails (the engine is broken then).
         """
         self._check_names(weights)
-        if self._requests and not self.holds_unfinished:
-            raise EngineStateError("a load needs finished rollouts (or an engine of"
-                                   f" extras/inflight.py), there are {len(self._requests)} others")
         self.state = "broken"  # until the canary has passed
         began = time.perf_counter()
         self._transfer(weights)

@@ -44,6 +44,7 @@ class TransformersEngine(Engine):
     """
 
     vllm_version = None
+    holds_unfinished = True  # in its queue
     on_gpu = _memory_released = False  # sleep has nothing to release
     state = "empty"
     weight_version = 0

@@ -70,10 +70,6 @@ class Options:
 
     def __post_init__(self):
         within(self, 1, MANY, "jobs")
-        for model in self.models:
-            if model not in CLASSES and not Path(model).is_dir():
-                raise ValueError("models must be classes of lab/classes.json or folders, got"
-                                 f" {model}")
 
 
 # ---------------------------------------------------------------------------------- a case
@@ -162,6 +158,9 @@ def measure(folder: Path, model: str, tied: bool | None, dtype: str) -> None:
 
 def run_all(options: Options, command: str) -> dict[str, Any]:
     """Measure what the record in OUT does not have yet. Returns the record."""
+    for model in options.models:
+        if model not in CLASSES and not Path(model).is_dir():
+            raise ValueError(f"models must be classes of lab/classes.json or folders, got {model}")
     out = Path(options.out).resolve()
     path = out / "classes.json"
     prepare_environment()

@@ -31,7 +31,7 @@ from models import read_config
 from proof import differing, renaming
 from rollouts import Rollout, Sampling
 
-# The lowest and the highest version. The tests run on 0.32; docs/run.md has the others.
+# The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
 ALLOWED_VLLM = (0, 26), (0, 33)
 FINISH_REASONS = ("stop", "length", "abort")  # "error" would be trained on
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS = 4, 5
@@ -506,10 +506,10 @@ class Engine:
     def _check_names(self, weights: Mapping[str, Tensor]) -> None:
         """Raises: what `load` does before it changes anything."""
         self._require("load", "empty", "ready")
-        differing = weights.keys() ^ self.contract
-        if differing:
+        others = weights.keys() ^ self.contract
+        if others:
             raise WeightLoadError("weights must be those that the engine was started for, missing"
-                                  f" or unknown are {', '.join(sorted(differing))}")
+                                  f" or unknown are {', '.join(sorted(others))}")
 
     def _transfer(self, weights: Mapping[str, Tensor]) -> None:
         """Copy the tensors into vLLM's model."""

@@ -3,12 +3,13 @@
 Bit for bit, in the dtype that the engine computes with. One file for any trainer that shares a
 process with vLLM; it imports torch and vllm only:
 
-    print(proof.differing(llm.llm_engine, model.state_dict()))  # after the load
+    print(proof.differing(llm, model.state_dict()))  # after the load
 
 The weights go by the names of the checkpoint, and vLLM's own renaming leads to its tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -65,13 +66,16 @@ def renaming(model: Any) -> Callable[[str], str | None]:
     return replace(mapper, orig_to_new_stacked={})._map_name if mapper else str
 
 
-def vllm_model(engine: Any) -> Any:
-    """The live module of an LLM or LLMEngine in this process."""
+@contextmanager
+def live_model(engine: Any) -> Iterator[Any]:
+    """The module of an LLM or LLMEngine in this process; its packed layers can be applied."""
+    from vllm.config import set_current_vllm_config
+
     engine = getattr(engine, "llm_engine", engine)
-    return engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+    with set_current_vllm_config(engine.vllm_config), torch.no_grad():
+        yield engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
 
 
-@torch.no_grad()
 def differing(
     engine: Any, weights: Mapping[str, Tensor], modules: slice = slice(None)
 ) -> Report:
@@ -79,13 +83,9 @@ def differing(
 
     A tensor is asked for only while it is compared.
     """
-    from vllm.config import set_current_vllm_config
-
-    engine = getattr(engine, "llm_engine", engine)
-    model = vllm_model(engine)
-    sent = Sent(weights, renaming(model))
     found, compared, seen, given, own = [], set(), set(), set(), {}
-    with set_current_vllm_config(engine.vllm_config):
+    with live_model(engine) as model:
+        sent = Sent(weights, renaming(model))
         # A module that stands in two places is known to the checkpoint by one of them.
         for path, module in [*model.named_modules(remove_duplicate=False)][modules]:
             own |= {(each.data_ptr() or id(each)): f"{path}.{kind}"  # packed ones are empty
@@ -104,17 +104,13 @@ def differing(
     return Report(list(dict.fromkeys(found)), sorted(weights.keys() - compared), not_given)
 
 
-@torch.no_grad()
 def blank(engine: Any) -> None:
     """Fill the engine's weights with NaN. What a later load does not touch, `untouched` names.
 
     A load of values that the engine has already would show nothing.
     """
-    from vllm.config import set_current_vllm_config
-
-    engine = getattr(engine, "llm_engine", engine)
-    with set_current_vllm_config(engine.vllm_config):
-        for module in vllm_model(engine).modules():
+    with live_model(engine) as model:
+        for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 parameter.data.fill_(torch.nan if parameter.is_floating_point() else 0)
             if hasattr(module, "cpu_linear"):  # packed again
@@ -125,18 +121,14 @@ def blank(engine: Any) -> None:
                 module.quant_method.process_weights_after_loading(module)
 
 
-@torch.no_grad()
 def untouched(engine: Any) -> list[str]:
     """The parameters that hold a NaN, by vLLM's names.
 
     Of a layer that a load touched in part the rest is uninitialised memory: `differing` names it.
     """
-    from vllm.config import set_current_vllm_config
-
-    engine = getattr(engine, "llm_engine", engine)
     names = set()
-    with set_current_vllm_config(engine.vllm_config):
-        for path, module in vllm_model(engine).named_modules():
+    with live_model(engine) as model:
+        for path, module in model.named_modules():
             tensors = [*module.named_parameters(recurse=False)]
             if hasattr(module, "cpu_linear"):
                 tensors += copies(module)

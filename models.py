@@ -1,59 +1,25 @@
 """A model's folder: its weights are read and written. extras/model_folder.py describes a user's."""
 
-import re
 from pathlib import Path
 from shutil import copymode
 from typing import Any
 
 import torch
 
-# Multimodal models whose text model is trained here, by their type.
-MULTIMODAL = "gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen3_5", "qwen3_vl"
-# How their checkpoints name its tensors, and how it names them itself.
-TEXT_NAMES = {"model.language_model.": "model.", "language_model.model.": "model.",
-              "language_model.lm_head.": "lm_head."}
-
 
 def read_config(path: str) -> Any:
     """The configuration of a folder's language model, which is a part of a multimodal one.
 
-    Raises: ValueError for a multimodal model that is none of MULTIMODAL.
+    Raises: ValueError for a multimodal model whose text model is not known here.
     """
-    from transformers import AutoConfig, Qwen3Config
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import AutoConfig
 
-    whole = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    config = whole.get_text_config()
-    if config is whole:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if config.get_text_config() is config:
         return config
-    if whole.model_type not in MULTIMODAL:
-        raise ValueError(f"model must be a language model, or one of {', '.join(MULTIMODAL)} (whose"
-                         f" text model is trained), {path} is a {whole.model_type}; try a folder"
-                         f" with its {config.model_type} alone")
-    names = tensor_names(path)  # none where only the configuration is there
-    headless = names and not any(name.endswith("lm_head.weight") for name in names)
-    tied = whole.tie_word_embeddings and config.tie_word_embeddings
-    if config.model_type == "qwen3_vl_text":  # has no class of its own
-        # Without pictures the three positions of a token are equal, and what is left is Qwen3.
-        options = config.to_dict()
-        rope = options["rope_parameters"].items()
-        options["rope_parameters"] = {name: each for name, each in rope if "mrope" not in name}
-        config = Qwen3Config(**options | {"model_type": "qwen3"})
-    either = whole.tie_word_embeddings or config.tie_word_embeddings
-    config.tie_word_embeddings = bool(tied or (headless and either))
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    return config
+    from extras.multimodal import text_config
 
-
-def tensor_names(path: str) -> set[str]:
-    """Those of the checkpoint in a folder, one file or several."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in Path(path).glob("model*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names.update(opened.keys())
-    return names
+    return text_config(path, config)
 
 
 def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -66,17 +32,13 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from extras.multimodal import left_out, text_names
+
     torch.backends.cuda.enable_cudnn_sdp(False)  # 1 s for each new shape; vLLM does it too
-    config, names = read_config(path), tensor_names(path)
-    renamed = {f"^{re.escape(old)}": new for old, new in TEXT_NAMES.items()
-               if any(name.startswith(old) for name in names)}
-    twice = [new + name.removeprefix(old) for old, new in TEXT_NAMES.items() for name in names
-             if name.startswith(old) and new + name.removeprefix(old) in names]
-    if twice:
-        raise ValueError(f"the checkpoint in {path} must have each tensor once, it has two of"
-                         f" {', '.join(sorted(twice))}")
+    config, renamed = read_config(path), text_names(path)  # of a multimodal folder
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the report is below
+    logging.disable_progress_bar()
     model, report = AutoModelForCausalLM.from_pretrained(
         path, config=config, key_mapping=renamed or None, dtype=dtype,
         attn_implementation=attention_for(config), output_loading_info=True,
@@ -85,7 +47,7 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
     # Engine and export get the text model's own names.
     model._weight_conversions = [each for each in model._weight_conversions
                                  if not renamed.keys() & set(each.source_patterns)]
-    check_names(path, model, report, names if renamed else set())
+    check_names(path, model, report, left_out(path, model) if renamed else set())
     # transformers unties a head that differs from the embedding; vLLM does not.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings and head.weight is not embedding.weight:
@@ -98,9 +60,9 @@ def load_model(path: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def check_names(
-    path: str, model: torch.nn.Module, report: dict[str, Any], multimodal: set[str]
+    path: str, model: torch.nn.Module, report: dict[str, Any], outside: set[str]
 ) -> None:
-    """Print what the checkpoint has and the model has not; `multimodal`: names of such a folder.
+    """Print what the checkpoint has and the model has not, except for what is `outside` of it.
 
     Raises: ValueError if a tensor of the model is missing or wrongly shaped.
     """
@@ -109,14 +71,6 @@ def check_names(
         raise ValueError(f"the checkpoint in {path} must have every tensor of"
                          f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
                          f" {sorted(mismatched)}")
-    # Towers for pictures and sound.
-    loaded = model.state_dict().keys()
-    outside = {name for name in multimodal
-               if not name.startswith((*TEXT_NAMES, "lm_head.")) and name not in loaded}
-    if outside:
-        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
-        print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors are"
-              f" left out ({', '.join(parts)})", flush=True)
     unexpected = sorted(set(report["unexpected_keys"]) - outside)
     if unexpected:
         print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
@@ -148,6 +102,9 @@ def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
 
     safetensors writes files that only their owner can read.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):

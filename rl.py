@@ -34,7 +34,6 @@ from rollouts import Rollout
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
 Restriction = Callable[[Tensor, slice], Tensor]  # (n, V) logits, which n of the N tokens -> (n, V)
-TokenMetrics = Callable[["Policy", "Batch"], dict[str, Tensor]]  # (B, T) by name
 Minibatches = list[list[Tensor]]  # by optimizer step and micro-batch: rows
 Pack = Callable[["Batch", Tensor, int], list[Tensor]]  # batch, rows, tokens -> micro-batches
 
@@ -327,7 +326,7 @@ class Policy:
         head              computes logits and their log-probabilities
         pack              cuts a batch into micro-batches (for all three: extras/fast.py)
         send              what the engine gets of the weights (extras/lora.py merges adapters)
-        further_metrics   of policy and batch, called after the forward pass in their order
+        has_reference     whether a copy of the weights is kept as they are now
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that
     does more after the head than soft-capping and scaling).
@@ -336,7 +335,7 @@ class Policy:
     def __init__(
         self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body = plain_body,
         head: Head | None = None, pack: Pack = longest_first, send: Send | None = None,
-        further_metrics: tuple[TokenMetrics, ...] = (),
+        has_reference: bool = False,
     ):
         if model.base_model is model:
             raise ValueError(f"{type(model).__name__} must have a body apart from its head (a"
@@ -347,7 +346,8 @@ class Policy:
         self.head = head or Head.of(model)
         self.pack = pack
         self.send = send or Send()
-        self.further_metrics = further_metrics
+        # The first policy's, resumed or not: a checkpoint comes later.
+        self.reference = self.copied_weights() if has_reference else None
         # vLLM's Transformers backend (OLMo 2, SmolLM3) patches the Python class of the body for
         # compilation, which is the trainer's too. This attribute switches the patch off.
         model.base_model.do_not_compile = True
@@ -398,8 +398,8 @@ class Policy:
         """`logprobs`, and of the same distribution `entropy`, -sum p log p (nats), and
         `varentropy`, the variance of -log p (nats^2): (B, T) by name.
 
-        Further metrics come from the support and from those that were given. All are 0 outside
-        `batch.mask`.
+        Further metrics come from the support; `ref_logprobs` from the reference, if there is one.
+        All are 0 outside `batch.mask`.
         """
         response = batch.mask > 0  # (B, T), N of them true
         hidden = self.body(self, batch, response)  # (N, H)
@@ -419,8 +419,9 @@ class Policy:
             found.append({"logprobs": logprobs, "entropy": entropy, "varentropy": varentropy}
                          | further)
         metrics = {name: spread([each[name] for each in found], batch) for name in found[0]}
-        for further in self.further_metrics:
-            metrics |= further(self, batch)
+        if self.reference is not None:
+            with self.using(self.reference):
+                metrics["ref_logprobs"] = self.logprobs(batch)
         return metrics
 
     @torch.no_grad()
@@ -518,14 +519,6 @@ class Policy:
             raise ValueError(f"{type(self.model).__name__} does more after its head than the"
                              " trainer reproduces: the logits differ by"
                              f" {difference:.1e}, more than {allowed:.1e}")
-
-
-def reference_logprobs(
-    weights: dict[str, Tensor], policy: Policy, batch: Batch
-) -> dict[str, Tensor]:
-    """Further token metrics of a policy: `ref_logprobs`, with these weights in its parameters."""
-    with policy.using(weights):
-        return {"ref_logprobs": policy.logprobs(batch)}
 
 
 # ---------------------------------------------------------------------------------- optimizer

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from rl import (
     Scoring,
     at_targets,
     make_batch,
-    reference_logprobs,
 )
 from rollouts import Sampling, Synchronous
 from tasks import Task, encode, fitting, prompts_record
@@ -71,6 +71,7 @@ class TrainingState:
     optimizer: Optimizer
     engine: Engine
     source: Synchronous  # or extras.inflight.GroupsInFlight
+    tracker: Any = None  # extras.tracker.Tracker
     trainer_alone: Synchronous | None = None  # answers with the trainer's own modules
     # Called with batch and metrics between measurement and update; return further metrics, or
     # another learning rate, `lr`.
@@ -131,10 +132,13 @@ def prepare(config: Config) -> Run:
 
 
 def check_machine(config: Config) -> None:
-    """Raises: ValueError if an option needs another device or another vLLM."""
+    """Raises: ValueError if an option needs another device, library or vLLM."""
     for name in ("offload_optimizer", "cuda_graphs"):
         if config.flat()[name] and not torch.cuda.is_available():
             raise ValueError(f"{name} must not be given without a GPU (it would do nothing)")
+    tracker = config.job.tracker
+    if tracker != "none" and find_spec(tracker) is None:
+        raise ValueError(f"tracker must be installed, {tracker} is not: pip install {tracker}")
     grpo = config.grpo
     samples_in_vllm = config.backend.engine != "transformers"
     if torch.cuda.is_available() and samples_in_vllm and grpo.min_p and grpo.top_p < 1:
@@ -214,7 +218,9 @@ def load_policy(run: Run) -> Policy:
             from extras.fast import fast_parts
 
             parts |= fast_parts(model)
-        return Policy(model, scoring, **parts)
+        objective = OBJECTIVES[config.grpo.objective]
+        has_reference = config.grpo.kl_coef > 0 or objective.needs_reference
+        return Policy(model, scoring, has_reference=has_reference, **parts)
 
 
 def start_engine(run: Run, policy: Policy) -> Engine:
@@ -258,11 +264,6 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
         # In place of the policy that the engine was started with: the same model, with the body and
         # the products of the engine.
         policy = engine.policy
-    if grpo.kl_coef or OBJECTIVES[grpo.objective].needs_reference:
-        # The first policy's, resumed or not: the checkpoint comes later. It is computed beside
-        # old_logprobs, as one of the metrics.
-        reference = partial(reference_logprobs, policy.copied_weights())
-        policy = policy.changed(further_metrics=(*policy.further_metrics, reference))
     make_optimizer, make_source = Optimizer, Synchronous
     if grpo.offload_optimizer:
         from extras.offload import OffloadedOptimizer
@@ -310,6 +311,19 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
 
         record = added(record, first_step, run.out)
     records.replace_file(run.out / "config.json", json.dumps(record, indent=2))
+    announce(run, policy, engine)
+    if run.config.job.tracker != "none":
+        from extras.tracker import Tracker
+
+        state.tracker = Tracker(run.config.job.tracker, run.out, record)
+    if run.config.job.resume:
+        without = "" if checkpoint else ": there was no checkpoint"
+        print(f"resumed at step {first_step}{without}", flush=True)
+    return first_step
+
+
+def announce(run: Run, policy: Policy, engine: Engine) -> None:
+    """Print what is in force on both sides, and what will not act."""
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
@@ -322,10 +336,6 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         from extras.idle_switches import name_idle_switches
 
         name_idle_switches(run, engine.settings.get("block_size", 0))  # transformers has no blocks
-    if run.config.job.resume:
-        without = "" if checkpoint else ": there was no checkpoint"
-        print(f"resumed at step {first_step}{without}", flush=True)
-    return first_step
 
 
 @torch.no_grad()

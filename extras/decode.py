@@ -1,5 +1,7 @@
 """A third opinion for a failed canary: transformers' own decode. It imports nothing of ours."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,3 +21,23 @@ def decoded_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
         if not cache:
             raise ValueError(f"{type(policy.model).__name__} returns no cache")
     return torch.cat(states, dim=1)[response]
+
+
+def disagreement(
+    by_body: Callable[[Any], list[list[float]]], trainer: Tensor, engine: Tensor,
+    average: Callable[[Tensor], Tensor], tolerance: float,
+) -> str | None:
+    """What to say if the trainer's forward pass differs from its own decode, by nats; else None.
+
+    `by_body` computes the trainer's log-probabilities by another body. Transformers may not decode
+    the model so: then nothing is known.
+    """
+    with suppress(Exception):
+        decoded = torch.tensor(by_body(decoded_body))
+        own, apart = (average((decoded - each).abs()).item() for each in (trainer, engine))
+        if own > tolerance:
+            return ("the trainer disagrees with itself: its forward pass differs by"
+                    f" {own:.2e} nats from transformers' decode with a cache, the engine by"
+                    f" {apart:.2e}; try another version of transformers, or the kernels that its"
+                    " log misses")
+    return None

@@ -1,0 +1,60 @@
+"""What single architectures need of vLLM: faults of its kernels and loads, and scaled contexts.
+
+It imports nothing of ours.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def import_classes(architectures: Iterable[str]) -> None:
+    """vLLM would hide an ImportError of its class, and start a process to look at it (13 s)."""
+    from vllm import ModelRegistry
+
+    for name in ModelRegistry.models.keys() & set(architectures):
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def refuse_or_repair(model: Any, dtype: torch.dtype, contract: set[str]) -> None:
+    """For vLLM's live `model`, which gets the tensors that `contract` names.
+
+    Raises: ValueError for one that this vLLM computes or loads wrongly.
+    """
+    on_cpu = not torch.cuda.is_available()
+    recurrent = {each.mamba_type.name for each in model.modules() if hasattr(each, "mamba_type")}
+    if on_cpu and dtype != torch.float32 and recurrent & {"MAMBA1", "MAMBA2"}:
+        raise ValueError("its Mamba layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
+                         " try float32")
+    # A module of the trainer's own has none.
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if names and "lm_head.bias" in contract - names:
+        raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
+                         " into a live engine")
+    if on_cpu:
+        _rotate_natively(model)
+
+
+def _rotate_natively(model: Any) -> None:
+    """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    def look(module: Any, arguments: tuple[Any, ...]) -> None:
+        if arguments[1].ndim == 3:
+            module._forward_method = module.forward_native
+
+    for module in model.modules():
+        if isinstance(module, RotaryEmbeddingBase):
+            module.register_forward_pre_hook(look)
+
+
+def scaled_length(config: Any, longest: int) -> int:
+    """`longest`, tokens, if it passes the model's original context, else 0.
+
+    Beyond it the rotary angles or the scores are scaled.
+    """
+    rope = str(getattr(config, "rope_parameters", ""))  # Gemma has two of them
+    found = re.findall(r"'original_max_position_embeddings': (\d+)", rope)
+    return longest if any(longest > int(original) for original in found) else 0

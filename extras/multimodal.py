@@ -1,0 +1,86 @@
+"""The text model of a multimodal folder: its configuration, and the names of its tensors.
+
+It imports nothing of ours. docs/models.md has the architectures.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Multimodal models whose text model is trained here, by their type.
+MULTIMODAL = "gemma3", "gemma4", "lfm2_vl", "mistral3", "qwen3_5", "qwen3_vl"
+# How their checkpoints name its tensors, and how it names them itself.
+TEXT_NAMES = {"model.language_model.": "model.", "language_model.model.": "model.",
+              "language_model.lm_head.": "lm_head."}
+
+
+def text_config(path: str, whole: Any) -> Any:
+    """The configuration of the language model in a folder whose own one is `whole`.
+
+    Raises: ValueError if it is none of MULTIMODAL.
+    """
+    from transformers import Qwen3Config
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = whole.get_text_config()
+    if whole.model_type not in MULTIMODAL:
+        raise ValueError(f"model must be a language model, or one of {', '.join(MULTIMODAL)} (whose"
+                         f" text model is trained), {path} is a {whole.model_type}; try a folder"
+                         f" with its {config.model_type} alone")
+    names = tensor_names(path)  # none where only the configuration is there
+    headless = names and not any(name.endswith("lm_head.weight") for name in names)
+    tied = whole.tie_word_embeddings and config.tie_word_embeddings
+    if config.model_type == "qwen3_vl_text":  # has no class of its own
+        # Without pictures the three positions of a token are equal, and what is left is Qwen3.
+        options = config.to_dict()
+        rope = options["rope_parameters"].items()
+        options["rope_parameters"] = {name: each for name, each in rope if "mrope" not in name}
+        config = Qwen3Config(**options | {"model_type": "qwen3"})
+    either = whole.tie_word_embeddings or config.tie_word_embeddings
+    config.tie_word_embeddings = bool(tied or (headless and either))
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    return config
+
+
+def tensor_names(path: str) -> set[str]:
+    """Those of the checkpoint in a folder, one file or several."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in Path(path).glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    return names
+
+
+def text_names(path: str) -> dict[str, str]:
+    """The prefixes that transformers must replace (regular expressions), and by what.
+
+    Empty for the folder of a text model. Raises: ValueError if two tensors get one name.
+    """
+    names = tensor_names(path)
+    renamed = {}
+    for old, new in TEXT_NAMES.items():
+        of_text = {name for name in names if name.startswith(old)}
+        twice = sorted(names & {new + name.removeprefix(old) for name in of_text})
+        if twice:
+            raise ValueError(f"the checkpoint in {path} must have each tensor once, it has two of"
+                             f" {', '.join(twice)}")
+        if of_text:
+            renamed[f"^{re.escape(old)}"] = new
+    return renamed
+
+
+def left_out(path: str, model: torch.nn.Module) -> set[str]:
+    """The names of the towers for pictures and sound, which the model does not have: printed too.
+    """
+    loaded = model.state_dict().keys()
+    outside = {name for name in tensor_names(path)
+               if not name.startswith((*TEXT_NAMES, "lm_head.")) and name not in loaded}
+    if outside:
+        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
+        print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors are"
+              f" left out ({', '.join(parts)})", flush=True)
+    return outside

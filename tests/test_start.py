@@ -1,0 +1,72 @@
+"""The first minute: what is missing is said in a sentence, what is harmless is not, and who else gets the numbers."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+import engine_adapter
+from engine_adapter import check_vllm_version
+from extras.tracker import Tracker
+
+WRITES = """
+import os, sys
+from extras.quiet import harmless_left_out
+with harmless_left_out():
+    os.write(2, b"[W] NUMA binding: Using MEMBIND policy\\n")
+    print("a new warning", file=sys.stderr, flush=True)
+    {}
+print("after it", file=sys.stderr)
+"""
+ROWS = [{"step": 0, "eval_reward": 0.5}, {"step": 1, "reward": 0.25, "probe": "parity", "grad_norm": None}]
+
+
+def run_code(code: str, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *options, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("last, status, lines", [
+    ("", 0, ["a new warning", "after it"]),
+    ("os.abort()", -signal.SIGABRT, ["a new warning"]),  # what came before a crash is not lost
+])  # fmt: skip
+def test_harmless_lines_of_other_libraries_are_left_out_and_all_others_come_through(last, status, lines):
+    done = run_code(WRITES.format(last))
+    assert (done.returncode, done.stderr.splitlines()) == (status, lines)
+
+
+def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported():
+    done = run_code("import train", "-S")  # a Python without site-packages
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: this Python has no torch, transformers, vllm, tyro, einops, matplotlib, da")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_vllm_that_was_built_for_another_torch_is_refused_unless_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(engine_adapter, "version", lambda name: "2.14.0+cpu")
+    with pytest.raises(ValueError, match=r"torch must be 2\.13\.0, for which vLLM 0\.32\.0 was built, got 2\.14\.0;"):
+        check_vllm_version()
+    assert check_vllm_version(allow_untested=True) == "0.32.0"
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "trackio", "wandb"])
+def test_a_tracker_gets_every_number_of_each_row_under_its_name(library, tmp_path, monkeypatch):
+    pytest.importorskip(library)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    tracker = Tracker(library, tmp_path / "mine", {"lr": 0.5})
+    for row in ROWS:
+        tracker.log(row)
+    tracker.close()
+    if library == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "mine" / "tensorboard")).Reload()
+        assert {name: [(each.step, each.value) for each in events.Scalars(name)]
+                for name in events.Tags()["scalars"]} == {
+            "step": [(0, 0.0), (1, 1.0)], "eval_reward": [(0, 0.5)], "reward": [(1, 0.25)]}
+    elif library == "wandb":
+        (folder,) = (tmp_path / "mine" / "wandb").glob("offline-run-*")
+        assert json.loads((folder / "files" / "wandb-summary.json").read_text())["reward"] == 0.25

@@ -26,7 +26,8 @@ class Tracker:
         self.library.init(project="grpo", name=out.name, config=config)
 
     def log(self, row: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in row.items()
+                   if isinstance(value, int | float) and name != "step"}
         if self.writer is None:
             self.library.log(numbers, step=row["step"])
             return

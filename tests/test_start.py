@@ -1,6 +1,5 @@
 """The first minute: what is missing is said in a sentence, what is harmless is not, and who else gets the numbers."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -53,9 +52,9 @@ def test_a_vllm_that_was_built_for_another_torch_is_refused_unless_it_is_asked_f
 
 @pytest.mark.parametrize("library", ["tensorboard", "trackio", "wandb"])
 def test_a_tracker_gets_every_number_of_each_row_under_its_name(library, tmp_path, monkeypatch):
-    pytest.importorskip(library)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    pytest.importorskip(library)
     tracker = Tracker(library, tmp_path / "mine", {"lr": 0.5})
     for row in ROWS:
         tracker.log(row)
@@ -66,7 +65,7 @@ def test_a_tracker_gets_every_number_of_each_row_under_its_name(library, tmp_pat
         events = EventAccumulator(str(tmp_path / "mine" / "tensorboard")).Reload()
         assert {name: [(each.step, each.value) for each in events.Scalars(name)]
                 for name in events.Tags()["scalars"]} == {
-            "step": [(0, 0.0), (1, 1.0)], "eval_reward": [(0, 0.5)], "reward": [(1, 0.25)]}
-    elif library == "wandb":
-        (folder,) = (tmp_path / "mine" / "wandb").glob("offline-run-*")
-        assert json.loads((folder / "files" / "wandb-summary.json").read_text())["reward"] == 0.25
+            "eval_reward": [(0, 0.5)], "reward": [(1, 0.25)]}
+    else:
+        (file,) = [*tmp_path.glob("grpo*.db"), *tmp_path.glob("mine/wandb/*/*.wandb")]
+        assert all(name in file.read_bytes() for name in (b"mine", b"eval_reward", b"reward", b"lr"))

@@ -67,5 +67,5 @@ def test_a_tracker_gets_every_number_of_each_row_under_its_name(library, tmp_pat
                 for name in events.Tags()["scalars"]} == {
             "eval_reward": [(0, 0.5)], "reward": [(1, 0.25)]}
     else:
-        (file,) = [*tmp_path.glob("grpo*.db"), *tmp_path.glob("mine/wandb/*/*.wandb")]
+        (file,) = [*tmp_path.glob("grpo*.db"), *tmp_path.glob("mine/wandb/offline*/*.wandb")]
         assert all(name in file.read_bytes() for name in (b"mine", b"eval_reward", b"reward", b"lr"))

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers import ROOT
@@ -68,4 +69,6 @@ def test_a_tracker_gets_every_number_of_each_row_under_its_name(library, tmp_pat
             "eval_reward": [(0, 0.5)], "reward": [(1, 0.25)]}
     else:
         (file,) = [*tmp_path.glob("grpo*.db"), *tmp_path.glob("mine/wandb/offline*/*.wandb")]
-        assert all(name in file.read_bytes() for name in (b"mine", b"eval_reward", b"reward", b"lr"))
+        started = time.monotonic()  # wandb writes in another process
+        while not all(name in file.read_bytes() for name in (b"mine", b"eval_reward", b"reward", b"lr")):
+            assert time.monotonic() - started < 30

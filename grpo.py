@@ -17,9 +17,7 @@ drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.p
 
 Left out, but in train.py: audit and proof of a load (engine_adapter.py), fp32 masters (rl.py),
 --objective, --kl-coef, --reject (objectives.py), passes over a file (tasks.py), and in extras/
---resume (resume.py), --inflight-groups (inflight.py), --top-p (sampling_mask.py), --lora-rank
-(lora.py), --exact (shared_engine.py), --rollout-weights (rounded_weights.py), other answers
-(answers.py), --eval-trainer-alone (transformers_engine.py).
+--resume (resume.py), --inflight-groups (inflight.py), --top-p (sampling_mask.py) and others.
 """
 
 import json

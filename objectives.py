@@ -25,6 +25,8 @@ from torch import Tensor
 
 # exp(20) is 5e8: beyond it a sequence weight says only "disjoint" (verl clamps at the same value).
 MAX_LOG_WEIGHT = 20.0
+# MLPerf Training 6.1 and NeMo RL reject a sequence whose geometric mean ratio is outside.
+NEAR_1 = 0.999, 1.002
 
 
 # ---------------------------------------------------------------------------------- advantages
@@ -354,10 +356,13 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """How far the engine's log-probabilities are from the trainer's.
 
-    mismatch = old - behavior; of stale rows it also holds the staleness. `mismatch_kl` is its k3 =
-    expm1(d) - d, the estimate of KL(behavior || old). Of the untruncated weights exp(mismatch),
-    `mismatch_ratio` is the mean and `ess` the effective sample size. With top-k, top-p or min-p and
-    without `sampling_mask`, that mean is the mean probability of the tokens they keep.
+    mismatch d = old - behavior; of stale rows it also holds the staleness. `mismatch_kl` is the
+    mean of k3 = expm1(d) - d, the estimate of KL(behavior || old), as in prime-rl (there of the
+    policy in the update). Of the untruncated weights exp(d), `mismatch_ratio` is the mean, `ess`
+    the effective sample size and `mismatch_near_1` the share in NEAR_1. With top-k, top-p or min-p
+    and without `sampling_mask`, the mean is the mean probability of the tokens they keep.
+    Of the rows with a token, `mismatch_row_ratio` is the mean of exp(sum_t d), and
+    `mismatch_rows_near_1` the share whose geometric mean exp(mean_t d) is in NEAR_1.
 
     Shapes: (B, T), (B, T), (B, T) -> floats. Units: nats.
     Raises: FloatingPointError if a value on a response token is not finite; ValueError without one.
@@ -365,18 +370,31 @@ def mismatch_metrics(
     response = mask > 0
     if not response.any():
         raise ValueError("mask must have a response token, it has none")
-    mismatch = (old_logprobs - behavior_logprobs)[response].double()
+    per_token = (old_logprobs - behavior_logprobs).double()  # (B, T)
+    mismatch = per_token[response]
     if not torch.isfinite(mismatch).all():
         num_bad = (~torch.isfinite(mismatch)).sum()
         raise FloatingPointError(f"{num_bad} of {len(mismatch)} log-probabilities are not finite")
-    weights = mismatch.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    lengths = response.sum(dim=1)
+    rows = per_token.where(response, 0.0).sum(dim=1)[lengths > 0]
+    geometric = rows / lengths[lengths > 0]
+    weights, row_weights, row_means = (
+        logs.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp() for logs in (mismatch, rows, geometric))
     return {
         "mismatch_abs_mean": mismatch.abs().mean().item(),
         "mismatch_max": mismatch.abs().max().item(),
         "mismatch_kl": (torch.expm1(mismatch) - mismatch).mean().item(),
         "mismatch_ratio": weights.mean().item(),
         "ess": effective_sample_size(weights).item(),
+        "mismatch_near_1": near_1(weights),
+        "mismatch_row_ratio": row_weights.mean().item(),
+        "mismatch_rows_near_1": near_1(row_means),
     }
+
+
+def near_1(ratios: Tensor) -> float:
+    """The share of ratios in NEAR_1."""
+    return ((ratios >= NEAR_1[0]) & (ratios <= NEAR_1[1])).double().mean().item()
 
 
 def surprisal_z(logprobs: Tensor, entropy: Tensor, varentropy: Tensor, mask: Tensor) -> float:

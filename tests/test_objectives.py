@@ -6,6 +6,7 @@ The losses and gradients of the objectives are in test_rl.py, where `update` com
 import math
 from itertools import product
 
+import numpy
 import pytest
 import torch
 
@@ -145,8 +146,34 @@ def test_mismatch_metrics_equal_the_divergence_by_enumeration_and_hand_computed_
         "mismatch_kl": (behavior * (behavior / old).log()).sum().item(), "mismatch_abs_mean": 0.75 * math.log(2),
         "mismatch_max": math.log(2), "mismatch_ratio": (0.5 + 0.5 + 1 + 2) / 4,
         "ess": (0.5 + 0.5 + 1 + 2) ** 2 / (4 * (0.25 + 0.25 + 1 + 4)),
+        "mismatch_near_1": 1 / 4, "mismatch_row_ratio": 0.5 * 0.5 * 1 * 2, "mismatch_rows_near_1": 0.0,
     }  # fmt: skip
     assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_mismatch_of_rows_equals_a_loop_over_their_tokens():
+    """NaN outside the mask, a row without a token, and sums beyond the clamp do not disturb the others."""
+    random = numpy.random.default_rng(0)
+    lengths = [*random.integers(1, 30, 200), 0, 25]
+    mask = numpy.arange(30) < numpy.array(lengths)[:, None]
+    differences = (random.normal(0, 0.004, mask.shape) + random.normal(0, 0.002, (len(mask), 1))).astype("f4")
+    differences[-1] = 1.0
+    tokens, products, means = [], [], []
+    for row, length in zip(differences.astype("f8"), lengths, strict=True):
+        if length:
+            tokens += [math.exp(each) for each in row[:length]]
+            products.append(math.exp(min(math.fsum(row[:length]), 20.0)))
+            means.append(math.exp(math.fsum(row[:length]) / length))
+    shares = [[0.999 <= ratio <= 1.002 for ratio in ratios] for ratios in (tokens, means)]
+    differences[~mask] = math.nan
+    metrics = mismatch_metrics(*map(torch.tensor, (differences, numpy.zeros_like(differences), mask * 1.0)))
+    assert products[-1] == math.exp(20.0) and all(0.2 < numpy.mean(share) < 0.6 for share in shares)
+    assert metrics["mismatch_row_ratio"] == pytest.approx(numpy.mean(products), rel=1e-12)
+    assert metrics["mismatch_near_1"] == numpy.mean(shares[0])
+    assert metrics["mismatch_rows_near_1"] == numpy.mean(shares[1])
+    # Without the row beyond the clamp, which alone decides the mean.
+    metrics = mismatch_metrics(*(torch.tensor(each[:-1]) for each in (differences, 0 * differences, mask * 1.0)))
+    assert metrics["mismatch_row_ratio"] == pytest.approx(numpy.mean(products[:-1]), rel=1e-12)
 
 
 def test_mismatch_of_a_nan_is_an_error_only_inside_the_mask():

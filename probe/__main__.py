@@ -1,8 +1,8 @@
 """Measure the mismatch between engine and trainer on the same tokens, and name the layer that
 causes it.
 
-Exit status: 0 parity (compare: the second is not worse), 1 mismatch (the second is worse),
-2 bad input, or an error of the probe itself (with a traceback).
+Exit status: 0 parity (compare: the second is not worse; place: normal), 1 mismatch (the second is
+worse; not normal), 2 bad input, or an error of the probe itself (with a traceback).
 """
 
 import math
@@ -22,6 +22,7 @@ from extras.fast import fast_parts
 from probe.compare import change, same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
+from probe.place import place
 from probe.traces import Trace, load_traces
 from records import one_sentence, stage
 from rl import Policy
@@ -111,6 +112,20 @@ class Compare:
         return int("worse" in words)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Tell which mismatch figures of a training log are normal, and what is as large."""
+
+    # metrics.jsonl of train.py, trainer_state.json of TRL, or JSON lines of TRL, verl or prime-rl.
+    log: tyro.conf.Positional[str]
+    dtype: Dtype  # Of the less exact side: most trainers run vLLM in bfloat16.
+
+    def run(self) -> int:
+        report, normal = place(self.log, self.dtype)
+        print(report)
+        return int(not normal)
+
+
 def groups_of(path: str, group: str | None) -> list[Trace]:
     """Every group of the trace, or one. Raises: ValueError if the trace has none of that name."""
     traces = [each for each in load_traces(path) if group in (None, each.name)]
@@ -139,7 +154,7 @@ def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    commands = {"diagnose": Diagnose, "compare": Compare, "layers": Layers}
+    commands = {"diagnose": Diagnose, "compare": Compare, "layers": Layers, "place": Place}
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m probe", description=__doc__, args=arguments)
     with one_sentence(2):

@@ -20,7 +20,7 @@ FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("
 PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": memory.Options, "lab.classes": classes.Options}
-PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "compare", "layers")}
+PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "compare", "layers", "place")}
 OF_OTHERS = "--logprobs-mode", "--no-enable-prefix-caching", "--algo.", "--vllm.", "--ds."  # vLLM's, OpenRLHF's
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -16,7 +16,8 @@ from lab import classes, memory, study
 from rollouts import Rollout
 
 README = ROOT / "README.md"
-FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md")]
+FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md"),
+               *ROOT.glob("exercises/*.md")]
 PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": memory.Options, "lab.classes": classes.Options}

@@ -1,0 +1,171 @@
+"""exercises/: the core's functions pass the students' tests, and each trap that public code fell into turns one red."""
+
+import inspect
+import re
+import runpy
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+import tyro
+
+import objectives
+import rl
+from config import Config
+from engine_adapter import observed_head_dtype
+from exercises import functions, mystery
+from exercises import test_functions as student
+from extras.sampling_mask import mask_outside
+from lab.mysteries import OPTIONS
+from rollouts import Rollout
+
+
+# ------------------------------------------------------------------------------------------------ the core's functions
+def shift_and_pad(*given):
+    rollouts = [Rollout(prompt, None, ids, [*map(dict.get, found, ids)])
+                for prompt, ids, found in zip(*given, strict=True)]  # fmt: skip
+    batch = rl.make_batch(rollouts)
+    return batch.inputs, batch.targets, batch.mask, batch.behavior_logprobs
+
+
+def group_advantages(*given):
+    return objectives.group_advantages(*given, None)
+
+
+def token_logprobs(hidden, weight, targets, temperature, kept):
+    head = rl.Head(weight, None, 1.0, None, 100).at(temperature, torch.float32)
+    return head.logprobs(hidden, targets, lambda logits, chunk: mask_outside(logits, kept[chunk]))
+
+
+def clipped_loss(*given):
+    return objectives.grpo(*given[:4], given[4:]).loss * given[3]
+
+
+def accumulate(losses, mask, micro_batches):
+    logged = 0.0
+    for rows in micro_batches:
+        loss = (losses(rows) * objectives.loss_weights(mask, "token", 1)[rows]).sum()
+        loss.backward()
+        logged += loss.item()
+    return logged
+
+
+def importance_weights(*policies, two_policy):
+    tis = "off" if two_policy else "token"
+    return objectives.correct(*policies[:3], tis, policies[3], objectives.NO_REJECTION).weights
+
+
+def mismatch_figures(*policies):
+    return objectives.mismatch_metrics(*policies)
+
+
+def audit_head(engine, asked):
+    head = torch.nn.Identity()
+    found = observed_head_dtype(SimpleNamespace(
+        dtype=torch.bfloat16, vllm_model=torch.nn.ModuleDict({"logits_processor": head}),
+        sample_canary=lambda: head(engine.logits())))  # fmt: skip
+    if asked not in (None, found):
+        raise RuntimeError(f"{asked} was asked, {found} is in force")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the traps
+TRAPS = {  # by the function that has it: the right code, the wrong one, and the message of a student's test
+    rl.make_batch: [
+        # The stop token outside the mask; prompt and padding in it; values in the columns of the inputs.
+        ("torch.float32)[:, 1:]", "torch.float32)[:, 1:] * (ids[:, 1:] != 9)", "response 5 9"),
+        ("torch.float32)[:, 1:]", "torch.float32)[:, 1:] * 0 + 1", "response 5 9"),
+        ("logprobs[:, 1:] * mask", "logprobs[:, :-1]", "response 5 9"),
+    ],
+    # Index 0 of the candidates for the sampled token.
+    shift_and_pad: [("dict.get", "lambda each, _: next(iter(each.values()))", "response 5 9")],
+    objectives.centre: [  # The std of equal rewards.
+        ("groups - groups.gather(1, counted.argmax(dim=1, keepdim=True))", "groups", "carry no signal"),
+    ],
+    token_logprobs: [
+        # The temperature forgotten; the product in 16 bits; a full softmax under top-k.
+        ("temperature, torch", "1.0, torch", r"temperature 0.5, kept \[0, 1, 2]"),
+        ("torch.float32", "torch.bfloat16", "more digits than bfloat16"),
+        ("mask_outside(logits, kept[chunk])", "logits", r"kept \[0, 2]"),
+    ],
+    objectives.grpo: [
+        # The ratio upside down; 0 times infinity outside the mask.
+        ("(logprobs - denominator)", "(denominator - logprobs)", "losses at the ratios"),
+        ("(logprobs - denominator) * mask", "(logprobs - denominator)", "losses at the ratios"),
+    ],
+    accumulate: [
+        # A normaliser per micro-batch; the loss of the last one.
+        ('(mask, "token", 1)[rows]', '(mask[rows], "token", 1)', r"gradient of .* \[\[0], \[1]]"),
+        ("+= loss", "= loss", r"loss of .* \[\[0], \[1]]"),
+    ],
+    # Padding counted.
+    objectives.loss_weights: [("mask.sum()", "torch.tensor(mask.numel())", "gradient of a mean over three")],
+    objectives.correct: [
+        # A weight with gradient; no cap.
+        ("old_logprobs.detach()", "old_logprobs", "a weight is a constant"),
+        ("ratio.clamp(max=cap)", "ratio", "weights of the ratios"),
+    ],
+    importance_weights: [
+        # 0.99 to the power of 100; a weight on top of a two-policy ratio.
+        ('"token"', '"sequence"', "weights of the ratios"),
+        ('"off"', '"token"', "no second correction"),
+    ],
+    objectives.mismatch_metrics: [
+        # KL the wrong way round; padding counted.
+        ("(old_logprobs - behavior", "(behavior_logprobs - old", "mismatch_kl"),
+        ("mask > 0", "mask >= 0", "mismatch_abs_mean"),
+    ],
+    audit_head: [
+        # What was asked; the dtype after the cast; no error.
+        ("if asked", "found = engine.config['head_dtype']\n    if asked", "None was asked"),
+        ("if asked", "found = str(engine.logits().dtype)[6:]\n    if asked", "no error"),
+        ("not in (None, found)", "is found", "no error"),
+    ],
+}  # fmt: skip
+
+
+def red(monkeypatch):
+    """Messages of the students' tests that are red with the core's functions, as they are now."""
+    found = []
+    for name in re.findall(r"^def (\w+)", inspect.getsource(functions), re.M):
+        monkeypatch.setattr(functions, name, globals()[name])
+        try:
+            getattr(student, f"test_{name}")()
+        except (AssertionError, pytest.fail.Exception) as error:
+            found.append(str(error))
+    return found
+
+
+def test_all_is_green_with_the_cores_functions_and_no_solution_is_shipped(monkeypatch):
+    assert red(monkeypatch) == []
+    assert inspect.getsource(functions).count("raise NotImplementedError") == 8
+
+
+@pytest.mark.parametrize("function, right, wrong, message", [
+    (function, *trap) for function, traps in TRAPS.items() for trap in traps])
+def test_a_trap_turns_one_test_red_whose_message_names_it(function, right, wrong, message, monkeypatch):
+    world = {**function.__globals__}
+    exec(inspect.getsource(function).replace(right, wrong), world)
+    monkeypatch.setitem(function.__globals__, function.__name__, world[function.__name__])
+    (found,) = red(monkeypatch)
+    assert re.search(message, found)
+
+
+# ------------------------------------------------------------------------------------------------ the mysteries
+def test_each_mystery_shows_what_is_off_and_nothing_else():
+    for number, fix in enumerate(mystery.ORDER, 1):
+        run = numpy.genfromtxt(mystery.HERE / f"mystery-{number}.csv", delimiter=",", names=True)
+        mismatch, raw = run["current_mismatch_abs_mean"], run["backend_ratio_mean"][0] > 1.01
+        assert raw == (fix == "processed_logprobs")
+        assert (mismatch[1] > 5 * mismatch[0]) == (fix == "uncached_runtime")
+        assert (run["tokens_wasted"][-1] > 0) == (fix == "inflight_keep")
+        assert (mismatch[0] > 1.5 * run["self_noise_abs_mean"][0]) == (raw or fix == "fp32_head")
+        assert mystery.verdict(number, fix).startswith("Yes. ")
+
+
+def test_a_wrong_name_is_one_sentence_and_the_runs_can_be_repeated(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["mystery.py", "3", "fp8"])
+    with pytest.raises(SystemExit, match=r"^error: .*none, processed_logprobs, .* got 3 fp8$"):
+        runpy.run_path(mystery.__file__, run_name="__main__")
+    tyro.cli(Config, args=[*OPTIONS, "runs/x"])

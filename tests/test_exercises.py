@@ -118,7 +118,7 @@ TRAPS = {  # by the function that has it: the right code, the wrong one, and the
     ],
     audit_head: [
         # What was asked; the dtype after the cast; no error.
-        ("if asked", "found = engine.config['head_dtype']\n    if asked", "None was asked"),
+        ("if asked", "found = engine.config['head_dtype']\n    if asked", "no error"),
         ("if asked", "found = str(engine.logits().dtype)[6:]\n    if asked", "no error"),
         ("not in (None, found)", "is found", "no error"),
     ],

@@ -5,12 +5,16 @@ prompt together, and the head has a backward of its own. A test holds both versi
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rl import Batch, Head, Policy, Restriction, longest_first, plain_body
 
@@ -48,13 +52,20 @@ def siblings_together(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> li
 
 
 # ---------------------------------------------------------------------------------- body
-def distinct_prompts(batch: Batch) -> tuple[Tensor, Tensor]:
-    """D prompts, padded with -1 on the left to S, and which of them each row has: (D, S), (B,)."""
-    starts = batch.prompt_lengths.to(batch.inputs.device)[:, None]  # (B, 1)
-    columns = torch.arange(-int(starts.max()), 0, device=batch.inputs.device)
-    before = starts + columns  # (B, S), columns of each row's prompt; negative ones are padding
-    prompts = batch.inputs.gather(1, before.clamp(min=0)).where(before >= 0, -1)
-    return prompts.unique(dim=0, return_inverse=True)
+def left_padded(prompts: Iterable[list[int]]) -> Tensor:
+    """N prompts, padded with -1 so that all end in one column: (N, S)."""
+    return pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True, padding_value=-1,
+                        padding_side="left")
+
+
+def states_after(cache: DynamicCache, model: torch.nn.Module, ids: Tensor, real: Tensor) -> Tensor:
+    """Last hidden states of `ids` after the S columns in the cache, which gets R more.
+
+    `real` is false at padding. Shapes: ids (N, R), real (N, S + R) -> (N, R, H).
+    """
+    positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model.base_model(input_ids=ids, attention_mask=real, position_ids=positions,
+                            past_key_values=cache, use_cache=True).last_hidden_state
 
 
 def prompts_once(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
@@ -65,40 +76,29 @@ def prompts_once(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
     last tokens: a row of the cache is then [padding, prompt, response, padding]. The last state of
     a prompt predicts the first token of the response. Gradients are included.
     """
-    from transformers import DynamicCache
-
-    prompts, rows = distinct_prompts(batch)  # (D, S), (B,)
+    # The prompts, with -1 at padding, and which of them each row has: (D, S), (B,).
+    prompts, rows = left_padded(each.prompt_ids for each in batch.rollouts).unique(
+        dim=0, return_inverse=True)
     if len(prompts) == len(rows):
         return plain_body(policy, batch, response)  # nothing to share
-    cache = DynamicCache(config=policy.model.config)
-
-    def states(ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
-        """Last hidden states of `ids` after what is in the cache; `real` is false at padding."""
-        return policy.model.base_model(
-            input_ids=ids, attention_mask=real, position_ids=positions, past_key_values=cache,
-            use_cache=True).last_hidden_state
-
-    is_prompt = prompts >= 0  # (D, S)
-    positions = (is_prompt.cumsum(dim=1) - 1).clamp(min=0)
-    prompt_ends = states(prompts.clamp(min=0), is_prompt, positions)[:, -1:]  # (D, 1, H)
-    hidden = prompt_ends.index_select(0, rows)  # (B, 1, H)
+    prompts, rows = prompts.to(policy.device), rows.to(policy.device)
+    cache, is_prompt = DynamicCache(config=policy.model.config), prompts >= 0  # (D, S)
+    of_prompts = states_after(cache, policy.model, prompts.clamp(min=0), is_prompt)  # (D, S, H)
+    hidden = of_prompts[:, -1:].index_select(0, rows)  # (B, 1, H)
 
     starts = batch.prompt_lengths.to(policy.device)[:, None]  # (B, 1), where the responses begin
     longest = int((batch.input_lengths - batch.prompt_lengths).max())
-    # (B, R), the responses' columns in the batch; they are also positions (no padding on the left).
-    after_prompt = starts + torch.arange(longest, device=policy.device)
-    last_column = batch.inputs.shape[1] - 1
+    # (B, R + 1), the columns of `hidden` in the batch: the prompt's last one, and the response's.
+    columns = starts - 1 + torch.arange(longest + 1, device=policy.device)
+    # Row by row, which is the order of `[response]` in plain_body.
+    wanted = pad(response, (0, longest)).gather(1, columns)
     if longest:
         cache.reorder_cache(rows)  # D rows become B
+        ids = pad(batch.inputs, (0, longest)).gather(1, columns)[:, 1:]  # (B, R)
         # Padding after a response counts as real: only other padding attends to it.
-        real = torch.cat([is_prompt[rows], is_prompt.new_ones(after_prompt.shape)], dim=1)
-        response_ids = batch.inputs.gather(1, after_prompt.clamp(max=last_column))
-        further = states(response_ids, real, after_prompt)  # (B, R, H); real is (B, S + R)
+        real = torch.cat([is_prompt[rows], torch.ones_like(ids, dtype=torch.bool)], dim=1)
+        further = states_after(cache, policy.model, ids, real)  # (B, R, H)
         hidden = torch.cat([hidden, further], dim=1)  # (B, R + 1, H)
-    columns = torch.cat([starts - 1, after_prompt], dim=1)  # (B, R + 1), those of `hidden`
-    inside = columns <= last_column  # the others are padding
-    # (B, R + 1); row by row, which is the order of `[response]` in plain_body.
-    wanted = response.gather(1, columns.clamp(max=last_column)) & inside
     return hidden[wanted]
 
 
@@ -108,13 +108,12 @@ def can_share_prompts(model: torch.nn.Module) -> bool:
     A recurrent state would see the padding, and a checkpointed layer has no cache. With a window of
     1 transformers' cache keeps all keys, by the slice [-(1 - 1):].
     """
-    from transformers import DynamicCache
-
     layers = DynamicCache(config=model.config).layers
-    kinds = {type(layer).__name__ for layer in layers}
-    known = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"} and not model._is_stateful
-    windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    return known and 1 not in windows and not model.is_gradient_checkpointing
+    if model._is_stateful or model.is_gradient_checkpointing:
+        return False
+    kinds = DynamicLayer, DynamicSlidingWindowLayer
+    return all(type(layer) in kinds and getattr(layer, "sliding_window", None) != 1
+               for layer in layers)
 
 
 # ---------------------------------------------------------------------------------- head
@@ -169,14 +168,11 @@ class TargetLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         head = ctx.head
         wide = torch.promote_types(head.dtype, torch.float32)
-        hidden_grads = []
-        weight_is_trained = ctx.needs_input_grad[1]  # not with adapters
-        weight_grad = None
-        if weight_is_trained:
-            weight_grad = torch.zeros(weight.shape, dtype=wide, device=weight.device)
-        bias_grad = None
+        hidden_grads, weight_grad, bias_grad = [], None, None
+        if ctx.needs_input_grad[1]:  # not with adapters
+            weight_grad = torch.zeros_like(weight, dtype=wide)
         if bias is not None:
-            bias_grad = torch.zeros(bias.shape, dtype=wide, device=bias.device)
+            bias_grad = torch.zeros_like(bias, dtype=wide)
         for chunk in head.chunks(len(hidden)):
             affine = head.affine(hidden[chunk])  # (n, V)
             # gradient * (onehot(target) - softmax)
@@ -188,7 +184,7 @@ class TargetLogprobs(torch.autograd.Function):
                 slope = slope * (1 - torch.tanh(affine / head.softcap).square())
             product_grad = logits_grad.mul_(slope).to(head.dtype)
             hidden_grads.append(head.product(product_grad, weight).to(hidden.dtype))
-            if weight_is_trained:
+            if weight_grad is not None:
                 head.add_product(weight_grad, product_grad.T, hidden[chunk])
             if bias_grad is not None:
                 bias_grad += product_grad.sum(dim=0)

@@ -12,25 +12,31 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from engine_adapter import Engine, TrainerLogprobs, WeightLoadError
+from extras.fast import left_padded, states_after
 from extras.sampling_mask import collect_kept_sets, masked_logits
-from rl import Policy
+from rl import Policy, at_targets
 from rollouts import Rollout, Sampling
 
 
+@torch.no_grad()
 def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
-    """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run."""
-    backend, config = run.config.backend, policy.model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    layers = getattr(config, "per_layer_config", None) or [config]  # Gemma 4 has two widths
-    width = (max(getattr(each, "head_dim", None) or 0 for each in layers)
-             or config.hidden_size // config.num_attention_heads)
+    """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run.
+
+    Raises: ValueError if transformers' KV cache cannot serve the model.
+    """
+    if policy.model._is_stateful:
+        raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
+                         " (transformers cannot drop a row of their state);"
+                         " try --engine vllm --no-eval-trainer-alone")
+    token = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
+    cache = policy.model.base_model(input_ids=token, use_cache=True).past_key_values
     # Keys and values of a rollout; with sliding windows an upper bound.
-    numbers = 2 * config.num_hidden_layers * heads * width * run.max_model_len
-    fitting = int(backend.kv_cache_gib * 2**30 / (numbers * policy.model.dtype.itemsize))
+    of_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    backend = run.config.backend
+    fitting = int(backend.kv_cache_gib * 2**30 / (of_token * run.max_model_len))
     return TransformersEngine(policy, min(backend.max_num_seqs, max(1, fitting)))
 
 
@@ -39,8 +45,6 @@ class TransformersEngine(Engine):
 
     `load` copies nothing: the optimizer has changed the weights in place. Rollouts are queued or
     finished, never half sampled: each belongs to one set of weights.
-
-    Raises: ValueError if transformers' KV cache cannot serve the model.
     """
 
     vllm_version = None
@@ -50,10 +54,6 @@ class TransformersEngine(Engine):
     weight_version = 0
 
     def __init__(self, policy: Policy, max_num_seqs: int = 256):
-        if policy.model._is_stateful:
-            raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
-                             " (transformers cannot drop a row of their state);"
-                             " try --engine vllm --no-eval-trainer-alone")
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.counters = dict(tokens_wasted=0, kv_lost=0)
@@ -76,19 +76,14 @@ class TransformersEngine(Engine):
         alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
         rollouts = list(islice(alike, self.max_num_seqs))  # N
         del self._queue[: len(rollouts)]
-        prompts = [torch.tensor(rollout.prompt_ids) for rollout in rollouts]
-        padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
-        padded = padded.to(self.policy.device)  # (N, S)
-        ids, mask = padded.clamp(min=0), (padded >= 0).long()
+        prompts = left_padded([rollout.prompt_ids for rollout in rollouts]).to(self.policy.device)
+        ids, real = prompts.clamp(min=0), prompts >= 0  # (N, S)
         cache = DynamicCache(config=self.policy.model.config)
         while rollouts:
-            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            states = self.policy.model.base_model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                use_cache=True).last_hidden_state
+            states = states_after(cache, self.policy.model, ids, real)
             logits = self.policy.logits(states[:, -1])  # (N, V)
             tokens, logprobs = _draw(logits, sampling)  # (N,), (N, V)
-            chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+            chosen = at_targets(logprobs, tokens).tolist()
             for rollout, token, logprob in zip(rollouts, tokens.tolist(), chosen, strict=True):
                 rollout.append([token], [logprob], self.weight_version)
                 if token in sampling.stop_token_ids:
@@ -104,7 +99,7 @@ class TransformersEngine(Engine):
                 rollouts = [rollouts[row] for row in left]
                 cache.batch_select_indices(tokens.new_tensor(left))
             ids = tokens[left, None]  # (N, 1)
-            mask = torch.cat([mask[left], mask.new_ones(len(left), 1)], dim=1)  # (N, S + 1)
+            real = torch.cat([real[left], real.new_ones(len(left), 1)], dim=1)  # (N, S + 1)
 
     @contextmanager
     def holding(self) -> Iterator[None]:

@@ -70,20 +70,20 @@ class GroupsInFlight(Synchronous):
         Groups with long answers come later and are staler.
         """
         self._fill()
-        due = self._due(num_groups)
+        due = self._num_due(num_groups)
         while True:
-            others = [group for group in self.groups if group.complete and group not in due]
-            if all(group.complete for group in due) and len(due) + len(others) >= num_groups:
+            complete = [group for group in self.groups if group.complete]
+            if len(complete) >= num_groups and complete[:due] == self.groups[:due]:
                 break
-            assert self.engine.num_unfinished, f"{num_groups=} {len(due)=} {len(others)=}"
+            assert self.engine.num_unfinished, f"{num_groups=} {due=} {len(complete)=}"
             self.engine.step()
             self._fill()
-        taken = due + others[: num_groups - len(due)]
+        taken = complete[:num_groups]
         self.groups = [group for group in self.groups if group not in taken]
         return taken
 
-    def _due(self, num_groups: int) -> list[Group]:
-        """The first groups, in order of submission, that cannot wait for the next step.
+    def _num_due(self, num_groups: int) -> int:
+        """How many groups, the first in order of submission, cannot wait for the next step.
 
         Earliest deadline first: the first `count` groups must be taken within `left` later steps,
         which take `num_groups` each. The rest, `count - num_groups * left`, is due now.
@@ -92,7 +92,7 @@ class GroupsInFlight(Synchronous):
         for count, group in enumerate(self.groups, 1):
             left = group.oldest_version(version) + self.max_staleness - version  # updates
             due = max(due, count - num_groups * left)
-        return self.groups[:due]
+        return due
 
     def _fill(self) -> None:
         """Submit groups to the engine while it has room."""
@@ -110,9 +110,8 @@ class GroupsInFlight(Synchronous):
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint. Partial work is not kept: its prompts are submitted again."""
-        number = {id(problem): index for index, problem in enumerate(self.task.train)}
         return super().state_dict() | {
-            "groups": [number[id(group.problem)] for group in self.groups],
+            "groups": [self.task.train.index(group.problem) for group in self.groups],
             "engine_counters": dict(self.engine.counters)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

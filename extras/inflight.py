@@ -142,7 +142,7 @@ class InflightEngine(Engine):
         self.counters = dict(tokens_wasted=0, kv_lost=0)  # the latter: kept, and then preempted
         # What kept its KV cache at the last load, with its preemptions then.
         self._kept: list[tuple[Any, int]] = []
-        self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restores
+        self._places: dict[str, Any] = {}  # rows of the runner's batch that `holding` restored
 
     def sleep(self) -> None:
         """If unfinished rollouts keep their KV cache, the engine keeps all its memory.
@@ -237,34 +237,45 @@ class InflightEngine(Engine):
         """
         from vllm.v1.core.sched.request_queue import create_request_queue
 
-        scheduler, config = self.core.scheduler, self.llm.vllm_config
+        scheduler = self.core.scheduler
+        limits = "max_num_active_reqs", "max_num_running_reqs"  # vLLM 0.32, 0.26
+        limit = next(name for name in limits if hasattr(scheduler, name))
+        held = {name: getattr(scheduler, name) for name in (limit, "running", "waiting")}
+        setattr(scheduler, limit, self._free_places(held[limit]))
+        rows = self._rows_in_batch()
+        scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
+        yield  # an exception inside ends the run
+        self.step()  # The runner forgets the finished rows.
+        held["running"] = [each for each in held["running"] if not each.is_finished()]
+        for name, value in held.items():
+            setattr(scheduler, name, value)
+        for row in rows:
+            self.runner.input_batch.add_request(row)
+
+    def _free_places(self, places: int) -> int:
+        """Of the scheduler's places those that no held request keeps. Raises: as `holding`."""
+        scheduler = self.core.scheduler
         groups = scheduler.kv_cache_config.kv_cache_groups  # of layers; all take one pool's blocks
-        longest = sum(math.ceil(config.model_config.max_model_len / group.kv_cache_spec.block_size)
-                      for group in groups)
-        names = "max_num_active_reqs", "max_num_running_reqs"  # vLLM 0.32, 0.26
-        most = next(name for name in names if hasattr(scheduler, name))
-        places = getattr(scheduler, most)
+        length = self.llm.vllm_config.model_config.max_model_len
+        longest = sum(math.ceil(length / group.kv_cache_spec.block_size) for group in groups)
         free = places - keeps_places(self.runner) * len(scheduler.running)
         if scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < longest or free < 1:
             raise EngineStateError("the groups in flight leave no KV cache, or no place, for an"
                                    " evaluation: give more --kv-cache-gib or fewer"
                                    " --inflight-groups")
-        setattr(scheduler, most, free)
-        is_async = config.scheduler_config.async_scheduling
-        batch = None if is_async else getattr(self.runner, "input_batch", None)  # model runner V1
-        if batch:  # With its finished rows: they keep their places until the next step.
-            known = self._places | self.runner.requests
-            self._places = {name: known[name] for name in batch.req_ids}
-        running, waiting = scheduler.running, scheduler.waiting
-        scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
-        yield  # an exception inside ends the run
-        self.step()  # The runner forgets the finished rows.
-        setattr(scheduler, most, places)
-        scheduler.running = [each for each in running if not each.is_finished()]
-        scheduler.waiting = waiting
-        if batch:
-            for place in self._places.values():
-                batch.add_request(place)
+        return free
+
+    def _rows_in_batch(self) -> list[Any]:
+        """Rows of the batch of model runner V1, in their order; none with async scheduling.
+
+        With finished rows: they keep their places until the next step.
+        """
+        batch = getattr(self.runner, "input_batch", None)
+        if batch is None or self.llm.vllm_config.scheduler_config.async_scheduling:
+            return []
+        known = self._places | self.runner.requests
+        self._places = {name: known[name] for name in batch.req_ids}
+        return [*self._places.values()]
 
 
 def with_groups_in_flight(kind: type[Engine]) -> type[Engine]:

@@ -48,8 +48,6 @@ class SharedEngine(Engine):
     products differ.
     """
 
-    vllm_model = None  # until vLLM has built it
-
     def __init__(
         self, model: str, policy: Policy, parity: ParityFlags, *, backend: BackendConfig,
         **options: Any,
@@ -63,10 +61,11 @@ class SharedEngine(Engine):
                                  " changes how a row is rounded)")
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        self.usual_body = policy.body
-        self.policy = policy.changed(head=replace(policy.head, row_multiple=ROW_MULTIPLE))
+        parts = {"head": replace(policy.head, row_multiple=ROW_MULTIPLE)}
         if exact:
-            self.policy = self.policy.changed(body=self.exact_body, pack=longest_first)
+            parts |= {"body": self.exact_body, "pack": longest_first}
+        self.usual_body = policy.body
+        self.policy = policy.changed(**parts)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention
         super().__init__(model, policy.weights(), parity, backend=backend, **options)
         self.settings |= {"module": f"the trainer's {type(policy.model).__name__}", "exact": exact}
@@ -79,8 +78,9 @@ class SharedEngine(Engine):
 
         model = self.policy.model
         config = model.config.get_text_config()
-        ATTENTION.register(NAME, self._attend)
+        ATTENTION.register(NAME, self._note_layer)
         self.hidden(*torch.zeros(2, 2, dtype=torch.long, device=model.device))
+        ATTENTION.register(NAME, self._attend)
         own_attention = len(self._layers) < config.num_hidden_layers
         rope = re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
         if model._is_stateful or own_attention or rope:
@@ -110,22 +110,23 @@ class SharedEngine(Engine):
         finally:
             config._attn_implementation = usual
 
-    def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, _: None, **options: Any
+    def _note_layer(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
     ) -> tuple[Tensor, None]:
-        """Attention of a layer: (1, heads, N, size), keys, values -> (1, N, heads, size).
+        """As `_attend`, before vLLM's model is made: the arguments of its Attention of a layer."""
+        if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
+            size = query.shape[3]
+            self._layers[module.layer_idx] = dict(
+                num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=size,
+                scale=options.get("scaling") or size**-0.5,
+                logits_soft_cap=options.get("softcap"),
+                per_layer_sliding_window=options.get("sliding_window"))
+        return torch.zeros_like(query).transpose(1, 2), None
 
-        The first pass, without a model of vLLM, notes the arguments of vLLM's Attention.
-        """
-        if self.vllm_model is None:
-            if key.shape == value.shape and options.get("s_aux") is None:  # attention sinks
-                size = query.shape[3]
-                self._layers[module.layer_idx] = dict(
-                    num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=size,
-                    scale=options.get("scaling") or size**-0.5,
-                    logits_soft_cap=options.get("softcap"),
-                    per_layer_sliding_window=options.get("sliding_window"))
-            return torch.zeros_like(query).transpose(1, 2), None
+    def _attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Attention of a layer: (1, heads, N, size), keys, values -> (1, N, heads, size)."""
         inputs = [rearrange(each, "1 h n d -> n h d")[: self._count].contiguous()
                   for each in (query, key, value)]
         attended = self.vllm_model.layers[module.layer_idx](*inputs).view_as(inputs[0])
@@ -154,7 +155,7 @@ class SharedEngine(Engine):
         real = columns < batch.input_lengths[:, None]  # (B, T)
         row, position = real.nonzero(as_tuple=True)  # (N,) each
         begins = ((position == 0) | (position >= batch.prompt_lengths[row])).nonzero()[:, 0]  # (Q,)
-        starts = torch.cat([begins, torch.tensor([len(row)])])  # (Q + 1,)
+        starts = pad(begins, (0, 1), value=len(row))  # (Q + 1,)
         config = self.llm.vllm_config
         size = config.cache_config.block_size
         # (B, blocks of a row)

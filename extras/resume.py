@@ -1,6 +1,7 @@
 """`--resume`: a run goes on from its newest checkpoint, with the same options, model and task."""
 
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,7 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     kept = {name: value for name, value in earlier["config"].items() if name not in free}
     refuse_changes("options", run.config.experiment, kept)
     refuse_changes("model and its task", run.files, earlier["files"])
-    before, now = earlier.get("prompts"), prompts_record(run.task)
-    if before not in (None, now):  # older runs have no such record
-        pairs = enumerate(zip(before["first"], now["first"], strict=False))
-        start = max(0, next((place for place, (old, new) in pairs if old != new), 0) - 30)
-        old, new = (each["first"][start : start + 60] for each in (before, now))
-        raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
-                         f" now, such as {new!r} in place of {old!r}. A chat template can write the"
-                         " date: try"
-                         ' --chat-template-args \'{"date_string": "..."}\', with the name that the'
-                         " template gives it")
+    refuse_other_prompts(prompts_record(run.task), earlier["prompts"])
     if not paths:
         # At most step 0 and the steps up to the first checkpoint.
         if len(read_rows(run.out / "metrics.jsonl")) > options.checkpoint_every + 1:
@@ -69,6 +61,20 @@ def refuse_changes(what: str, now: dict[str, Any], before: dict[str, Any]) -> No
     if changed:
         raise ValueError(f"a resumed run must keep its {what}, changed are {', '.join(changed)};"
                          " try another --out")
+
+
+def refuse_other_prompts(now: dict[str, str], before: dict[str, str]) -> None:
+    """Raises: ValueError if the prompts are not as in the run to be resumed."""
+    if now == before:
+        return
+    new, old = now["first"], before["first"]
+    differ = [*map(operator.ne, new, old), True]  # at the end at the latest
+    start = max(0, differ.index(True) - 30)
+    there = slice(start, start + 60)
+    raise ValueError("a resumed run must keep its prompts: the same questions have other tokens"
+                     f" now, such as {new[there]!r} in place of {old[there]!r}. A chat template can"
+                     " write the date: try --chat-template-args"
+                     ' \'{"date_string": "..."}\', with the name that the template gives it')
 
 
 def drop_rows_after(step: int, out: Path) -> None:

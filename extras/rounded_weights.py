@@ -26,9 +26,11 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
     largest = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)  # (out, 1)
     if kind == "fp8":
         scale = largest / LARGEST_FP8
-        return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
-    scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
-    return ((values / scale).round() * scale).to(weight.dtype)
+        nearest = (values / scale).to(torch.float8_e4m3fn).float()
+    else:
+        scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
+        nearest = (values / scale).round()
+    return (nearest * scale).to(weight.dtype)
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, Linear]:

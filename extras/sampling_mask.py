@@ -62,7 +62,7 @@ def mask_outside(logits: Tensor, kept: list[numpy.ndarray]) -> Tensor:
     rows = numpy.repeat(numpy.arange(len(logits)), [len(ids) for ids in kept])
     indices = torch.from_numpy(numpy.stack([rows, numpy.concatenate(kept)])).to(logits.device)
     outside = torch.ones_like(logits, dtype=torch.bool)
-    outside[indices[0], indices[1]] = False
+    outside[tuple(indices)] = False
     return logits.masked_fill(outside, -math.inf)
 
 

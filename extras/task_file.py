@@ -11,6 +11,7 @@ import ctypes
 import inspect
 import math
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -45,6 +46,9 @@ class TaskFile:
         self.path, self.seed, self.limit_s, self.rewards_only = path, seed, limit_s, rewards_only
         self.text = None
         self.processes = [Process(self) for _ in range(num_processes)]
+        self.idle = SimpleQueue()
+        for process in self.processes:
+            self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread
         about = self._call(f"the import of {path}", "about")
         self.text, self.whole_groups, self.has_problems, self.takes_rollout = about
@@ -56,12 +60,10 @@ class TaskFile:
     def problems(self) -> list[Any]:
         return self._call(f"problems of {self.path}", "problems")
 
-    def reward(self, problem: Any, response: str, rollout: Any = None) -> Any:
-        """A finite number, a dictionary of them, or None."""
-        ((result,),) = self.grade([(problem, [response], [rollout])])
-        if isinstance(result, ValueError):
-            raise result
-        return result
+    def reward(self, problem: Any, response: str) -> Any:
+        """A finite number, a dictionary of them, or None; of a text without a rollout."""
+        ((result,),) = self.grade([(problem, [response], [None])])
+        return no_error(result)
 
     def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
         """For each (problem, responses, rollouts) the rewards; a ValueError for one that fails."""
@@ -77,22 +79,19 @@ class TaskFile:
                 for each, (_, texts, _) in zip(results, groups, strict=True)]
 
     def _call(self, what: str, *call: Any) -> Any:
-        (result,) = self._call_all(what, [call])
-        if isinstance(result, ValueError):
-            raise result
-        return result
+        return no_error(*self._call_all(what, [call]))
 
     def _call_all(self, what: str, calls: list[tuple]) -> list[Any]:
         """Results in the order of the calls, each (name, arguments ...)."""
-        idle = SimpleQueue()
-        for process in self.processes:
-            idle.put(process)
 
         def run(call: tuple) -> Any:
-            process = idle.get()
-            result, error = process.call(*call)
-            idle.put(process)
-            return ValueError(f"{what} fails ({error.strip():.300})") if error else result
+            process = self.idle.get()
+            try:
+                return process.call(what, *call)
+            except ValueError as failed:
+                return failed
+            finally:
+                self.idle.put(process)
 
         try:
             return list(self.threads.map(run, calls))
@@ -100,6 +99,12 @@ class TaskFile:
             for process in self.processes:
                 process.kill()
             raise
+
+
+def no_error(result: Any) -> Any:
+    if isinstance(result, ValueError):
+        raise result
+    return result
 
 
 def fields(source: Any, names: Sequence[str]) -> SimpleNamespace:
@@ -114,14 +119,13 @@ class Process:
         Thread(target=self._watch, daemon=True).start()
         atexit.register(self.kill)
 
-    def call(self, name: str, *arguments: Any) -> tuple[Any, str | None]:
-        """The result, or what has failed."""
-        about = error = None
+    def call(self, what: str, name: str, *arguments: Any) -> Any:
+        """The result. Raises: ValueError that says why `what` has failed."""
         if self.child is None or self.child.poll() is not None:
             self._start()
             file = self.file
-            about, error = self._ask("load", file.path, file.seed, file.text, file.rewards_only)
-        return (about, error) if error or name == "about" else self._ask(name, *arguments)
+            self._ask(what, "load", file.path, file.seed, file.text, file.rewards_only)
+        return self._ask(what, name, *arguments)
 
     def _start(self) -> None:
         self.connection, theirs = Pipe()
@@ -132,19 +136,21 @@ class Process:
                 start_new_session=True)  # a signal of the terminal reaches the run alone
         self.connection.recv()  # the process has started; the limit is for the file's code
 
-    def _ask(self, *call: Any) -> tuple[Any, str | None]:
+    def _ask(self, what: str, *call: Any) -> Any:
         limit = self.file.limit_s
         self.deadline = deadline = time.monotonic() + limit
         try:
             self.connection.send(call)
-            return self.connection.recv()
+            result, error = self.connection.recv()
         except Exception:  # no answer, or bytes of the file's code in its place
-            status = self.kill()
+            error = f"its process ended with status {self.kill()}"
             if time.monotonic() >= deadline:
-                return None, f"no answer within {limit:g} s; try --reward-limit-s"
-            return None, f"its process ended with status {status}"
+                error = f"no answer within {limit:g} s; try --reward-limit-s"
         finally:
             self.deadline = math.inf
+        if error:
+            raise ValueError(f"{what} fails ({error.strip():.300})")
+        return result
 
     def _watch(self) -> None:
         """A thread that ends a call at its deadline; a thread for each call would cost more."""
@@ -171,42 +177,40 @@ def serve() -> None:
         connection.send("started")
         while True:
             name, *arguments = connection.recv()
-            result = error = None
-            try:
-                result = getattr(functions, name)(*arguments)
+            try:  # to pickle an object of the file's own class can fail too
+                answer = pickle.dumps((getattr(functions, name)(*arguments), None))
             except BaseException as raised:  # SystemExit, asyncio.CancelledError, KeyboardInterrupt
                 error = "".join(traceback.format_exception_only(raised))
+                answer = pickle.dumps((None, error))
             if os.getpid() != process:  # a child that the user's code forked and did not end
                 os._exit(0)
             signal.alarm(0)  # one that the user's code set and did not clear
-            try:
-                connection.send((result, error))
-            except Exception as raised:  # an object of the file's own class
-                connection.send((None, "".join(traceback.format_exception_only(raised))))
+            connection.send_bytes(answer)
 
 
 class Functions:
     """What the run calls."""
 
-    def load(
-        self, path: str, seed: int, text: bytes | None, rewards_only: bool
-    ) -> tuple[bytes, bool, bool, bool]:
-        """Import the file. Returns its text, whether it rewards whole groups, whether it lists its
-        problems, and whether its reward takes the rollout. `text`: what the first process has read,
-        for one that is started again.
+    def load(self, path: str, seed: int, text: bytes | None, rewards_only: bool) -> None:
+        """Import the file. `text`: what the first process has read, for one that is started again.
         """
-        text = Path(path).read_bytes() if text is None else text
+        self.text = Path(path).read_bytes() if text is None else text
         name = f"task_{Path(path).stem}"
         self.module, self.rng = ModuleType(name), random.Random(seed)
         self.module.__file__ = path
         sys.modules[name] = self.module  # dataclasses need it there
         sys.path.insert(0, str(Path(path).resolve().parent))
-        exec(compile(text, path, "exec"), vars(self.module))
-        source = None if rewards_only else self._only("sample", "problems")
+        exec(compile(self.text, path, "exec"), vars(self.module))
+        self.source = None if rewards_only else self._only("sample", "problems")
         self.reward_name = self._only("reward", "rewards")
         self._check_reward()
+
+    def about(self) -> tuple[bytes, bool, bool, bool]:
+        """The file's text, whether it rewards whole groups, whether it lists its problems, and
+        whether its reward takes the rollout.
+        """
         whole_groups = self.reward_name == "rewards"
-        return text, whole_groups, source == "problems", bool(self.named)
+        return self.text, whole_groups, self.source == "problems", bool(self.named)
 
     def _only(self, *names: str) -> str:
         """The one of these names that the file defines. Raises: AttributeError if it is not one."""

@@ -47,6 +47,10 @@ DENIED = r"(?i)\bnot\b|n't|cannot|neither|wrong|false|incorrect|rule|exclud|exce
 MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))
 
 
+class Unreadable(ValueError):
+    """A row has no question or no readable answer. The text says why."""
+
+
 class Answers:
     """Rewards for problems that have an answer. The process of math-verify starts when an answer
     first needs it. A response is wrong if it takes the process longer than `limit_s` seconds.
@@ -55,21 +59,17 @@ class Answers:
     def __init__(self, limit_s: float):
         self.limit_s, self._math_verify = limit_s, None
 
-    def unreadable(self, problems: list[Problem]) -> dict[str, str]:
-        """By source: why the answer of a problem cannot be compared with a response.
-
-        Raises: ValueError if math-verify is needed and cannot be imported.
+    def check(self, problem: Problem) -> None:
+        """Raises: Unreadable if no response can be compared with the problem's answer; ValueError
+        if math-verify is needed and cannot be imported.
         """
-        reasons = {}
-        for problem in problems:
-            try:
-                self.reward(problem, "")
-            except ValueError as failed:
-                if self._math_verify is None:
-                    raise
-                reasons[problem.source] = (f"its answer {problem.answer!r:.40} is no number and no"
-                                           f" letter, and {failed}")
-        return reasons
+        try:
+            self.reward(problem, "")
+        except ValueError as failed:
+            if self._math_verify is None:
+                raise
+            raise Unreadable(f"its answer {problem.answer!r:.40} is no number and no letter, and"
+                             f" {failed}") from failed
 
     def reward(self, problem: Problem, response: str) -> float:
         """1.0 if the response's last box equals the answer; without a box, if its last number,

@@ -13,14 +13,14 @@ from functools import partial
 from glob import escape
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from config import BUILT_IN, DataConfig
-from extras.answers import Answers
+from extras.answers import Answers, Unreadable
 from extras.model_folder import reach_hub
 from extras.task_file import TaskFile
 from records import stage
+from rollouts import Rollout
 from tasks import Problem, Task, refuse_or_drop, split
 
 # The usual names of columns: of those that a file has the first is taken.
@@ -36,16 +36,14 @@ def load_task(name: str, seed: int, **options: Any) -> Task:
     for option in ("reward", "question_column", "answer_column"):
         if getattr(data, option) and all(map(is_program, names)):
             raise ValueError(f"{option} must be given with a data file only, {name} has its own")
-    has_file = data.reward or any(map(is_program, {*names} - {"toy", "digits"}))
-    if data.reward_workers > 1 and not has_file:
-        raise ValueError("reward_workers must be 1 without a reward of a file, got"
-                         f" {data.reward_workers}")
     task = read_task(name, seed, data)
     if data.eval_task:
         other = read_task(data.eval_task, seed, data, evaluates=True, strict=is_program(name))
         task = replace(task, held_out=other.held_out or other.train, evaluation=other)
-    elif name in ("toy", "digits"):
-        return task
+    graded = [each for each in (task, task.evaluation) if each and each.grade]
+    if data.reward_workers > 1 and not graded:
+        raise ValueError("reward_workers must be 1 without a reward of a file, got"
+                         f" {data.reward_workers}")
     return split(task, name, seed, data.unreadable_answers == "drop")
 
 
@@ -66,31 +64,31 @@ def read_task(
         if name in TASKS:
             return TASKS[name](seed)
         name = COUNTDOWN  # a task file
-    from_program, path = is_program(name), name if is_program(name) else data.reward
-    file = None
+    from_program, file = is_program(name), None
+    path = name if from_program else data.reward
     if path:
         file = TaskFile(path, seed, data.reward_limit_s, not from_program, data.reward_workers)
     train, held_out = (rows_of(file), []) if from_program else read_rows(name, evaluates)
     rows = held_out + train
     question, answer = choose_columns(name, rows, data, file is None, strict and not from_program)
-    problems, faults = {}, {}
+    answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
+    problems, faults = {}, []
     for source, row in rows:
         try:
             problem = problem_of(source, row, question, answer, file is not None)
-            family = row.get("family") if from_program else None
-            problems[source] = problem._replace(family=str(family or ""))
-        except ValueError as error:
-            faults[source] = str(error)
+            if not file:
+                answers.check(problem)
+        except Unreadable as fault:
+            faults.append(f"{source}: {fault}")
+            continue
+        family = row.get("family") if from_program else None
+        problems[source] = problem._replace(family=str(family or ""))
+    refuse_or_drop(faults, f"of {len(rows)} rows of {name} have no question or no readable answer",
+                   data.unreadable_answers == "drop")
+    rewarded = partial(Task, reward=answers.reward, same=answers.same)
     if file:
         rewarded = partial(Task, reward=file.reward, grade=file.grade, text=str(file.text))
-    else:
-        answers = Answers(data.reward_limit_s)
-        faults |= answers.unreadable([*problems.values()])
-        rewarded = partial(Task, reward=answers.reward, same=answers.same)
-    refuse_or_drop([f"{source}: {faults[source]}" for source, _ in rows if source in faults],
-                   f"of {len(rows)} rows of {name} have no question or no readable answer",
-                   data.unreadable_answers == "drop")
-    parts = [[problems[source] for source, _ in part if source not in faults]
+    parts = [[problems[source] for source, _ in part if source in problems]
              for part in (train, held_out)]
     if not any(parts):
         raise ValueError(f"task must have problems, {name} has none")
@@ -104,13 +102,11 @@ def try_reward(task: Task) -> None:
         if part is None or part.grade is None:
             continue
         ids, text = problem.prompt_ids, task.tokenizer.decode(problem.prompt_ids)
-        rollout = SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids),
-                                  versions=[1] * len(ids), finish_reason="length")
-        groups = [(problem, [text] * size, [rollout] * size) for size in (1, 2)]
-        for results in part.grade(groups):
-            result = results[0]
+        rollout = Rollout(ids, None, ids, [0.0] * len(ids), [1] * len(ids), "length")
+        for size in (1, 2):
+            result, *_ = part.grade([(problem, [text] * size, [rollout] * size)])[0]
             found = (f"{result} on {problem.source}, in a trial with the prompt as the response, of"
-                     f" a group of {len(results)}")
+                     f" a group of {size}")
             failed = isinstance(result, ValueError)
             if failed and task.reward_errors == "stop":
                 raise ValueError(found)
@@ -198,8 +194,8 @@ def read_dataset(name: str) -> dict[str, Rows]:
             with gzip.open(name) as file:
                 splits = {"train": datasets.Dataset(parquet.read_table(file))}
         elif os.path.isfile(name):
-            folder, file = os.path.split(os.path.abspath(name))
-            splits = datasets.load_dataset(folder, data_files=escape(file))
+            kind = name.lower().rpartition(".")[2]  # parquet or arrow
+            splits = datasets.load_dataset(kind, data_files=escape(name))
         elif os.path.exists(f"{name}/state.json"):  # of save_to_disk
             splits = {"train": datasets.load_from_disk(name)}
         else:
@@ -237,7 +233,7 @@ def flat(row: Any, prefix: str = "") -> dict[str, Any]:
 def problem_of(
     source: str, row: Any, question_column: str, answer_column: str | None, any_answer: bool
 ) -> Problem:
-    """The problem in a row. Raises: ValueError that says why not."""
+    """The problem in a row. Raises: Unreadable."""
     columns = flat(row)
     question, messages = as_prompt(columns.get(question_column))
     answer = "" if any_answer and answer_column is None else columns.get(answer_column)
@@ -248,7 +244,7 @@ def problem_of(
     if any_answer and isinstance(answer, list | dict):
         answer = json.dumps(answer, default=str)
     if answer is None or not (any_answer or isinstance(answer, str | int | float)):
-        raise ValueError(f"its answer must be a string or a number, it is {answer!s:.80}")
+        raise Unreadable(f"its answer must be a string or a number, it is {answer!s:.80}")
     return Problem(question, str(answer), source, messages=messages, row=row)
 
 
@@ -260,7 +256,7 @@ def as_prompt(prompt: Any) -> tuple[str, list[dict[str, str]]]:
         messages = [{"role": each["role"], "content": text_in(each["content"])} for each in prompt]
         return [each["content"] for each in messages if each["role"] == "user"][-1], messages
     except (TypeError, LookupError):
-        raise ValueError("its question must be a text, or chat messages with role and content, the"
+        raise Unreadable("its question must be a text, or chat messages with role and content, the"
                          f" user's among them, it is {prompt!r:.80}") from None
 
 

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import pytest
 
-from extras.answers import Answers, last_number, plain_number
+from extras.answers import Answers, Unreadable, last_number, plain_number
 from extras.problem_files import load_task
 from tasks import Problem
 
@@ -109,7 +109,7 @@ NOT_READ = ["12\u202f345", "1_000", "0x1F", "...42", "1 1/2", r"2\ 3", "1.2.3", 
 
 @pytest.mark.parametrize("answer", READ)
 def test_another_digit_or_letter_in_an_answer_that_is_read_is_another_answer(answers, answer):
-    assert answers.unreadable([problem(answer)]) == {}
+    answers.check(problem(answer))
     assert answers.reward(problem(answer), BOX % answer) == 1
     for found in re.finditer(r"\\(?:begin|end|mbox)\{[^}]*\}|\\[a-z]+|[\da-zA-Z]", answer):
         if len(found[0]) == 1:
@@ -118,10 +118,11 @@ def test_another_digit_or_letter_in_an_answer_that_is_read_is_another_answer(ans
 
 
 def test_an_answer_that_would_be_read_in_part_is_unreadable_and_never_a_reward(answers):
-    problems = [problem(answer) for answer in NOT_READ]
-    assert list(answers.unreadable(problems)) == [each.source for each in problems]
+    for answer in NOT_READ:
+        with pytest.raises(Unreadable, match="is no number and no letter, and the reward fails "):
+            answers.check(problem(answer))
     with pytest.raises(ValueError, match="math-verify does not read all of it"):
-        answers.reward(problems[0], "42")
+        answers.reward(problem(NOT_READ[0]), "42")
 
 
 def test_answers_that_mean_the_same(answers):

@@ -59,23 +59,12 @@ class Answers:
     def __init__(self, limit_s: float):
         self.limit_s, self._math_verify = limit_s, None
 
-    def check(self, problem: Problem) -> None:
-        """Raises: Unreadable if no response can be compared with the problem's answer; ValueError
-        if math-verify is needed and cannot be imported.
-        """
-        try:
-            self.reward(problem, "")
-        except ValueError as failed:
-            if self._math_verify is None:
-                raise
-            raise Unreadable(f"its answer {problem.answer!r:.40} is no number and no letter, and"
-                             f" {failed}") from failed
-
     def reward(self, problem: Problem, response: str) -> float:
         """1.0 if the response's last box equals the answer; without a box, if its last number,
         letter or expression does.
 
-        Raises: ValueError if the answer is unreadable.
+        Raises: Unreadable if no response can be compared with the answer; ValueError if math-verify
+        is needed and cannot be imported.
         """
         gold, box = last_part(problem.answer), re.sub(UNIT, "", last_match(BOX, response))
         if letter(gold):
@@ -97,11 +86,15 @@ class Answers:
         if self._math_verify is None:
             with stage(f"the answer {gold!r:.40} is no plain number; starting math-verify"
                        " (pip install math-verify)"):
-                self._math_verify = TaskFile(MATH_ANSWERS, 0, self.limit_s, rewards_only=True)
+                self._math_verify = TaskFile(MATH_ANSWERS, 0, self.limit_s)
         problem = Problem("", gold, "")
         with suppress(ValueError):
             return self._math_verify.reward(problem, response)
-        return self._math_verify.reward(problem, "")  # was it the gold, or the response?
+        try:  # was it the gold, or the response?
+            return self._math_verify.reward(problem, "")
+        except ValueError as failed:
+            raise Unreadable(f"its answer {gold!r:.40} is no number and no letter, and"
+                             f" {failed}") from failed
 
 
 def last_part(answer: str) -> str:

@@ -67,7 +67,7 @@ def read_task(
     from_program, file = is_program(name), None
     path = name if from_program else data.reward
     if path:
-        file = TaskFile(path, seed, data.reward_limit_s, not from_program, data.reward_workers)
+        file = TaskFile(path, seed, data.reward_limit_s, data.reward_workers)
     train, held_out = (rows_of(file), []) if from_program else read_rows(name, evaluates)
     rows = held_out + train
     question, answer = choose_columns(name, rows, data, file is None, strict and not from_program)
@@ -77,7 +77,7 @@ def read_task(
         try:
             problem = problem_of(source, row, question, answer, file is not None)
             if not file:
-                answers.check(problem)
+                answers.reward(problem, "")
         except Unreadable as fault:
             faults.append(f"{source}: {fault}")
             continue
@@ -93,7 +93,7 @@ def read_task(
     if not any(parts):
         raise ValueError(f"task must have problems, {name} has none")
     columns = f"{name}: questions are in column {question}, answers in {answer}"
-    return rewarded(*parts, columns=columns, in_passes=not from_program or file.has_problems)
+    return rewarded(*parts, columns=columns, in_passes=not from_program or file.has_problems())
 
 
 def try_reward(task: Task) -> None:
@@ -119,7 +119,7 @@ def rows_of(file: TaskFile) -> Rows:
 
     There are fewer if 1,000 calls of `sample` in a row bring nothing new.
     """
-    problems = file.problems() if file.has_problems else drawn(file)
+    problems = file.problems() if file.has_problems() else drawn(file)
     rows = []
     for number, each in enumerate(problems, 1):
         is_tuple = isinstance(each, tuple | list) and len(each) in (2, 3)

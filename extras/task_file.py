@@ -38,12 +38,11 @@ class TaskFile:
     """The functions of a user's file. A call that fails, or takes longer than `limit_s` seconds, is
     a ValueError. `text` is the file's; a process that is started again runs the same text.
 
-    `rewards_only`: the file needs no problems. `num_processes` compute rewards at the same time.
+    `num_processes` compute rewards at the same time.
     """
 
-    def __init__(self, path: str, seed: int, limit_s: float, rewards_only: bool = False,
-                 num_processes: int = 1):
-        self.path, self.seed, self.limit_s, self.rewards_only = path, seed, limit_s, rewards_only
+    def __init__(self, path: str, seed: int, limit_s: float, num_processes: int = 1):
+        self.path, self.seed, self.limit_s = path, seed, limit_s
         self.text = None
         self.processes = [Process(self) for _ in range(num_processes)]
         self.idle = SimpleQueue()
@@ -51,7 +50,11 @@ class TaskFile:
             self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread
         about = self._call(f"the import of {path}", "about")
-        self.text, self.whole_groups, self.has_problems, self.takes_rollout = about
+        self.text, self.whole_groups, self.takes_rollout = about
+
+    def has_problems(self) -> bool:
+        """Whether it lists its problems; else it draws them."""
+        return self._call(f"the import of {self.path}", "has_problems")
 
     def sample(self) -> Any:
         """A problem. The random state is the process's own and begins with `seed`."""
@@ -124,7 +127,7 @@ class Process:
         if self.child is None or self.child.poll() is not None:
             self._start()
             file = self.file
-            self._ask(what, "load", file.path, file.seed, file.text, file.rewards_only)
+            self._ask(what, "load", file.path, file.seed, file.text)
         return self._ask(what, name, *arguments)
 
     def _start(self) -> None:
@@ -191,7 +194,7 @@ def serve() -> None:
 class Functions:
     """What the run calls."""
 
-    def load(self, path: str, seed: int, text: bytes | None, rewards_only: bool) -> None:
+    def load(self, path: str, seed: int, text: bytes | None) -> None:
         """Import the file. `text`: what the first process has read, for one that is started again.
         """
         self.text = Path(path).read_bytes() if text is None else text
@@ -201,16 +204,16 @@ class Functions:
         sys.modules[name] = self.module  # dataclasses need it there
         sys.path.insert(0, str(Path(path).resolve().parent))
         exec(compile(self.text, path, "exec"), vars(self.module))
-        self.source = None if rewards_only else self._only("sample", "problems")
         self.reward_name = self._only("reward", "rewards")
         self._check_reward()
 
-    def about(self) -> tuple[bytes, bool, bool, bool]:
-        """The file's text, whether it rewards whole groups, whether it lists its problems, and
-        whether its reward takes the rollout.
+    def about(self) -> tuple[bytes, bool, bool]:
+        """The file's text, whether it rewards whole groups, whether its reward takes the rollout.
         """
-        whole_groups = self.reward_name == "rewards"
-        return self.text, whole_groups, self.source == "problems", bool(self.named)
+        return self.text, self.reward_name == "rewards", bool(self.named)
+
+    def has_problems(self) -> bool:
+        return self._only("sample", "problems") == "problems"
 
     def _only(self, *names: str) -> str:
         """The one of these names that the file defines. Raises: AttributeError if it is not one."""

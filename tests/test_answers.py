@@ -109,7 +109,7 @@ NOT_READ = ["12\u202f345", "1_000", "0x1F", "...42", "1 1/2", r"2\ 3", "1.2.3", 
 
 @pytest.mark.parametrize("answer", READ)
 def test_another_digit_or_letter_in_an_answer_that_is_read_is_another_answer(answers, answer):
-    answers.check(problem(answer))
+    answers.reward(problem(answer), "")
     assert answers.reward(problem(answer), BOX % answer) == 1
     for found in re.finditer(r"\\(?:begin|end|mbox)\{[^}]*\}|\\[a-z]+|[\da-zA-Z]", answer):
         if len(found[0]) == 1:
@@ -119,10 +119,8 @@ def test_another_digit_or_letter_in_an_answer_that_is_read_is_another_answer(ans
 
 def test_an_answer_that_would_be_read_in_part_is_unreadable_and_never_a_reward(answers):
     for answer in NOT_READ:
-        with pytest.raises(Unreadable, match="is no number and no letter, and the reward fails "):
-            answers.check(problem(answer))
-    with pytest.raises(ValueError, match="math-verify does not read all of it"):
-        answers.reward(problem(NOT_READ[0]), "42")
+        with pytest.raises(Unreadable, match=r"is no number and no letter, and .*math-verify does not read"):
+            answers.reward(problem(answer), "42")
 
 
 def test_answers_that_mean_the_same(answers):

@@ -224,7 +224,7 @@ def test_a_signal_ends_the_rewards_that_are_computed(tmp_path):
         import os, signal, threading
         from extras.task_file import TaskFile
         from tasks import Problem
-        file = TaskFile("slow.py", 0, 60, rewards_only=True, num_processes=2)
+        file = TaskFile("slow.py", 0, 60, num_processes=2)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         file.grade([(Problem("", "", ""), ["a"] * 9, [None] * 9)])
     """

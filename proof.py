@@ -1,7 +1,7 @@
 """The proof of a load: which tensors does vLLM hold otherwise than they were sent?
 
 Bit for bit, in the dtype that the engine computes with. One file for any trainer that shares a
-process with vLLM; it imports torch and vllm only:
+process with vLLM (examples/prove_remote.py: another one); it imports torch and vllm only:
 
     print(proof.differing(llm, model.state_dict()))  # after the load
 
@@ -68,12 +68,17 @@ def renaming(model: Any) -> Callable[[str], str | None]:
 
 @contextmanager
 def live_model(engine: Any) -> Iterator[Any]:
-    """The module of an LLM or LLMEngine in this process; its packed layers can be applied."""
+    """The module of a worker, or of an LLM or LLMEngine in this process; packed layers can be
+    applied.
+    """
     from vllm.config import set_current_vllm_config
 
-    engine = getattr(engine, "llm_engine", engine)
-    with set_current_vllm_config(engine.vllm_config), torch.no_grad():
-        yield engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+    worker = engine
+    if not hasattr(engine, "get_model"):
+        core = getattr(engine, "llm_engine", engine).engine_core.engine_core
+        worker = core.model_executor.driver_worker.worker
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        yield worker.get_model()
 
 
 def differing(
@@ -98,7 +103,7 @@ def differing(
                 seen.add(module)
                 each = getattr(module, held.parameter)
                 given.add(each.data_ptr() or id(each))
-                if not same_bits(held.values, held.sent.to(held.values.dtype)):
+                if not same_bits(held.values, held.sent.to(held.values.device, held.values.dtype)):
                     found.append(name)
     not_given = sorted(own[each] for each in own.keys() - given)
     return Report(list(dict.fromkeys(found)), sorted(weights.keys() - compared), not_given)

@@ -1,0 +1,47 @@
+"""The proof of a load for an engine in another process of this machine, such as the default LLM.
+
+    import prove_remote  # with proof.py beside it
+
+    llm = LLM(..., worker_extension_cls="prove_remote.Prover")
+    print(prove_remote.differing(llm, model.state_dict()))  # after the load
+
+The weights go to the worker through a file (TMPDIR=/dev/shm: in memory), and names come back. For a
+server set PYTHONPATH, VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls prove_remote.Prover, and
+give `differing` its address. With VLLM_ALLOW_INSECURE_SERIALIZATION=1 an engine needs no Prover:
+`collective_rpc(differing_from, args=(path,))`. An engine of several workers is refused.
+"""
+
+import json
+from tempfile import NamedTemporaryFile
+from urllib.request import Request, urlopen
+
+import torch
+
+import proof
+
+
+def differing_from(worker, path):
+    """In the worker: the `Report` of proof.py for the weights in a file of `torch.save`."""
+    if worker.vllm_config.parallel_config.world_size > 1:
+        raise ValueError("the proof compares whole tensors, so the engine must have one worker")
+    return list(proof.differing(worker, torch.load(path, "cpu", mmap=True)))
+
+
+class Prover:
+    """What vLLM adds to its worker."""
+
+    differing_from = differing_from
+
+
+def differing(engine, weights):
+    """The `Report` of proof.py. `engine`: an LLM, or the address of a server."""
+    with NamedTemporaryFile() as file:
+        torch.save(dict(weights), file.name)
+        if isinstance(engine, str):
+            body = json.dumps({"method": "differing_from", "args": [file.name]}).encode()
+            headers = {"Content-Type": "application/json"}
+            with urlopen(Request(f"{engine}/collective_rpc", body, headers)) as reply:
+                (report,) = json.load(reply)["results"]
+        else:
+            (report,) = engine.collective_rpc("differing_from", args=(file.name,))
+    return proof.Report(*report)

@@ -93,7 +93,8 @@ def differing(
         sent = Sent(weights, renaming(model))
         # A module that stands in two places is known to the checkpoint by one of them.
         for path, module in [*model.named_modules(remove_duplicate=False)][modules]:
-            own |= {(each.data_ptr() or id(each)): f"{path}.{kind}"  # packed ones are empty
+            packed = getattr(module, "cpu_linear", None)  # a tied head has its own
+            own |= {(each.data_ptr() or id(each), packed): f"{path}.{kind}"  # packed ones are empty
                     for kind, each in module.named_parameters(recurse=False)}
             if module in seen:
                 continue
@@ -102,7 +103,7 @@ def differing(
                 compared.add(name)
                 seen.add(module)
                 each = getattr(module, held.parameter)
-                given.add(each.data_ptr() or id(each))
+                given.add((each.data_ptr() or id(each), packed))
                 if not same_bits(held.values, held.sent.to(held.values.device, held.values.dtype)):
                     found.append(name)
     not_given = sorted(own[each] for each in own.keys() - given)

@@ -128,6 +128,7 @@ def test_a_changed_bit_is_named_in_another_process(tmp_path, monkeypatch, starte
     model.save_pretrained(tmp_path)
     with started(str(tmp_path)) as engine:
         assert differing(engine, model.state_dict()) == ([], [], [])
+        assert differing(engine, dict(model.named_parameters())) == ([], [], ["lm_head.weight"])  # a copy, not compared
         model.get_parameter(UP).data.view(torch.int32)[3, 5] ^= 2**16
         assert differing(engine, model.state_dict()) == ([UP], [], [])
 

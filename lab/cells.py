@@ -4,7 +4,9 @@ A cell is a name and options of train.py. They come after the study's workload, 
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
@@ -25,20 +27,26 @@ class Metric(NamedTuple):
     measure: Callable[[Rows], Any]
 
 
-def column(
-    title: str, form: str, field: str, reduce: Callable = mean, steps: slice = slice(None),
-    per: str | None = None,
-) -> Metric:
-    """The field, or its ratio to the field `per`, in those of its steps that `steps` selects.
+first, last = itemgetter(0), itemgetter(-1)  # of the steps
 
-    If a run has too few steps, in its last one.
-    """
+
+def last_five(values: list[float]) -> float:
+    return mean(values[-5:])
+
+
+def warm(values: list[float]) -> float:
+    """The median without the first two steps."""
+    return median(values[2:] or values[-1:])
+
+
+def column(
+    title: str, form: str, field: str, reduce: Callable = mean, per: str | None = None
+) -> Metric:
+    """The field, or its ratio to the field `per`, of the steps that have it, as one figure."""
 
     def measure(rows: Rows) -> Any:
-        measured = [row for row in rows
-                    if row.get(field) is not None and (per is None or row.get(per))]
-        chosen = measured[steps] or measured[-1:]
-        values = [row[field] / row[per] if per else row[field] for row in chosen]
+        values = [row[field] / row[per] if per else row[field] for row in rows
+                  if row.get(field) is not None and (per is None or row.get(per))]
         return reduce(values) if values else None
 
     return Metric(title, form, measure)
@@ -54,24 +62,22 @@ def freed_by_sleep(rows: Rows) -> float | None:
     return median(freed) if freed else None
 
 
-FIRST, LAST5, LAST = slice(1), slice(-5, None), slice(-1, None)
-WARM = slice(2, None)  # without the first two steps
 METRICS = {
-    "reward": column("reward, last 5 steps", ".2f", "reward", steps=LAST5),
+    "reward": column("reward, last 5 steps", ".2f", "reward", last_five),
     "reward_best": column("reward, best step", ".2f", "reward", max),
-    "eval_reward": column("held out, engine", ".2f", "eval_reward", steps=LAST),
-    "eval_greedy": column("held out, greedily", ".2f", "eval_reward_greedy", steps=LAST),
-    "eval_greedy_before": column("greedily, untrained", ".2f", "eval_reward_greedy", steps=FIRST),
+    "eval_reward": column("held out, engine", ".2f", "eval_reward", last),
+    "eval_greedy": column("held out, greedily", ".2f", "eval_reward_greedy", last),
+    "eval_greedy_before": column("greedily, untrained", ".2f", "eval_reward_greedy", first),
     "eval_trainer_alone": column("held out, trainer alone", ".2f", "eval_reward_trainer_alone",
-                                 steps=LAST),
+                                 last),
     "eval_agree": column("engine's greedy answers that are the trainer's", ".3f", "eval_agree",
-                         steps=LAST),
-    "entropy": column("entropy, last 5 steps", ".2f", "entropy", steps=LAST5),
+                         last),
+    "entropy": column("entropy, last 5 steps", ".2f", "entropy", last_five),
     "clip_rate": column("clip rate", ".1%", "clip_rate"),
     "kl_old_new": column("KL(old, new)", ".1e", "kl_old_new"),
     "ratio_mean": column("mean ratio", ".3f", "ratio_mean"),
     "mismatch": column("mean mismatch", ".1e", "mismatch_abs_mean"),
-    "mismatch_first": column("mismatch, step 1", ".1e", "mismatch_abs_mean", steps=FIRST),
+    "mismatch_first": column("mismatch, step 1", ".1e", "mismatch_abs_mean", first),
     "mismatch_current": column("mean mismatch, current weights", ".1e",
                                "current_mismatch_abs_mean"),
     "mismatch_max": column("largest mismatch", ".1e", "mismatch_max", max),
@@ -80,7 +86,7 @@ METRICS = {
                              per="self_noise_abs_mean"),
     "backend_clip": column("the backend's clip rate", ".2%", "backend_clip_rate"),
     "backend_clip_first": column("the backend's clip rate, step 1", ".1%", "backend_clip_rate",
-                                 steps=FIRST),
+                                 first),
     "backend_ratio": column("the backend's mean ratio", ".4f", "backend_ratio_mean"),
     "kept_mass": column("kept mass", ".4f", "kept_mass"),
     "outside": column("outside the trainer's mask", ".2%", "outside_frac"),
@@ -92,23 +98,23 @@ METRICS = {
     "updates": column("optimizer steps", ".0f", "updates", sum),
     "overflowed": column("overflowed updates", ".0f", "overflowed_updates", sum),
     "staleness": column("mean staleness", ".2f", "staleness_mean"),
-    "wasted": column("wasted tokens", ".0f", "tokens_wasted", steps=LAST),
+    "wasted": column("wasted tokens", ".0f", "tokens_wasted", last),
     "tokens_s": Metric("tokens/s", ".0f", tokens_a_second),
-    "probe": column("the probe, last", "", "probe", max, LAST),
+    "probe": column("the probe, last", "", "probe", last),
     "freed": Metric("memory freed by sleep, GiB", ".2f", freed_by_sleep),
     "generate_gib": column("generate, peak GiB", ".2f", "generate_gib", max),
     "update_gib": column("update, peak GiB", ".2f", "update_gib", max),
     "start_s": column("start the engine, s", ".1f", "start_s"),
 } | {
-    f"{phase}_formula": column(f"{phase}, peak / formula", ".2f", f"{phase}_gib", median, WARM,
+    f"{phase}_formula": column(f"{phase}, peak / formula", ".2f", f"{phase}_gib", warm,
                                per=f"formula_{phase}_gib")
     for phase in ("generate", "update")
 } | {
-    f"{name}_s": column(f"{name}, s", ".3f", f"{name}_s", median, WARM)
+    f"{name}_s": column(f"{name}, s", ".3f", f"{name}_s", warm)
     for name in ("generate", "old_logprobs", "update", "sync", "sleep", "wake", "load", "proof",
                  "canary", "step")
 } | {
-    f"{name}_bare": column(f"{name} / bare work", ".2f", f"{name}_s", median, WARM,
+    f"{name}_bare": column(f"{name} / bare work", ".2f", f"{name}_s", warm,
                            per=f"bare_{name}_s")
     for name in ("generate", "old_logprobs", "update", "step")
 }
@@ -246,9 +252,12 @@ GPU = (f"{BENCH} --task {ROOT / 'lab' / 'models.py'} --dtype bfloat16 --num-prom
        " --group-size 8 --max-new-tokens 512 --micro-batch-tokens 16384 --kv-cache-gib 16"
        " --eval-problems 8 --self-noise-every 1")
 TINY = ("--model toy --task digits --steps 3 --num-prompts 4 --group-size 4 --max-new-tokens 18"
-        " --kv-cache-gib 0.1 --eval-problems 4")
+        " --kv-cache-gib 0.1 --eval-problems 4 --no-cuda-graphs")
 SMALL = "--num-prompts 32"
 TOY = "--model toy --task toy --max-new-tokens 8"
+half_b = partial(Cell, baseline="parity", program="lab.bench", model="qwen2.5-0.5b", share=0.3)
+LADDER_ON_GPU = f"--model toy {LADDER} --kv-cache-gib 0.25 --steps 40"
+on_ladder = partial(Cell, baseline="ladder-parity")
 GPU_CELLS = {
     "start": Cell(f"{TOY} --steps 4 --num-prompts 16 --kv-cache-gib 4", "start", "lab.bench",
                   expected="H200: frees 4.05 GiB; mismatch 1.11 times the own noise"),
@@ -257,33 +266,29 @@ GPU_CELLS = {
                    " --eval-every 20 --eval-problems 256", "learns",
                    expected="H200: held out greedily 1.00"),
     "tests": Cell("", "tests", "lab.gpu_tests", share=0.25, expected="exit status 0"),
-} | {
+    "ladder-parity": on_ladder(LADDER_ON_GPU, expected="H100: reward 1.00"),
+    "ladder-raw": on_ladder(f"{LADDER_ON_GPU} {RAW}", expected="H200: reward 0.10"),
     # Sleep clears the cache of V1's defaults; kept requests keep it, and it is stale.
-    f"ladder-{name}": Cell(f"--model toy {LADDER} --kv-cache-gib 0.25 --steps 40 {words}",
-                           "ladder-parity", expected=expected)
-    for name, words, expected in (
-        ("parity", "", "H100: reward 1.00"), ("raw", RAW, "H200: reward 0.10"),
-        ("v1-defaults", V1, "H100: reward 0.12; a CPU's 0.62 is of its stale cache"),
-        ("kept-cache", f"{RUNTIME} --parity.variants prefix-cache",
-         "H100: reward 0.29 below parity, agreement 0.64"))
-} | {
-    name: Cell(words, "parity", "lab.bench", "qwen2.5-0.5b", share=0.3, expected=expected)
-    for name, words, expected in (
-        ("parity", "", "H100: frees 18.3 GiB, load 0.06 s; sleep, wake and load 0.7 % of a step;"
-                       " mismatch 1.5 times the own noise"),
-        ("minus-fp32-head", f"{HEAD} {SMALL}", "H100: mismatch 11 times that of parity"),
-        ("cuda-graphs", "--cuda-graphs", "H100: mismatch 1.5 times the own noise"))
-} | {
+    "ladder-v1-defaults": on_ladder(
+        f"{LADDER_ON_GPU} {V1}", expected="H100: reward 0.12; a CPU's 0.62 is of its stale cache"),
+    "ladder-kept-cache": on_ladder(
+        f"{LADDER_ON_GPU} {RUNTIME} --parity.variants prefix-cache",
+        expected="H100: reward 0.29 below parity, agreement 0.64"),
+    "parity": half_b(
+        "", expected="H100: frees 18.3 GiB, load 0.06 s; sleep, wake and load 0.7 % of a step;"
+        " mismatch 1.5 times the own noise"),
+    "minus-fp32-head": half_b(
+        f"{HEAD} {SMALL}", expected="H100: mismatch 11 times that of parity"),
+    "cuda-graphs": half_b(
+        "--cuda-graphs", expected="H100: mismatch 1.5 times the own noise"),
     # The shape of garg-aayush/building-from-scratch: 256 rollouts.
     "1.5b": Cell(f"{SMALL} --max-new-tokens 1024 --micro-batch-tokens 8192 --self-noise-every 0"
                  " --kv-cache-gib 8", "1.5b", "lab.bench", "qwen2.5-1.5b", share=0.5,
                  expected="others: a step takes 30 s on an H100, 84 s on a 4090"),
-} | {
-    name: Cell(words, "parity", "lab.bench", "qwen2.5-0.5b", share=0.3) for name, words in {
-        "float16": f"--dtype float16 {SMALL}", "v1-defaults": V1,
-        "24gb": f"{SMALL} --micro-batch-tokens 4096 --kv-cache-gib 4 --self-noise-every 0",
-    }.items()
-}  # fmt: skip
+    "float16": half_b(f"--dtype float16 {SMALL}"),
+    "v1-defaults": half_b(V1),
+    "24gb": half_b(f"{SMALL} --micro-batch-tokens 4096 --kv-cache-gib 4 --self-noise-every 0"),
+}
 
 STUDIES = {
     "ladder": Study(LADDER, LADDER_CELLS, LEARNING + BACKEND,

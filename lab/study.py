@@ -18,6 +18,7 @@ runs that were killed or crashed count with the steps they have, and the table n
 GPU it is a rehearsal, with tiny shapes.
 """
 
+import fnmatch
 import gc
 import json
 import os
@@ -25,10 +26,10 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from importlib import import_module
 from multiprocessing import get_context, parent_process
@@ -60,11 +61,12 @@ from records import (
     stage,
 )
 
+Record = dict[str, Any]  # as JSON has it
+Errors = dict[str, str]  # of runs, by the name of their folder
+Values = dict[int, Any]  # of a metric, by seed
 GPU = torch.cuda.is_available()
 RECORDS = Path(__file__).parents[1] / "docs" / "records"
 RESERVE = 5.0  # seconds of --minutes for killing the last run and printing the table
-NOT_STARTED = "not started"
-UNFINISHED = "unfinished in an earlier call"
 MARK = "finished.json"  # in the folder of a run: its origin and options, written after its end
 # What the process imports that runs are forked from.
 IMPORTED = ["lab.bench", "vllm.v1.engine.llm_engine", "matplotlib.figure",
@@ -85,7 +87,9 @@ class Options:
     seeds: tuple[int, ...] = ()  # If not given, 0, 1, ...: as many as the study has.
     # Steps of a run; if not given, those of the study. Some cells have a number of their own.
     steps: int | None = None
-    jobs: int | None = None  # Runs at the same time; they share the CPU threads. 1 on a GPU.
+    # Runs at the same time; they share the CPU threads. Always 1 on a GPU, because vLLM's sleep
+    # asserts that the memory in use falls.
+    jobs: int | None = None
     # After so many the call ends, even if a run hangs; a run has its cell's share of them. A week.
     minutes: float = 10_000.0
     # More options of train.py, with an equals sign: --train-args="--model PATH". They override the
@@ -104,12 +108,14 @@ class Options:
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The names that `cells` selects. Raises: ValueError for a cell that is none of them."""
+        found = set()
         for pattern in self.cells:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            matching = fnmatch.filter(names, pattern)
+            if not matching:
                 raise ValueError(f"cells must be names of cells or patterns, got {pattern}; there"
                                  f" are {', '.join(names)}")
-        return [name for name in names
-                if any(fnmatchcase(name, pattern) for pattern in self.cells)]
+            found.update(matching)
+        return [name for name in names if name in found]
 
 
 # ---------------------------------------------------------------------------------- runs
@@ -123,9 +129,38 @@ class Run:
     config: Config
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Record:
         """What makes it this run and no other, as JSON has it."""
         return json.loads(json.dumps(self.config.experiment))
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / MARK).exists()
+
+    @property
+    def begun(self) -> bool:
+        return (self.folder / "config.json").exists()
+
+    def outcome(self, crashed: Errors) -> str:
+        """What has become of it; `crashed` has the errors of this call."""
+        if self.finished:  # the tests marked gpu have no figures, but their log ends with numbers
+            return "finished" if self.begun else f"finished: {last_line(self.folder)}"
+        earlier = "unfinished in an earlier call" if self.begun else "not started"
+        return crashed.get(self.folder.name, earlier)
+
+    def origin(self, command: str) -> Record:
+        """Its config.json, with its mark if it has finished."""
+        mark = read_json(self.folder / MARK) if self.finished else {"command": command}
+        return read_json(self.folder / "config.json") | mark
+
+    def check_options(self) -> None:
+        """Of a finished run. Raises: ValueError if it had other options."""
+        stored, wanted = read_json(self.folder / MARK)["options"], self.options
+        changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
+                   for key in stored | wanted if stored.get(key) != wanted.get(key)]
+        if changed:
+            raise ValueError(f"runs in out must have the options of this call, {self.folder} has"
+                             f" {'; '.join(changed)}; choose another --out")
 
 
 class Plan:
@@ -138,17 +173,13 @@ class Plan:
         self.record = self.out / f"{options.study}.json"
         self.models = self.out / "models"
         self.cells = options.chosen(self.study.cells)
-        self.seeds = list(dict.fromkeys(options.seeds or range(self.study.seeds)))
         self.rehearsal = "" if GPU else self.study.rehearsal
         self.run = cache(self._make_run)
-
-    def folder(self, name: str, seed: int) -> Path:
-        return self.out / "runs" / f"{name}-seed{seed}"
 
     def _make_run(self, name: str, seed: int) -> Run:
         """The run of a cell with a seed, its options checked."""
         cell = self.study.cells[name]
-        folder = self.folder(name, seed)
+        folder = self.out / "runs" / f"{name}-seed{seed}"
         steps = self.options.steps or self.study.steps
         words = shlex.split(f"{self.study.workload} --steps {steps}")
         if cell.model:
@@ -157,50 +188,34 @@ class Plan:
         words += ["--out", str(folder), "--seed", str(seed)]
         return Run(folder, cell, words, tyro.cli(Config, args=words))
 
-    def outcomes(self, crashed: dict[str, str]) -> Iterator[tuple[Run, str]]:
-        """What has become of each chosen run."""
-        for run in [self.run(name, seed) for seed in self.seeds for name in self.cells]:
-            outcome = crashed.get(run.folder.name, NOT_STARTED)
-            if (run.folder / MARK).exists():
-                outcome = "finished"
-                if run.cell.program == "lab.gpu_tests":  # their numbers
-                    outcome += f": {last_line(run.folder)}"
-            elif run.config.backend.cuda_graphs and not GPU:
-                outcome = "skipped, it needs a GPU"
-            elif outcome == NOT_STARTED and (run.folder / "config.json").exists():
-                outcome = UNFINISHED
-            yield run, outcome
+    def chosen(self) -> list[Run]:
+        """The runs that this call asks for."""
+        seeds = self.options.seeds or range(self.study.seeds)
+        return [self.run(name, seed) for seed in seeds for name in self.cells]
 
-    def finished(self) -> dict[str, list[int]]:
-        """Seeds of the finished runs in OUT, by cell; the tests marked gpu have no figures.
+    def counted(self) -> dict[str, list[Run]]:
+        """The runs in OUT that belong to the record, by cell: all that have finished.
 
-        Raises: ValueError if one of them has other options than this call would give it.
+        Of a piecewise study also those that have begun. The tests marked gpu have no figures.
+        Raises: ValueError if a finished run has other options than this call would give it.
         """
-        seeds = {}
+        counted = {}
         for name in self.study.cells:
-            for mark in self.out.glob(f"runs/{name}-seed*/{MARK}"):
-                folder = mark.parent
-                if not (folder / "config.json").exists():
-                    continue
-                seed = int(folder.name.rpartition("-seed")[2])
-                with stage(f"reading {mark}"):
-                    stored = read_json(mark)["options"]
-                wanted = self.run(name, seed).options
-                changed = [f"{key} {stored.get(key)} instead of {wanted.get(key)}"
-                           for key in sorted(stored.keys() | wanted.keys())
-                           if stored.get(key) != wanted.get(key)]
-                if changed:
-                    raise ValueError(f"runs in out must have the options of this call, {folder} has"
-                                     f" {'; '.join(changed)}; choose another --out")
-                seeds.setdefault(name, []).append(seed)
-        return {name: sorted(found) for name, found in seeds.items()}
+            folders = [each.parent.name for each in self.out.glob(f"runs/{name}-seed*/config.json")]
+            for seed in sorted(int(folder.rpartition("-seed")[2]) for folder in folders):
+                run = self.run(name, seed)
+                if run.finished:
+                    run.check_options()
+                if run.finished or self.study.piecewise:
+                    counted.setdefault(name, []).append(run)
+        return counted
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Record:
     return json.loads(path.read_text())
 
 
-def execute(folder: Path, run: Run, origin: dict[str, Any]) -> None:
+def execute(folder: Path, run: Run, origin: Record) -> None:
     """The run from its beginning, then its mark."""
     shutil.rmtree(folder, ignore_errors=True)  # not finished
     wide = widen_if_slow(run.config.job.dtype)
@@ -213,9 +228,7 @@ def execute(folder: Path, run: Run, origin: dict[str, Any]) -> None:
 def logged(function: Callable, folder: Path, *arguments: Any) -> None:
     """In a process of its own, which ends with the study: a call whose output goes to a log."""
     Thread(target=_end_with_the_study, daemon=True).start()
-    if not GPU:  # vLLM collects garbage eight times, in all imported modules if they are not frozen
-        gc.freeze()
-        gc.freeze = gc.unfreeze = lambda: None  # vLLM calls both
+    gc.freeze()  # vLLM collects garbage five times while it starts, else in all imported modules
     with open(f"{folder}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -244,127 +257,103 @@ def last_line(folder: Path) -> str:
 
 
 def in_processes(
-    tasks: list[tuple], jobs: int, end: float, after: Callable[[str, dict[str, str]], None]
-) -> dict[str, str]:
-    """Call each (turn, limit, function, folder, more arguments) in a process of its own.
+    tasks: list[tuple], jobs: int, end: float, after: Callable[[str, Errors], None]
+) -> Errors:
+    """Call each (limit, function, folder, more arguments) in a process of its own.
 
-    There are `jobs` at a time; a turn begins when the one before has ended. A process is killed
-    after its limit (seconds) and at the time `end`; from then on none is started. `after` is called
-    with the name of each folder and the errors so far. Returns the errors of those that failed.
+    There are `jobs` at a time. A process is killed after its limit (seconds) and at the time `end`;
+    from then on none is started. `after` is called with the name of each folder and the errors so
+    far. Returns the errors of those that failed.
     """
     context = get_context("spawn" if GPU else "forkserver")
     context.set_forkserver_preload(IMPORTED)
-    waiting, running, failed = list(tasks), {}, {}
+    waiting, running, failed = deque(tasks), {}, {}
     started = time.monotonic()
-    while waiting or running:
-        if time.monotonic() > end:
-            waiting.clear()
-            if not running:
-                break
-        while (waiting and len(running) < jobs
-               and {turn for turn, *_ in running.values()} <= {waiting[0][0]}):
-            turn, limit, *task = waiting.pop(0)
-            folder = task[1]
+    while True:
+        while waiting and len(running) < jobs and time.monotonic() < end:
+            limit, *call = waiting.popleft()
+            folder = call[1]
             folder.parent.mkdir(parents=True, exist_ok=True)
             Path(f"{folder}.log").touch()
-            process = context.Process(target=logged, args=task)
+            process = context.Process(target=logged, args=call)
             process.start()
             deadline = min(end, time.monotonic() + limit)
-            running[process.sentinel] = turn, deadline, folder, process
-        first = min(running, key=lambda sentinel: running[sentinel][1])
-        ended = wait(list(running), running[first][1] - time.monotonic())
-        _, _, folder, process = running.pop(ended[0] if ended else first)
+            running[process.sentinel] = deadline, folder, process
+        if not running:
+            return failed
+        first = min(running, key=lambda sentinel: running[sentinel][0])
+        ended = wait(running, running[first][0] - time.monotonic())
+        _, folder, process = running.pop(ended[0] if ended else first)
+        cut = ""
         if not ended:
             kill(process.pid)
-        process.join(None if ended else RESERVE / 2)  # a call of a driver may block its end
+            cut = " at the time limit"
+        process.join(RESERVE / 2)  # a call of a driver may block its end
         outcome = "finished"
-        if process.exitcode or not ended:
-            limit = "" if ended else " at the time limit"
-            failed[folder.name] = f"exit status {process.exitcode}{limit}: {last_line(folder)}"
+        if process.exitcode != 0:
+            failed[folder.name] = f"exit status {process.exitcode}{cut}: {last_line(folder)}"
             outcome = f"CRASHED, {failed[folder.name]}"
         done = len(tasks) - len(waiting) - len(running)
         minutes = (time.monotonic() - started) / 60
         print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min", flush=True)
         after(folder.name, failed)
-    return failed
 
 
-def run_all(plan: Plan) -> dict[str, str]:
+def run_all(plan: Plan) -> Errors:
     """Run what has not finished. Returns the errors of the runs that crashed."""
-    plan.finished()  # refuses other options
-    jobs = plan.options.jobs or (1 if GPU else plan.study.jobs)
+    plan.counted()  # refuses other options
+    jobs = 1 if GPU else plan.options.jobs or plan.study.jobs
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     prepare_environment()
     origin = {"command": plan.command}
     if not GPU:  # forked runs have the code of now, fresh ones that of then
         now = provenance(torch.device("cpu"))
         origin |= {"commit": now["commit"], "dirty": now["dirty"]}
+    pending = [run for run in plan.chosen() if not run.finished]
+    pending.sort(key=lambda run: run.begun)  # those that a limit has cut already come last
     seconds = 60 * plan.options.minutes
     tasks = {}
-    outcomes = [*plan.outcomes({})]
-    # Runs that a limit has cut already come last.
-    pending = [run for kind in (NOT_STARTED, UNFINISHED) for run, outcome in outcomes
-               if outcome == kind]
     for run in pending:
-        limit = seconds * run.cell.share
-        model = Path(run.config.job.model)
+        job, limit = run.config.job, seconds * run.cell.share
+        model = Path(job.model)
         if model.parent == plan.models and not model.exists():
-            shape, _, seed = model.name.rpartition("-seed")
-            tasks.setdefault(model, (0, limit, write_model, model, shape, int(seed)))
-        tasks[run.folder] = 1, limit, execute, run.folder, run, origin
-    ordered = list(tasks.values())
-    if jobs > 1:  # one run at a time waits for its own model alone
-        ordered.sort(key=lambda task: task[0])
-    return in_processes(ordered, jobs, lab.STARTED + seconds - RESERVE, partial(note, plan))
+            tasks.setdefault(model, (limit, write_model, model, run.cell.model, job.seed))
+        tasks[run.folder] = limit, execute, run.folder, run, origin
+    end = lab.STARTED + seconds - RESERVE
+    return in_processes([*tasks.values()], jobs, end, partial(note, plan))
 
 
-def note(plan: Plan, run: str, crashed: dict[str, str]) -> None:
+def note(plan: Plan, run: str, crashed: Errors) -> None:
     """After each run of a piecewise study: the record so far, and the run's figures."""
-    name = run.rpartition("-seed")[0]
-    if not plan.study.piecewise or name not in plan.cells:
+    if not plan.study.piecewise:
         return
-    record = write_record(plan, crashed)
-    cell = record["cells"].get(name, {"metrics": {}})
-    figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
-               for each in cell["metrics"] if by_seed(cell, each)]
-    print("   ", "; ".join([*figures, record["outcomes"][run]]), flush=True)
+    name = run.rpartition("-seed")[0]
+    cell = write_record(plan, crashed)["cells"].get(name)
+    if cell:
+        figures = [f"{METRICS[each].title} {text_of(METRICS[each], by_seed(cell, each), {})}"
+                   for each in cell["metrics"] if by_seed(cell, each)]
+        expected = f"expected: {plan.study.cells[name].expected}"
+        print("   ", "; ".join([*figures, expected]), flush=True)
 
 
 # ---------------------------------------------------------------------------------- the record
-def origin_of(folder: Path, command: str) -> dict[str, Any]:
-    """The run's config.json, with its mark if it has finished."""
-    mark = {"command": command}
-    if (folder / MARK).exists():
-        mark = read_json(folder / MARK)
-    return read_json(folder / "config.json") | mark
-
-
-def write_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
-    """Write and return: of all finished runs in OUT options, seeds, metrics, and where they ran.
-
-    Of a piecewise study also those that have begun and not finished.
-    """
-    counted = plan.finished()
+def write_record(plan: Plan, crashed: Errors) -> Record:
+    """Write and return: of all runs that count options, seeds, metrics, and where they ran."""
     cells, origins = {}, []
-    for name in plan.study.cells if plan.study.piecewise else ():
-        for begun in sorted(plan.out.glob(f"runs/{name}-seed*/config.json")):
-            if not begun.with_name(MARK).exists():
-                counted.setdefault(name, []).append(int(begun.parent.name.rpartition("-seed")[2]))
-    for name, seeds in counted.items():
+    for name, runs in plan.counted().items():
         cell = plan.study.cells[name]
-        folders = [plan.folder(name, seed) for seed in seeds]
-        runs = [read_rows(folder / "metrics.jsonl") for folder in folders]
-        found = [origin_of(folder, plan.command) for folder in folders]
+        tables = [read_rows(run.folder / "metrics.jsonl") for run in runs]
+        found = [run.origin(plan.command) for run in runs]
         origins += found
         cells[name] = {
             "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
-            "seeds": seeds,
-            "metrics": {each: [METRICS[each].measure(rows) for rows in runs]
+            "seeds": [run.config.job.seed for run in runs],
+            "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
                         for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }
         if name in plan.study.drawn:
             cells[name]["curves"] = {
-                each: [[row.get(each) for row in rows if row["step"]] for rows in runs]
+                each: [[row.get(each) for row in rows if row["step"]] for rows in tables]
                 for each in PANELS}
     if not cells and not plan.study.piecewise:
         sys.exit(f"error: no run has finished; the logs are in {plan.out / 'runs'}")
@@ -377,8 +366,8 @@ def write_record(plan: Plan, crashed: dict[str, str]) -> dict[str, Any]:
                           for name in names}
     if plan.study.piecewise:
         record["outcomes"] = {
-            run.folder.name: f"{outcome}; expected: {run.cell.expected}"
-            for run, outcome in plan.outcomes(crashed)}
+            run.folder.name: f"{run.outcome(crashed)}; expected: {run.cell.expected}"
+            for run in plan.chosen()}
     workload = f"{plan.study.workload} {plan.rehearsal}".strip()
     record |= {"workload": workload, "cells": cells, "crashed": crashed}
     replace_file(plan.record, json.dumps(record, indent=1))
@@ -390,9 +379,7 @@ def distinct(values: Iterable[Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------- the table
-def paired(
-    ours: dict[int, float], theirs: dict[int, float]
-) -> tuple[float | None, float | None]:
+def paired(ours: Values, theirs: Values) -> tuple[float | None, float | None]:
     """Mean of the differences at equal seeds, and half of its 95 % interval: t s / sqrt(n).
 
     Without a common seed there is no difference, with one there is no interval.
@@ -405,13 +392,13 @@ def paired(
     return mean(differences), quantile * stdev(differences) / count**0.5
 
 
-def by_seed(cell: dict[str, Any], name: str) -> dict[int, Any]:
+def by_seed(cell: Record, name: str) -> Values:
     """The values that were measured."""
     values = zip(cell["seeds"], cell["metrics"].get(name, []), strict=False)
     return {seed: value for seed, value in values if value is not None}
 
 
-def text_of(metric: Metric, ours: dict[int, Any], theirs: dict[int, Any]) -> str:
+def text_of(metric: Metric, ours: Values, theirs: Values) -> str:
     """`mean (smallest to largest); difference ± half of its interval`, empty if not measured."""
     if not ours:
         return ""
@@ -435,21 +422,21 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def columns(record: dict[str, Any], options: Options) -> Iterable[str]:
-    """Those of --metrics, of the study of the command or of the record; else what is stored."""
-    if options.metrics:
-        return options.metrics
-    for study in (options.study, record["study"]):
-        if study in STUDIES:
-            return STUDIES[study].metrics
-    stored = dict.fromkeys(each for cell in record["cells"].values() for each in cell["metrics"])
-    return [each for each in stored if each in METRICS]
+def usual_columns(record: Record) -> Iterable[str]:
+    """Those of the record's study. If it is gone from lab/cells.py, those that are stored."""
+    if record["study"] in STUDIES:
+        return STUDIES[record["study"]].metrics
+    first, *_ = record["cells"].values()
+    return [each for each in first["metrics"] if each in METRICS]
 
 
-def report(record: dict[str, Any], options: Options, chosen: list[str]) -> str:
-    """Where the figures come from, and the table of the chosen cells."""
+def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
+    """Where the figures come from, and the table of the chosen cells.
+
+    `metrics`: its columns, if given; those without a figure are left out.
+    """
     cells = record["cells"]
-    measured = [each for each in columns(record, options)
+    measured = [each for each in metrics or usual_columns(record)
                 if any(by_seed(cells[name], each) for name in chosen)]
     rows = [["cell", "seeds", "baseline", *(METRICS[each].title for each in measured)]]
     for name in chosen:
@@ -477,7 +464,7 @@ def report(record: dict[str, Any], options: Options, chosen: list[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------- the picture
-def draw(curves: dict[str, dict[str, Any]], path: Path) -> Any:
+def draw(curves: Record, path: Path) -> Any:
     """The curves of each cell by field: mean and range over the seeds."""
     from matplotlib.figure import Figure
 
@@ -506,11 +493,11 @@ def main(arguments: list[str] | None = None) -> int:
     with one_sentence(2):
         options = tyro.cli(Options, args=words, description=__doc__)
         if options.print is not None:
-            path = Path(*options.print) if options.print else RECORDS / f"{options.study}.json"
+            path = Path(*options.print or [RECORDS / f"{options.study}.json"])
             with stage(f"reading the record {path}"):
                 record = read_json(path)
                 cells = record["cells"]
-            print(report(record, options, options.chosen(cells)))
+            print(report(record, options.metrics, options.chosen(cells)))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
         if plan.rehearsal:
@@ -522,7 +509,7 @@ def main(arguments: list[str] | None = None) -> int:
             if curves:
                 draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
-    print(f"\n{report(record, options, chosen)}\n\nwritten to {plan.record}")
+    print(f"\n{report(record, options.metrics, chosen)}\n\nwritten to {plan.record}")
     return 1 if record["crashed"] else 0
 
 

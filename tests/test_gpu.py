@@ -104,7 +104,6 @@ if __name__ == "__main__":
     first.join()
     cells = {name: study.Cell("", name, "planted", share=share, expected="this") for name, share in {
         "first": 1, "hangs": 0.2, "killed": 1, "raises": 1, "fifth": 1, "hangs to the end": 1, "late": 1}.items()}
-    cells["graphs"] = study.Cell("--cuda-graphs")
     study.STUDIES["gpu"] = study.STUDIES["gpu"]._replace(cells=cells)
     lab.STARTED = time.monotonic()
     assert study.main(["gpu", "--minutes", "0.2", "--out", sys.argv[1]]) == 1
@@ -137,20 +136,20 @@ def test_a_run_that_hangs_dies_or_raises_costs_itself_alone_and_the_study_ends_i
     assert list(record["outcomes"].values()) == [
         "finished; expected: this", KILLED, "exit status -9: ; expected: this",
         "exit status 1: ValueError: planted; expected: this", "finished; expected: this", KILLED,
-        "not started; expected: this", "skipped, it needs a GPU; expected: -"]  # fmt: skip
+        "not started; expected: this"]  # fmt: skip
     assert all(f"\n- {run}: {outcome}" in printed for run, outcome in record["outcomes"].items())
 
 
-@pytest.mark.parametrize("jobs, order", [
-    (1, "qwen2.5-1.5b-seed0 1.5b-seed0 qwen2.5-1.5b-seed1 1.5b-seed1"),
-    (2, "qwen2.5-1.5b-seed0 qwen2.5-1.5b-seed1 1.5b-seed0 1.5b-seed1")])
-def test_one_run_at_a_time_waits_for_its_own_model_alone(tmp_path, monkeypatch, jobs, order):
+def test_a_model_is_written_once_just_before_the_first_run_that_needs_it_and_a_gpu_has_one_run(tmp_path, monkeypatch):
     found = []
-    monkeypatch.setattr(study, "in_processes", lambda tasks, *_: found.extend(task[3].name for task in tasks))
+    monkeypatch.setattr(study, "in_processes", lambda *given: found.extend(given[:2]))
     monkeypatch.setattr(study, "GPU", True)  # a rehearsal has another model
-    options = study.Options("gpu", str(tmp_path), ("1.5b",), seeds=(0, 1), jobs=jobs)
+    options = study.Options("gpu", str(tmp_path), ("parity", "1.5b", "float16"), seeds=(0, 1), jobs=2)
     study.run_all(study.Plan(options))
-    assert found == order.split()
+    tasks, jobs = found
+    assert [task[2].name for task in tasks] == [f"{each}-seed{seed}" for seed in (0, 1) for each in (
+        "qwen2.5-0.5b", "parity", "qwen2.5-1.5b", "1.5b", "float16")]  # fmt: skip
+    assert jobs == 1
 
 
 def test_the_tests_marked_gpu_are_one_run_whose_log_ends_with_their_numbers(tmp_path, monkeypatch, capsys):
@@ -185,4 +184,5 @@ def test_a_run_that_an_earlier_call_has_cut_keeps_its_figures(tmp_path):
     plan = study.Plan(study.Options("gpu", str(tmp_path), ("start", "learns")))
     record = study.write_record(plan, {})
     assert record["cells"]["start"]["metrics"]["reward"] == [0.5]
-    assert [each.partition(";")[0] for each in record["outcomes"].values()] == [study.UNFINISHED, study.NOT_STARTED]
+    assert [each.partition(";")[0] for each in record["outcomes"].values()] == [
+        "unfinished in an earlier call", "not started"]  # fmt: skip

@@ -18,11 +18,14 @@ import re
 import shlex
 import sys
 import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from math import inf, nan
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +36,7 @@ from config import MANY, ParityFlags, within
 from engine_adapter import Engine, check_vllm_version, prepare_environment
 from examples.toys import toy_tokenizer
 from extras.fast import fast_parts
-from lab.study import GPU, RECORDS, distinct, in_processes, markdown, read_json
+from lab.study import GPU, RECORDS, Errors, Record, distinct, in_processes, markdown, read_json
 from models import write_folder
 from records import end_of_process, one_line, one_sentence, provenance, replace_file
 from rl import Policy, Scoring, make_batch
@@ -73,20 +76,11 @@ class Options:
 
 
 # ---------------------------------------------------------------------------------- a case
-def options_of(name: str, tied: bool, **changes: Any) -> dict[str, Any]:
-    """Options of the configuration. A multimodal class has the sizes in its text model."""
-    changes["tie_word_embeddings"] = tied
-    own = CLASSES[name]["options"]
-    if "text_config" in own:
-        text = DESCRIBED["sizes"] | own["text_config"] | changes
-        return own | {"text_config": text, "tie_word_embeddings": tied}
-    return DESCRIBED["sizes"] | own | changes
-
-
 def small_model(name: str, tied: bool, **changes: Any) -> torch.nn.Module:
     """The random model of a class; untied, its logits are so wide that a lost scale or cap shows.
 
-    Raises: ValueError if transformers does not have the class.
+    A multimodal class has the sizes and `changes` in its text model. Raises: ValueError if
+    transformers does not have the class.
     """
     from transformers import (
         CONFIG_MAPPING,
@@ -95,11 +89,17 @@ def small_model(name: str, tied: bool, **changes: Any) -> torch.nn.Module:
         AutoModelForImageTextToText,
     )
 
-    options = options_of(name, tied, **changes)
+    options, auto = CLASSES[name]["options"], AutoModelForCausalLM
+    tie = {"tie_word_embeddings": tied}
+    if "text_config" in options:
+        auto = AutoModelForImageTextToText
+        text = DESCRIBED["sizes"] | options["text_config"] | changes | tie
+        options = options | {"text_config": text} | tie
+    else:
+        options = DESCRIBED["sizes"] | options | changes | tie
     if options["model_type"] not in CONFIG_MAPPING:
         raise ValueError("not in this version of transformers")
     torch.manual_seed(0)
-    auto = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
     # sdpa would lose soft-capping
     model = auto.from_config(AutoConfig.for_model(**options), attn_implementation="eager")
     if not tied:  # a tied model would only echo its input
@@ -108,7 +108,7 @@ def small_model(name: str, tied: bool, **changes: Any) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def agreement(folder: str, dtype: torch.dtype) -> dict[str, Any]:
+def agreement(folder: str, dtype: torch.dtype) -> Record:
     """The largest means of |trainer - engine| and of the trainer's own noise, of three loads.
 
     The noise is the distance from the trainer's values with a body of twice the precision: float64,
@@ -156,7 +156,7 @@ def measure(folder: Path, model: str, tied: bool | None, dtype: str) -> None:
         replace_file(file, json.dumps(result))
 
 
-def run_all(options: Options, command: str) -> dict[str, Any]:
+def run_all(options: Options, command: str) -> Record:
     """Measure what the record in OUT does not have yet. Returns the record."""
     for model in options.models:
         if model not in CLASSES and not Path(model).is_dir():
@@ -166,16 +166,17 @@ def run_all(options: Options, command: str) -> dict[str, Any]:
     prepare_environment()
     origin = provenance(torch.device(DEVICE)) | {"vllm": check_vllm_version()}
     record = {"command": command, "origin": origin, "cases": {}}
-    if path.exists() and read_json(path)["origin"] == origin:
-        record["cases"] = read_json(path)["cases"]
+    earlier = read_json(path) if path.exists() else record
+    if earlier["origin"] == origin:
+        record["cases"] = earlier["cases"]
     tasks = []
     for model in options.models:
         for tied, dtype in product(CLASSES.get(model, {"tied": [None]})["tied"], options.dtype):
-            name = re.sub(r"[^\w.]+", "-", f"{model} {'tied ' * bool(tied)}{dtype}")
+            name = re.sub(r"\W+", "-", f"{model} {'tied ' * bool(tied)}{dtype}")
             if name not in record["cases"]:
-                tasks.append((0, options.limit_s, measure, out / name, model, tied, dtype))
+                tasks.append((options.limit_s, measure, out / name, model, tied, dtype))
 
-    def note(name: str, _crashed: dict[str, str]) -> None:
+    def note(name: str, _crashed: Errors) -> None:
         record["cases"][name] = read_json(out / f"{name}.json")
         replace_file(path, json.dumps(record, indent=1))
 
@@ -184,51 +185,63 @@ def run_all(options: Options, command: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------- the table
-def table(record: dict[str, Any]) -> str:
-    """A row for classes that agree alike, with their largest figures. Then the refusals.
+def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list]:
+    """The items by their key."""
+    found = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return found
 
-    T: with tied embeddings too, t: with tied ones alone.
-    """
-    agreeing, refused = {}, {}
-    for case in record["cases"].values():
-        models = agreeing
-        if "refused" in case:
-            sentence = " ".join(re.sub(DIFFERS, "", case["refused"]).split()[:12]).rstrip(":;.(")
-            models = refused.setdefault(sentence, {})
-        models.setdefault(case["model"], []).append(case)
-    alike = {}
-    for model, cases in agreeing.items():
-        by_dtype = {dtype: [case for case in cases if case["dtype"] == dtype] for dtype in SHORT}
-        not_proven = distinct(name.rpartition("layers.N.")[2]
-                              for case in cases for name in case["not_proven"])
-        is_near = all(case["nats"] <= NEAR * case["noise"] for case in cases)
-        mark = {(False, True): " T", (True,): " t"}.get(
-            tuple(sorted({case["tied"] for case in cases})), "")
-        key = is_near or model, not_proven, *(bool(found) for found in by_dtype.values())
-        names, all_cases = alike.setdefault(key, ([], []))
-        names.append(model + mark)
-        all_cases += cases
+
+def table(record: Record) -> str:
+    """A row for classes that agree alike, with their largest figures. Then the refusals."""
+    all_cases = record["cases"].values()
+    agreeing = grouped((case for case in all_cases if "refused" not in case), itemgetter("model"))
+    refused = grouped((case for case in all_cases if "refused" in case), reason)
     rows = [["classes", "largest difference, nats (times own noise)", "not proven"]]
-    for (_, not_proven, *_), (names, cases) in alike.items():
+    alike = grouped(agreeing, lambda model: kind(model, agreeing[model]))
+    for (_, not_proven, _), models in alike.items():
+        cases = [case for model in models for case in agreeing[model]]
         figures = []
-        for dtype, short in SHORT.items():
-            found = [case for case in cases if case["dtype"] == dtype]
-            if found:
-                nats = max(case["nats"] for case in found)
-                ratio = max(case["nats"] / case["noise"] for case in found)
-                figures.append(f"{short} {nats:.0e} ({ratio:.1f})")
+        for dtype, found in grouped(cases, itemgetter("dtype")).items():
+            nats = max(case["nats"] for case in found)
+            ratio = max(case["nats"] / case["noise"] for case in found)
+            figures.append(f"{SHORT[dtype]} {nats:.0e} ({ratio:.1f})")
+        names = [model + mark(agreeing[model]) for model in models]
         rows.append(["; ".join(names), ", ".join(figures), not_proven])
-    lines = []
-    for sentence, models in refused.items():
+    text = f"`{record['command']}`: {json.dumps(record['origin'])}\n\n{markdown(rows)}"
+    if refused:
+        text += "\n\nRefused:\n"
+    for sentence, cases in refused.items():
         names = []
-        for model, cases in models.items():
+        for model, found in grouped(cases, itemgetter("model")).items():
             details = distinct(" ".join([SHORT[case["dtype"]], *NATS.findall(case["refused"])])
-                               for case in cases)
+                               for case in found)
             shown = model in agreeing or "canary" in sentence
             names.append(f"{model} ({details})" if shown else model)
-        lines.append(f"- {sentence}: {'; '.join(names)}")
-    return f"`{record['command']}`: {json.dumps(record['origin'])}\n\n{markdown(rows)}" + (
-        "\n\nRefused:\n\n" + "\n".join(lines) if lines else "")
+        text += f"\n- {sentence}: {'; '.join(names)}"
+    return text
+
+
+def kind(model: str, cases: list[Record]) -> tuple:
+    """What the classes of a row have in common; a class that is not near its noise has its own."""
+    is_near = all(case["nats"] <= NEAR * case["noise"] for case in cases)
+    not_proven = distinct(name.rpartition("layers.N.")[2]
+                          for case in cases for name in case["not_proven"])
+    return is_near or model, not_proven, frozenset(case["dtype"] for case in cases)
+
+
+def mark(cases: list[Record]) -> str:
+    """T: with tied embeddings too, t: with tied ones alone."""
+    tied = {case["tied"] for case in cases}
+    if True not in tied:
+        return ""
+    return " T" if False in tied else " t"
+
+
+def reason(case: Record) -> str:
+    """The beginning of the refusal, without what differs between classes."""
+    return " ".join(re.sub(DIFFERS, "", case["refused"]).split()[:12]).rstrip(":;.(")
 
 
 def main(arguments: list[str] | None = None) -> None:

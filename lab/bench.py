@@ -7,7 +7,8 @@ backward (update), each prompt once for its group. There is no evaluation and no
 """
 
 import time
-from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,11 @@ def bare_training(model: torch.nn.Module, batch: Batch, grpo: GrpoConfig, backwa
     no backward. No chunks, no entropy, no mask.
     """
     group_size = grpo.group_size
-    for rows in whole_groups(batch, grpo):
+    has_signal = batch.advantages.any(dim=1).view(-1, group_size).any(dim=1)  # (P,)
+    minibatches = batch.minibatches(
+        has_signal.repeat_interleave(group_size).cpu(), grpo.num_minibatches,
+        grpo.micro_batch_tokens, partial(whole_groups, group_size))
+    for rows in chain.from_iterable(minibatches):
         micro, cache = batch.select(rows), DynamicCache(config=model.config)
         prompt = int(micro.prompt_lengths[0])
         learns = backward and bool(micro.advantages.any())
@@ -62,15 +67,14 @@ def bare_training(model: torch.nn.Module, batch: Batch, grpo: GrpoConfig, backwa
             loss.backward()
 
 
-def whole_groups(batch: Batch, grpo: GrpoConfig) -> Iterator[Tensor]:
-    """Rows of whole groups with prompts of one length, with an advantage or all without."""
-    count, width = batch.inputs.shape
-    size = max(1, grpo.micro_batch_tokens // (width * grpo.group_size)) * grpo.group_size
-    signal = batch.advantages.any(dim=1).view(-1, grpo.group_size).any(dim=1).cpu()  # (P,)
-    kinds = 2 * batch.prompt_lengths + signal.repeat_interleave(grpo.group_size)  # (B,)
-    for minibatch in torch.arange(count).split(count // grpo.num_minibatches):
-        for kind in kinds[minibatch].unique():
-            yield from minibatch[kinds[minibatch] == kind].split(size)
+def whole_groups(
+    group_size: int, batch: Batch, rows: Tensor, micro_batch_tokens: int
+) -> list[Tensor]:
+    """The rows in micro-batches of whole groups, whose prompts have one length."""
+    positions = group_size * batch.inputs.shape[1]  # of a group
+    size = group_size * max(1, micro_batch_tokens // positions)
+    lengths = batch.prompt_lengths[rows]
+    return [part for length in lengths.unique() for part in rows[lengths == length].split(size)]
 
 
 def main(arguments: list[str]) -> None:

@@ -39,10 +39,11 @@ def phases(
     size = getattr(torch, config.job.dtype).itemsize
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
-    weights = size * sum(each.numel() for each in model.parameters())
+    parameters = sum(each.numel() for each in model.parameters())
+    weights = size * parameters
     adapters = config.lora.lora_rank * sum(
         sum(each.weight.shape) for each in model.base_model.modules() if type(each) is Linear)
-    trained = adapters or weights / size  # numbers
+    trained = adapters or parameters
     copied = 4 * adapters or weights  # bytes
     text = model_config.get_text_config()
     hidden = text.hidden_size

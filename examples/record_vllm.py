@@ -25,12 +25,14 @@ import platform
 import sys
 from contextlib import suppress
 from importlib import metadata
+from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
 
 import numpy
 
-NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, (4, 48), 128
+NUM_PROMPTS, NEW_TOKENS = 64, 128
+PROMPT_TOKENS = 4, 49  # from 4 to 48
 SAMPLING = {"temperature": 0.7}  # at temperature 1 raw log-probabilities do not show
 # Named in every request, so that no default of the model acts.
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -41,27 +43,17 @@ SECRETS = ("key", "key_id", "token", "secret", "password", "credentials", "autho
 # vLLM sets more later. A trace is passed on, so it must have no secret.
 ENVIRONMENT = {name: value for name, value in os.environ.items()
                if name.startswith("VLLM_") and not name.lower().endswith(SECRETS)}
-SETTINGS = {  # name in the trace: places in vLLM's VllmConfig, the first that exists counts
-    "dtype": ["model_config.dtype"], "quantization": ["model_config.quantization"],
-    "logprobs_mode": ["model_config.logprobs_mode"], "max_logprobs": ["model_config.max_logprobs"],
-    "head_dtype": ["model_config.head_dtype"], "hf_overrides": ["model_config.hf_overrides"],
-    "generation_config": ["model_config.generation_config"],
-    "enforce_eager": ["model_config.enforce_eager"],
-    "max_model_len": ["model_config.max_model_len"], "seed": ["model_config.seed"],
-    "enable_prefix_caching": ["cache_config.enable_prefix_caching"],
-    "block_size": ["cache_config.block_size"],
-    "kv_cache_dtype": ["cache_config.cache_dtype"],
-    "async_scheduling": ["scheduler_config.async_scheduling"],
-    "chunked_prefill": ["scheduler_config.enable_chunked_prefill",
-                        "scheduler_config.chunked_prefill_enabled"],
-    "disable_cascade_attn": ["model_config.disable_cascade_attn"],
-    "max_num_seqs": ["scheduler_config.max_num_seqs"],
-    "max_num_batched_tokens": ["scheduler_config.max_num_batched_tokens"],
-    "tensor_parallel_size": ["parallel_config.tensor_parallel_size"],
-    "speculative": ["speculative_config.method", "speculative_config"],
-    "compilation_level": ["compilation_config.mode", "compilation_config.level"],
-    "attention_backend": ["attention_config.backend"],
-}
+SETTINGS = (  # places in vLLM's VllmConfig; no version has all of them
+    "model_config.dtype", "model_config.quantization", "model_config.logprobs_mode",
+    "model_config.max_logprobs", "model_config.head_dtype", "model_config.hf_overrides",
+    "model_config.generation_config", "model_config.enforce_eager", "model_config.max_model_len",
+    "model_config.seed", "model_config.disable_cascade_attn", "cache_config.enable_prefix_caching",
+    "cache_config.block_size", "cache_config.cache_dtype", "scheduler_config.async_scheduling",
+    "scheduler_config.enable_chunked_prefill", "scheduler_config.chunked_prefill_enabled",
+    "scheduler_config.max_num_seqs", "scheduler_config.max_num_batched_tokens",
+    "parallel_config.tensor_parallel_size", "speculative_config.method", "compilation_config.mode",
+    "compilation_config.level", "attention_config.backend",
+)
 
 
 def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_files=False):
@@ -77,8 +69,8 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
     if prompts is None:
         generator = numpy.random.RandomState(0)  # the same numbers in every version of numpy
         # Some versions refuse unused entries, which may be the last tenth of a vocabulary.
-        vocabulary, (low, high) = config.model_config.get_vocab_size() * 9 // 10, PROMPT_TOKENS
-        prompts = [generator.randint(vocabulary, size=generator.randint(low, high + 1)).tolist()
+        vocabulary = config.model_config.get_vocab_size() * 9 // 10
+        prompts = [generator.randint(vocabulary, size=generator.randint(*PROMPT_TOKENS)).tolist()
                    for _ in range(NUM_PROMPTS)]
     requests = [SamplingParams(max_tokens=new_tokens, logprobs=0, ignore_eos=True,
                                seed=1000 + index, **NEUTRAL | sampling)
@@ -105,8 +97,6 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
               "meta": numpy.array(json.dumps(meta, default=str))}
     numpy.savez_compressed(out, **arrays)
     print(f"{out}: {sum(map(len, tokens))} tokens of {meta['engine']} on {meta['device']}")
-    for section in ("versions", "settings"):
-        print(f"{section}: {', '.join(f'{name} {value}' for name, value in meta[section].items())}")
 
 
 def check_sampling(sampling):
@@ -124,12 +114,11 @@ def name_of(sampling):
 
 
 def settings_of(config):
-    """The settings in force; some versions do not show all."""
+    """The settings in force, by their place."""
     found = {}
-    for name, places in SETTINGS.items():
-        for place in reversed(places):
-            with suppress(AttributeError):
-                found[name] = attrgetter(place)(config)
+    for place in SETTINGS:
+        with suppress(AttributeError):
+            found[place] = attrgetter(place)(config)
     return found
 
 
@@ -169,10 +158,8 @@ def weights_of(folder):
 
 def table(rows, padding, kind):
     """Rows of unequal length as an array: (B, longest)."""
-    array = numpy.full((len(rows), max(map(len, rows))), padding, kind)
-    for index, row in enumerate(rows):
-        array[index, : len(row)] = row
-    return array
+    columns = list(zip_longest(*rows, fillvalue=padding))
+    return numpy.array(columns, kind).T
 
 
 def main():

@@ -72,9 +72,10 @@ def test_record_vllm_from_a_folder_of_its_own_in_both_ways(tmp_path):
     default, fixed = (load_traces(str(tmp_path / f"{name}.npz"))[0] for name in ("default", "fixed"))
     assert (default.name, fixed.name) == ("t0.7", "t0.8_top_k20")
     assert [len(r.token_ids) for r in fixed.rollouts] == [32] * 64
-    assert default.meta["settings"]["logprobs_mode"] == "raw_logprobs"
-    assert default.meta["settings"]["enable_prefix_caching"] is True
-    assert default.meta["settings"].keys() == SETTINGS.keys()
+    assert default.meta["settings"]["model_config.logprobs_mode"] == "raw_logprobs"
+    assert default.meta["settings"]["cache_config.enable_prefix_caching"] is True
+    assert set(SETTINGS) - default.meta["settings"].keys() == {
+        "scheduler_config.chunked_prefill_enabled", "speculative_config.method", "compilation_config.level"}
     assert default.meta["versions"]["vllm"].startswith("0.")
     assert "secret" not in json.dumps(default.meta)
     assert [r.prompt_ids for r in default.rollouts] == [r.prompt_ids for r in fixed.rollouts]

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import tasks
 from models import write_folder
+from records import stage
 from tasks import Problem, Task, exact_match, split
 
 # ---------------------------------------------------------------------------------- tasks
@@ -48,7 +49,8 @@ def forget_the_carry(problem: Problem, rng: random.Random) -> str:
     if rng.random() >= WRONG:
         return problem.answer
     a, b = problem.source.split("+")
-    return "".join(str((int(x) + int(y)) % 10) for x, y in zip(a[::-1], b[::-1], strict=True)) + "0"
+    sums = [str((int(x) + int(y)) % 10) for x, y in zip(a, b, strict=True)]
+    return "".join(sums[::-1]) + "0"
 
 
 def digits(seed: int) -> Task:
@@ -131,49 +133,48 @@ def toy_tokenizer() -> PreTrainedTokenizerFast:
                                    eos_token="<eos>")
 
 
-def toy_config(task: str = "toy") -> Qwen3Config:
-    """The configuration of the model that is taught for the task: by default for addition."""
+def toy_for(task: str) -> str:
+    """The name of the toy that is taught for the task: by default the one for addition."""
+    return task if task in TOYS else "toy"
+
+
+def toy_config(task: str) -> Qwen3Config:
+    """The configuration of a task's model."""
     return Qwen3Config(
         # vLLM's CPU attention needs 32.
         vocab_size=len(VOCABULARY), head_dim=32, max_position_embeddings=64,
         # Three times the usual: so small a model learns in a third of the steps.
         initializer_range=0.06,
-        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **TOYS.get(task, TOYS["toy"]).sizes,
+        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS, **TOYS[toy_for(task)].sizes,
     )
 
 
-def toy_folder(cache_dir: str, seed: int, task: str = "toy") -> Path:
+def toy_folder(cache_dir: str, seed: int, task: str) -> Path:
     """Where the cache has the model of a task once it is taught."""
     # These two files decide the model.
     code = Path(__file__).read_bytes() + Path(tasks.__file__).read_bytes()
-    name = task if task in TOYS else "toy"
-    return Path(cache_dir) / f"{name}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
+    return Path(cache_dir) / f"{toy_for(task)}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
 
 
-def toy_model(cache_dir: str, seed: int, task: str = "toy") -> Path:
+def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     """The folder of a task's model, taught on first use and kept in the cache.
 
     Raises: ValueError if the cache cannot be written.
     """
     folder = toy_folder(cache_dir, seed, task)
-    name = folder.name.partition("-")[0]
     if folder.is_dir():
         return folder
-    try:
+    name, started = toy_for(task), time.monotonic()
+    with stage(f"teaching a model for --cache-dir {cache_dir}"):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = TemporaryDirectory(dir=cache_dir, prefix=f"{folder.name}.")
-    except OSError as error:
-        raise ValueError(f"cache_dir must be writable, got {cache_dir}: {error}; try"
-                         f" --cache-dir") from error
-    started = time.monotonic()
-    with unfinished:
-        model = teach(TOYS[name], toy_config(name), seed)
-        print(f"{name} model: taught for {TOYS[name].steps} steps in"
-              f" {time.monotonic() - started:.0f} s", flush=True)
-        whole = Path(unfinished.name) / "model"
-        write_folder(model, toy_tokenizer(), whole)
-        with suppress(OSError):  # another process may have been faster
-            whole.rename(folder)
+        with TemporaryDirectory(dir=cache_dir, prefix=f"{folder.name}.") as unfinished:
+            model = teach(TOYS[name], toy_config(name), seed)
+            whole = Path(unfinished) / "model"
+            write_folder(model, toy_tokenizer(), whole)
+            with suppress(OSError):  # another process may have been faster
+                whole.rename(folder)
+    print(f"{name} model: taught for {TOYS[name].steps} steps in"
+          f" {time.monotonic() - started:.0f} s", flush=True)
     return folder
 
 

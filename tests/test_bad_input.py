@@ -80,7 +80,7 @@ OPTIONS = {
     "--out=": "out must be a printable name",
     "--out {root}/\udcff": r"out must be a printable name, got '{root}/\udcff'",
     "--out {root}/task.py/run": "out must be a writable folder",
-    "--cache-dir {root}/task.py --model toy --task digits": "cache_dir must be",
+    "--cache-dir {root}/task.py --model toy --task digits": "teaching a model for --cache-dir",
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_the_model_for_digits_starts_with_the_wrong_habit_unsure_and_with_offset
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
-    toy, config = TOYS["toy"]._replace(steps=2), toy_config()
+    toy, config = TOYS["toy"]._replace(steps=2), toy_config("toy")
     first, again, other = ([*teach(toy, config, seed).parameters()] for seed in (1, 1, 2))
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first[:3], other[:3]))

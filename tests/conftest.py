@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from gpu_path import RUNNER
-from helpers import OWN_PROCESS, PYTHON, TASK, qwen2  # before torch: it sets the number of threads
+from helpers import OWN_PROCESS, PYTHON, SHIFT, TASK, qwen2  # before torch: it sets the number of threads
 from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
@@ -89,7 +89,7 @@ def engine_rule(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     """What a test draws without a seed of its own does not depend on the tests before it."""
-    manual_seed(0)
+    manual_seed(SHIFT)
 
 
 # ------------------------------------------------------------------------------------------------ small models

@@ -8,7 +8,6 @@ import gc
 import json
 import math
 import os
-import random
 import re
 import runpy
 import sys
@@ -42,11 +41,10 @@ from transformers import (
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import examples.toys as toys
 import lab.classes
 import train
 from config import BackendConfig, Config, ParityFlags
-from engine_adapter import Engine, WeightLoadError, prepare_environment
+from engine_adapter import Engine, prepare_environment
 from extras.inflight import with_groups_in_flight
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine, products_differ
@@ -55,37 +53,17 @@ from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
 from rollouts import Rollout, Sampling
 from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine, teach_toy
-from tasks import Task, encode, exact_match
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
 
 
 # ------------------------------------------------------------------------------------------------ other seeds
-SHIFT = int(os.environ.get("TEST_SEED", "0"))  # added to each seed in this process: of tests, runs, engine and samples
-CACHE = ROOT / ".cache"
+SHIFT = int(os.environ.get("TEST_SEED", "0"))  # added to the seeds of models, runs, and what a test draws without one
 # In this process vLLM takes the kernels of a CPU without BF16 instructions (avx512), or without AVX-512 too (avx2).
 KERNELS = os.environ.get("VLLM_KERNELS")
 for each in {"avx512": ["bf16_"], "avx2": ["bf16_", ""]}.get(KERNELS, []):
     setattr(torch.cpu, f"_is_avx512_{each}supported", lambda: False)
-
-
-class ShiftedGenerator(torch.Generator):
-    def manual_seed(self, seed: int) -> torch.Generator:
-        return super().manual_seed(seed + SHIFT)
-
-
-class ShiftedRandom(random.Random):
-    def seed(self, *given) -> None:
-        super().seed(repr((given, SHIFT)) if given and given[0] is not None else None)
-
-
-if SHIFT:
-    usual_seed, usual_folder = torch.manual_seed, toys.toy_folder
-    torch.manual_seed = lambda seed: usual_seed(seed + SHIFT)
-    torch.Generator, random.Random = ShiftedGenerator, ShiftedRandom
-    CACHE = CACHE / f"test-seed-{SHIFT}"  # the toys are other ones
-    toys.toy_folder = lambda cache_dir, *given: usual_folder(str(Path(cache_dir) / CACHE.name), *given)
 
 
 # ------------------------------------------------------------------------------------------------ one live engine
@@ -154,7 +132,7 @@ def config_changed(config: Config, **changes) -> Config:
 def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
     """All of train.py up to the first step, whose number comes last, with the model and the problems of a good run."""
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
-                 engine="transformers")  # fmt: skip
+                 engine="transformers", seed=SHIFT)  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(config_of(**usual | options))
     teach_toy(run)
@@ -288,16 +266,6 @@ def by_the_book(row: list[float], sampling: Sampling) -> list[float]:
     return [weight / total if token in nucleus else 0.0 for token, weight in enumerate(weights)]
 
 
-def differing(engine: Engine, policy: Policy) -> list[str]:
-    """The tensors that the engine holds otherwise than the policy, as the proof of a load names them."""
-    engine._loads = 0  # all of them are compared
-    try:
-        engine._prove(policy.weights())
-    except WeightLoadError as refused:
-        return re.split(" sent in |, ", str(refused))[1:]
-    return []
-
-
 # ------------------------------------------------------------------------------------------------ in flight
 def move_and_load(policy: Policy, engine, scale: float = 0.02, seed: int = 0) -> None:
     """Sleep, an optimizer step, wake, load: as train_step does it."""
@@ -329,7 +297,7 @@ def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch
 # ------------------------------------------------------------------------------------------------ small models
 def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + SHIFT)
     model = Qwen2ForCausalLM(Qwen2Config(**DESCRIBED["sizes"] | {"tie_word_embeddings": tied} | changes))
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
@@ -412,10 +380,6 @@ def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 
 # ------------------------------------------------------------------------------------------------ a small run
-def prompt_ids(tokenizer, problem) -> list[int]:
-    return encode(tokenizer, Task([problem], [], exact_match)).train[0].prompt_ids
-
-
 TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
 PYTHON = '''
 import itertools, os, time
@@ -432,7 +396,8 @@ def reward(problem, response):
 
 def command(root: Path, options: str, *more: str) -> list[str]:
     """A good run's options and then the given ones: of two with one name the second counts."""
-    usual = "--out {root}/run --model {root}/model --task {root}/task.jsonl --num-prompts 4 --group-size 2 "
+    usual = f"--seed {SHIFT} --out {{root}}/run --model {{root}}/model --task {{root}}/task.jsonl --num-prompts 4 "
+    usual += "--group-size 2 "
     return [*(usual + options).format(root=root).split(), *more]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CACHE, ROOT, ROUNDING, close_live_engine
+from helpers import ROOT, ROUNDING, close_live_engine
 
 from objectives import group_advantages
 
@@ -79,8 +79,8 @@ def fork(name: str, folder: Path) -> Iterator[None]:
     for room in rooms:
         copy = shutil.copytree if room.is_dir() else shutil.copy
         copy(room, folder / room.name)
-    CACHE.mkdir(parents=True, exist_ok=True)
-    (folder / ".cache").symlink_to(CACHE)
+    (ROOT / ".cache").mkdir(exist_ok=True)
+    (folder / ".cache").symlink_to(ROOT / ".cache")
     patch = (ROOT / "examples" / "forks" / f"{name}.patch").read_bytes()
     subprocess.run(["patch", "--strip", "1", "--fuzz", "0"], cwd=folder, input=patch, check=True, capture_output=True)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import OWN_PROCESS, ROOT, command, rows
+from helpers import ROOT, command, rows
 
 from examples.toys import toy_tokenizer
 from lab import gpu_tests, study
@@ -18,13 +18,6 @@ from models import load_model
 
 
 # ------------------------------------------------------------------------------------------------ one engine a process
-@pytest.mark.engine  # it starts none, but only tests that do have a process of their own
-@pytest.mark.own_process
-@pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="it fails in its own process alone")
-def test_a_failure_in_a_process_of_its_own_is_a_failure():
-    assert int(os.environ[OWN_PROCESS]) != os.getppid()
-
-
 def test_each_gpu_test_that_starts_an_engine_in_its_process_has_the_marker(request):
     """The others that start one, below, start it in a child process."""
     found = {item.name for item in request.session.items

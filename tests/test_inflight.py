@@ -15,7 +15,6 @@ from helpers import (
     command,
     floors,
     floors_of,
-    move,
     move_and_load,
     over_a_kept_state,
     qwen2,
@@ -30,7 +29,7 @@ from engine_adapter import CANARY_PROMPT_TOKENS, Engine
 from extras.inflight import Group, GroupsInFlight
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
-from rollouts import Sampling, reseed
+from rollouts import Sampling
 from tasks import Problem, Task, exact_match
 
 KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
@@ -87,9 +86,10 @@ def vllm(parity: ParityFlags, room: int, **changes):
     vllm(KEEP, 4, uncached_runtime=False), vllm(ABORT, 4, uncached_runtime=False),  # asynchronous scheduling
 ], ids=named)  # fmt: skip
 def test_every_group_is_trained_on_once_or_in_flight(engine_folder, kind, parity, room):
+    """None becomes too old: without the wait for groups that are due, `after_update` stops this run."""
     taken, spans, groups_of = [], 0, numbered_groups()
     with backend(kind, engine_folder, parity, room) as (policy, engine):
-        flight = in_flight(engine, 3, LONG_TAIL, max_staleness=2)
+        flight = in_flight(engine, 3, LONG_TAIL, max_staleness=1)
         for step in range(8):
             flight.groups += islice(groups_of, 4 + 3 - len(flight.groups))
             submitted = max(questions(taken + flight.groups)) + 1
@@ -107,7 +107,7 @@ def test_every_group_is_trained_on_once_or_in_flight(engine_folder, kind, parity
             assert not set(left) & set(questions(taken))
             unfinished = [each for group in flight.groups for each in group.rollouts if each.finish_reason is None]
             assert engine.num_unfinished == len(unfinished)
-            assert all(engine.weight_version - v <= 2 for g in flight.groups for r in g.rollouts for v in r.versions)
+            assert all(engine.weight_version - v <= 1 for g in flight.groups for r in g.rollouts for v in r.versions)
     assert len(set(questions(taken))) == len(taken) == 32
     for group in taken:
         for rollout in group.rollouts:
@@ -117,23 +117,6 @@ def test_every_group_is_trained_on_once_or_in_flight(engine_folder, kind, parity
             assert rollout.prompt_ids == group.problem.prompt_ids
     whole = kind == "transformers" or parity.inflight_update == "abort"  # the first samples a rollout in one call
     assert (spans == 0) == whole
-
-
-@pytest.mark.engine
-def test_no_group_becomes_too_old(engine_folder):
-    """Without the wait for groups that are due, `after_update` stops this run."""
-    ages, groups_of = [], numbered_groups()
-    with backend("vllm", engine_folder) as (policy, engine):
-        reseed(0)
-        flight = in_flight(engine, 3, LONG_TAIL, max_staleness=1)
-        for step in range(12):
-            flight.groups += islice(groups_of, 2 + 2 - len(flight.groups))
-            groups = flight.take(2)
-            assert questions(groups) == sorted(questions(groups))
-            ages += [engine.weight_version - r.oldest_version for g in groups for r in g.rollouts]
-            move_and_load(policy, engine, seed=step)
-            flight.after_update()
-    assert max(ages) == 1
 
 
 @pytest.mark.engine
@@ -184,49 +167,6 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
         found = torch.tensor(rollout.logprobs).double()
         assert (found - same).abs().max() <= 10 * ROUNDING
         assert aborted or (found - other)[12:].abs().mean() > 100 * ROUNDING
-
-
-@pytest.mark.engine
-def test_abort_finds_the_requests_of_a_scheduler_that_is_paused_as_by_sleep_on_a_gpu(engine_folder, monkeypatch):
-    """There `load` wakes the KV cache, and with it the scheduler, after it has interrupted the requests."""
-    from vllm.v1.core.sched.interface import PauseState
-
-    with backend("vllm", engine_folder, ABORT) as (policy, engine):
-        group, scheduler = engine.submit([20, 21, 22], 4, LONG_TAIL, 7), engine.core.scheduler
-        for _ in range(3):
-            engine.step()
-        unfinished = [rollout for rollout in group if rollout.finish_reason is None]
-        assert unfinished
-        engine.sleep()
-        scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        assert engine.num_unfinished == 0
-        engine.wake()
-        monkeypatch.setattr(engine, "_memory_released", True)
-        monkeypatch.setattr(engine.llm, "wake_up", lambda tags: scheduler.set_pause_state(PauseState.UNPAUSED))
-        move(policy)
-        engine.load(policy.weights(), policy.response_logprobs)
-        assert engine.counters["tokens_wasted"] == 3 * len(unfinished)
-        while engine.num_unfinished:
-            engine.step()
-        assert all(set(rollout.versions) == {engine.weight_version} for rollout in unfinished)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("parity", [RECOMPUTE, ABORT], ids=named)
-def test_a_load_of_unchanged_weights_is_no_version_and_disturbs_no_rollout(engine_folder, parity):
-    with backend("vllm", engine_folder, parity) as (policy, engine):
-        whole = engine.generate([[20, 21, 22]], 4, LONG_TAIL, [7])
-        group, version = engine.submit([20, 21, 22], 4, LONG_TAIL, 7), engine.weight_version
-        for _ in range(3):
-            engine.step()
-        engine.sleep()
-        engine.wake()
-        engine.load(policy.weights(), policy.response_logprobs, changed=False)
-        while engine.num_unfinished:
-            engine.step()
-        assert engine.weight_version == version
-        assert [rollout.token_ids for rollout in group] == [rollout.token_ids for rollout in whole]
-        assert {rollout.finish_reason for rollout in group} <= {"stop", "length"}
 
 
 @pytest.mark.engine
@@ -284,11 +224,11 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(t
 
 @pytest.mark.engine
 def test_steps_without_a_signal_waste_no_token_and_a_resumed_run_submits_its_groups_again(good, tmp_path):
-    """The reward is constant, so that no step has a signal; V1's abort would throw its work away."""
+    """The reward is constant, so that no step has a signal; V1's abort would throw unfinished work away."""
     (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
     arguments = command(good, f"--out {tmp_path}/run --task {tmp_path}/task.py --steps 4 --inflight-groups 3"
-                              " --max-num-seqs 8 --checkpoint-every 2 --eval-problems 4"
-                              " --parity.no-inflight-keep")  # fmt: skip
+                              " --max-num-seqs 12 --checkpoint-every 2 --eval-problems 4"
+                              " --max-new-tokens 40 --temperature 2 --parity.no-inflight-keep")  # fmt: skip
     train_here(arguments)
     steps = rows(tmp_path / "run")[1:]
     assert [(row["updates"], row["skipped_updates"]) for row in steps] == [(0, 2)] * 4

@@ -15,7 +15,6 @@ from helpers import (
     WARM,
     at,
     command,
-    differing,
     mismatch_of,
     outcome,
     qwen2,
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from config import LoraConfig
 from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import AdaptedLinear, add_adapters
+from proof import differing
 from rl import Policy, make_batch
 from rollouts import Rollout
 
@@ -106,11 +106,11 @@ def test_three_loads_arrive_bit_by_bit_and_merge_a_layer_at_a_time(engine_folder
     with started(engine_folder, policy, max_model_len=64) as engine:
         for load in range(3):
             grow(policy, 0.05, load)
-            assert len(differing(engine, policy)) == 14
+            assert len(differing(engine.llm, policy.weights()).differing) == 14
             monkeypatch.setattr(AdaptedLinear, "merged", watched)
             engine.load(policy.weights(), policy.response_logprobs)
             monkeypatch.undo()
-            assert not differing(engine, policy)
+            assert not differing(engine.llm, policy.weights()).differing
     # Each load merges a layer once, and once more for each copy that it compares: some CPUs have a packed one too.
     assert 3 * 14 < len(sizes) <= 3 * 3 * 14
     assert max(sizes) <= sum(layer.weight.nbytes for layer in policy.send.layers.values()) / 2  # of two layers

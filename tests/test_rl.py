@@ -197,7 +197,7 @@ def sums_by_hand(now, rows: range, batch: Batch, weights, kept, counted, grpo: G
 
 
 # What a case adds to one optimizer step for four rows at once, without a KL term: two minibatches (halves), rows one at
-# a time (alone), no token or no advantage of row b (masked, flat), an advantage for each token (tokens), a KL term (kl),
+# a time (alone), no token or no advantage of row b (masked, flat), an advantage for each token (tokens), a KL term,
 # the mean over kept tokens (kept). Any two of the words occur together, each without the other, and neither of them.
 CASES = ["", "halves alone flat kl", "halves masked tokens kl", "halves flat tokens kept", "alone masked tokens kept",
          "alone masked flat kl kept"]  # fmt: skip

@@ -43,7 +43,7 @@ def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_t
         good, tmp_path, sleeps, job):
     words, number_of_sleeps = JOBS[job]
     if job in ("recompute", "abort"):
-        words += " --inflight-groups 4 --max-num-seqs 24"
+        words += " --inflight-groups 4 --max-num-seqs 12 --max-new-tokens 40 --temperature 2"  # of different lengths
     found = []
     for value in (None, float("nan")):
         sleeps.update(value=value, count=0)
@@ -52,6 +52,7 @@ def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_t
         found.append(timeless(tmp_path / str(value)))
         assert sleeps["count"] == number_of_sleeps
     assert found[0] == found[1]
+    assert (found[0][-1].get("tokens_wasted", 0) > 0) == (job == "abort")
     assert sum(row["updates"] for row in found[0][1:]) > 4
 
 

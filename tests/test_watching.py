@@ -4,6 +4,7 @@ import sys
 from io import TextIOWrapper
 from pathlib import Path
 
+import pytest
 from helpers import built, rows
 
 from records import answer_line, draw_at_evaluation, log_line
@@ -37,25 +38,22 @@ def test_curves_are_drawn_at_each_evaluation_and_the_time_left_ends_at_zero(good
     assert [line for line in printed if line.startswith("    ")] == [*map(answer_line, first)]
 
 
-def test_the_time_left_is_in_seconds_and_then_in_minutes():
-    names = "reward response_len trunc_frac flat_frac mismatch_kl clip_rate entropy grad_norm lr"
-    step = {"step": 1} | dict.fromkeys(f"{names} generate_s update_s sync_s".split(), 0.0)
-    for seconds, words in ((0, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (7300, "121 min")):
-        assert f"| {words} left" in log_line(step | {"left_s": seconds}, 9, "off")
+NAMES = "reward response_len trunc_frac flat_frac mismatch_kl clip_rate entropy grad_norm lr generate_s update_s sync_s"
+LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
+    ({"left_s": 0}, "| 0 s left"), ({"left_s": 59.4}, "| 59 s left"), ({"left_s": 59.6}, "| 1 min left"),
+    ({"left_s": 7300}, "| 121 min left"), ({"left_s": 0, "left_out": 3}, "left | 3 responses LEFT OUT"),
+    ({"clip_rate": None, "grad_norm": None, "lr": 1e-3},
+     "| clip     - backend     - | entropy 0.00 | gnorm - lr 1.0e-03 |"),
+    ({"clip_rate": None, "backend_clip_rate": 0.025}, "| clip     - backend  2.5% |"),
+    ({"kl_ref": 0, "kl_ref_max": 40}, " | kl_ref 0.0e+00 max 4.0e+01"),
+]  # fmt: skip
 
 
-def test_a_figure_that_was_not_measured_is_a_dash():
-    """A step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend."""
-    names = "reward response_len trunc_frac flat_frac mismatch_kl entropy generate_s update_s sync_s left_s"
-    step = {"step": 1, "clip_rate": None, "grad_norm": None, "lr": 1e-3} | dict.fromkeys(names.split(), 0.0)
-    assert "| clip     - backend     - | entropy 0.00 | gnorm - lr 1.0e-03 |" in log_line(step, 9, "off")
-    assert log_line(step | {"left_out": 3}, 9, "off").endswith("left | 3 responses LEFT OUT")
-    assert "| clip     - backend  2.5% |" in log_line(step | {"backend_clip_rate": 0.025}, 9, "off")
-
-
-def test_the_line_has_the_kl_to_the_reference_and_its_largest_term_if_the_loss_has_it():
-    assert "kl_ref" not in log_line({"step": 1}, 9, "off")
-    assert log_line({"step": 1, "kl_ref": 0, "kl_ref_max": 40}, 9, "off").endswith(" | kl_ref 0.0e+00 max 4.0e+01")
+@pytest.mark.parametrize("changes, words", LINES, ids=str)
+def test_the_line_of_a_step(changes, words):
+    step = {"step": 1} | dict.fromkeys(NAMES.split(), 0.0)
+    assert words in log_line(step | changes, 9, "off")
+    assert "kl_ref" not in log_line(step, 9, "off")
 
 
 def test_an_answer_is_one_short_line_that_any_terminal_shows(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from helpers import OWN_PROCESS, PYTHON, SHIFT, TASK, qwen2  # before torch: it 
 from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
+from extras.problem_files import load_task
+from tasks import Task
 
 collect_ignore = [] if RUNNER == "v2" else ["test_runner_v2.py"]
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size that an engine is given
@@ -115,3 +118,12 @@ def good(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture
+def loaded(tmp_path) -> Callable[..., Task]:
+    """Loads the task of a Python text, written to task.py, or of rows, written to rows.jsonl."""
+    def load(content: str | list[dict], **options) -> Task:
+        path = tmp_path / ("task.py" if isinstance(content, str) else "rows.jsonl")
+        path.write_text(content if isinstance(content, str) else "\n".join(map(json.dumps, content)))
+        return load_task(str(path), 0, **options)
+
+    return load

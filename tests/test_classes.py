@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers import AT_PARITY, ROOT, close_live_engine
 
-from lab.classes import CLASSES, RECORDS, main, small_model, table
+from lab.classes import RECORDS, main, table
 
 
 @pytest.mark.engine
@@ -37,26 +37,6 @@ def test_cases_that_agree_or_are_refused_are_measured_once_and_printed(engine_fo
     main([str(folder), *words[2:]])
     [case] = json.loads(path.read_text())["cases"].values()
     assert (case["model"], case["tied"], case["nats"] < 1e-4) == (str(folder), False, True)
-
-
-def test_the_table_groups_classes_that_are_refused_alike(tmp_path):
-    good = dict(model="A", tied=False, dtype="float32", nats=1e-6, noise=5e-7, not_proven=["model.layers.N.gate.bias"])
-    bad = "ValueError: vLLM 0.32.0 (cpu) cannot start {} (kv_cache_gib 0.25, block_size None): it is recurrent"
-    off = ("engine_adapter.WeightLoadError: after load 1 the engine does not hold, or vLLM computes {} differently: the"
-           " canary's mean |trainer - engine| is {} nats, more than 1e-4")  # fmt: skip
-    near = good | dict(not_proven=[], model="E")
-    cases = [good, good | dict(tied=True, nats=3e-6), near, near | dict(model="F", tied=True, nats=2e-6, noise=1e-6),
-             *(dict(model=each, tied=False, dtype="bfloat16", refused=bad.format(each.lower())) for each in "AB"),
-             *(dict(model=each, tied=False, dtype="float32", refused=off.format(each, ord(each))) for each in "CD")]
-    assert table({"command": "it", "origin": {}, "cases": dict(enumerate(cases))}).split("\n")[4:] == [
-        "| A T | fp32 3e-06 (6.0) | gate.bias |", "| E; F t | fp32 2e-06 (2.0) |  |",
-        "", "Refused:", "", "- it is recurrent: A (bf16); B", "- the canary's mean: C (fp32 67); D (fp32 68)"]
-
-
-def test_a_multimodal_class_has_the_sizes_in_its_text_model():
-    for tied in CLASSES["Gemma3"]["tied"]:
-        config = small_model("Gemma3", tied).config
-        assert (config.text_config.hidden_size, config.text_config.tie_word_embeddings) == (64, tied)
 
 
 def test_the_page_has_the_table_of_the_record():

@@ -9,7 +9,7 @@ import tyro
 from helpers import config_of
 
 from config import BackendConfig, Config, GrpoConfig, ParityFlags
-from engine_adapter import SETTINGS, wanted_settings
+from engine_adapter import SETTINGS, Setting, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
 
 
@@ -54,12 +54,17 @@ def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_
         assert ParityFlags(fp32_head=False, variants=variants).trainer_fp32_head == fp32
 
 
-def test_only_a_flag_that_is_on_by_default_is_a_fix_that_is_off():
+def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_is_on_by_default_is_a_fix(monkeypatch):
     @dataclass(frozen=True)
     class Fork(ParityFlags):
+        fcfs: bool = True
         own: bool = False
 
-    assert Fork(fp32_head=False).off() == ["fp32_head"]
+    row = Setting("fcfs", "scheduling_policy", "fcfs", "priority", lambda engine: None)
+    monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, row])
+    for fcfs, value in (True, "fcfs"), (False, "priority"):
+        assert wanted_settings(Fork(fcfs=fcfs), torch.float32, BackendConfig())["scheduling_policy"] == value
+    assert Fork(fcfs=False).off() == ["fcfs"]
     config_of(Fork(), tis="token")
 
 

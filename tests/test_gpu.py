@@ -12,7 +12,6 @@ from helpers import ROOT, command, rows
 
 from examples.toys import toy_tokenizer
 from lab import gpu_tests, study
-from lab.cells import STUDIES
 from lab.models import SHAPES, write_model
 from models import load_model
 
@@ -103,12 +102,6 @@ if __name__ == "__main__":
     assert 2.4 < time.monotonic() - lab.STARTED < 12
 '''
 KILLED = "exit status -9 at the time limit: ; expected: this"
-
-
-def test_the_thesis_comes_before_the_large_models():
-    cells = [*STUDIES["gpu"].cells]
-    assert cells[:3] == ["start", "learns", "tests"]
-    assert max(map(cells.index, ("ladder-raw", "ladder-v1-defaults", "ladder-kept-cache"))) < cells.index("parity")
 
 
 def test_a_run_that_hangs_dies_or_raises_costs_itself_alone_and_the_study_ends_in_time(tmp_path):

@@ -22,8 +22,6 @@ import train
 from config import Config, ParityFlags
 from examples.toys import toy_tokenizer
 from extras.answers import last_number
-from extras.model_folder import describe_model
-from extras.problem_files import load_task
 from rl import plain_body
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
@@ -252,13 +250,6 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
         assert refusal(**changes).startswith(complaint), changes
     with pytest.raises(SystemExit, match=r"^error: tis_cap must be positive and finite, got -1.0$"):
         command(options | {"tis_cap": -1.0})
-
-
-def test_the_written_job_is_a_file_of_problems_and_a_whole_model(tmp_path):
-    run_script("examples/toys.py", tmp_path)
-    task = load_task(str(tmp_path / "problems.jsonl"), seed=0)
-    assert (len(task.train), len(task.held_out)) == (65, 7)
-    describe_model(str(tmp_path / "model"))  # raises ValueError if a file is missing
 
 
 PLAIN = {"42": 42, "so 1,200.50 left.": Decimal("1200.5"), "x = -3": -3, "**5**": 5, "$7": 7, "-$7": -7, "#### 8": 8}

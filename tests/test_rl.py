@@ -86,10 +86,11 @@ def in_chunks(policy: Policy) -> Policy:
     return policy.changed(head=replace(policy.head, chunk_elements=2 * 96))
 
 
-def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_chunks():
+@pytest.mark.parametrize("parts", [lambda _: {}, fast_parts], ids=["plain", "fast"])
+def test_logprobs_entropy_and_agreement_equal_float64_whatever_the_padding_and_chunks(parts):
     model, rows = qwen2(tied=True), rollouts()
     rows[0].token_ids[-1] = plain_logits(model, rows[0])[-1].argmax().item()
-    batch, policy = make_batch(rows), in_chunks(Policy(model, Scoring(0.7)))
+    batch, policy = make_batch(rows), in_chunks(Policy(model, Scoring(0.7), **parts(model)))
     measured, agrees = policy.token_metrics(batch), policy.agreement(batch)["agrees"]
     assert torch.equal(policy.logprobs(batch), measured["logprobs"])
     assert not any(values[batch.mask == 0].any() for values in (*measured.values(), agrees))

@@ -81,15 +81,14 @@ COLUMNS = {  # a row, options, and question, number of messages and answer; or w
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_columns(tmp_path, kind):
+def test_columns(loaded, kind):
     row, options, expected = COLUMNS[kind]
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(row) + "\n" + json.dumps(row).replace("1+1", "1+1, or so"))
+    rows = [row, json.loads(json.dumps(row).replace("1+1", "1+1, or so"))]
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            load_task(str(path), 0, **options)
+            loaded(rows, **options)
         return
-    task = load_task(str(path), 0, **options)
+    task = loaded(rows, **options)
     (problem,) = (each for each in task.train + task.held_out if each.source.endswith("line 1"))
     assert (problem.question, len(problem.messages), problem.answer) == expected
     assert problem.row == row
@@ -101,26 +100,23 @@ GOOD = [{"question": f"q{n}", "answer": n} for n in range(10)]
 HALVES = [{"question": "half", "answer": "1/2"}, {"question": "half", "answer": r"\frac{1}{2}"}]
 
 
-def test_rows_that_cannot_be_read_are_counted_and_can_be_dropped(tmp_path, capsys):
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(map(json.dumps, [*GOOD, *BAD, *HALVES])))
-    with pytest.raises(ValueError, match=r"^5 of 17 rows of .* readable answer: .*line 11: its answer 'diverges' is"
-                                         r" no .*; .*line 12: .*; .*line 13: .*; to leave them out, --unreadable-an"):
-        load_task(str(path), 0)
-    task = load_task(str(path), 0, unreadable_answers="drop")
-    assert (len(task.train + task.held_out), task.num_repeated) == (11, 1)
+OTHERS = [{"question": "q3 ", "answer": 5}, {"question": "q3", "answer": 6}]
+
+
+@pytest.mark.parametrize("rows, complaint, left, repeated", [
+    ([*GOOD, *BAD, *HALVES], r"^5 of 17 rows of .* readable answer: .*line 11: its answer 'diverges' is no .*;"
+                             r" .*line 12: .*; .*line 13: .*; to leave them out, --unreadable-an", 11, 1),
+    ([*GOOD, *OTHERS], "^1 of 10 questions have two answers: .*line 4 has '3' and .*line 11 has '5'", 9, 2),
+])  # fmt: skip
+def test_rows_that_cannot_be_read_or_contradict_each_other_are_counted_and_can_be_dropped(
+        loaded, rows, complaint, left, repeated, capsys):
+    with pytest.raises(ValueError, match=complaint):
+        loaded(rows)
+    task = loaded(rows, unreadable_answers="drop")
+    questions = {problem.question.strip() for problem in task.train + task.held_out}
+    assert (len(questions), task.num_repeated) == (left, repeated)
+    assert ("q3" in questions) == (left == 11)
     assert capsys.readouterr().out.count(": DROPPED\n") == 1
-
-
-def test_questions_with_two_answers_are_counted_and_can_be_dropped(tmp_path):
-    path = tmp_path / "a.jsonl"
-    others = [{"question": "q3 ", "answer": 5}, {"question": "q3", "answer": 6}]
-    path.write_text("\n".join(map(json.dumps, [*GOOD, *others])))
-    with pytest.raises(ValueError, match=r"^1 of 10 questions have two answers: .*line 4 has '3' and .*line 11 has '5"):
-        load_task(str(path), 0)
-    task = load_task(str(path), 0, unreadable_answers="drop")
-    assert "q3" not in {problem.question.strip() for problem in task.train + task.held_out}
-    assert len(task.train + task.held_out) == 9
 
 
 # ------------------------------------------------------------------------------------------------ two tasks
@@ -171,9 +167,8 @@ TUPLE, ROW = '("%d + 1?" % n, str(n + 1), "even" if n % 2 == 0 else "")', '{"que
 
 @pytest.mark.parametrize("text", [PROBLEMS, PROBLEMS.replace("problems = ", "def problems(): return "),
                                   PROBLEMS.replace(TUPLE, ROW)])
-def test_a_task_file_can_list_its_problems(tmp_path, text):
-    (tmp_path / "task.py").write_text(text)
-    task = load_task(str(tmp_path / "task.py"), 0)
+def test_a_task_file_can_list_its_problems(loaded, text):
+    task = loaded(text)
     assert task.in_passes and len(task.train + task.held_out) == 40
     if "even" in text:
         assert len({"even" in {problem.family for problem in part} for part in (task.train, task.held_out)}) == 2

@@ -202,16 +202,6 @@ def test_with_exact_a_correction_changes_nothing_bit_for_bit(good, tmp_path, dty
             assert equal(after, weights), correction
 
 
-def test_without_exact_a_correction_changes_the_weights(good, tmp_path):
-    """Else the test above would prove nothing."""
-    with job(good, tmp_path, exact=False) as (run, live):
-        state = deepcopy(live.state_dict())
-        table, weights = from_the_start(run, live, state, 2)
-        assert all(0 < row["mismatch_max"] < 100 * ROUNDING for row in table)
-        for correction in ({"tis": "token"}, {"reject": "binary_tv", "reject_high": 1e-8}):
-            assert not equal(from_the_start(run, live, state, 2, **correction)[1], weights)
-
-
 # ------------------------------------------------------------------------------------------------ planted faults
 def change_a_weight_while_asleep(engine: Engine) -> None:
     """Between sampling and scoring, at each later step."""

@@ -17,9 +17,9 @@ import torch
 from helpers import KERNELS, ROOT, forked, qwen2, refusal, timeless, train_here
 
 from examples.toys import toy_tokenizer
-from lab.cells import ALONE, METRICS, PANELS, RUNGS, STUDIES
+from lab.cells import ALONE, METRICS, RUNGS, STUDIES
 from lab.products import widen
-from lab.study import MARK, RECORDS, STUDENT, Options, Plan, by_seed, draw, main, paired, text_of
+from lab.study import MARK, RECORDS, STUDENT, Options, Plan, by_seed, main, paired, text_of
 from records import locked
 
 STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
@@ -152,14 +152,6 @@ def test_a_stored_record_is_printed_whole(path, capsys):
         if record["study"] not in STUDIES:
             measured = [METRICS[each].title for each in cell["metrics"] if each in METRICS and by_seed(cell, each)]
             assert [title for title in measured if f"| {title} |" not in printed] == []
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_picture_shows_a_mismatch_of_exactly_0(tmp_path):
-    curves = {field: [[0.0, 0.0]] for field in PANELS}
-    other = {field: [[1e-3, None]] for field in PANELS}
-    axes = draw({"exact": curves, "parity": other}, tmp_path / "p.png").axes
-    assert axes[3].get_ylim()[0] <= 0 < axes[3].get_ylim()[1]
 
 
 # ------------------------------------------------------------------------------------------------ real runs

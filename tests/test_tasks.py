@@ -87,13 +87,7 @@ def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second
     assert [{"question": p.question, "answer": p.answer} for p in task.held_out] == rows[-5:]
 
 
-def test_a_users_file_gives_different_problems_decided_by_the_seed(good):
-    task, again, other = (load_task(str(good / "task.py"), seed, reward_limit_s=60) for seed in (0, 0, 1))
-    assert (len(task.train), len(task.held_out)) == (54, 6)  # all there are, each once
-    assert task.train == again.train != other.train
-
-
-def test_problems_of_one_family_are_held_out_together(tmp_path):
+def test_problems_of_one_family_are_held_out_together_and_the_seed_decides_which(tmp_path):
     path = tmp_path / "sums.py"
     path.write_text("""def sample(rng):
     pair = [rng.randrange(10) for _ in range(2)]
@@ -101,10 +95,11 @@ def test_problems_of_one_family_are_held_out_together(tmp_path):
 def reward(problem, response):
     return float(response == problem.answer)
 """)
-    task = load_task(str(path), 0)
+    task, again, other = (load_task(str(path), seed) for seed in (0, 0, 1))
     train, held_out = ({problem.family for problem in part} for part in (task.train, task.held_out))
-    assert (len(task.train) + len(task.held_out), len(held_out), len(train)) == (100, 6, 49)
+    assert (len(task.train) + len(task.held_out), len(held_out), len(train)) == (100, 6, 49)  # all there are, once
     assert not train & held_out
+    assert task.train == again.train != other.train
 
 
 # ------------------------------------------------------------------------------------------------ a hub's dataset
@@ -131,6 +126,3 @@ def test_a_dataset_like_gsm8k_is_loaded_with_its_own_test_split(tmp_path):
     assert [task.reward(task.held_out[0], text) for text in ("so 72.", "#### 24", "72 or 24")] == [1, 0, 0]
 
 
-def test_a_dataset_with_other_columns_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"question_column must be a column of .*other, got none of .*; it has ask, "):
-        load_task(dataset(tmp_path / "other", "train", [{"ask": "1+1", "answer": "2"}] * 3), 0)

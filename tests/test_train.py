@@ -54,17 +54,12 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
     assert len(re.findall(r"^step +\d+/\d+ \| reward .* \| mismatch_kl .* s", text, re.M)) == len(steps)
 
 
-@pytest.mark.engine
-def test_a_step_of_the_default_job_is_the_same_with_the_plain_parts_and_the_fast_ones(tmp_path):
-    steps, expected = [], {"plain": ("plain_body", "Head"), "no-plain": ("prompts_once", "FastHead")}
-    for flag, names in expected.items():
-        train_here(["--out", str(tmp_path / flag), "--steps", "1", "--eval-problems", "8", f"--{flag}"])
-        trainer = json.loads((tmp_path / flag / "config.json").read_text())["trainer"]
-        assert (trainer["body"], trainer["head"]) == names
-        steps.append(rows(tmp_path / flag)[1])
-    for name in ("reward", "tokens", "entropy", "loss", "kl_old_new", "grad_norm"):
-        assert steps[0][name] == pytest.approx(steps[1][name], rel=1e-3, abs=1e-6), name
-    assert max(row["mismatch_abs_mean"] for row in steps) <= ROUNDING
+def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(good, tmp_path):
+    """Their values and gradients are equal: test_architectures.py and test_rl.py."""
+    for plain, parts in (True, ("plain_body", "Head")), (False, ("prompts_once", "FastHead")):
+        built(good, tmp_path / str(plain), plain=plain)
+        trainer = json.loads((tmp_path / str(plain) / "config.json").read_text())["trainer"]
+        assert (trainer["body"], trainer["head"]) == parts
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -221,10 +216,9 @@ def test_the_process_is_seeded_by_run_stream_and_step():
         reseed(*stream)
         return torch.rand(1).item(), numpy.random.rand()
 
-    streams = [*product((0, 1), ("train", "eval"), range(50))]
-    first = [drawn(*stream) for stream in streams]
-    assert first == [drawn(*stream) for stream in streams]
-    assert all(len(set(values)) == len(streams) for values in zip(*first, strict=True))
+    first, again = ([drawn(*stream) for stream in product((0, 1), ("train", "eval"), range(50))] for _ in range(2))
+    assert first == again
+    assert all(len(set(values)) == 200 for values in zip(*first, strict=True))
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():

@@ -139,12 +139,6 @@ def test_a_long_response_is_wrong_within_seconds(answers, response):
     assert perf_counter() - start < 30
 
 
-def test_a_process_that_has_ended_is_started_again(answers):
-    answers.same("x^2", "x")
-    answers._math_verify.processes[0].kill()
-    assert answers.reward(problem("x^2"), r"\boxed{xx}") == 1
-
-
 def file_of(folder, *answers: object) -> str:
     path, lines = folder / "task.jsonl", enumerate(answers)
     path.write_text("\n".join(json.dumps({"question": f"{line}", "answer": answer}) for line, answer in lines))

@@ -9,38 +9,24 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lab.bench import bare_training, main
 from lab.cells import METRICS, STUDIES
-from rl import Batch, Policy, make_batch
+from rl import Policy, make_batch
 from rollouts import Rollout
 
-GROUP_SIZE, RESPONSE = 4, 6
 
-
-def batch_of(prompts: list[int], signal: list[bool]) -> Batch:
-    """A group for each prompt length; those without signal have advantages of 0, and shorter responses."""
-    rollouts, advantages = [], []
-    for length, learns in zip(prompts, signal, strict=True):
-        response = RESPONSE if learns else RESPONSE - 2
-        prompt = torch.randint(3, 90, (length,)).tolist()
-        for place in range(GROUP_SIZE):
-            ids = torch.randint(3, 90, (response,)).tolist()
-            rollouts.append(Rollout(prompt, 0, ids, [-1.0] * response, [1] * response, "stop"))
-            advantages.append((-1.0) ** place * learns)
-    return replace(make_batch(rollouts), advantages=torch.tensor(advantages)[:, None])
-
-
-@pytest.mark.parametrize("signal", [[True] * 4, [False] * 4, [True, False, False, True]])
-def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses(signal):
-    """Also in parts: 120 positions are at most two groups."""
-    grpo = config_of(num_prompts=4, group_size=GROUP_SIZE, num_minibatches=1, micro_batch_tokens=120).grpo
-    model, prompts = Policy(qwen2(tied=False)).model, [5, 5, 5, 9]
+def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses():
+    """Also in parts: 120 positions are at most two groups. Groups two and three have no signal."""
+    grpo = config_of(num_prompts=4, group_size=4, num_minibatches=1, micro_batch_tokens=120).grpo
+    groups = [(5, 6, True), (5, 4, False), (5, 4, False), (9, 6, True)]  # length of the prompt, of a response, signal
+    rollouts = [Rollout([5 + place] * prompt, 0, [6] * tokens, [-1.0] * tokens)
+                for place, (prompt, tokens, _) in enumerate(groups) for _ in range(4)]  # fmt: skip
+    signal = torch.tensor([learns for *_, learns in groups]).repeat_interleave(4)[:, None]
+    batch, model = replace(make_batch(rollouts), advantages=signal.float()), Policy(qwen2(tied=False)).model
     body = sum(each.weight.numel() for each in model.model.modules() if isinstance(each, torch.nn.Linear))
-    tokens = [GROUP_SIZE * (RESPONSE if learns else RESPONSE - 2) for learns in signal]
-    groups = [2 * body * (prompt + count - GROUP_SIZE) + 2 * model.lm_head.weight.numel() * count
-              for prompt, count in zip(prompts, tokens, strict=True)]
-    learnt = sum(group for group, learns in zip(groups, signal, strict=True) if learns)
-    for backward, expected in ((False, sum(groups)), (True, sum(groups) + 2 * learnt)):
+    work = [2 * body * (prompt + 4 * (tokens - 1)) + 2 * model.lm_head.weight.numel() * 4 * tokens
+            for prompt, tokens, _ in groups]  # fmt: skip
+    for backward, expected in ((False, sum(work)), (True, sum(work) + 2 * (work[0] + work[3]))):
         with FlopCounterMode(display=False) as counter:
-            bare_training(model, batch_of(prompts, signal), grpo, backward)
+            bare_training(model, batch, grpo, backward)
         counts = counter.get_flop_counts()["Global"]
         found = counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
         assert found == pytest.approx(expected, rel=1e-6)

@@ -81,37 +81,34 @@ def test_the_second_trace_is_worse_better_or_unchanged(stored, capsys, before, a
 
 
 # ------------------------------------------------------------------------------------------------ bad input
-DIFFERENT = "the traces must be of one workload, the prompts or the sampling of t0.7 differ"
-
-
-@pytest.mark.parametrize("field, change, complaint", [
-    ("rollouts", lambda rollouts: rollouts[::-1], DIFFERENT),
-    ("sampling", lambda sampling: replace(sampling, temperature=0.8), DIFFERENT),
-    ("meta", lambda meta: meta | {"dtype": "float8"}, "after.npz: meta.dtype must be float32, bfloat16 or float16"),
-    ("meta", lambda meta: meta | {"model": {"weights": "b"}},
+WHOLE, DIFFERENT = Path(FIXED).read_bytes(), "of one workload, the prompts or the sampling of t0.7 differ"
+GROUP = ("--group", "t0.7")
+BAD = [  # what the second trace is, a file or how a trace is changed; the options; the complaint
+    ({"rollouts": lambda rollouts: rollouts[::-1]}, GROUP, DIFFERENT),
+    ({"sampling": lambda sampling: replace(sampling, temperature=0.8)}, GROUP, DIFFERENT),
+    ({"meta": lambda meta: meta | {"dtype": "float8"}}, GROUP,
+     "after.npz: meta.dtype must be float32, bfloat16 or float16"),
+    ({"meta": lambda meta: meta | {"model": {"weights": "b"}}}, GROUP,
      f"model must be that of the trace, the weight files in {MODEL} are not those that it names"),
-])  # fmt: skip
-def test_bad_input_is_one_sentence(tmp_path, capsys, field, change, complaint):
-    trace = sixteen_rows(FIXED)
+    (b"", GROUP, "has the layout)"), (WHOLE[:-10], GROUP, "has the layout)"),
+    (WHOLE, ("--group", "t2"), "group must be one of those in "), ({}, (), ", the second t0.7; try --group"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("second, options, complaint", BAD)
+def test_bad_input_is_one_sentence(tmp_path, capsys, second, options, complaint):
+    trace, after, before = sixteen_rows(FIXED), tmp_path / "after.npz", FIXED
     trace.meta["model"] = {"weights": weights_of(MODEL)}
-    before, after = str(tmp_path / "before.npz"), str(tmp_path / "after.npz")
-    save_trace(before, trace)
-    save_trace(after, replace(trace, **{field: change(getattr(trace, field))}))
-    assert compare(before, after) == 2
+    if isinstance(second, bytes):
+        after.write_bytes(second)
+    else:
+        changed = {name: change(getattr(trace, name)) for name, change in second.items()}
+        save_trace(str(after), replace(trace, **changed))
+    if second and isinstance(second, dict):
+        before = str(tmp_path / "before.npz")
+        save_trace(before, trace)
+    assert compare(before, str(after), options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert complaint in error
     assert error.count("\n") == 1
-
-
-def test_a_truncated_trace_and_a_group_of_one_trace_alone_are_one_sentence(tmp_path, capsys):
-    whole, cut = Path(FIXED).read_bytes(), tmp_path / "cut.npz"
-    for size in (0, len(whole) - 10):
-        cut.write_bytes(whole[:size])
-        assert compare(FIXED, str(cut)) == 2
-        assert re.match(rf"error: {cut}: .*has the layout\)\n$", capsys.readouterr().err)
-    assert compare(FIXED, TODAY, ("--group", "t2")) == 2
-    assert "group must be one of those in " in capsys.readouterr().err
-    save_trace(str(tmp_path / "one.npz"), sixteen_rows(FIXED))
-    assert compare(FIXED, str(tmp_path / "one.npz"), ()) == 2
-    assert ", the second t0.7; try --group" in capsys.readouterr().err

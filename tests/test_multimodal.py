@@ -63,18 +63,6 @@ def test_the_text_of_a_multimodal_folder_is_trained_and_exported_as_a_text_model
     assert not torch.equal(exported["model.embed_tokens.weight"], first.to(exported["model.embed_tokens.weight"].dtype))
 
 
-@pytest.mark.engine
-def test_adapters_of_a_model_with_gated_delta_layers_are_merged_into_its_linear_layers(tmp_path, capsys):
-    _, exported = trained(tmp_path, "Qwen3_5", False, "--lora-rank", "4")
-    assert "linear layers (not Conv1d)" in capsys.readouterr().out
-    first = load_file(tmp_path / "model" / "model.safetensors")
-    layer = "layers.0.linear_attn"
-    same = {name for name, tensor in exported.model.get_submodule(layer).named_parameters()
-            if torch.equal(tensor, first[f"model.language_model.{layer}.{name}"].to(tensor.dtype))}  # fmt: skip
-    assert {"A_log", "dt_bias", "conv1d.weight", "norm.weight"} <= same
-    assert "out_proj.weight" not in same
-
-
 def test_a_text_model_without_its_head_or_with_two_tensors_of_one_name_is_refused(tmp_path):
     small_model("Mistral3", False).save_pretrained(tmp_path)
     table = load_file(tmp_path / "model.safetensors")

@@ -58,17 +58,3 @@ def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sent
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("compiler, headers", [(None, True), ("cc", False)])
-def test_make_real_says_that_a_compiler_or_pythons_headers_are_missing(tmp_path, compiler, headers):
-    for name in (".venv/bin/python", ".venv/.ready", "examples/requirements-real.txt"):
-        write(tmp_path / name, PYTHON.format(python=sys.executable))
-    for name in ("setup.sh", "requirements.txt", "requirements-cpu.txt"):  # older than .venv/.ready
-        write(tmp_path / name)
-        os.utime(tmp_path / name, (0, 0))
-    if headers:
-        write(tmp_path / "Python.h")
-    for name in filter(None, ("sh", compiler)):
-        (tmp_path / name).symlink_to(shutil.which("sh"))
-    result = finished(tmp_path, shutil.which("make"), "-f", ROOT / "Makefile", ".venv/.ready-real")
-    assert "real: pip builds a package, which needs a C compiler and Python's headers" in result.stderr
-    assert result.returncode == 2

@@ -3,24 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 from gpu_path import lossy_sleep
 from helpers import (
-    PROMPTS,
-    WARM,
     close_live_engine,
     command,
-    load_into,
-    move,
-    qwen2,
     rows,
-    started,
     timeless,
     train_here,
 )
-
-from engine_adapter import EngineStateError, WeightLoadError
-from rl import Policy
 
 
 @pytest.fixture
@@ -65,33 +55,3 @@ def test_with_kept_requests_the_engine_never_sleeps(good, tmp_path, sleeps):
     assert sleeps["count"] == 0
 
 
-# ------------------------------------------------------------------------------------------------ planted
-@pytest.mark.engine
-@pytest.mark.parametrize("name, dtype, within", [
-    ("model.norm.weight", torch.float32, 1), ("model.layers.0.self_attn.k_proj.bias", torch.float32, 1),
-    # In 16 bits a bias of the keys is below the canary's limit: the proof refuses it when it is the module's turn.
-    ("model.layers.0.self_attn.k_proj.bias", torch.bfloat16, 8),
-])  # fmt: skip
-def test_a_wake_without_a_load_and_a_tensor_that_comes_back_as_zeros_are_refused(
-        tmp_path, sleeps, monkeypatch, name, dtype, within):
-    """At a load that compares a part of the tensors only. (vllm#54235, #52487)"""
-    sleeps["value"] = 0.0
-    policy = Policy(qwen2(tied=False, dtype=dtype))
-    policy.model.save_pretrained(tmp_path)
-    with started(str(tmp_path), policy, verify_loads=8) as engine:
-        def sleep_and_load() -> None:
-            engine.sleep()
-            engine.wake()
-            with pytest.raises(EngineStateError, match=r"generate .* is empty: load\(\) the weights first"):
-                engine.generate(PROMPTS, 1, WARM)
-            move(policy, 0.001)
-            load_into(engine, policy)
-
-        for _ in range(2):
-            sleep_and_load()
-        usual = engine._transfer
-        monkeypatch.setattr(engine, "_transfer", lambda weights: usual(
-            {each: tensor for each, tensor in weights.items() if each != name}))  # fmt: skip
-        with pytest.raises(WeightLoadError, match=f"{name}$|canary"):
-            for _ in range(within):
-                sleep_and_load()

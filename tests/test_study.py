@@ -221,15 +221,13 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
 # ---------------------------------------------------------------------------------------------------- 16-bit products
 def check_products(dtype: str):
     narrow = getattr(torch, dtype)
-    first, second = torch.randn(5, 7, 300), torch.randn(5, 300, 9)
-    layer = torch.nn.Linear(300, 9).to(narrow)
-    before = first[0] @ second[0]
+    single, left = torch.randn(5, 300), torch.randn(5, 7, 300).to(narrow)
+    right, layer = torch.randn(5, 300, 9).to(narrow).requires_grad_(), torch.nn.Linear(300, 9).to(narrow)
+    before = single @ single.T
     widen(dtype)
-    assert torch.equal(first[0] @ second[0], before)
-    left, right = first.to(narrow), second.to(narrow).requires_grad_()
-    exact = left.float() @ right.float()
-    assert torch.equal(left @ right, exact.to(narrow))
-    assert torch.equal(left[0] @ right[0], (left[0].float() @ right[0].float()).to(narrow))
+    assert torch.equal(single @ single.T, before)
+    for one, other in (left, right), (left[0], right[0]):
+        assert torch.equal(one @ other, (one.float() @ other.float()).to(narrow))
     wide = torch.addmm(layer.bias.float(), left[0].float(), layer.weight.float().T)
     assert torch.equal(layer(left[0]), wide.to(narrow))
     (left[0] @ right[0]).sum().backward()

@@ -3,15 +3,12 @@
 import json
 import os
 import random
-from collections import Counter
 
 import pytest
 
 from examples.toys import (
     addition,
     digits,
-    forget_the_carry,
-    share_of_digits,
     toy_tokenizer,
 )
 from extras.problem_files import load_task
@@ -32,19 +29,6 @@ def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes
             assert problem.answer == f"{int(a) + int(b):04}"[::-1]
         else:  # the larger digit at each place
             assert problem.answer == "".join(max(pair) for pair in zip(a, b, strict=True)).rstrip("=")
-
-
-def test_the_reward_of_digits_is_the_share_of_right_ones():
-    problem = Problem("12+03=", "13", "test")
-    assert [share_of_digits(problem, r) for r in ("13", "1", "31", "130", "")] == [1, 0.5, 0, 2 / 3, 0]
-
-
-def test_the_teacher_forgets_the_carry_in_seven_of_ten_answers():
-    """What the one of digits teaches is in test_models.py."""
-    rng = random.Random(0)
-    answers = Counter(forget_the_carry(Problem("", "2360", "347+285"), rng) for _ in range(1000))
-    assert answers.keys() == {"2360", "2250"}
-    assert 0.65 < answers["2250"] / 1000 < 0.75
 
 
 # ------------------------------------------------------------------------------------------------ rewards

@@ -232,14 +232,12 @@ def test_a_signal_ends_the_rewards_that_are_computed(tmp_path):
     assert time.monotonic() - started < 30
 
 
-def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerprint(tmp_path):
+def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerprint(tmp_path, loaded):
+    held_out, tasks = tmp_path / "held_out.py", []
     text = "problems = [(str(n), '2') for n in range(%s)]\ndef reward(problem, response): return %s"
-    tasks = []
     for value in (1.0, 2.0):
-        for name in ("train", "held_out"):
-            numbers, reward = ("10, 19", 0.5) if name == "train" else ("9", f"{value} if response == '2' else 1 / 0")
-            (tmp_path / f"{name}.py").write_text(text % (numbers, reward))
-        task = load_task(str(tmp_path / "train.py"), 0, eval_task=str(tmp_path / "held_out.py"))
+        held_out.write_text(text % ("9", f"{value} if response == '2' else 1 / 0"))
+        task = loaded(text % ("10, 19", 0.5), eval_task=str(held_out))
         tasks.append(encode(toy_tokenizer(), task, (2,)))
     assert len({task.fingerprint for task in tasks}) == 2
     for evaluates, reward in ((False, 0.5), (True, 2.0)):

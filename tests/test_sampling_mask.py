@@ -1,6 +1,5 @@
 """The sampler's mask (top-k, top-p, min-p): the kept sets of both engines, and the trainer's use of them."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -130,24 +129,13 @@ def test_top_p_keeps_more_than_the_512_likeliest_tokens_of_a_flat_distribution()
 
 
 # ------------------------------------------------------------------------------------------------ the trainer's side
-def with_kept(prompt: list[int], kept: list[list[int]]) -> Rollout:
-    """A response of the first token of each kept set."""
-    sets = [torch.tensor(ids).numpy() for ids in kept]
-    return Rollout(prompt, 0, [ids[0] for ids in kept], [-0.1] * len(kept), kept=sets)
-
-
-def test_rows_of_a_batch_take_their_kept_sets_along():
-    a, b = with_kept([5, 6], [[7, 1], [8]]), with_kept([9], [[4], [3, 1, 2], [2, 9]])
-    batch, support = make_batch([b, b, a]), SamplingMask(Sampling(1.0, 3))
-    last = batch.mask_rows([True, False, True]).select(torch.tensor([1, 2]))
-    of_a, of_b = [{7, 1}, {8}], [{4}, {1, 2, 3}, {2, 9}]
-    for micro, part, sets in ((batch, slice(1, 8), (of_b + of_b + of_a)[1:]), (last, slice(None), of_a)):
-        masked = support.restriction(micro, micro.mask > 0)(torch.zeros(len(sets), 10), part)
-        assert [set(row.isfinite().nonzero()[:, 0].tolist()) for row in masked] == sets
-    fewer = make_batch([replace(a, kept=a.kept[:1])])
-    with pytest.raises(AssertionError, match="kept"):
-        support.restriction(fewer, fewer.mask > 0)
-    with pytest.raises(AssertionError, match="kept sets"):  # that the policy would ignore
+def test_kept_sets_that_are_not_of_all_tokens_or_that_the_policy_would_ignore_are_refused():
+    """That rows of a batch take theirs along is in test_rl.py."""
+    rollout = Rollout([5, 6], 0, [7, 8], [-0.1] * 2, kept=[torch.tensor([7, 1]).numpy()])
+    batch = make_batch([rollout])
+    with pytest.raises(AssertionError, match="of all tokens of a row"):
+        SamplingMask(Sampling(1.0, 3)).restriction(batch, batch.mask > 0)
+    with pytest.raises(AssertionError, match="kept sets, but the softmax is over the vocabulary"):
         Policy(qwen2(tied=False)).logprobs(batch)
 
 

@@ -39,13 +39,12 @@ from torch.overrides import TorchFunctionMode
 from config import LoraConfig
 from engine_adapter import CANARY_PROMPT_TOKENS, WeightLoadError
 from examples.toys import toy_tokenizer
-from extras.decode import decoded_body
 from extras.fast import fast_parts
 from extras.lora import add_adapters
 from extras.sampling_mask import SamplingMask
 from models import attention_for
 from probe.noise import rounded_otherwise
-from rl import Policy, Scoring, make_batch, plain_body
+from rl import Policy, Scoring, make_batch
 from rollouts import Rollout, Sampling
 
 # Each once, and three of them tied and untied.
@@ -133,17 +132,6 @@ def test_the_fast_body_and_head_have_the_values_and_gradients_of_the_plain_ones(
     assert seen == [(4, 40), (8, 29)]  # the responses without their last tokens
     for plain, fast in zip(*found, strict=True):
         torch.testing.assert_close(fast, plain, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "Qwen3_5Text"])
-def test_transformers_decodes_with_a_cache_what_its_forward_pass_computes(name):
-    """Else a failed canary blames transformers. Prompts around Qwen3.5's chunk of 64 (transformers#46190)."""
-    policy = Policy(small_model(name, name in ALWAYS_TIED))
-    ids = torch.randint(96, (70,), generator=torch.Generator().manual_seed(0)).tolist()
-    for length in (5, 63, 64, 65):
-        plain, decoded = (torch.tensor(policy.response_logprobs([ids], length, each))
-                          for each in (plain_body, decoded_body))  # fmt: skip
-        torch.testing.assert_close(plain, decoded, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "Qwen3_5Text"])

@@ -9,8 +9,9 @@ import tyro
 from helpers import config_of
 
 from config import BackendConfig, Config, GrpoConfig, ParityFlags
-from engine_adapter import SETTINGS, Setting, wanted_settings
+from engine_adapter import SETTINGS, Setting, check_vllm_version, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
+from rollouts import Sampling
 
 
 def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
@@ -77,3 +78,22 @@ def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():
     given = GrpoConfig(reject="sequence", reject_low=0.1, reject_mean="all").rejection
     assert (given.bounds, given.mean) == ((0.1, 2.0), "all")
     assert GrpoConfig(reject="trm", reject_high=0.5).rejection.bounds == (REJECTIONS["trm"].bounds[0], 0.5)
+
+
+# ------------------------------------------------------------------------------------------------ beside the groups
+def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypatch):
+    """A later vLLM's metadata is put in front of the installed one, as an upgrade would."""
+    planted = tmp_path / "vllm-0.99.1.dist-info"
+    planted.mkdir()
+    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check_vllm_version(allow_untested=True) == "0.99.1"
+    with pytest.raises(ValueError, match=r"vLLM must be 0\.26 to 0\.33 .*, got 0\.99\.1"):
+        check_vllm_version()
+
+
+def test_sampling_refuses_what_cannot_be_scored():
+    wrong = dict(temperature=0.001, top_k=-1, repetition_penalty=0.0, presence_penalty=float("nan"))
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            Sampling(**dict(temperature=1.0, max_new_tokens=8) | {name: value})

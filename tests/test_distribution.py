@@ -10,6 +10,7 @@ from engine_adapter import AuditError, Engine
 from rl import Policy
 from rollouts import Rollout
 
+pytestmark = pytest.mark.engine
 OPTIONS = [
     {}, dict(top_p=0.8, temperature=1.4), dict(parity=ParityFlags(processed_logprobs=False)),
     dict(parity=ParityFlags(sampling_mask=False), min_p=0.1),
@@ -19,7 +20,6 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_stated_distribution_passes_under_its_name(good, tmp_path, options):
     close_live_engine()
@@ -29,7 +29,6 @@ def test_the_stated_distribution_passes_under_its_name(good, tmp_path, options):
     state.engine.close()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("forgets", ["trainer", "engine", "both"])
 @pytest.mark.parametrize("option", ["temperature", "top_p"])
 def test_a_side_that_forgets_the_temperature_or_the_mask_is_refused(good, tmp_path, monkeypatch, forgets, option):
@@ -54,7 +53,6 @@ def test_a_side_that_forgets_the_temperature_or_the_mask_is_refused(good, tmp_pa
     Engine.live.close()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("named, options", [
     ("trainer", dict(parity=ParityFlags(processed_logprobs=False))),
     ("engine", dict(parity=ParityFlags(sampling_mask=False), top_p=0.8)),

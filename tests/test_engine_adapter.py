@@ -32,11 +32,11 @@ from engine_adapter import (
     Engine,
     EngineStateError,
     WeightLoadError,
-    check_vllm_version,
 )
 from rl import Policy, Scoring
 from rollouts import Sampling, reseed
 
+pytestmark = pytest.mark.engine
 IN_FORCE = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
             "generation_config": "vllm", "disable_cascade_attn": True, "inflight_update": "keep",
             "head_dtype": "float32", "max_logprobs": -1}  # fmt: skip
@@ -54,7 +54,6 @@ def long_prompts(length: int) -> list[list[int]]:
 
 
 # ------------------------------------------------------------------------------------------------ fixes off
-@pytest.mark.engine
 def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     policy = Policy(qwen2(tied=False))
@@ -69,7 +68,6 @@ def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
         assert mismatch(policy, engine, prompts=prompts)["mismatch_abs_mean"] > 0.01
 
 
-@pytest.mark.engine
 def test_without_processed_logprobs_only_temperature_1_agrees(engine_folder):
     policy = Policy(qwen2(tied=False))
     with started(engine_folder, policy, ParityFlags(processed_logprobs=False)) as engine:
@@ -78,7 +76,6 @@ def test_without_processed_logprobs_only_temperature_1_agrees(engine_folder):
         assert floors(policy, engine, Sampling(1.0, 12, (2,))) < AT_PARITY
 
 
-@pytest.mark.engine
 def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_live_change(engine_folder):
     model = qwen2(tied=False, dtype=torch.bfloat16)
     with torch.no_grad():  # an offset that softmax ignores and bf16 rounding does not: the head's dtype shows
@@ -98,7 +95,6 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
 
 
 # ------------------------------------------------------------------------------------------------ one engine at parity
-@pytest.mark.engine
 def test_the_audit_names_every_setting_that_is_not_in_force_and_one_dtype_of_a_16_bit_head(engine_folder):
     def in_16_bits(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
         """Some steps' logits fit into both 16-bit types, others into bfloat16 alone: 1e-9 is too small for float16."""
@@ -120,7 +116,6 @@ def test_the_audit_names_every_setting_that_is_not_in_force_and_one_dtype_of_a_1
         check_settings(engine)
 
 
-@pytest.mark.engine
 def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_engines_version(engine_folder):
     """The model's generation_config.json asks for penalties, masks, another temperature and another stop token."""
     policy, stops = Policy(qwen2(tied=False)), Sampling(0.7, 30, tuple(range(2, 40)))
@@ -137,7 +132,6 @@ def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_en
             assert len(rollout.token_ids) == 30 or last
 
 
-@pytest.mark.engine
 def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_process_does(engine_folder):
     policy, tokens = Policy(qwen2(tied=False)), lambda rollouts: [r.token_ids for r in rollouts]
     with started(engine_folder, policy) as engine:
@@ -155,7 +149,6 @@ def test_seeds_decide_the_samples_whatever_the_batch_and_else_the_seed_of_the_pr
 
 
 # ------------------------------------------------------------------------------------------------ weight load
-@pytest.mark.engine
 def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it_was(engine_folder):
     policy, name = Policy(qwen2(tied=False)), "model.layers.1.self_attn.k_proj.weight"
     with started(engine_folder, policy) as engine:
@@ -177,7 +170,6 @@ def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it
         engine.close()
 
 
-@pytest.mark.engine
 def test_a_failed_canary_names_a_trainer_that_disagrees_with_itself(engine_folder):
     """The planted fault is in the forward pass alone; the engine agrees with the decode that has a cache."""
     policy = Policy(qwen2(tied=False))
@@ -195,7 +187,6 @@ def test_a_failed_canary_names_a_trainer_that_disagrees_with_itself(engine_folde
 BLOCK = 32  # the CPU build's smallest
 
 
-@pytest.mark.engine
 def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folder):
     """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
     endless = replace(WARM, stop_token_ids=())
@@ -221,7 +212,6 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
 
 
 # ------------------------------------------------------------------------------------------------ states
-@pytest.mark.engine
 @pytest.mark.parametrize("kind", ["vllm", "shared"])
 def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folder, kind, monkeypatch):
     """vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
@@ -252,26 +242,6 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
     assert all(reference() is None for reference in held)
 
 
-# ------------------------------------------------------------------------------------------------ without an engine
-def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypatch):
-    """A later vLLM's metadata is put in front of the installed one, as an upgrade would."""
-    planted = tmp_path / "vllm-0.99.1.dist-info"
-    planted.mkdir()
-    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert check_vllm_version(allow_untested=True) == "0.99.1"
-    with pytest.raises(ValueError, match=r"vLLM must be 0\.26 to 0\.33 .*, got 0\.99\.1"):
-        check_vllm_version()
-
-
-def test_sampling_refuses_what_cannot_be_scored():
-    wrong = dict(temperature=0.001, top_k=-1, repetition_penalty=0.0, presence_penalty=float("nan"))
-    for name, value in wrong.items():
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            Sampling(**dict(temperature=1.0, max_new_tokens=8) | {name: value})
-
-
-@pytest.mark.engine
 def test_an_answer_that_vllm_ends_with_an_error_stops_the_run(engine_folder, monkeypatch):
     from vllm.v1.engine import FinishReason
 

@@ -10,8 +10,9 @@ from engine_adapter import CANARY_PROMPTS, EngineStateError
 from rl import Policy
 from rollouts import Sampling
 
+pytestmark = pytest.mark.engine
 
-@pytest.mark.engine
+
 @pytest.mark.parametrize("options", [
     "--engine vllm", "--engine shared", "--engine vllm --parity.no-inflight-keep",
     "--engine vllm --parity.no-inflight-keep --parity.variants recompute",
@@ -29,7 +30,6 @@ def test_a_run_that_evaluates_after_each_step_is_the_same_as_one_that_evaluates_
     assert sum(row["updates"] > 0 and row["staleness_max"] > 0 for row in found[0]) > 2
 
 
-@pytest.mark.engine
 def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_path):
     """A step is under way when it begins. The policy does not change, so that any mismatch is a wrong token."""
     words = ("--task {root}/task.py --steps 4 --inflight-groups 6 --max-num-seqs 12 --max-new-tokens 24 --lr 1e-12"
@@ -40,7 +40,6 @@ def test_with_async_scheduling_an_evaluation_leaves_no_wrong_token(good, tmp_pat
     assert max(row["mismatch_max"] for row in found) < 1e-4
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name, groups", [("Qwen2", 1), ("Gemma2", 2)])  # windows: a group of layers of its own
 def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is_lost(tmp_path, name, groups):
     model = qwen2(tied=False) if name == "Qwen2" else small_model(name, True)
@@ -60,7 +59,6 @@ def test_without_memory_for_one_more_row_an_evaluation_is_refused_and_nothing_is
         assert all(len(rollout.token_ids) == 120 for rollout in rollouts)
 
 
-@pytest.mark.engine
 def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(tmp_path, monkeypatch):
     """As with model runner V2, which a GPU has. A scheduler that gave all places away would find none free there."""
     monkeypatch.setattr("extras.inflight.keeps_places", lambda runner: True)
@@ -88,7 +86,6 @@ def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(tmp_
 
 
 @CAN_BE_EXACT
-@pytest.mark.engine
 @pytest.mark.parametrize("parity", [
     ParityFlags(inflight_keep=False), ParityFlags(inflight_keep=False, variants=("recompute",)), ParityFlags(),
 ], ids=lambda parity: parity.inflight_update)  # fmt: skip

@@ -121,9 +121,9 @@ def good(tmp_path_factory) -> Path:
 @pytest.fixture
 def loaded(tmp_path) -> Callable[..., Task]:
     """Loads the task of a Python text, written to task.py, or of rows, written to rows.jsonl."""
-    def load(content: str | list[dict], **options) -> Task:
+    def load(content: str | list[dict], seed: int = 0, **options) -> Task:
         path = tmp_path / ("task.py" if isinstance(content, str) else "rows.jsonl")
         path.write_text(content if isinstance(content, str) else "\n".join(map(json.dumps, content)))
-        return load_task(str(path), 0, **options)
+        return load_task(str(path), seed, **options)
 
     return load

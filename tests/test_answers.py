@@ -1,6 +1,5 @@
 """Rewards that compare a response with an answer: a number, a letter, or what math-verify reads."""
 
-import json
 import re
 from decimal import Decimal
 from time import perf_counter
@@ -8,8 +7,7 @@ from time import perf_counter
 import pytest
 
 from extras.answers import Answers, Unreadable, last_number, plain_number
-from extras.problem_files import load_task
-from tasks import Problem
+from tasks import Problem, Task
 
 PLAIN = {".5": 0.5, "-.5": -0.5, "1e3": 1000, "1,234": 1234, "-$5": -5, "\u2212\u20ac5": -5, "+5": 5,
          "-1,200.50": -1200.5, "8.7e8": 87e7, r"8.7 \times 10^{8}": 87e7, r"-3\cdot 10^{-2}": -0.03}  # fmt: skip
@@ -139,18 +137,15 @@ def test_a_long_response_is_wrong_within_seconds(answers, response):
     assert perf_counter() - start < 30
 
 
-def file_of(folder, *answers: object) -> str:
-    path, lines = folder / "task.jsonl", enumerate(answers)
-    path.write_text("\n".join(json.dumps({"question": f"{line}", "answer": answer}) for line, answer in lines))
-    return str(path)
-
-
 def test_a_file_with_an_unreadable_answer_is_refused_and_without_math_verify_with_any_but_numbers_and_letters(
-        tmp_path, monkeypatch):
+        loaded, tmp_path, monkeypatch):
+    def read(*answers: object) -> Task:
+        return loaded([{"question": f"{line}", "answer": answer} for line, answer in enumerate(answers)])
+
     with pytest.raises(ValueError, match=r"^1 of 2 rows of .*readable answer: .*, line 2: .*math-verify does not read"):
-        load_task(file_of(tmp_path, 1, "Yes"), 0, reward_limit_s=60)
+        read(1, "Yes")
     (tmp_path / "absent.py").write_text("import no_such_module")
     monkeypatch.setattr("extras.answers.MATH_ANSWERS", str(tmp_path / "absent.py"))
-    assert len(load_task(file_of(tmp_path, 1, "$1,200", "#### -7", "B"), 0).train) == 3
+    assert len(read(1, "$1,200", "#### -7", "B").train) == 3
     with pytest.raises(ValueError, match=r"'1/2' is no plain number.*pip install math-verify.*ModuleNotFoundError"):
-        load_task(file_of(tmp_path, 1, 2, "1/2"), 0)
+        read(1, 2, "1/2")

@@ -118,12 +118,11 @@ def test_each_option_in_the_text_exists():
         assert {flag for flag in unknown if not flag.startswith(OF_OTHERS)} == set(), page
 
 
-def test_the_examples_of_an_own_job_can_be_trained_on(tmp_path):
+def test_the_examples_of_an_own_job_can_be_trained_on(tmp_path, loaded):
     """A reward for rows, and a task file for whole groups."""
     for name, code in re.findall(r"```python\n# (\w+\.py)(.*?)```", read(ROOT / "docs" / "run.md"), re.S):
         (tmp_path / name).write_text(code.partition("\n")[2])
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "target": 2}\n{"prompt": "2+2=", "target": 4}')
-    task = load_task(str(tmp_path / "rows.jsonl"), 0, reward=str(tmp_path / "mine.py"))
+    task = loaded([{"prompt": f"{n}+{n}=", "target": 2 * n} for n in (1, 2)], reward=str(tmp_path / "mine.py"))
     assert task.reward(task.train[0], "") is None
     assert task.reward(task.train[0], f"so {task.train[0].answer}") == {"right": 1.0, "length": -0.004}
     task = load_task(str(tmp_path / "six.py"), 0)
@@ -131,10 +130,8 @@ def test_the_examples_of_an_own_job_can_be_trained_on(tmp_path):
     assert task.grade([(task.train[0], [task.train[0].answer, "no"], rollouts)]) == [[0.25, 0.0]]
 
 
-def test_the_readmes_own_task_can_be_trained_on(tmp_path):
-    code = re.search(r"```python\n(# sorting.py.*?)```", README.read_text(), re.S)[1]
-    (tmp_path / "sorting.py").write_text(code)
-    task = load_task(str(tmp_path / "sorting.py"), seed=0)
+def test_the_readmes_own_task_can_be_trained_on(loaded):
+    task = loaded(re.search(r"```python\n(# sorting.py.*?)```", README.read_text(), re.S)[1])
     problem = task.held_out[0]
     assert sorted(problem.answer) == list(problem.answer)
     assert [task.reward(problem, text) for text in (f"It is {problem.answer}.", "hgfedcba", "")] == [1.0, 0.0, 0.0]

@@ -71,15 +71,14 @@ def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second
     assert [{"question": p.question, "answer": p.answer} for p in task.held_out] == rows[-5:]
 
 
-def test_problems_of_one_family_are_held_out_together_and_the_seed_decides_which(tmp_path):
-    path = tmp_path / "sums.py"
-    path.write_text("""def sample(rng):
+def test_problems_of_one_family_are_held_out_together_and_the_seed_decides_which(loaded):
+    text = """def sample(rng):
     pair = [rng.randrange(10) for _ in range(2)]
     return "%d + %d" % tuple(pair), str(sum(pair)), str(sorted(pair))
 def reward(problem, response):
     return float(response == problem.answer)
-""")
-    task, again, other = (load_task(str(path), seed) for seed in (0, 0, 1))
+"""
+    task, again, other = (loaded(text, seed) for seed in (0, 0, 1))
     train, held_out = ({problem.family for problem in part} for part in (task.train, task.held_out))
     assert (len(task.train) + len(task.held_out), len(held_out), len(train)) == (100, 6, 49)  # all there are, once
     assert not train & held_out

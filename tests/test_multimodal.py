@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from helpers import (
     train_here,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from engine_adapter import _reason
 from examples.toys import toy_tokenizer
@@ -29,26 +28,21 @@ CASES = [(name, tied) for name in MULTIMODAL for tied in ((True,) if name in ALW
 NAMES_OF = "missing_keys", "unexpected_keys", "mismatched_keys"
 
 
-def trained(root: Path, name: str, tied: bool, *options: str) -> tuple[Path, PreTrainedModel]:
-    """The folder of three steps at parity, and its policy/ as stock transformers reads it."""
-    small_model(name, tied).save_pretrained(root / "model")
-    toy_tokenizer().save_pretrained(root / "model")
-    (root / "task.py").write_text(PYTHON)
-    dtype, out = dtypes_of(name)[0], root / "run"
-    train_here(command(root, "--task {root}/task.py --steps 3 --max-new-tokens 12 --lr 1e-3 --eval-problems 2",
-                       "--dtype", str(dtype).removeprefix("torch."), *options))  # fmt: skip
+@pytest.mark.engine
+@pytest.mark.parametrize("name, tied", CASES)
+def test_the_text_of_a_multimodal_folder_is_trained_and_exported_as_a_text_model(name, tied, tmp_path, capsys):
+    """Three steps at parity; stock transformers reads policy/."""
+    small_model(name, tied).save_pretrained(tmp_path / "model")
+    toy_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "task.py").write_text(PYTHON)
+    dtype, out = dtypes_of(name)[0], tmp_path / "run"
+    train_here(command(tmp_path, "--task {root}/task.py --steps 3 --max-new-tokens 12 --lr 1e-3 --eval-problems 2",
+                       "--dtype", str(dtype).removeprefix("torch.")))  # fmt: skip
     limit = {torch.float32: ROUNDING, torch.bfloat16: 0.1}[dtype]
     assert all(row["mismatch_abs_mean"] < limit for row in rows(out)[1:])
     assert json.loads((out / "config.json").read_text())["audit"]["not_proven"] == []
     exported, report = AutoModelForCausalLM.from_pretrained(out / "policy", output_loading_info=True, dtype=dtype)
     assert not any(report[each] for each in NAMES_OF)
-    return out, exported
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("name, tied", CASES)
-def test_the_text_of_a_multimodal_folder_is_trained_and_exported_as_a_text_model(name, tied, tmp_path, capsys):
-    out, exported = trained(tmp_path, name, tied)
     kind = type(exported).__name__
     others = {each for each in load_file(tmp_path / "model" / "model.safetensors")
               if re.match(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|visual)\.", each)}  # fmt: skip

@@ -214,8 +214,9 @@ def check_update(grpo: GrpoConfig, case: list[str]) -> None:
     advantages = torch.tensor([[1.3], [0.0 if "flat" in case else -0.7], [0.4], [-1.1]])  # (B, 1)
     if "tokens" in case:
         advantages = advantages * torch.tensor([1.0, -0.5, 0.0, 2.0])  # (B, T)
-    old = OLD.where(batch.mask > 0, -200.0)  # of no token: its ratio is infinite in fp32
-    batch = replace(batch, old_logprobs=old, ref_logprobs=old - 0.1 * batch.mask, advantages=advantages)
+    old = OLD.where(batch.mask > 0, -200.0)  # of no token: exp(200) is infinite in fp32
+    ref = (OLD - 0.1).where(batch.mask > 0, 200.0)
+    batch = replace(batch, old_logprobs=old, ref_logprobs=ref, advantages=advantages)
     num_minibatches, micro_batch_tokens = 1 + ("halves" in case), 1 if "alone" in case else 4096
     minibatches = minibatches_of(batch, num_minibatches, micro_batch_tokens, advantages.any(dim=1).tolist())
     # The parameters are the log-probabilities themselves, so a gradient is that of a token's log-probability.

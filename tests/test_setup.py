@@ -20,16 +20,10 @@ esac
 
 
 def write(path: Path, text: str = "#!/bin/sh\n") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
     if not os.access(path, os.X_OK):
         pytest.skip("the folder for temporary files is mounted noexec")
-
-
-def finished(folder: Path, *program: object) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PATH": str(folder)}
-    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("cuda, compiler, headers, said", [
@@ -51,7 +45,8 @@ def test_a_gpu_machine_without_driver_compiler_or_headers_is_told_so_in_one_sent
         write(tmp_path / compiler)
     if cuda:
         write(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{SMI.format(cuda)}'\n")
-    result = finished(tmp_path, "sh", ROOT / "setup.sh", "python")
+    result = subprocess.run(["sh", ROOT / "setup.sh", "python"], cwd=tmp_path, env=os.environ | {"PATH": str(tmp_path)},
+                            capture_output=True, text=True, check=False)  # fmt: skip
     (sentence,) = result.stderr.splitlines()
     assert said in sentence
     assert result.returncode == (9 if said == "ENOUGH" else 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import ROOT, qwen2
 
-from examples.toys import EOS, digits, toy_model, toy_tokenizer
+from examples.toys import EOS, TOYS, digits, teach, toy_config, toy_model, toy_tokenizer
 from extras.model_folder import describe_model, load_tokenizer
 from models import load_model, save_model
 from rollouts import Sampling

@@ -257,6 +257,54 @@ def test_a_reward_is_tried_before_the_engine_starts(tmp_path, capsys):
     assert "notice: such responses are left out: None on " in capsys.readouterr().out
 
 
+# Public rewards, each as a file of at most twelve lines: file, and rewards of the responses "2", "11", "" and "2=2".
+PORTS = {
+    "format and accuracy with weights, as in Open-R1": ("""
+import re
+def reward(problem, response):
+    shaped = re.fullmatch(r"[0-9]+", response)
+    right = response.rpartition("=")[2] == problem.answer
+    return {"accuracy": 1.0 * right, "format": 0.2 * bool(shaped)}
+""", [1.2, 0.2, 0.0, 1.0]),
+    "an overlong penalty, as in DAPO": ("""
+LONGEST, BUFFER = 4, 2
+def reward(problem, response, rollout):
+    too_long = len(rollout.token_ids) - (LONGEST - BUFFER)
+    return {"accuracy": 1.0 if response == problem.answer else -1.0,
+            "overlong": min(0.0, -too_long / BUFFER) if too_long > 0 else 0.0}
+""", [1.0, -1.5, -1.0, -2.0]),
+    "code that is executed, as in verl's code tasks": ("""
+import subprocess, sys
+def reward(problem, response):
+    code = f"assert {response.replace('=', '==') or None} == {problem.answer}"
+    done = subprocess.run([sys.executable, "-Ic", code], capture_output=True, timeout=5)
+    return float(done.returncode == 0)
+""", [1.0, 0.0, 0.0, 1.0]),
+    "a judge by rules over the row's columns": ("""
+def reward(problem, response):
+    if not response:
+        return None  # the judge has no opinion
+    limit = problem.row.get("limit", 9)
+    return {"short": float(len(response) < limit), "answers": float(str(problem.row["answer"]) in response)}
+""", [2.0, 1.0, None, 1.0]),
+    "relative to the group, as length penalties are": ("""
+def rewards(problem, responses):
+    lengths = [len(response) for response in responses]
+    longest, shortest = max(lengths), min(lengths)
+    right = [response.endswith(problem.answer) for response in responses]
+    return [r * (1 - 0.5 * (n - shortest) / max(1, longest - shortest)) for r, n in zip(right, lengths)]
+""", [5 / 6, 0.0, 0.0, 0.5]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PORTS)
+def test_public_rewards_are_short_files(tmp_path, kind):
+    text, expected = PORTS[kind]
+    assert len(text.strip().splitlines()) <= 12
+    rows = scored(tmp_path, text, "2", "11", "", "2=2")[1]
+    assert [row["reward"] for row in rows] == [each if each is None else pytest.approx(each) for each in expected]
+
+
 def test_a_step_gives_no_loss_to_what_is_left_out_not_even_that_of_a_kl(good, tmp_path):
     text = "def reward(problem, response): return None if len(response) % 2 else len(response)"
     (tmp_path / "mine.py").write_text(text)

@@ -58,7 +58,7 @@ def printable(options: Any, *names: str) -> None:
 
 
 def check_mask(options: Any) -> None:
-    """The rules of top_k, top_p and min_p, of GrpoConfig and of rollouts.Sampling."""
+    """The rules of top_k, top_p and min_p, of LearningConfig and of rollouts.Sampling."""
     within(options, 0, MANY, "top_k")
     within(options, 1e-6, 1, "top_p")  # in float32 less keeps no token
     within(options, 0, 1, "min_p")
@@ -102,7 +102,7 @@ class JobConfig:
 
 
 @dataclass(frozen=True)
-class GrpoConfig:
+class LearningConfig:
     """What is sampled and what is learnt from it."""
 
     objective: Literal[tuple(OBJECTIVES)] = "grpo"  # Formulas and sources in objectives.py.
@@ -172,7 +172,7 @@ class GrpoConfig:
         if not self.kl_coef and self.kl_gradient != "k3":
             raise ValueError("kl_gradient needs kl_coef (without it there is no KL term), got"
                              f" {self.kl_gradient}")
-        if self.tis == "off" and self.tis_cap != GrpoConfig.tis_cap:
+        if self.tis == "off" and self.tis_cap != LearningConfig.tis_cap:
             raise ValueError("tis_cap needs tis (without it there is no weight), got"
                              f" {self.tis_cap}; try --tis token")
         if self.reject == "off":
@@ -447,7 +447,7 @@ class MeasureConfig:
         within(self, 0, MANY, "self_noise_every", "probe_every")
 
 
-Flat = tyro.conf.OmitArgPrefixes  # --lr, not --grpo.lr
+Flat = tyro.conf.OmitArgPrefixes  # --lr, not --learning.lr
 
 
 @dataclass(frozen=True)
@@ -455,7 +455,7 @@ class Config:
     """All options of a run; checks the rules that concern two groups."""
 
     job: Annotated[JobConfig, Flat] = field(default_factory=JobConfig)
-    grpo: Annotated[GrpoConfig, Flat] = field(default_factory=GrpoConfig)
+    learning: Annotated[LearningConfig, Flat] = field(default_factory=LearningConfig)
     lora: Annotated[LoraConfig, Flat] = field(default_factory=LoraConfig)
     parity: ParityFlags = field(default_factory=ParityFlags)
     backend: Annotated[BackendConfig, Flat] = field(default_factory=BackendConfig)
@@ -464,13 +464,13 @@ class Config:
 
     def __post_init__(self):
         self._check_corrections()
-        grpo, parity, backend = self.grpo, self.parity, self.backend
+        learning, parity, backend = self.learning, self.parity, self.backend
         lora_rank, off = self.lora.lora_rank, parity.off()
         faults_of_vllm = [fix for fix in off if fix != "sampling_mask"]
         if not parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
             faults_of_vllm.remove("fp32_head")
         rounded = backend.rollout_weights != "own"
-        most = grpo.num_prompts * backend.max_staleness
+        most = learning.num_prompts * backend.max_staleness
         probed = self.measure.probe_every or self.measure.probe_on_alarm
         rules = (  # what must be, whether it is not, why, and how the sentence may end
             # What other engines, rounded weights and groups in flight do not support.
@@ -479,7 +479,7 @@ class Config:
              "only vLLM has that fault"),
             ("exact must be off with gradient_checkpointing, and while a fix other than"
              " inflight_keep is off",
-             backend.exact and (grpo.gradient_checkpointing or set(off) - {"inflight_keep"}),
+             backend.exact and (learning.gradient_checkpointing or set(off) - {"inflight_keep"}),
              "a mismatch stops the run"),
             ("lora_rank must be 0 with engine shared",
              lora_rank and backend.engine == "shared",
@@ -501,7 +501,7 @@ class Config:
              "which switches V1's own cache on", f", got {backend.prefix_cache}"),
             # The sampler's mask.
             ("sampling_mask must be on without top_k, top_p and min_p",
-             not parity.sampling_mask and not has_sampling_mask(grpo),
+             not parity.sampling_mask and not has_sampling_mask(learning),
              "no mask"),
             ("max_kept must be given with top_k, top_p or min_p and sampling_mask only",
              backend.max_kept and not self.max_kept,
@@ -524,30 +524,30 @@ class Config:
 
     def _check_corrections(self) -> None:
         """Fix the backend first, then correct the remaining mismatch."""
-        grpo, off = self.grpo, self.parity.off()
+        learning, off = self.learning, self.parity.off()
         if self.lora.lora_forward == "added" and self.backend.engine == "vllm":
             # Counts as a fix that is off: the engine's weights are rounded, the trainer's not.
             off.append("lora_forward merged")
-        if grpo.corrections and off and not grpo.correct_a_broken_backend:
+        if learning.corrections and off and not learning.correct_a_broken_backend:
             raise ValueError("tis and reject must be off while a fix is off (a correction hides the"
-                             f" broken backend), got {grpo.corrections} without {', '.join(off)};"
-                             " to study that, --correct-a-broken-backend")
+                             f" broken backend), got {learning.corrections} without"
+                             f" {', '.join(off)}; to study that, --correct-a-broken-backend")
 
     @property
     def max_kept(self) -> int:
         """`Sampling.max_kept` of the training; 0: the trainer's softmax is over the vocabulary."""
-        if not has_sampling_mask(self.grpo) or not self.parity.sampling_mask:
+        if not has_sampling_mask(self.learning) or not self.parity.sampling_mask:
             return 0
-        top_k = self.grpo.top_k
+        top_k = self.learning.top_k
         # More than top_k, because of ties: many logits of a 16-bit head are equal.
         usual = top_k + top_k // 4 + 16 if top_k else 512
         return self.backend.max_kept or usual
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up times linear decay to zero after the last step; steps count from 1."""
-        warm_up = min(1.0, step / (self.grpo.lr_warmup_steps + 1))
-        decay = 1 - (step - 1) / self.job.steps if self.grpo.lr_decay == "linear" else 1.0
-        return self.grpo.lr * warm_up * decay
+        warm_up = min(1.0, step / (self.learning.lr_warmup_steps + 1))
+        decay = 1 - (step - 1) / self.job.steps if self.learning.lr_decay == "linear" else 1.0
+        return self.learning.lr * warm_up * decay
 
     def flat(self) -> dict[str, Any]:
         """All options by their own names, as in config.json."""
@@ -561,6 +561,6 @@ class Config:
     def experiment(self) -> dict[str, Any]:
         """The options that a resumed run must keep."""
         flat, free = self.flat(), NOT_OF_THE_EXPERIMENT
-        if self.grpo.lr_decay == "none":
+        if self.learning.lr_decay == "none":
             free = free | {"steps"}
         return {name: value for name, value in flat.items() if name not in free}

@@ -30,7 +30,7 @@ NEAR_1 = 0.999, 1.002
 
 
 # ---------------------------------------------------------------------------------- advantages
-class Policies(Protocol):
+class TokenLogprobs(Protocol):
     """What advantages may use of a batch, (B, T) each: its log-probabilities before the update."""
 
     mask: Tensor
@@ -52,11 +52,11 @@ def centre(scores: Tensor, group_size: int) -> Tensor:
 
 
 def group_advantages(
-    scores: Tensor, group_size: int, policies: Policies, divide_by_std: bool = True
+    scores: Tensor, group_size: int, batch: TokenLogprobs, divide_by_std: bool = True
 ) -> Tensor:
     """A = (R - mean_group) / (std_group + 1e-4), or R - mean_group without the division.
 
-    It is exactly 0 for equal scores. `policies` is not used: every row of OBJECTIVES gets it.
+    It is exactly 0 for equal scores. `batch` is not used: every row of OBJECTIVES gets it.
 
     Shapes: scores (B,) in float64, B = P * group_size, group-major -> (B, 1) in float32.
     Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025,
@@ -147,7 +147,7 @@ class Objective(NamedTuple):
     """A row of OBJECTIVES.
 
     `surrogate(logprobs, denominator, advantages, mask, clip)` returns a TokenLoss for one
-    micro-batch. Its `mask` leaves rejected tokens out. `advantages(scores, group_size, policies)`
+    micro-batch. Its `mask` leaves rejected tokens out. `advantages(scores, group_size, batch)`
     maps (B,) to (B, 1), or to (B, T) for an advantage per token. `clip` has the papers' usual
     bounds, unless the user gives others. `old_policy` is the only value of --old-policy that is
     allowed with the row; None allows both. No row here sets it or `needs_reference`: forks do.
@@ -155,9 +155,9 @@ class Objective(NamedTuple):
 
     surrogate: Callable[[Tensor, Tensor, Tensor, Tensor, Clip], TokenLoss]
     normalizer: Normalizer = "token"
-    advantages: Callable[[Tensor, int, Policies], Tensor] = group_advantages
+    advantages: Callable[[Tensor, int, TokenLogprobs], Tensor] = group_advantages
     clip: Clip = (0.2, 0.2)
-    needs_reference: bool = False  # whether its advantages use `policies.ref_logprobs`
+    needs_reference: bool = False  # whether its advantages use `batch.ref_logprobs`
     old_policy: Literal["recompute", "rollout"] | None = None
 
 
@@ -300,10 +300,10 @@ REJECTIONS: dict[str, Rejection] = {
 
 
 class Correction(NamedTuple):
-    """`weights` (B, T); `truncated` and `rejected` (B, T), bool, where the cap and the rule act."""
+    """`weights` (B, T); `capped` and `rejected` (B, T), bool, where the cap and the rule act."""
 
     weights: Tensor
-    truncated: Tensor
+    capped: Tensor
     rejected: Tensor
 
 
@@ -315,12 +315,12 @@ def correct(
 
     The weights are 0 on rejected tokens and outside the mask, else positive.
     """
-    policies = old_logprobs.detach(), behavior_logprobs, mask
-    rejected = rejection.rejects(*policies)
+    logprobs_and_mask = old_logprobs.detach(), behavior_logprobs, mask
+    rejected = rejection.rejects(*logprobs_and_mask)
     kept = (mask > 0) & ~rejected
     ratio = torch.ones_like(mask)
     if tis != "off":
-        ratio = WEIGHTS[tis](*policies)
+        ratio = WEIGHTS[tis](*logprobs_and_mask)
     return Correction(ratio.clamp(max=cap) * kept, (ratio > cap) & kept, rejected)
 
 
@@ -332,7 +332,7 @@ def correction_metrics(
     """
     shares = {f"rejected_frac_{name}": rule.rejects(old_logprobs, behavior_logprobs, mask)
               for name, rule in REJECTIONS.items()}
-    shares |= {"tis_clip_frac": correction.truncated, "rejected_frac": correction.rejected}
+    shares |= {"tis_capped_frac": correction.capped, "rejected_frac": correction.rejected}
     tokens = mask.sum().clamp(min=1)
     metrics = {name: (share.sum() / tokens).item() for name, share in shares.items()}
     return metrics | {

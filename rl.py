@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from config import GrpoConfig
+from config import LearningConfig
 from models import load_model
 from objectives import (
     OBJECTIVES,
@@ -626,32 +626,32 @@ def in_micro_batches(
 
 
 def corrected(
-    batch: Batch, minibatches: Minibatches, grpo: GrpoConfig
+    batch: Batch, minibatches: Minibatches, learning: LearningConfig
 ) -> tuple[Batch, dict[str, float]]:
     """The batch with all that the loss needs, and the metrics of the correction."""
-    policies = batch.old_logprobs, batch.behavior_logprobs, batch.mask
-    correction = correct(*policies, grpo.tis, grpo.tis_cap, grpo.rejection)
+    logprobs_and_mask = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    correction = correct(*logprobs_and_mask, learning.tis, learning.tis_cap, learning.rejection)
     counted = batch.mask
-    if grpo.rejection.mean == "kept":
+    if learning.rejection.mean == "kept":
         counted = batch.mask * ~correction.rejected
     token_weights = torch.zeros_like(counted)  # (B, T)
     for micro_batches in minibatches:
         rows = torch.cat(micro_batches)
-        normalizer = OBJECTIVES[grpo.objective].normalizer
-        token_weights[rows] = loss_weights(counted[rows], normalizer, grpo.max_new_tokens)
+        normalizer = OBJECTIVES[learning.objective].normalizer
+        token_weights[rows] = loss_weights(counted[rows], normalizer, learning.max_new_tokens)
     denominator = batch.old_logprobs
-    if grpo.old_policy == "rollout":
+    if learning.old_policy == "rollout":
         denominator = batch.behavior_logprobs
     has_signal = correction.weights * batch.advantages != 0  # (B, T)
-    has_kl = grpo.kl_coef * token_weights > 0
+    has_kl = learning.kl_coef * token_weights > 0
     batch = replace(batch, denominator=denominator, correction=correction.weights,
                     token_weights=token_weights, has_gradient=(has_signal | has_kl).any(dim=1))
-    return batch, correction_metrics(correction, *policies)
+    return batch, correction_metrics(correction, *logprobs_and_mask)
 
 
 def update(
-    policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches, grpo: GrpoConfig,
-    lr: float,
+    policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
+    learning: LearningConfig, lr: float,
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
@@ -663,8 +663,8 @@ def update(
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
-    surrogate = OBJECTIVES[grpo.objective].surrogate
-    batch, metrics = corrected(batch, minibatches, grpo)
+    surrogate = OBJECTIVES[learning.objective].surrogate
+    batch, metrics = corrected(batch, minibatches, learning)
     losses, norms, sums = [], [], []
     with optimizer.on_device():
         for micro_batches in minibatches:
@@ -676,12 +676,13 @@ def update(
                 with torch.set_grad_enabled(bool(micro.has_gradient.any())):
                     logprobs = policy.logprobs(micro)  # (b, T)
                 token_loss, clipped = surrogate(
-                    logprobs, micro.denominator, micro.advantages, micro.correction > 0, grpo.clip)
+                    logprobs, micro.denominator, micro.advantages, micro.correction > 0,
+                    learning.clip)
                 token_loss = micro.correction * token_loss
-                if grpo.kl_coef:
+                if learning.kl_coef:
                     token_loss = token_loss + kl_loss(
                         logprobs, micro.denominator, micro.ref_logprobs, micro.token_weights > 0,
-                        grpo.kl_coef, grpo.kl_gradient)
+                        learning.kl_coef, learning.kl_gradient)
                 micro_loss = (token_loss * micro.token_weights).sum()
                 if micro_loss.requires_grad:
                     optimizer.backward(micro_loss)
@@ -690,7 +691,7 @@ def update(
                                         clipped, micro.token_weights))
             check_finite(loss, sums, lr)
             losses.append(loss)
-            norms.append(optimizer.step(lr, grpo.grad_clip))
+            norms.append(optimizer.step(lr, learning.grad_clip))
     metrics |= update_metrics(losses, norms, sums, batch.ref_logprobs is not None)
     return metrics | {"skipped_updates": len(minibatches) - len(norms)}
 

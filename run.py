@@ -103,7 +103,7 @@ def prepare(config: Config) -> Run:
     if holds_run and not config.job.resume:
         raise ValueError(f"out must be a new folder, {config.job.out} holds a run; go on with"
                          " --resume or choose another --out")
-    grpo, data = config.grpo, config.data
+    learning, data = config.learning, config.data
     task = find_task(config)
     path, model_config, tokenizer, stop_token_ids = find_model(config)
     task = encode(tokenizer, task, stop_token_ids, data.reward_limit_s, data.system_prompt,
@@ -113,7 +113,7 @@ def prepare(config: Config) -> Run:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
                          f" vocabulary of {model_config.vocab_size}")
     context = getattr(model_config, "max_position_embeddings", math.inf)
-    task = fitting(task, context, grpo.max_new_tokens, data.max_prompt_tokens or math.inf,
+    task = fitting(task, context, learning.max_new_tokens, data.max_prompt_tokens or math.inf,
                    drop=data.overlong_prompts == "drop")
     from extras.notices import notices
     from extras.problem_files import try_reward
@@ -122,12 +122,12 @@ def prepare(config: Config) -> Run:
         print(f"notice: {notice}", flush=True)
     try_reward(task)
     print(f"first prompt: {records.shown(prompts_record(task)['first'])}", flush=True)
-    groups = grpo.num_prompts + config.backend.inflight_groups
+    groups = learning.num_prompts + config.backend.inflight_groups
     if groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
-    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, stop_token_ids, grpo.top_k,
-                        grpo.top_p, grpo.min_p, max_kept=config.max_kept)
+    sampling = Sampling(learning.temperature, learning.max_new_tokens, stop_token_ids,
+                        learning.top_k, learning.top_p, learning.min_p, max_kept=config.max_kept)
     return Run(config, out, path, task, sampling)
 
 
@@ -139,11 +139,11 @@ def check_machine(config: Config) -> None:
     tracker = config.job.tracker
     if tracker != "none" and find_spec(tracker) is None:
         raise ValueError(f"tracker must be installed, {tracker} is not: pip install {tracker}")
-    grpo = config.grpo
+    learning = config.learning
     samples_in_vllm = config.backend.engine != "transformers"
-    if torch.cuda.is_available() and samples_in_vllm and grpo.min_p and grpo.top_p < 1:
+    if torch.cuda.is_available() and samples_in_vllm and learning.min_p and learning.top_p < 1:
         raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops tokens"
-                         f" after min-p), got {grpo.min_p} and {grpo.top_p}; try --top-k")
+                         f" after min-p), got {learning.min_p} and {learning.top_p}; try --top-k")
     if samples_in_vllm:
         check_vllm_version(config.backend.allow_untested_vllm)
 
@@ -194,11 +194,11 @@ def load_policy(run: Run) -> Policy:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     support = VOCABULARY
     parts = {}
-    if has_sampling_mask(config.grpo):
+    if has_sampling_mask(config.learning):
         from extras.sampling_mask import SamplingMask
 
         support = SamplingMask(run.sampling)
-    temperature = config.grpo.temperature if config.parity.trainer_temperature else 1.0
+    temperature = config.learning.temperature if config.parity.trainer_temperature else 1.0
     scoring = Scoring(temperature, config.parity.trainer_fp32_head, support)
     with records.stage(f"loading the model in {run.model_path}"):
         model = load_model(run.model_path, getattr(torch, config.job.dtype)).to(device)
@@ -210,16 +210,16 @@ def load_policy(run: Run) -> Policy:
             from extras.rounded_weights import RoundedWeights
 
             parts["send"] = RoundedWeights(model, config.backend.rollout_weights)
-        if config.grpo.gradient_checkpointing:
+        if config.learning.gradient_checkpointing:
             from extras.gradient_checkpointing import checkpoint_layers
 
             checkpoint_layers(model)
-        if not config.grpo.plain:
+        if not config.learning.plain:
             from extras.fast import fast_parts
 
             parts |= fast_parts(model)
-        objective = OBJECTIVES[config.grpo.objective]
-        has_reference = config.grpo.kl_coef > 0 or objective.needs_reference
+        objective = OBJECTIVES[config.learning.objective]
+        has_reference = config.learning.kl_coef > 0 or objective.needs_reference
         return Policy(model, scoring, has_reference=has_reference, **parts)
 
 
@@ -232,7 +232,7 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         return engine_for(run, policy)
     options = dict(backend=backend, max_model_len=run.max_model_len, dtype=policy.model.dtype,
                    seed=config.job.seed)
-    if has_sampling_mask(config.grpo):
+    if has_sampling_mask(config.learning):
         from extras.sampling_mask import collect_kept_sets
 
         options["collect"] = collect_kept_sets
@@ -259,13 +259,13 @@ def find_checkpoint(run: Run) -> dict[str, Any] | None:
 
 def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     """The state before the first step, with the engine still without the policy's weights."""
-    config, grpo = run.config, run.config.grpo
+    config, learning = run.config, run.config.learning
     if config.backend.engine == "shared":
         # In place of the policy that the engine was started with: the same model, with the body and
         # the products of the engine.
         policy = engine.policy
     make_optimizer, make_source = Optimizer, Synchronous
-    if grpo.offload_optimizer:
+    if learning.offload_optimizer:
         from extras.offload import OffloadedOptimizer
 
         make_optimizer = OffloadedOptimizer
@@ -274,9 +274,9 @@ def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
 
         make_source = partial(GroupsInFlight, num_waiting=config.backend.inflight_groups,
                               max_staleness=config.backend.max_staleness)
-    of_source = run.task, run.sampling, grpo.num_prompts, grpo.group_size, config.job.seed
+    of_source = run.task, run.sampling, learning.num_prompts, learning.group_size, config.job.seed
     source = make_source(engine, *of_source)
-    optimizer = make_optimizer(policy.model, grpo.weight_decay)
+    optimizer = make_optimizer(policy.model, learning.weight_decay)
     state = TrainingState(policy, optimizer, engine, source)
     if config.measure.eval_trainer_alone:
         from extras.transformers_engine import engine_for
@@ -327,11 +327,11 @@ def announce(run: Run, policy: Policy, engine: Engine) -> None:
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
-    steps, grpo = run.config.job.steps, run.config.grpo
-    if 0 < steps <= grpo.lr_warmup_steps:
+    steps, learning = run.config.job.steps, run.config.learning
+    if 0 < steps <= learning.lr_warmup_steps:
         largest = max(run.config.lr_at(step) for step in range(1, steps + 1))
-        print(f"a warm-up of {grpo.lr_warmup_steps} steps in a run of {steps}: the learning rate"
-              f" reaches {largest:.1e} at most, NOT {grpo.lr:.1e}", flush=True)
+        print(f"a warm-up of {learning.lr_warmup_steps} steps in a run of {steps}: the learning"
+              f" rate reaches {largest:.1e} at most, NOT {learning.lr:.1e}", flush=True)
     if run.config.parity.off():
         from extras.idle_switches import name_idle_switches
 

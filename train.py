@@ -20,7 +20,7 @@ import tyro
 from torch import Tensor
 
 import records
-from config import Config, GrpoConfig
+from config import Config, LearningConfig
 from objectives import (
     OBJECTIVES,
     backend_metrics,
@@ -85,7 +85,7 @@ class Step(NamedTuple):
 
 def train_step(run: Run, state: TrainingState, step: int) -> Step:
     """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
-    grpo, policy = run.config.grpo, state.policy
+    learning, policy = run.config.learning, state.policy
     clock = records.Clock()
     with clock("generate"):
         problems, rollouts = state.source.next(step)  # P, B = P * G rows
@@ -99,13 +99,13 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     # Rows whose score is their group's mean (all rows of a flat group) have no signal, nor have
     # responses that are left out (NaN). Advantages come later, because they may need old_logprobs,
     # which are computed in these micro-batches.
-    has_signal = centre(scores, grpo.group_size) != 0  # (P, G)
-    minibatches = batch.minibatches(has_signal.flatten(), grpo.num_minibatches,
-                                    grpo.micro_batch_tokens, policy.pack)
+    has_signal = centre(scores, learning.group_size) != 0  # (P, G)
+    minibatches = batch.minibatches(has_signal.flatten(), learning.num_minibatches,
+                                    learning.micro_batch_tokens, policy.pack)
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
-    batch = with_advantages(batch, token_metrics, scores, grpo)
+    batch = with_advantages(batch, token_metrics, scores, learning)
 
     version = state.engine.weight_version
     oldest = [rollout.oldest_version for rollout in rollouts]
@@ -113,27 +113,27 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     current = batch.mask_rows([each == version for each in oldest])
     metrics = {"step": step, "lr": run.config.lr_at(step),
                **rollout_metrics(batch, scores, has_signal, oldest, version),
-               **batch_metrics(batch, current, token_metrics, grpo)}
-    batch = batch.mask_rows([has_loss(each, grpo) for each in rollouts])  # after the metrics
+               **batch_metrics(batch, current, token_metrics, learning)}
+    batch = batch.mask_rows([has_loss(each, learning) for each in rollouts])  # after the metrics
     for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
         metrics |= adjust(batch, metrics)
     with clock("update"):
-        metrics |= update(policy, state.optimizer, batch, minibatches, grpo, metrics["lr"])
+        metrics |= update(policy, state.optimizer, batch, minibatches, learning, metrics["lr"])
     with clock("sync"):
         metrics |= sync(state, metrics["updates"] > 0)
     return Step(metrics | clock.figures(), problems, batch, current)
 
 
 def with_advantages(
-    batch: Batch, token_metrics: dict[str, Tensor], scores: Tensor, grpo: GrpoConfig
+    batch: Batch, token_metrics: dict[str, Tensor], scores: Tensor, learning: LearningConfig
 ) -> Batch:
     """The batch with its log-probabilities before the update, and with advantages: (B, 1), (B, T).
     """
     batch = replace(batch, old_logprobs=token_metrics["logprobs"],
                     ref_logprobs=token_metrics.get("ref_logprobs"))  # for --kl-coef
-    advantages = OBJECTIVES[grpo.objective].advantages
+    advantages = OBJECTIVES[learning.objective].advantages
     scores = scores.to(batch.mask.device)
-    return replace(batch, advantages=advantages(scores, grpo.group_size, batch))
+    return replace(batch, advantages=advantages(scores, learning.group_size, batch))
 
 
 def sync(state: TrainingState, changed: bool) -> dict[str, float]:
@@ -144,9 +144,9 @@ def sync(state: TrainingState, changed: bool) -> dict[str, float]:
     return metrics | state.source.after_update()
 
 
-def has_loss(rollout: Rollout, grpo: GrpoConfig) -> bool:
+def has_loss(rollout: Rollout, learning: LearningConfig) -> bool:
     """Not if it is left out, or cut off with --mask-truncated."""
-    masked = grpo.mask_truncated and rollout.finish_reason == "length"
+    masked = learning.mask_truncated and rollout.finish_reason == "length"
     return not masked and not math.isnan(rollout.score)
 
 
@@ -181,7 +181,7 @@ def rollout_metrics(
 
 
 def batch_metrics(
-    batch: Batch, current: Batch, token_metrics: dict[str, Tensor], grpo: GrpoConfig
+    batch: Batch, current: Batch, token_metrics: dict[str, Tensor], learning: LearningConfig
 ) -> dict[str, float]:
     """Means over the tokens before the update, `mismatch_metrics` among them.
 
@@ -200,7 +200,7 @@ def batch_metrics(
         metrics |= {f"current_{name}": value for name, value in on_current.items()}
         metrics |= backend_metrics(
             *both_sides, current.advantages, current.mask,
-            objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)
+            objective=learning.objective, clip=learning.clip, max_length=learning.max_new_tokens)
     return metrics
 
 
@@ -225,7 +225,7 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     metrics = {
         "eval_reward": mean_of(row["reward"] for row in sampled),
         "eval_reward_greedy": mean_of(row["reward"] for row in greedy),
-        "eval_agree": greedy_agreement(state.policy, rollouts, run.config.grpo),
+        "eval_agree": greedy_agreement(state.policy, rollouts, run.config.learning),
     }
     rows = greedy + sampled
     if state.trainer_alone:
@@ -255,11 +255,11 @@ def answer_held_out(
     return rollouts, rows
 
 
-def greedy_agreement(policy: Policy, rollouts: list[Rollout], grpo: GrpoConfig) -> float:
+def greedy_agreement(policy: Policy, rollouts: list[Rollout], learning: LearningConfig) -> float:
     """The share of rollouts whose every token is the trainer's likeliest one."""
     batch = make_batch(rollouts, policy.device)
     rows = torch.arange(len(rollouts))
-    micro_batches = longest_first(batch, rows, grpo.micro_batch_tokens)
+    micro_batches = longest_first(batch, rows, learning.micro_batch_tokens)
     agrees = in_micro_batches(policy.agreement, batch, [micro_batches])["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
@@ -268,7 +268,7 @@ def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
     """All of it to metrics.jsonl, the pictures and the tracker, one line to the terminal."""
     records.append_rows(run.out / "metrics.jsonl", [metrics])
     config = run.config
-    print(records.log_line(metrics, config.job.steps, config.grpo.reject), flush=True)
+    print(records.log_line(metrics, config.job.steps, config.learning.reject), flush=True)
     records.draw_at_evaluation(run.out, metrics)
     if state.tracker:
         state.tracker.log(metrics)

@@ -7,7 +7,7 @@ from config import has_sampling_mask
 
 def name_idle_switches(run: Any, block: int) -> None:
     """Print which switches do nothing. `run` is a run.Run, `block` the tokens of a KV block."""
-    parity, grpo = run.config.parity, run.config.grpo
+    parity, learning = run.config.parity, run.config.learning
     float32 = run.config.job.dtype == "float32"
     cached = parity.stale_cache
 
@@ -17,7 +17,8 @@ def name_idle_switches(run: Any, block: int) -> None:
     if cached and max(map(len, run.task.prompts)) <= block:  # the last token is always computed
         name_idle("uncached_runtime: the prefix cache",
                   f"no prompt is longer than a block of {block} tokens; try --block-size")
-    if not parity.processed_logprobs and grpo.temperature == 1 and not has_sampling_mask(grpo):
+    without_effect = learning.temperature == 1 and not has_sampling_mask(learning)
+    if not parity.processed_logprobs and without_effect:
         name_idle("processed_logprobs", "raw values are processed at temperature 1 without a mask")
     if not parity.inflight_keep and not run.config.backend.inflight_groups:
         name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")

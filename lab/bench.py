@@ -16,7 +16,7 @@ import tyro
 from torch import Tensor
 from transformers import DynamicCache
 
-from config import Config, GrpoConfig
+from config import Config, LearningConfig
 from engine_adapter import Engine
 from lab.memory import GIB, phases
 from records import Clock, append_rows
@@ -39,17 +39,19 @@ def bare_generate(
         engine.llm.step()
 
 
-def bare_training(model: torch.nn.Module, batch: Batch, grpo: GrpoConfig, backward: bool) -> None:
+def bare_training(
+    model: torch.nn.Module, batch: Batch, learning: LearningConfig, backward: bool
+) -> None:
     """The cheapest forward, or forward and backward, of a batch: the most rows of equal prompts.
 
     The body computes each prompt once for its group, and the head responses alone. Flat groups need
     no backward. No chunks, no entropy, no mask.
     """
-    group_size = grpo.group_size
+    group_size = learning.group_size
     has_signal = batch.advantages.any(dim=1).view(-1, group_size).any(dim=1)  # (P,)
     minibatches = batch.minibatches(
-        has_signal.repeat_interleave(group_size).cpu(), grpo.num_minibatches,
-        grpo.micro_batch_tokens, partial(whole_groups, group_size))
+        has_signal.repeat_interleave(group_size).cpu(), learning.num_minibatches,
+        learning.micro_batch_tokens, partial(whole_groups, group_size))
     for rows in chain.from_iterable(minibatches):
         micro, cache = batch.select(rows), DynamicCache(config=model.config)
         prompt = int(micro.prompt_lengths[0])
@@ -88,7 +90,7 @@ def main(arguments: list[str]) -> None:
     start_s = time.perf_counter() - started
     state = build(run, policy, engine)
     begin(run, state)
-    grpo, model = config.grpo, policy.model
+    learning, model = config.learning, policy.model
     longest = max(map(len, run.task.prompts))
     formula = {f"formula_{phase}_gib": sum(terms.values()) / GIB for phase, terms in
                phases(config, model.config, longest, policy.head.chunk_elements).items()}
@@ -99,11 +101,11 @@ def main(arguments: list[str]) -> None:
         prompts = [problem.prompt_ids for problem in done.problems]
         clock = Clock()
         with clock("bare_generate"):
-            bare_generate(engine, prompts, grpo.group_size, run.sampling)
+            bare_generate(engine, prompts, learning.group_size, run.sampling)
         with clock("bare_old_logprobs"):
-            bare_training(model, done.batch, grpo, backward=False)
+            bare_training(model, done.batch, learning, backward=False)
         with clock("bare_update"):
-            bare_training(model, done.batch, grpo, backward=True)
+            bare_training(model, done.batch, learning, backward=True)
         state.optimizer.adamw.zero_grad(set_to_none=True)  # 16-bit gradients are in the masters
         row = done.metrics | clock.phases | formula | {"start_s": start_s}
         # The rest of `sync`: weights and KV cache wake.

@@ -35,7 +35,7 @@ def phases(
     b (8 H + 4 I) for attention and MLP, with b bytes a number. Attention's scores are not kept
     (flash attention). With checkpointing each layer keeps its input, and one layer all of this.
     """
-    grpo, backend = config.grpo, config.backend
+    learning, backend = config.learning, config.backend
     size = getattr(torch, config.job.dtype).itemsize
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
@@ -48,14 +48,14 @@ def phases(
     text = model_config.get_text_config()
     hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    positions = max(grpo.micro_batch_tokens, prompt_tokens + grpo.max_new_tokens)
+    positions = max(learning.micro_batch_tokens, prompt_tokens + learning.max_new_tokens)
     layer = positions * (16 * hidden + size * (8 * hidden + 4 * inner))
     activations = text.num_hidden_layers * layer
-    if grpo.gradient_checkpointing:
+    if learning.gradient_checkpointing:
         activations = text.num_hidden_layers * positions * size * hidden + layer
     masters = 0 if adapters or size == 4 else 4 * trained  # adapters are fp32, their own masters
     probed = config.measure.probe_every or config.measure.probe_on_alarm
-    copies = bool(grpo.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
+    copies = bool(learning.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
     always = {"weights": weights + 4 * adapters + copies * copied, "context": CONTEXT}
     optimizer = {"optimizer": masters + 8 * trained}
     # The shared engine has the trainer's weights.
@@ -63,7 +63,7 @@ def phases(
     # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
     sampler = 4 * backend.max_num_seqs * text.vocab_size * 4
     generate = always | {"engine": engine + sampler}
-    if not grpo.offload_optimizer:
+    if not learning.offload_optimizer:
         generate |= optimizer
     head = HEAD_CHUNKS * chunk_elements * 4
     update = always | optimizer | {"gradients": 4 * trained, "activations": activations + head}

@@ -176,7 +176,7 @@ class StepProbe:
         """
         measure = self.run.config.measure
         number = step.metrics["step"]
-        exceeded = alarms(step.metrics, self.run.config.grpo.clip[1])
+        exceeded = alarms(step.metrics, self.run.config.learning.clip[1])
         planned = measure.probe_every and (number - 1) % measure.probe_every == 0
         status = {}
         if planned or (exceeded and measure.probe_on_alarm):

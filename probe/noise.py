@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, GrpoConfig
+from config import Config, LearningConfig
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches
 
@@ -80,7 +80,7 @@ def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
         policy.model.set_experts_implementation(usual)
 
 
-def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
+def self_noise(policy: Policy, batch: Batch, learning: LearningConfig) -> Tensor:
     """The log-probabilities minus those along the second path, with smaller micro-batches: (B, T).
     """
     has_signal = batch.advantages.any(dim=1).cpu()
@@ -89,12 +89,12 @@ def self_noise(policy: Policy, batch: Batch, grpo: GrpoConfig) -> Tensor:
         return {"logprobs": policy.logprobs(micro)}
 
     def recomputed(micro_batch_tokens: int) -> Tensor:
-        minibatches = batch.minibatches(has_signal, grpo.num_minibatches, micro_batch_tokens)
+        minibatches = batch.minibatches(has_signal, learning.num_minibatches, micro_batch_tokens)
         return in_micro_batches(logprobs, batch, minibatches)["logprobs"]
 
-    usual = recomputed(grpo.micro_batch_tokens)
+    usual = recomputed(learning.micro_batch_tokens)
     with rounded_otherwise(policy):
-        return usual - recomputed(-(-grpo.micro_batch_tokens // 3))
+        return usual - recomputed(-(-learning.micro_batch_tokens // 3))
 
 
 def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, float]:
@@ -106,7 +106,7 @@ def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, f
     planned = (step.metrics["step"] - 1) % config.measure.self_noise_every == 0
     if not planned or not batch.mask.any():  # --mask-truncated may leave no token
         return {}
-    noise = self_noise(policy, batch, config.grpo)
+    noise = self_noise(policy, batch, config.learning)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],
             "self_noise_max": metrics["mismatch_max"]}

@@ -8,7 +8,7 @@ import torch
 import tyro
 from helpers import config_of
 
-from config import BackendConfig, Config, GrpoConfig, ParityFlags
+from config import BackendConfig, Config, LearningConfig, ParityFlags
 from engine_adapter import SETTINGS, Setting, check_vllm_version, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
 from rollouts import Sampling
@@ -34,7 +34,7 @@ def test_every_correction_is_refused_while_a_fix_is_off_with_one_way_around(fix)
         with pytest.raises(ValueError, match=rf"a correction hides the broken backend.* without {fix};") as refused:
             config_of(**options, **correction)
         assert all(f"{name} {kind}" in str(refused.value) for name, kind in correction.items() if kind != "off")
-        assert config_of(**options, **correction, correct_a_broken_backend=True).grpo.corrections
+        assert config_of(**options, **correction, correct_a_broken_backend=True).learning.corrections
     config_of(**options)
 
 
@@ -74,10 +74,10 @@ def test_added_adapters_are_a_fault_of_vllms_weights_alone():
 
 
 def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():
-    assert GrpoConfig(reject="sequence").rejection == REJECTIONS["sequence"]
-    given = GrpoConfig(reject="sequence", reject_low=0.1, reject_mean="all").rejection
+    assert LearningConfig(reject="sequence").rejection == REJECTIONS["sequence"]
+    given = LearningConfig(reject="sequence", reject_low=0.1, reject_mean="all").rejection
     assert (given.bounds, given.mean) == ((0.1, 2.0), "all")
-    assert GrpoConfig(reject="trm", reject_high=0.5).rejection.bounds == (REJECTIONS["trm"].bounds[0], 0.5)
+    assert LearningConfig(reject="trm", reject_high=0.5).rejection.bounds == (REJECTIONS["trm"].bounds[0], 0.5)
 
 
 # ------------------------------------------------------------------------------------------------ beside the groups

@@ -123,7 +123,7 @@ def test_each_weight_with_each_rejection_equals_its_definition_on_60_ragged_batc
                 for old, behavior, at in zip(*batch[:2], inside, strict=True) if at.any()]  # fmt: skip
         weights, truncated, rejected = (torch.cat(parts) for parts in zip(*rows, strict=True))
         torch.testing.assert_close(corrected.weights[inside], weights, rtol=1e-9, atol=0)
-        assert torch.equal(corrected.truncated[inside], truncated)
+        assert torch.equal(corrected.capped[inside], truncated)
         assert torch.equal(corrected.rejected[inside], rejected)
         assert not corrected.rejected[~inside].any()
         assert not REJECTIONS[name].rejects(batch[0], batch[0], batch[2]).any()  # without a mismatch
@@ -131,7 +131,7 @@ def test_each_weight_with_each_rejection_equals_its_definition_on_60_ragged_batc
         ess = weights.sum() ** 2 / (len(weights) * weights.square().sum())
         seen.append(rejected.double().mean())
         expected = {"rejected_frac": seen[-1], f"rejected_frac_{name}": seen[-1],
-                    "tis_clip_frac": truncated.double().mean(), "weights_ess": ess.nan_to_num(),
+                    "tis_capped_frac": truncated.double().mean(), "weights_ess": ess.nan_to_num(),
                     "weights_mean": weights.mean()}  # fmt: skip
         for figure, value in expected.items():
             assert metrics[figure] == pytest.approx(value.item()), figure

@@ -12,7 +12,7 @@ import torch
 from helpers import DEVICES, ROUNDING, config_of, frozen_logprobs, minibatches_of, qwen2
 
 import objectives
-from config import GrpoConfig
+from config import LearningConfig
 from extras.fast import FastHead, fast_parts
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask, mask_outside
@@ -171,16 +171,18 @@ MOVED = torch.tensor([[0.3, -0.4, 0.05, 0.1], [0.1, 0.2, 0, 0], [-0.3, 0.3, 0.02
 CLIPS = {objectives.grpo: (0.2, 0.28), objectives.gspo: (0.05, 0.1), objectives.cispo: (None, 1.2)}
 
 
-def sums_by_hand(now, rows: range, batch: Batch, weights, kept, counted, grpo: GrpoConfig) -> dict[str, torch.Tensor]:
+def sums_by_hand(
+    now, rows: range, batch: Batch, weights, kept, counted, learning: LearningConfig
+) -> dict[str, torch.Tensor]:
     """Loss and weighted diagnostics of a minibatch, token by token in float64."""
-    (low, high), row = grpo.clip, OBJECTIVES[grpo.objective]
-    old = (batch.behavior_logprobs if grpo.old_policy == "rollout" else batch.old_logprobs).double()
+    (low, high), row = learning.clip, OBJECTIVES[learning.objective]
+    old = (batch.behavior_logprobs if learning.old_policy == "rollout" else batch.old_logprobs).double()
     sums = dict.fromkeys(("loss", "clip_rate", "ratio_mean", "kl_old_new", "kl_ref", "weight"), 0.0)
     for b, t in counted.nonzero().tolist():
         if b not in rows:
             continue
         share = {"token": 1 / counted[rows].sum(), "sequence": 1 / (len(rows) * counted[b].sum()),
-                 "constant": 1 / (len(rows) * grpo.max_new_tokens)}[row.normalizer]  # fmt: skip
+                 "constant": 1 / (len(rows) * learning.max_new_tokens)}[row.normalizer]  # fmt: skip
         log_ratio, advantage = now[b, t] - old[b, t], batch.advantages.expand(4, 4)[b, t]
         ratio, to_ref = log_ratio.exp(), batch.ref_logprobs[b, t] - now[b, t]
         if row.surrogate is objectives.gspo and kept[b].any():
@@ -192,7 +194,7 @@ def sums_by_hand(now, rows: range, batch: Batch, weights, kept, counted, grpo: G
             clipped = ratio > 1 + high if advantage > 0 else advantage < 0 and ratio < 1 - low
             surrogate = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
         divergence = torch.expm1(to_ref) - to_ref
-        loss = kept[b, t] * weights[b, t] * surrogate + grpo.kl_coef * divergence
+        loss = kept[b, t] * weights[b, t] * surrogate + learning.kl_coef * divergence
         terms = loss, clipped, log_ratio.exp(), torch.expm1(log_ratio) - log_ratio, divergence, 1.0
         for name, term in zip(sums, terms, strict=True):
             sums[name] += share * term
@@ -206,7 +208,7 @@ CASES = ["", "halves alone flat kl", "halves masked tokens kl", "halves flat tok
          "alone masked flat kl kept"]  # fmt: skip
 
 
-def check_update(grpo: GrpoConfig, case: list[str]) -> None:
+def check_update(learning: LearningConfig, case: list[str]) -> None:
     behavior = (OLD - MISMATCH).tolist()
     batch = make_batch([Rollout([b], None, [5] * length, behavior[b][:length], trained=TRAINED[b])
                         for b, length in enumerate(LENGTHS)])  # fmt: skip
@@ -224,31 +226,31 @@ def check_update(grpo: GrpoConfig, case: list[str]) -> None:
     table.register_hook(gradients.append)
     policy = SimpleNamespace(logprobs=lambda micro: table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask)
     optimizer = Optimizer(torch.nn.ParameterList([table]), weight_decay=0.0)
-    metrics = update(policy, optimizer, batch, minibatches, grpo, lr=0.0)
+    metrics = update(policy, optimizer, batch, minibatches, learning, lr=0.0)
 
-    corrected = correct(old, batch.behavior_logprobs, batch.mask, grpo.tis, grpo.tis_cap, grpo.rejection)
+    corrected = correct(old, batch.behavior_logprobs, batch.mask, learning.tis, learning.tis_cap, learning.rejection)
     kept = (batch.mask > 0) & ~corrected.rejected
-    assert (0 < corrected.rejected.sum() < 12) == (grpo.reject != "off")
-    counted = kept if grpo.rejection.mean == "kept" else batch.mask > 0
+    assert (0 < corrected.rejected.sum() < 12) == (learning.reject != "off")
+    counted = kept if learning.rejection.mean == "kept" else batch.mask > 0
     now, width, expected = table.detach().double().requires_grad_(), 4 // num_minibatches, []
     for first in range(0, 4, width):
         rows = range(first, first + width)
-        if (kept * advantages)[rows].any() or (grpo.kl_coef and counted[rows].any()):  # else no step
-            expected.append(sums_by_hand(now, rows, batch, corrected.weights, kept, counted, grpo))
+        if (kept * advantages)[rows].any() or (learning.kl_coef and counted[rows].any()):  # else no step
+            expected.append(sums_by_hand(now, rows, batch, corrected.weights, kept, counted, learning))
     assert metrics["skipped_updates"] == num_minibatches - len(expected)
     losses = [each["loss"] for each in expected]
     assert metrics["loss"] == pytest.approx(sum(losses).item() / len(losses), rel=1e-4)
     gradient = sum(gradients)  # each row is in one minibatch
     torch.testing.assert_close(gradient.double(), *torch.autograd.grad(sum(losses), now), atol=1e-6, rtol=1e-4)
     assert gradient[kept].any()
-    if not grpo.kl_coef:
+    if not learning.kl_coef:
         assert not gradient[~kept].any(), "a token that is rejected or not trained has a gradient"
-    if grpo.reject == "off" and num_minibatches == 1:
+    if learning.reject == "off" and num_minibatches == 1:
         for name in {"clip_rate", "ratio_mean", "kl_old_new", "kl_ref"} & metrics.keys():
             by_hand = (expected[0][name] / expected[0]["weight"]).item()
             assert metrics[name] == pytest.approx(by_hand, rel=1e-4, abs=1e-6), name
-    if grpo.old_policy == "rollout":  # the first minibatch of two policies, had no weight moved before
-        options = dict(objective=grpo.objective, clip=grpo.clip, max_length=grpo.max_new_tokens)
+    if learning.old_policy == "rollout":  # the first minibatch of two policies, had no weight moved before
+        options = dict(objective=learning.objective, clip=learning.clip, max_length=learning.max_new_tokens)
         moved = table.detach() * batch.mask
         backend = backend_metrics(moved, batch.behavior_logprobs, advantages, batch.mask, **options)
         for name in ("clip_rate", "ratio_mean"):
@@ -268,22 +270,22 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
         if reject != "off" and (kl_coef or row.normalizer == "token"):  # else a mean is refused: it might do nothing
             mean = "kept" if "kept" in case else "all"
         cap = {} if tis == "off" else {"tis_cap": 1.5}
-        check_update(GrpoConfig(**usual, tis=tis, reject=reject, reject_mean=mean, kl_coef=kl_coef, **cap), case)
+        check_update(LearningConfig(**usual, tis=tis, reject=reject, reject_mean=mean, kl_coef=kl_coef, **cap), case)
     if reject == "off":
-        check_update(GrpoConfig(**usual, old_policy="rollout"), [])
+        check_update(LearningConfig(**usual, old_policy="rollout"), [])
 
 
-def step(policy: Policy, optimizer: Optimizer, grpo: GrpoConfig, advantages=(1.0, -1.0, 0.5, -0.5), keep=True,
+def step(policy: Policy, optimizer: Optimizer, learning: LearningConfig, advantages=(1.0, -1.0, 0.5, -0.5), keep=True,
          far=0.0) -> dict:
     """The metrics of one update. One token is `far` nats below the reference."""
     batch = make_batch(rollouts(), policy.device).mask_rows([keep] * 4)
-    minibatches = minibatches_of(batch, grpo.num_minibatches, grpo.micro_batch_tokens, has_signal=advantages)
+    minibatches = minibatches_of(batch, learning.num_minibatches, learning.micro_batch_tokens, has_signal=advantages)
     old = frozen_logprobs(policy, batch, minibatches)
     advantages = torch.tensor(advantages, device=policy.device)[:, None]
     ref = old.clone()
     ref[0, 2] += far  # its first token
     batch = replace(batch, old_logprobs=old, ref_logprobs=ref, advantages=advantages)
-    return update(policy, optimizer, batch, minibatches, grpo, lr=1e-3)
+    return update(policy, optimizer, batch, minibatches, learning, lr=1e-3)
 
 
 def fresh(kind: type = Optimizer, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Policy, Optimizer]:
@@ -296,31 +298,31 @@ def moved(policy: Policy) -> bool:
     return any(not torch.equal(start, now) for start, now in own)
 
 
-@pytest.mark.parametrize("grpo, advantages, keep, skipped", [
+@pytest.mark.parametrize("learning, advantages, keep, skipped", [
     ({}, (0.0, 0.0, 0.0, 0.0), 1, 2), ({}, (1.0, -1.0, 0.0, 0.0), 1, 1),
     ({"kl_coef": 0.1}, (1.0, -1.0, 2.0, 0.5), 0, 2),
     ({"reject": "binary_tv", "reject_high": 1e-12, "reject_mean": "all"}, (1.0, -1.0, 2.0, 0.5), 1, 2),
 ])  # fmt: skip
-def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(grpo, advantages, keep, skipped):
+def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(learning, advantages, keep, skipped):
     policy, optimizer = fresh()
-    metrics = step(policy, optimizer, GrpoConfig(num_minibatches=2, **grpo), advantages, bool(keep))
+    metrics = step(policy, optimizer, LearningConfig(num_minibatches=2, **learning), advantages, bool(keep))
     assert (metrics["skipped_updates"], metrics["updates"]) == (skipped, 2 - skipped)
     assert (metrics["loss"] is None) == (skipped == 2)
     assert moved(policy) == (skipped < 2)
 
 
 def test_the_largest_kl_term_is_a_metric_and_a_loss_that_is_no_number_stops_the_update_before_the_weights_move():
-    grpo = GrpoConfig(kl_coef=0.1, num_minibatches=1, micro_batch_tokens=1)
-    metrics = step(*fresh(), grpo, far=20.0)
+    learning = LearningConfig(kl_coef=0.1, num_minibatches=1, micro_batch_tokens=1)
+    metrics = step(*fresh(), learning, far=20.0)
     largest = metrics["kl_ref_max"]
     assert largest == pytest.approx(math.expm1(20) - 20, rel=1e-4)
     assert metrics["kl_ref"] == pytest.approx(largest / 13)  # of 13 tokens
-    assert step(*fresh(), grpo, keep=False)["kl_ref_max"] is None
+    assert step(*fresh(), learning, keep=False)["kl_ref_max"] is None
     not_a_number = dict(advantages=(math.nan, 1.0, 0.0, 0.0))
     for wrong, reason in (dict(far=100.0), "inf, its KL inf"), (not_a_number, "nan, its KL 0"):
         policy, optimizer = fresh()
         with pytest.raises(FloatingPointError, match=f"the loss is {reason}"):
-            step(policy, optimizer, grpo, **wrong)
+            step(policy, optimizer, learning, **wrong)
         assert not moved(policy)
 
 
@@ -330,7 +332,7 @@ def test_self_noise_is_rounding_of_the_dtype_and_needs_a_token():
         policy, batch = Policy(qwen2(tied=True, dtype=dtype)), make_batch(rollouts())
         before = frozen_logprobs(policy, batch, minibatches_of(batch))
         batch = replace(batch, old_logprobs=before, advantages=torch.ones(4, 1))
-        noise = self_noise(policy, batch, GrpoConfig())
+        noise = self_noise(policy, batch, LearningConfig())
         assert not noise[batch.mask == 0].any()
         assert low < (noise.abs().sum() / batch.mask.sum()).item() < high
     step = SimpleNamespace(metrics={"step": 1}, batch=batch.mask_rows([False] * 4))  # as --mask-truncated may
@@ -384,7 +386,7 @@ def test_a_restored_or_offloaded_optimizer_goes_on_exactly_masters_included(dtyp
     for kind, restored in ((Optimizer, False), (Optimizer, True), (OffloadedOptimizer, True)):
         policy, optimizer = fresh(kind, dtype, device)
         for _ in range(3):
-            step(policy, optimizer, GrpoConfig())
+            step(policy, optimizer, LearningConfig())
             if restored:
                 saved = copy.deepcopy([policy.model.state_dict(), optimizer.state_dict()])
                 policy, optimizer = fresh(kind, dtype, device)

@@ -190,7 +190,7 @@ def test_with_exact_a_correction_changes_nothing_bit_for_bit(good, tmp_path, dty
         state = deepcopy(live.state_dict())
         table, weights = from_the_start(run, live, state, count)
         for row in table:
-            assert row["mismatch_max"] == row["mismatch_kl"] == row["tis_clip_frac"] == 0
+            assert row["mismatch_max"] == row["mismatch_kl"] == row["tis_capped_frac"] == 0
             assert row["mismatch_ratio"] == row["ess"] == 1  # mean and effective size of weights
             assert row["weights_ess"] == 1 or not row["updates"]
             assert row["exact_tokens"] == row["tokens"] > 0

@@ -26,7 +26,7 @@ from helpers import (
     train_here,
 )
 
-from config import GrpoConfig
+from config import LearningConfig
 from examples.record_vllm import record
 from probe.traces import load_traces
 from rl import Policy
@@ -66,13 +66,13 @@ def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(g
 @torch.no_grad()
 def test_greedy_agreement_counts_a_tie_as_agreement_and_one_wrong_token_as_none():
     model = qwen2(tied=False)
-    policy, grpo, head = Policy(model), GrpoConfig(), model.lm_head.weight
+    policy, learning, head = Policy(model), LearningConfig(), model.lm_head.weight
     state = policy.hidden(torch.tensor([[5, 6]]))[0, -1]
     head[7] = head[8] = state * (2 * head @ state).amax() / state.dot(state)  # after 5, 6 the likeliest tokens are 7, 8
     logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1]
     answers = [Rollout([5, 6], None, ids, [0.0] * len(ids)) for ids in ([7], [8], [9], [7, logits.argmin().item()])]
-    assert [greedy_agreement(policy, [answer], grpo) for answer in answers] == [1, 1, 0, 0]
-    assert greedy_agreement(policy, answers, grpo) == 1 / 2
+    assert [greedy_agreement(policy, [answer], learning) for answer in answers] == [1, 1, 0, 0]
+    assert greedy_agreement(policy, answers, learning) == 1 / 2
 
 
 def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):

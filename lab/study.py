@@ -98,6 +98,7 @@ class Options:
     # Print the table of a record and run nothing; without a path, of docs/records/STUDY.json.
     print: tuple[str, ...] | None = None
     metrics: tuple[Literal[tuple(METRICS)], ...] = ()  # Of the table; if not given, the study's.
+    narrow: bool = False  # Means alone, for a terminal; their picture is OUT/STUDY-means.png.
 
     def __post_init__(self):
         if self.print is None and self.study not in STUDIES:
@@ -295,7 +296,9 @@ def in_processes(
             outcome = f"CRASHED, {failed[folder.name]}"
         done = len(tasks) - len(waiting) - len(running)
         minutes = (time.monotonic() - started) / 60
-        print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min", flush=True)
+        left = minutes / done * (len(tasks) - done)
+        print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min, about"
+              f" {left:.1f} left", flush=True)
         after(folder.name, failed)
 
 
@@ -463,7 +466,37 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     return f"{text}\n\n**{title.capitalize()}**\n{listed}" if listed else text
 
 
+def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
+    """The means over the seeds, by the names of the metrics, in aligned columns."""
+    rows = [["", *metrics]]
+    for name in chosen:
+        found = [by_seed(record["cells"][name], each) for each in metrics]
+        rows.append([name, *(text_of(METRICS[each], values, {}).partition(" (")[0]
+                             for each, values in zip(metrics, found, strict=True))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
+                     for first, *others in rows)
+
+
 # ---------------------------------------------------------------------------------- the picture
+def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path: Path) -> None:
+    """A bar for each cell: mean and range over the seeds of each metric that is a number."""
+    from matplotlib.figure import Figure
+
+    numbers = [each for each in metrics if METRICS[each].form]
+    figure = Figure(figsize=(4 * len(numbers) + 2, 0.4 * len(chosen) + 1), layout="constrained")
+    axes = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
+    for axis, name in zip(axes, numbers, strict=True):
+        for row, cell in enumerate(chosen):
+            values = list(by_seed(record["cells"][cell], name).values())
+            if values:
+                axis.barh(row, mean(values), color="C0")
+                axis.plot([min(values), max(values)], [row, row], color="black")
+        axis.set(title=METRICS[name].title, yticks=range(len(chosen)), yticklabels=chosen)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+
+
 def draw(curves: Record, path: Path) -> Any:
     """The curves of each cell by field: mean and range over the seeds."""
     from matplotlib.figure import Figure
@@ -509,7 +542,11 @@ def main(arguments: list[str] | None = None) -> int:
             if curves:
                 draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
-    print(f"\n{report(record, options.metrics, chosen)}\n\nwritten to {plan.record}")
+    table, metrics = report(record, options.metrics, chosen), options.metrics or plan.study.metrics
+    if options.narrow:
+        table = means(record, metrics, chosen)
+        draw_means(record, metrics, chosen, plan.out / f"{options.study}-means.png")
+    print(f"\n{table}\n\nwritten to {plan.record}")
     return 1 if record["crashed"] else 0
 
 

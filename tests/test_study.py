@@ -73,6 +73,11 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
     assert "held out, trainer alone" not in table
     assert "\n| transformers |" not in table  # it was not asked for
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
+    assert main(["ladder", "--out", str(tmp_path), "--cells", "parity", "--seeds", "0", "1", "--narrow", *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["        reward  eval_trainer_alone  updates  tokens_s",
+                          "parity    0.25                                      3"]  # fmt: skip
+    assert (tmp_path / "ladder-means.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("words, complaint", [

@@ -1,7 +1,6 @@
 """The causes that a verdict can name: layer, name, and the setting that repairs it."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 
@@ -18,31 +17,29 @@ class Cause:
         return replace(self, name=self.name.format(*what))
 
 
-semantics = partial(Cause, "semantics")
-inference = partial(Cause, "inference path")
-numerics = partial(Cause, "numerics")
+RAW = Cause("semantics", "raw log-probabilities",
+            'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
+HIDDEN = Cause("semantics", "{} of generation_config.json in the sampler and not in the trace",
+               "name every sampling parameter in every request;"
+               ' generation_config="vllm" (--parity.uncached-runtime)')
+SAMPLER = Cause("semantics", "tokens drawn from another distribution than the reported one",
+                "compare the sampler's temperature, mask and seeds with the request's")
+NO_MASK = Cause("semantics", "mask or penalties applied by the sampler and not by the trainer",
+                "sample without it, or score the processed distribution in the trainer too"
+                " (a mask: --parity.sampling-mask)")
 
-RAW = semantics("raw log-probabilities",
-                'logprobs_mode="processed_logprobs" (--parity.processed-logprobs)')
-HIDDEN = semantics("{} of generation_config.json in the sampler and not in the trace",
-                   "name every sampling parameter in every request;"
-                   ' generation_config="vllm" (--parity.uncached-runtime)')
-SAMPLER = semantics("tokens drawn from another distribution than the reported one",
-                    "compare the sampler's temperature, mask and seeds with the request's")
-NO_MASK = semantics("mask or penalties applied by the sampler and not by the trainer",
-                    "sample without it, or score the processed distribution in the trainer too"
-                    " (a mask: --parity.sampling-mask)")
+PREFIX = Cause("inference path", "prompt KV computed under earlier weights (stale prefix cache)",
+               "enable_prefix_caching=False, or reset_prefix_cache() at each load"
+               " (--parity.uncached-runtime)")
+STALE = Cause("inference path", "weights {} update(s) old",
+              "load every tensor before sampling, or diagnose with the weights that have sampled"
+              " (--model)")
+WRONG_REQUESTS = Cause("inference path", "wrong requests among right ones",
+                       "match responses to prompts by request id, or send these again, alone")
 
-PREFIX = inference("prompt KV computed under earlier weights (stale prefix cache)",
-                   "enable_prefix_caching=False, or reset_prefix_cache() at each load"
-                   " (--parity.uncached-runtime)")
-STALE = inference("weights {} update(s) old", "load every tensor before sampling, or diagnose with"
-                  " the weights that have sampled (--model)")
-WRONG_REQUESTS = inference("wrong requests among right ones",
-                           "match responses to prompts by request id, or send these again, alone")
-
-HEAD = numerics("head in 16 bits {}", 'an fp32 head on both sides, hf_overrides={"head_dtype":'
-                ' "float32"} in vLLM (--parity.fp32-head)')
-ROUNDED = numerics("linear layers rounded to {}, one scale for each output channel",
-                   "load the weights as they are, or correct for the difference"
-                   " (--rollout-weights, --tis)")
+HEAD = Cause("numerics", "head in 16 bits {}",
+             'an fp32 head on both sides, hf_overrides={"head_dtype": "float32"} in vLLM'
+             " (--parity.fp32-head)")
+ROUNDED = Cause("numerics", "linear layers rounded to {}, one scale for each output channel",
+                "load the weights as they are, or correct for the difference"
+                " (--rollout-weights, --tis)")

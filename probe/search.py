@@ -7,7 +7,6 @@ under the same hypothesis (`limit`).
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.record_vllm import NEUTRAL
 from extras.rounded_weights import linear_layers, rounded
 from probe import causes
 from probe.causes import Cause
-from probe.noise import twice_precise
-from probe.replay import NO_PENALTIES, Replay, Weights
+from probe.noise import precisely, twice_precise
+from probe.replay import NEVER_FULL, Replay, Weights
 from probe.traces import Trace
 from rl import Policy
 from rollouts import Sampling
@@ -34,7 +34,7 @@ SIGN_SIGMAS = 4.0
 EDGE = 0.01  # share of the tokens that rounding may put on the other side of a mask's edge
 ROUNDINGS = ("int8", "fp8", "int4")  # that engines offer
 BLOCK_SIZES = (16, 32, 64, 128)  # tokens per KV block
-NEUTRAL = dict(top_k=0, top_p=1.0, min_p=0.0) | NO_PENALTIES  # fields of a Sampling
+OFF = NEUTRAL | {"top_k": 0}  # fields of a Sampling; vLLM's word for no top-k is -1
 
 
 # ---------------------------------------------------------------------------------- the rule
@@ -65,7 +65,7 @@ class Pass:
 
     precise: Values  # in twice the precision of the model
     rounded: Values  # in the model's own
-    causes: tuple[Cause, ...] = ()
+    cause: Cause | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +75,10 @@ class Explanation:
     causes: tuple[Cause, ...]
     readout: Readout
     mean: float  # |reported - computed|
-    mean_of_right: float  # of the sequences that are not wrong
     trainer_error: float
-    allowed: float  # the limit of `mean_of_right`
+    allowed: float  # the limit of the mean of the sequences that are not wrong
     wrong: Tensor  # (B,) bool: sequences that the hypothesis does not explain
-    enough: bool  # False: the causes explain too little
+    explains_right: bool  # that mean is allowed, and no cause explains too little
 
     @property
     def few_wrong(self) -> bool:
@@ -87,7 +86,7 @@ class Explanation:
 
     @property
     def fits(self) -> bool:
-        return self.enough and self.few_wrong and self.mean_of_right <= self.allowed
+        return self.explains_right and self.few_wrong
 
     @property
     def order(self) -> tuple:
@@ -110,13 +109,13 @@ def size_of(error: Tensor) -> Tensor:
 
 def distributions_of(sampling: Sampling, model: Any, trainer: str) -> dict[Sampling, Cause | None]:
     """What the trainer scores, and what an engine may report instead, with the cause of that."""
-    alone = replace(sampling, **NEUTRAL)
+    alone = replace(sampling, **OFF)
     found = {alone if trainer == "temperature" else sampling: None}
     found.setdefault(sampling, causes.NO_MASK)
     found.setdefault(replace(alone, temperature=float(sampling.temperature > 0)), causes.RAW)
     config = model.generation_config.to_diff_dict()
-    hidden = {name: config[name] for name, neutral in NEUTRAL.items()
-              if name in config and getattr(sampling, name) == neutral}
+    hidden = {name: config[name] for name, off in OFF.items()
+              if name in config and getattr(sampling, name) == off}
     shown = ", ".join(f"{name} {value}" for name, value in hidden.items())
     found.setdefault(replace(sampling, **hidden), causes.HIDDEN.of(shown))
     return found
@@ -160,43 +159,37 @@ class Probe(Replay):
         """Weights and KV caches, cheap ones first."""
         yield self.now
         for kind in ROUNDINGS:
-            weights = {name: rounded(each.weight, kind)
-                       for name, each in linear_layers(self.policy.model).items()}
+            weights = {name: rounded(self.weights[name], kind)
+                       for name in linear_layers(self.policy.model)}
             yield self._forward(causes.ROUNDED.of(kind), self.weights | weights)
         for updates, weights in enumerate(self.earlier, 1):
             yield self._forward(causes.STALE.of(updates), weights)
-            for block in BLOCK_SIZES:  # of the prompt, computed under the old weights
-                # (B,) a full hit leaves one token to compute.
-                prefix = (self.prompt_lengths - 1) // block * block
-                if prefix.any():
-                    yield self._forward(causes.PREFIX, self.weights, weights, prefix)
+            for block in BLOCK_SIZES:
+                if self.prompt_lengths.max() > block:
+                    yield self._forward(causes.PREFIX, self.weights, weights, block)
 
     def _forward(self, cause: Cause, weights: Weights, old: Weights | None = None,
-                 num_old: Tensor | None = None) -> Pass:
-        """With weights, and with the first keys and values of old ones."""
+                 block: int = NEVER_FULL) -> Pass:
+        """With weights, and with the keys and values of old ones in the prompts' full blocks."""
         precise = self._values(twice_precise(self.policy, weights),
-                               old and twice_precise(self.policy, old), num_old)
-        return Pass(precise, self._values(weights, old, num_old), (cause,))
+                               old and twice_precise(self.policy, old), block)
+        return Pass(precise, self._values(weights, old, block), cause)
 
     def _values(self, weights: Weights, old: Weights | None = None,
-                num_old: Tensor | None = None) -> Values:
-        hidden = self.hidden(weights, old, num_old)
-        with self.policy.using(weights):
-            return self._read(hidden)
+                block: int = NEVER_FULL) -> Values:
+        with precisely(self.policy, weights):
+            return self._read(self.hidden(old, block))
 
     def _read(self, hidden: Tensor) -> Values:
         """Log-probabilities of the sampled tokens under each readout."""
-        policy = self.policy
-        values = defaultdict(list)
-        for head in self.heads:
-            states = hidden if head == torch.float32 else hidden.to(head)
-            at_1 = policy.head.at(1.0, torch.promote_types(states.dtype, head))
-            for chunk in at_1.chunks(len(states)):
-                logits = at_1.logits(states[chunk])
-                for sampling in self.distributions:
-                    logprobs = self.logprobs(logits, sampling, chunk)
-                    values[Readout(sampling, head)].append(logprobs)
-        return {readout: torch.cat(parts).double() for readout, parts in values.items()}
+        values = {}
+        for dtype in self.heads:
+            states = hidden if dtype == torch.float32 else hidden.to(dtype)
+            head = self.policy.head.at(1.0, torch.promote_types(states.dtype, dtype))
+            for sampling in self.distributions:
+                logprobs = self.logprobs(states, head, sampling)
+                values[Readout(sampling, dtype)] = logprobs.double()
+        return values
 
     def _where_closer(self, found: Pass, readout: Readout) -> Pass:
         """The pass in the requests that it brings closer, and the trainer's own in the others."""
@@ -207,7 +200,7 @@ class Probe(Replay):
             return {each: torch.where(closer, one[each], other[each]) for each in one}
 
         return Pass(choose(found.precise, self.now.precise),
-                    choose(found.rounded, self.now.rounded), found.causes)
+                    choose(found.rounded, self.now.rounded), found.cause)
 
     # ------------------------------------------------------------------------------ explanations
     def error(self, found: Pass, readout: Readout) -> Tensor:
@@ -221,7 +214,7 @@ class Probe(Replay):
         # 0 where both sides rule the token out.
         error = size_of((ours - exact).masked_fill(ours.isinf() & exact.isinf(), 0.0))
         mean = error.nanmean().item()
-        sequences = len(self.lengths)
+        sequences = len(self.inputs)
         # One sequence more, as far from the mean as the RMS of single tokens: few sequences do not
         # show their spread.
         distance = (self.row_means(error) - mean).square().sum() + error.square().nanmean()
@@ -231,14 +224,14 @@ class Probe(Replay):
 
     def explain(self, found: Pass, readout: Readout) -> Explanation:
         trainer_error, allowed, allowed_alone = self.limits(found, readout)
-        size = size_of(self.error(found, readout))
-        mean = size.nanmean().item()
+        size = size_of(self.error(found, readout))  # (N,)
         wrong = self.row_means(size) > allowed_alone
-        changes = self.distributions[readout.distribution], self.heads[readout.head]
-        named = (*found.causes, *filter(None, changes))
-        mean_of_right = size[~wrong[self.rows]].nanmean().item()
-        return Explanation(named, readout, mean, mean_of_right, trainer_error, allowed, wrong,
-                           self._each_removes_enough(found, readout))
+        of_right = size[~wrong[self.rows]]
+        explains_right = (of_right.nanmean().item() <= allowed
+                          and self._each_removes_enough(found, readout))
+        changes = found.cause, self.distributions[readout.distribution], self.heads[readout.head]
+        return Explanation(tuple(filter(None, changes)), readout, size.nanmean().item(),
+                           trainer_error, allowed, wrong, explains_right)
 
     def _each_removes_enough(self, found: Pass, readout: Readout) -> bool:
         """Whether each cause removes enough of the error that remains without it.
@@ -249,7 +242,7 @@ class Probe(Replay):
         fine = replace(readout, head=torch.float32)
         left = self.error(found, fine)
         without = []  # errors without one of the causes
-        if found.causes:
+        if found.cause:
             without.append(self.error(self.now, fine))
         if self.distributions[readout.distribution]:
             without.append(self.error(found, self.start.readout))

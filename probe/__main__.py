@@ -74,8 +74,7 @@ class Diagnose:
     trainer_head: Literal["float32", "model"] = "float32"
 
     def run(self) -> int:
-        traces = groups_of(self.trace, self.group)
-        check_model(self.model, traces[0])
+        traces = groups_of(self.trace, self.group, self.model)
         dtype = self.dtype or traces[0].dtype
         policy = load_policy(self.model, dtype, self.trainer_head == "float32")
         earlier = [dict(load_policy(path, dtype).model.named_parameters())
@@ -100,12 +99,13 @@ class Compare:
     def run(self) -> int:
         load = cache(load_policy)
         words = []
-        for pair in same_workload(*(groups_of(path, self.group) for path in self.traces)):
+        before, after = (groups_of(path, self.group, self.model) for path in self.traces)
+        for pair in same_workload(before, after):
             verdicts = []
             for path, trace in zip(self.traces, pair, strict=True):
-                check_model(self.model, trace)
-                verdicts.append(diagnose(load(self.model, trace.dtype), trace))
-                print(f"{Path(path).name}, {trace.name}: {verdicts[-1].headline}", flush=True)
+                verdict = diagnose(load(self.model, trace.dtype), trace)
+                print(f"{Path(path).name}, {trace.name}: {verdict.headline}", flush=True)
+                verdicts.append(verdict)
             word, details = change(*verdicts)
             words.append(word)
             print(f"=> {word}: {details}", flush=True)
@@ -126,20 +126,20 @@ class Place:
         return int(not normal)
 
 
-def groups_of(path: str, group: str | None) -> list[Trace]:
-    """Every group of the trace, or one. Raises: ValueError if the trace has none of that name."""
+def groups_of(path: str, group: str | None, model: str) -> list[Trace]:
+    """Every group of the trace, or one.
+
+    Raises: ValueError if the trace has no group of that name, or names other weight files.
+    """
     traces = [each for each in load_traces(path) if group in (None, each.name)]
     if not traces:
         raise ValueError(f"group must be one of those in {path}, got {group}")
-    return traces
-
-
-def check_model(path: str, trace: Trace) -> None:
-    """Raises: ValueError if the trace names other weight files."""
-    recorded, present = trace.meta.get("model", {}).get("weights"), weights_of(path)
+    recorded = traces[0].meta.get("model", {}).get("weights")
+    present = weights_of(model)
     if None not in (recorded, present) and recorded != present:
-        raise ValueError(f"model must be that of the trace, the weight files in {path} are not"
+        raise ValueError(f"model must be that of the trace, the weight files in {model} are not"
                          " those that it names")
+    return traces
 
 
 def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:

@@ -20,8 +20,10 @@ from probe.noise import precisely, rounded_otherwise, twice_precise
 from rl import Policy
 from rollouts import Sampling
 
-HALVES = dict.fromkeys(("self_attn", "attn", "attention"), "attention")  # by module of a layer
-HALVES |= dict.fromkeys(("mlp", "block_sparse_moe", "feed_forward"), "MLP")
+HALVES = {  # by module of a layer
+    "self_attn": "attention", "attn": "attention", "attention": "attention",
+    "mlp": "MLP", "block_sparse_moe": "MLP", "feed_forward": "MLP",
+}
 # The squared rounding of both sides, in squares of the trainer's against twice the precision; and
 # the RMS of one rounding more, in machine epsilons. In fp32 kernels add long sums in other orders,
 # and transformers computes norms in fp32 whatever the weights are.
@@ -73,8 +75,8 @@ def collect(points: dict[str, Point], run: Callable[[], Any],
             states.copy_(given[place].view_as(states))
 
     def enter(place: str, _module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        visit(place, next(each for each in tensors if each.is_floating_point()))
+        visit(place, next(each for each in (*args, *kwargs.values())
+                          if isinstance(each, Tensor) and each.is_floating_point()))
 
     def leave(place: str, _module: Module, _args: tuple, output: Any) -> None:
         summed = isinstance(output, tuple) and output[1] is not None  # Gemma 4 returns None
@@ -111,24 +113,23 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]],
     engines = {place: theirs[place] for place in trainers}
     figures = []
     positions = []
-    twice = twice_precise(policy, dict(policy.model.named_parameters()))
     for seed, prompt in enumerate(prompts):
         run = partial(engine.generate, [prompt], 1, sampling, [seed])
         (rollout,), states = collect(engines, run)
         ids = (prompt + rollout.token_ids)[:-1]
-        figures.append(_differences(policy, twice, trainers, ids, states))
-        positions.append(torch.arange(len(ids)))
-    order = torch.cat(positions).argsort()
+        figures.append(_differences(policy, trainers, ids, states))
+        positions += range(len(ids))
+    order = torch.tensor(positions).argsort()
     return [_row(place, *torch.cat([each[place] for each in figures], dim=1)[:, order])
             for place in figures[0]]
 
 
-def _differences(policy: Policy, twice: dict[str, Tensor], points: dict[str, Point],
-                 ids: list[int], theirs: States) -> dict[str, Tensor]:
+def _differences(policy: Policy, points: dict[str, Point], ids: list[int],
+                 theirs: States) -> dict[str, Tensor]:
     """|engine - trainer| / |trainer| and its noise floor, by place: (2, T).
 
     The floor is the trainer's difference to its second path (probe/noise.py), but at least the
-    rounding of both sides, measured against `twice` the precision.
+    rounding of both sides, measured against twice the precision.
     """
     run = partial(policy.hidden, torch.tensor([ids], device=policy.device))
 
@@ -144,6 +145,7 @@ def _differences(policy: Policy, twice: dict[str, Tensor], points: dict[str, Poi
     with rounded_otherwise(policy):
         second = relative(ours())
     both, one = ROUNDING[policy.model.dtype]
+    twice = twice_precise(policy, dict(policy.model.named_parameters()))
     with precisely(policy, twice):
         squares = both * relative(ours()).square()
     squares = squares + (one * torch.finfo(policy.model.dtype).eps) ** 2

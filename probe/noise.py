@@ -85,12 +85,10 @@ def self_noise(policy: Policy, batch: Batch, learning: LearningConfig) -> Tensor
     """
     has_signal = batch.advantages.any(dim=1).cpu()
 
-    def logprobs(micro: Batch) -> dict[str, Tensor]:
-        return {"logprobs": policy.logprobs(micro)}
-
     def recomputed(micro_batch_tokens: int) -> Tensor:
         minibatches = batch.minibatches(has_signal, learning.num_minibatches, micro_batch_tokens)
-        return in_micro_batches(logprobs, batch, minibatches)["logprobs"]
+        return in_micro_batches(lambda micro: {"logprobs": policy.logprobs(micro)},
+                                batch, minibatches)["logprobs"]
 
     usual = recomputed(learning.micro_batch_tokens)
     with rounded_otherwise(policy):

@@ -53,8 +53,9 @@ def same_workload(before: list[Trace], after: list[Trace]) -> list[tuple[Trace, 
     if first.keys() != second.keys():
         raise ValueError(f"both traces must have the same groups, the first has {', '.join(first)},"
                          f" the second {', '.join(second)}; try --group")
-    for name in first:
-        if first[name].workload != second[name].workload:
+    pairs = [(first[name], second[name]) for name in first]
+    for one, two in pairs:
+        if one.workload != two.workload:
             raise ValueError("the traces must be of one workload, the prompts or the sampling of"
-                             f" {name} differ")
-    return [(first[name], second[name]) for name in first]
+                             f" {one.name} differ")
+    return pairs

@@ -72,9 +72,9 @@ class Verdict:
                          f" {each.allowed:8.1e}")
         lines.append(f"=> {self.sentence}")
         if trace.trainer_logprobs:
-            own = torch.tensor([*chain(*trace.trainer_logprobs)], dtype=torch.float64)
-            reported, recomputed = ((own - other.cpu()).abs().mean()
-                                    for other in (probe.reported, probe.recomputed))
+            own = probe.reported.new_tensor([*chain(*trace.trainer_logprobs)])  # (N,)
+            reported = (own - probe.reported).abs().mean()
+            recomputed = (own - probe.recomputed).abs().mean()
             lines.append(f"   the trainer's own log-probabilities: mean |difference| {reported:.1e}"
                          f" nats to the reported, {recomputed:.1e} to those recomputed here")
         return "\n".join(lines)
@@ -135,11 +135,12 @@ def alarms(metrics: dict[str, Any], clip_high: float) -> list[str]:
     """The names of the ALARMS that a step exceeds."""
     if metrics.get("current_ess") is None:
         return []
-    values = {name: metrics[f"current_{name}"] for name in ("mismatch_kl", "mismatch_abs_mean")}
-    values["ess_loss"] = 1 - metrics["current_ess"]
+    values = {"mismatch_kl": metrics["current_mismatch_kl"],
+              "mismatch_abs_mean": metrics["current_mismatch_abs_mean"],
+              "ess_loss": 1 - metrics["current_ess"],
+              "backend_ratio_error": abs(1 - metrics["backend_ratio_mean"])}
     if clip_high >= NARROW_CLIP:
         values["backend_clip_rate"] = metrics["backend_clip_rate"]
-    values["backend_ratio_error"] = abs(1 - metrics["backend_ratio_mean"])
     # Old weights have masked otherwise too.
     if "engine_kept_mass" in metrics and not metrics.get("staleness_max"):
         values["kept_mass_error"] = abs(metrics["engine_kept_mass"] - metrics["kept_mass"])
@@ -205,7 +206,7 @@ class StepProbe:
         with self.policy.using(weights):
             verdict = diagnose(self.policy, trace, earlier, trainer=scored, observed=observed)
         path = run.out / "probe" / f"step_{number:06d}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         save_trace(f"{path}.npz", trace)
         path.with_suffix(".txt").write_text(f"{title}\n{verdict.report}\n")
         print(f"{title}: {verdict.headline}", flush=True)

@@ -91,12 +91,17 @@ def record(llm, out, sampling=None, prompts=None, new_tokens=NEW_TOKENS, from_fi
         "settings": settings_of(config), "environment": ENVIRONMENT,
         "model": {"path": path, "weights": weights_of(path) if from_files else None},
     }
-    arrays = {"prompt_ids": table(prompts, -1, numpy.int32),
-              f"{name}/tokens": table(tokens, -1, numpy.int32),
-              f"{name}/logprobs": table(logprobs, 0.0, numpy.float32),
-              "meta": numpy.array(json.dumps(meta, default=str))}
-    numpy.savez_compressed(out, **arrays)
+    save(out, meta, name, prompts, tokens, logprobs)
     print(f"{out}: {sum(map(len, tokens))} tokens of {meta['engine']} on {meta['device']}")
+
+
+def save(out, meta, group, prompts, tokens, logprobs):
+    """Write a trace with one group; docs/audit.md has the layout."""
+    numpy.savez_compressed(out, **{
+        "prompt_ids": table(prompts, -1, numpy.int32),
+        f"{group}/tokens": table(tokens, -1, numpy.int32),
+        f"{group}/logprobs": table(logprobs, 0.0, numpy.float32),
+        "meta": numpy.array(json.dumps(meta, default=str))})
 
 
 def check_sampling(sampling):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from examples.record_vllm import NEUTRAL, check_sampling, table
+from examples.record_vllm import NEUTRAL, check_sampling, save
 from rollouts import Rollout, Sampling
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
@@ -48,15 +48,10 @@ def first_tokens(rollout: Rollout, count: int | None) -> Rollout:
 
 def save_trace(path: str, trace: Trace) -> None:
     """Write an engine's trace as an npz file with one group; docs/audit.md has the layout."""
-    name = trace.name
-    rollouts = trace.rollouts
-    sampling = {each: getattr(trace.sampling, each) for each in ("temperature", *NEUTRAL)}
-    meta = {"format": FORMAT} | trace.meta | {"groups": {name: sampling}}
-    numpy.savez_compressed(path, **{
-        "meta": numpy.array(json.dumps(meta)),
-        "prompt_ids": table([each.prompt_ids for each in rollouts], -1, numpy.int32),
-        f"{name}/tokens": table([each.token_ids for each in rollouts], -1, numpy.int32),
-        f"{name}/logprobs": table([each.logprobs for each in rollouts], 0.0, numpy.float32)})
+    sampling = {name: getattr(trace.sampling, name) for name in ("temperature", *NEUTRAL)}
+    meta = {"format": FORMAT} | trace.meta | {"groups": {trace.name: sampling}}
+    columns = [(each.prompt_ids, each.token_ids, each.logprobs) for each in trace.rollouts]
+    save(path, meta, trace.name, *zip(*columns, strict=True))
 
 
 def load_traces(path: str) -> list[Trace]:

@@ -59,7 +59,7 @@ class Readout:
 Values = dict[Readout, Tensor]  # log-probabilities (N,)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Pass:
     """A forward pass under a hypothesis, as log-probabilities."""
 
@@ -68,7 +68,7 @@ class Pass:
     cause: Cause | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Explanation:
     """A hypothesis and the engine's error against it."""
 

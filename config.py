@@ -22,8 +22,8 @@ from objectives import (
     Rejection,
 )
 
-# A fix that is off means V1's default. A variant of --parity.variants is another way to be off: in
-# part, or otherwise (both-...: on the trainer's side too). By name: the fix of each variant.
+# A fix that is off means V1's default. With one of --parity.variants it means something else: only
+# a part of it is off, or the trainer has the fault too (both-...). By name: the variant's fix.
 VARIANTS = {
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
     "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
@@ -285,7 +285,7 @@ class ParityFlags:
     def in_force(self, flag: str, variant: str | None = None) -> bool:
         """Whether a fix is on; with `variant`, whether that part of it is.
 
-        If variants of uncached_runtime are given, its other parts stay on.
+        With the variant prefix-cache, say, only that part of uncached_runtime is off.
         """
         named = [each for each in self.variants if VARIANTS[each] == flag]
         if variant and named:

@@ -40,8 +40,7 @@ CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
 # KV cache, windows, kernels.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-# (equally long sequences, prompt length, maybe a body as in rl.py) -> log-probabilities after the
-# prompt, at temperature 1
+# Policy.response_logprobs: (sequences of one length, prompt length, maybe another body)
 TrainerLogprobs = Callable[..., list[list[float]]]
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
 Collect = Callable[[Rollout, numpy.ndarray, numpy.ndarray], None]
@@ -422,6 +421,7 @@ class Engine:
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
+        # In one process this call schedules, computes and samples: there is no queue.
         for output in self.llm.engine_core.get_output().outputs:
             rollout = self._requests[output.request_id]
             ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each

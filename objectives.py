@@ -11,7 +11,7 @@ old_logprobs` is what the update moves.
 P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is
 (B, T), aligned with the targets. `mask` is 1.0 on response tokens, the end-of-sequence token
 included, else 0.0. Log-probabilities are in nats, and 0 outside the batch's mask. A surrogate's
-mask also leaves rejected tokens out, where they are not 0, so a surrogate multiplies by its mask.
+mask also leaves rejected tokens out, whose log-probabilities are not 0, so it multiplies by it.
 """
 
 from collections.abc import Callable
@@ -173,7 +173,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def loss_weights(mask: Tensor, normalizer: Normalizer, max_length: int) -> Tensor:
-    """The weight of each token in the loss, counted once over the whole optimizer batch.
+    """The weight of each token in the loss, normalised once over the B rows of an optimizer step.
 
     "token": 1 / tokens. "sequence": 1 / (B * length of the row). "constant": 1 / (B * max_length),
     Dr. GRPO's. B counts rows that are masked out entirely.

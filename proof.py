@@ -93,21 +93,25 @@ def differing(
         sent = Sent(weights, renaming(model))
         # A module that stands in two places is known to the checkpoint by one of them.
         for path, module in [*model.named_modules(remove_duplicate=False)][modules]:
-            packed = getattr(module, "cpu_linear", None)  # a tied head has its own
-            own |= {(each.data_ptr() or id(each), packed): f"{path}.{kind}"  # packed ones are empty
-                    for kind, each in module.named_parameters(recurse=False)}
+            own |= {storage(module, kind): f"{path}.{kind}"
+                    for kind, _ in module.named_parameters(recurse=False)}
             if module in seen:
                 continue
             for held in held_by(model, path, module, sent):
                 name = sent.original[held.name]
                 compared.add(name)
                 seen.add(module)
-                each = getattr(module, held.parameter)
-                given.add((each.data_ptr() or id(each), packed))
+                given.add(storage(module, held.parameter))
                 if not same_bits(held.values, held.sent.to(held.values.device, held.values.dtype)):
                     found.append(name)
     not_given = sorted(own[each] for each in own.keys() - given)
     return Report(list(dict.fromkeys(found)), sorted(weights.keys() - compared), not_given)
+
+
+def storage(module: Any, parameter: str) -> tuple[int, Any]:
+    """Equal for two names of one tensor; a layer that packs its weights has a copy of its own."""
+    tensor = getattr(module, parameter)
+    return tensor.data_ptr() or id(tensor), getattr(module, "cpu_linear", None)
 
 
 def blank(engine: Any) -> None:

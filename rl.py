@@ -1,7 +1,8 @@
 """The trainer's half: the batch, the policy with its fp32 head, the optimizer, and one update.
 
-Words and shapes as in objectives.py; V is the vocabulary, H the hidden width, N a number of
-response tokens.
+By default extras/fast.py puts three equal and faster parts in place of `plain_body`, `Head` and
+`longest_first`; with --plain this file is what runs. Words and shapes as in objectives.py; V is the
+vocabulary, H the hidden width, N a number of response tokens.
 """
 
 import math
@@ -123,8 +124,8 @@ class Batch:
         The others still count in the B of `loss_weights`.
         """
         kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
-        # The log-probabilities too: new ones are 0 outside the mask, exp(0 - old) can overflow, and
-        # 0 * inf is nan.
+        # The log-probabilities too: new ones are 0 outside the mask, and exp(0 - old) * 0 would be
+        # nan where exp overflows.
         masked = {}
         for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs"):
             values = getattr(self, name)
@@ -406,6 +407,7 @@ class Policy:
         restrict = self.scoring.support.restriction(batch, response)
         head, found = self.head_at(), []
         for chunk in head.chunks(len(hidden)):
+            # As `Head.logprobs` computes it, bit for bit: else the update's first ratio is not 1.
             targets = batch.targets[response][chunk]  # (n,)
             logits = head.logits(hidden[chunk])  # (n, V)
             restricted = restrict(logits, chunk)
@@ -635,17 +637,18 @@ def corrected(
     if learning.rejection.mean == "kept":
         counted = batch.mask * ~correction.rejected
     token_weights = torch.zeros_like(counted)  # (B, T)
+    normalizer = OBJECTIVES[learning.objective].normalizer
     for micro_batches in minibatches:
         rows = torch.cat(micro_batches)
-        normalizer = OBJECTIVES[learning.objective].normalizer
         token_weights[rows] = loss_weights(counted[rows], normalizer, learning.max_new_tokens)
     denominator = batch.old_logprobs
     if learning.old_policy == "rollout":
         denominator = batch.behavior_logprobs
-    has_signal = correction.weights * batch.advantages != 0  # (B, T)
-    has_kl = learning.kl_coef * token_weights > 0
+    token_has_signal = correction.weights * batch.advantages != 0  # (B, T)
+    token_has_kl = learning.kl_coef * token_weights > 0
     batch = replace(batch, denominator=denominator, correction=correction.weights,
-                    token_weights=token_weights, has_gradient=(has_signal | has_kl).any(dim=1))
+                    token_weights=token_weights,
+                    has_gradient=(token_has_signal | token_has_kl).any(dim=1))
     return batch, correction_metrics(correction, *logprobs_and_mask)
 
 
@@ -708,15 +711,16 @@ def update_metrics(
     """Diagnostics over all minibatches with a signal, None if none had one. `sums`: `update_sums`.
     """
     finite = [norm for norm in norms if math.isfinite(norm)]
-    names = ["ratio_mean", "clip_rate", "kl_old_new", *["kl_ref", "kl_ref_max"] * has_reference]
-    metrics = dict.fromkeys([*names, "loss", "grad_norm"]) | {
+    means, largest = ["ratio_mean", "clip_rate", "kl_old_new"], []
+    if has_reference:
+        means, largest = [*means, "kl_ref"], ["kl_ref_max"]
+    metrics = dict.fromkeys([*means, *largest, "loss", "grad_norm"]) | {
         "updates": len(finite), "overflowed_updates": len(norms) - len(finite)}
     if losses:
         total = sum(each["total_weight"] for each in sums)
-        metrics |= {name: float(sum(each[name] for each in sums) / total) for name in names}
+        metrics |= {name: float(sum(each[name] for each in sums) / total) for name in means}
+        metrics |= {name: max(float(each[name]) for each in sums) for name in largest}
         metrics["loss"] = sum(losses) / len(losses)
-    if losses and has_reference:
-        metrics["kl_ref_max"] = max(float(each["kl_ref_max"]) for each in sums)
     if finite:
         metrics["grad_norm"] = sum(finite) / len(finite)
     return metrics

@@ -54,12 +54,12 @@ class Run:
     @cached_property
     def files(self) -> dict[str, str]:
         """Digests of the model's files and of the task, by name."""
-        run, data = self.config.job, self.config.data
-        task = " with ".join(filter(None, [run.task, data.reward, data.eval_task]))
+        job, data = self.config.job, self.config.data
+        task = " with ".join(filter(None, [job.task, data.reward, data.eval_task]))
         files = {task: self.task.fingerprint}
         for path in Path(self.model_path).glob("*"):
             if path.is_file() and path.suffix != ".md":
-                files[f"{run.model}/{path.name}"] = records.digest_of(path)
+                files[f"{job.model}/{path.name}"] = records.digest_of(path)
         return files
 
 
@@ -166,26 +166,26 @@ def find_model(config: Config) -> tuple[str, Any, Any, tuple[int, ...]]:
 
     The toy's folder is there after `teach_toy`.
     """
-    run = config.job
-    if run.model == "toy":
+    job = config.job
+    if job.model == "toy":
         from examples.toys import EOS, toy_config, toy_folder, toy_tokenizer
 
-        path = str(toy_folder(run.cache_dir, run.seed, run.task))
-        return path, toy_config(run.task), toy_tokenizer(), (EOS,)
+        path = str(toy_folder(job.cache_dir, job.seed, job.task))
+        return path, toy_config(job.task), toy_tokenizer(), (EOS,)
     from extras.model_folder import describe_model, local_folder
 
-    path = local_folder(run.model)
+    path = local_folder(job.model)
     return path, *describe_model(path)
 
 
 # ---------------------------------------------------------------------------------- both sides
 def teach_toy(run: Run) -> None:
     """With `--model toy`: teach it if the cache does not have it. Raises: ValueError."""
-    options = run.config.job
-    if options.model == "toy":
+    job = run.config.job
+    if job.model == "toy":
         from examples.toys import toy_model
 
-        toy_model(options.cache_dir, options.seed, options.task)
+        toy_model(job.cache_dir, job.seed, job.task)
 
 
 def load_policy(run: Run) -> Policy:

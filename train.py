@@ -73,8 +73,8 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
 class Step(NamedTuple):
     """What a step has done: its metrics, the P problems, the batch (B, T) that was trained on.
 
-    `current` is the batch with a mask only on the rows that were sampled entirely with the weights
-    before this update. --mask-truncated does not change it.
+    `current` is the same batch with a mask of 0 on each row that has a token, or a part of its
+    prompt, of older weights than those before this update. --mask-truncated does not change it.
     """
 
     metrics: dict[str, Any]
@@ -96,16 +96,16 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # Rows whose score is their group's mean (all rows of a flat group) have no signal, nor have
-    # responses that are left out (NaN). Advantages come later, because they may need old_logprobs,
-    # which are computed in these micro-batches.
+    # A row whose score is its group's mean (all rows of a flat group) has no signal, nor has one
+    # that is left out (NaN). So the micro-batches can be cut before there are advantages, which may
+    # need old_logprobs, which are computed in them.
     has_signal = centre(scores, learning.group_size) != 0  # (P, G)
     minibatches = batch.minibatches(has_signal.flatten(), learning.num_minibatches,
                                     learning.micro_batch_tokens, policy.pack)
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
-    batch = with_advantages(batch, token_metrics, scores, learning)
+    batch = with_old_logprobs(batch, token_metrics, scores, learning)
 
     version = state.engine.weight_version
     oldest = [rollout.oldest_version for rollout in rollouts]
@@ -124,7 +124,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     return Step(metrics | clock.figures(), problems, batch, current)
 
 
-def with_advantages(
+def with_old_logprobs(
     batch: Batch, token_metrics: dict[str, Tensor], scores: Tensor, learning: LearningConfig
 ) -> Batch:
     """The batch with its log-probabilities before the update, and with advantages: (B, 1), (B, T).

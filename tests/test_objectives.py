@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+from config import LearningConfig
 from objectives import (
     OBJECTIVES,
     REJECTIONS,
@@ -136,6 +137,23 @@ def test_each_weight_with_each_rejection_equals_its_definition_on_60_ragged_batc
         for figure, value in expected.items():
             assert metrics[figure] == pytest.approx(value.item()), figure
     assert 0.001 < sum(seen) / len(seen) < 0.9, name
+
+
+def test_sequence_mask_of_trl_is_a_choice_of_options():
+    """TRL 1.16.0's default: exp of the summed log-ratio on each token, 0 above 3; its mean counts all tokens."""
+    options = LearningConfig(
+        tis="sequence", tis_cap=3, reject="sequence", reject_low=1e-30, reject_high=3, reject_mean="all")
+    assert options.rejection.mean == "all"
+    seen = []
+    for old, behavior, mask in BATCHES:
+        ratios = [math.exp(sum(o - b for o, b, m in zip(*row, strict=True) if m))
+                  for row in zip(old.tolist(), behavior.tolist(), mask.tolist(), strict=True)]
+        expected = mask.new_tensor([0.0 if ratio > 3 else ratio for ratio in ratios])[:, None] * mask
+        found = correct(old, behavior, mask, options.tis, options.tis_cap, options.rejection).weights
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=math.exp(-20))  # ours is at least exp(-20)
+        seen += ratios
+    for low, high in ((0, 0.5), (2, 3), (3, math.inf)):  # where another bound or cap would show
+        assert any(low < ratio < high for ratio in seen)
 
 
 def test_mismatch_metrics_equal_the_divergence_by_enumeration_and_hand_computed_values():

@@ -33,7 +33,8 @@ from rollouts import Rollout, Sampling
 
 # The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
 ALLOWED_VLLM = (0, 26), (0, 33)
-FINISH_REASONS = ("stop", "length", "abort")  # "error" would be trained on
+# Of a step's output; with another one, such as vLLM's "error", a response is not complete.
+FINISH_REASONS = ("None", "stop", "length", "abort")
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS = 4, 5
 CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # Largest mean |trainer - engine| of the canary in nats. In fp32 the two agree to 1e-5, in 16 bits
@@ -102,10 +103,13 @@ def observed_head_dtype(engine: Any) -> str:
     heads = [module for name, module in engine.vllm_model.named_modules()
              if name.endswith("logits_processor")]
     hooks = [head.register_forward_hook(look) for head in heads]
-    engine.sample_canary()  # any weights will do: only the arithmetic is observed
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == 1, f"{type(engine.vllm_model).__name__}'s head was seen in {seen}"
+    try:
+        engine.sample_canary()  # any weights will do: only the arithmetic is observed
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != 1:
+        raise AuditError(f"{type(engine.vllm_model).__name__}'s head was seen in {sorted(seen)}")
     return seen.pop()
 
 
@@ -423,6 +427,8 @@ class Engine:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
         # In one process this call schedules, computes and samples: there is no queue.
         for output in self.llm.engine_core.get_output().outputs:
+            if str(output.finish_reason) not in FINISH_REASONS:
+                raise RuntimeError(f"vLLM ended a request with {output.finish_reason}")
             rollout = self._requests[output.request_id]
             ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
             likeliest = slice(1, None)  # columns; column 0 is the sampled token
@@ -430,7 +436,6 @@ class Engine:
             self._collect(rollout, ids[:, likeliest], logprobs[:, likeliest])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
-                assert rollout.finish_reason in FINISH_REASONS, f"{rollout.finish_reason=}"
                 del self._requests[output.request_id]
 
     # ------------------------------------------------------------------------------ sleep, wake

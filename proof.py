@@ -75,8 +75,14 @@ def live_model(engine: Any) -> Iterator[Any]:
 
     worker = engine
     if not hasattr(engine, "get_model"):
-        core = getattr(engine, "llm_engine", engine).engine_core.engine_core
-        worker = core.model_executor.driver_worker.worker
+        client = getattr(engine, "llm_engine", engine).engine_core
+        if not hasattr(client, "engine_core"):
+            raise RuntimeError("the engine runs in another process; set"
+                               " VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, or take"
+                               " prove_remote.py")
+        worker = client.engine_core.model_executor.driver_worker.worker
+    if worker.vllm_config.parallel_config.world_size > 1:
+        raise ValueError("the proof compares whole tensors, so the engine must have one worker")
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         yield worker.get_model()
 
@@ -86,7 +92,8 @@ def differing(
 ) -> Report:
     """Compare what vLLM's modules (all, or those of the slice) hold with what was sent.
 
-    A tensor is asked for only while it is compared.
+    A tensor is asked for only while it is compared. Raises: ValueError if no name is the engine's;
+    RuntimeError if the engine runs in another process.
     """
     found, compared, seen, given, own = [], set(), set(), set(), {}
     with live_model(engine) as model:
@@ -104,6 +111,8 @@ def differing(
                 given.add(storage(module, held.parameter))
                 if not same_bits(held.values, held.sent.to(held.values.device, held.values.dtype)):
                     found.append(name)
+    if not compared and modules == slice(None):
+        raise ValueError(f"the engine has none of the names that were sent: {[*weights][:3]} ...")
     not_given = sorted(own[each] for each in own.keys() - given)
     return Report(list(dict.fromkeys(found)), sorted(weights.keys() - compared), not_given)
 

@@ -81,8 +81,8 @@ def importance_weights(old_logprobs, behavior_logprobs, mask, cap, two_policy):
 def mismatch_figures(old_logprobs, behavior_logprobs, mask):
     """How far the trainer (old) is from the engine (behavior), on tokens that the engine drew.
 
-    A dictionary. mismatch_abs_mean and mismatch_max: of the absolute difference. mismatch_kl: mean
-    of Schulman's k3, an estimate of KL(engine || trainer) of which no term is negative. ess: the
+    A dictionary. mismatch_abs_mean and mismatch_max: of the absolute difference. mismatch_kl: the
+    mean of Schulman's k3, exp(d) - 1 - d, such that it estimates KL(engine || trainer). ess: the
     effective sample size, (sum w)^2 / (n sum w^2), of the n weights w = trainer / engine.
 
     Shapes: (B, T) each -> floats. Units: nats; ess is a share.

@@ -3,7 +3,6 @@
 It imports nothing of ours.
 """
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 
 def import_classes(architectures: Iterable[str]) -> None:
-    """vLLM would hide an ImportError of its class, and start a process to look at it (13 s)."""
+    """Import vLLM's classes here: it would hide an ImportError, and start a process (13 s)."""
     from vllm import ModelRegistry
 
     for name in ModelRegistry.models.keys() & set(architectures):
@@ -41,13 +40,14 @@ def _rotate_natively(model: Any) -> None:
     """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    def look(module: Any, arguments: tuple[Any, ...]) -> None:
-        if arguments[1].ndim == 3:
-            module._forward_method = module.forward_native
+    def look(module: Any, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+        query = arguments[1] if len(arguments) > 1 else by_name["query"]
+        if query.ndim == 3:
+            module._forward_method = module.forward_native  # vLLM's name for what it calls
 
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
-            module.register_forward_pre_hook(look)
+            module.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def scaled_length(config: Any, longest: int) -> int:
@@ -55,6 +55,8 @@ def scaled_length(config: Any, longest: int) -> int:
 
     Beyond it the rotary angles or the scores are scaled.
     """
-    rope = str(getattr(config, "rope_parameters", ""))  # Gemma has two of them
-    found = re.findall(r"'original_max_position_embeddings': (\d+)", rope)
-    return longest if any(longest > int(original) for original in found) else 0
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Gemma has a dictionary of them.
+    all_ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    originals = [each.get("original_max_position_embeddings") for each in all_ropes]
+    return longest if any(original and longest > original for original in originals) else 0

@@ -3,6 +3,9 @@
 PYTHON ?= python3
 # Another environment. Nothing is installed into one that is there.
 VENV ?= .venv
+ifneq ($(words $(VENV)),1)
+$(error VENV must be a path without spaces)
+endif
 OUT ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 # Test processes. A GPU machine runs `pytest -m gpu tests` instead (docs/run.md).

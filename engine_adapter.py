@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import torch
+from packaging.requirements import Requirement
 from torch import Tensor
 
 from config import BackendConfig, ParityFlags
@@ -176,11 +177,13 @@ def check_vllm_version(allow_untested: bool = False) -> str:
         raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (its inner interfaces"
                          f" move), got {found}; install one of them or try"
                          " --allow-untested-vllm")
-    built_for = re.search(r"^torch==([\d.]+)", "\n".join(installed[0].requires or ()), re.MULTILINE)
-    own = version("torch").partition("+")[0]
-    if built_for and built_for[1] != own and not allow_untested:
-        raise ValueError(f"torch must be {built_for[1]}, for which vLLM {found} was built, got"
-                         f" {own}; install that one or try --allow-untested-vllm")
+    own = version("torch")
+    for needed in map(Requirement, installed[0].requires or ()):
+        here = needed.marker is None or needed.marker.evaluate({"extra": ""})
+        fits = needed.name != "torch" or needed.specifier.contains(own, prereleases=True)
+        if here and not fits and not allow_untested:
+            raise ValueError(f"torch must be {needed.specifier}, for which vLLM {found} was built,"
+                             f" got {own}; install that one or try --allow-untested-vllm")
     return found
 
 

@@ -81,7 +81,7 @@ def live_model(engine: Any) -> Iterator[Any]:
                                " VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported, or take"
                                " prove_remote.py")
         worker = client.engine_core.model_executor.driver_worker.worker
-    if worker.vllm_config.parallel_config.world_size > 1:
+    if worker.vllm_config.parallel_config.world_size_across_dp > 1:
         raise ValueError("the proof compares whole tensors, so the engine must have one worker")
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         yield worker.get_model()

@@ -28,13 +28,15 @@ if nvidia-smi -L >/dev/null 2>&1; then
 fi
 
 if command -v uv >/dev/null 2>&1; then
-    uv venv --quiet --seed --python "$python" "$venv"
+    uv venv --quiet --seed --allow-existing --python "$python" "$venv"
     # Of both indexes the version that is asked for, as pip takes it.
     install="uv pip install --quiet --python $venv --index-strategy unsafe-best-match"
 else
     "$python" -m venv "$venv"
     install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
 fi
+# An environment that is not complete does not count as one that is there.
+trap '[ -e "$venv/.ready" ] || rm -f "$venv/bin/python"' EXIT
 echo "setup: installing into $venv, this takes some minutes"
 if [ "${gpu:-no}" = yes ]; then
     $install -r requirements.txt

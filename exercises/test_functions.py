@@ -21,7 +21,7 @@ def equal(found, expected, what):
 
 def test_shift_and_pad():
     """Prompt 1 2 with response 5 9, which the stop token 9 ends; prompt 3 with response 6."""
-    candidates = [[{7: -1.0, 5: -3.0}, {9: -2.0}], [{6: -4.0}]]
+    candidates = [[{7: -1.0, 5: -3.0, 8: -6.0}, {9: -2.0}], [{6: -4.0}]]
     found = torch.stack(functions.shift_and_pad([[1, 2], [3]], [[5, 9], [6]], candidates))
     equal(found[:, 0], table("1 2 5 / 2 5 9 / 0 1 1 / 0 -3 -2"),
           "inputs, targets, mask, log-probabilities of prompt 1 2 with response 5 9 (9 stops)")
@@ -41,18 +41,19 @@ def test_group_advantages():
 
 def test_token_logprobs():
     """At two temperatures from the whole vocabulary, and from what top-k has kept."""
-    hidden = table("8 0.03125 / 8 0.03125").bfloat16()
+    hidden = table("8 0.03125 / -8 0.03125").bfloat16()
     weight = table("1 1 / 1 2 / 0.75 1").bfloat16()
+    every = [0, 1, 2]
     for temperature, kept, expected in (
-        (1.0, [0, 1, 2], "-0.773380 -2.773380"),
-        (0.5, [0, 1, 2], "-0.733718 -4.733718"),
-        (0.5, [0, 2], "-0.018150 -4.018150"),
+        (1.0, [every, every], "-0.773380 -0.242920"),
+        (0.5, [every, every], "-0.733718 -0.037115"),
+        (0.5, [[0, 2], [1, 2]], "-0.018150 -0.019309"),
     ):
-        found = functions.token_logprobs(
-            hidden, weight, torch.tensor([0, 2]), temperature, [kept, kept])
+        found = functions.token_logprobs(hidden, weight, torch.tensor([0, 2]), temperature, kept)
         equal(found, table(expected)[0],
-              "log-probabilities of the tokens 0 and 2, logits 8.03125 (more digits than bfloat16"
-              f" has), 8.0625 and 6.03125, temperature {temperature}, kept {kept}")
+              "log-probabilities of token 0 (logits 8.03125, which has more digits than bfloat16,"
+              " 8.0625 and 6.03125) and of token 2 (logits -7.96875, -7.9375 and -5.96875),"
+              f" temperature {temperature}, kept {kept}")
 
 
 def test_clipped_loss():
@@ -68,7 +69,7 @@ def test_clipped_loss():
 
 
 def test_accumulate():
-    for cut in [[0, 1]], [[0], [1]]:
+    for cut in [[0, 1]], [[1], [0]]:
         losses, mask = table("1 2 / 3 9").requires_grad_(), table("1 1 / 1 0")
         logged = functions.accumulate(losses.__getitem__, mask, [*map(torch.tensor, cut)])
         equal(losses.grad, mask / 3, f"gradient of a mean over three tokens, micro-batches {cut}")
@@ -76,13 +77,13 @@ def test_accumulate():
 
 
 def test_importance_weights():
-    """Ratios 0.5, 3, and a hundred times 0.99; exp(900) outside the mask; the cap is 2."""
-    ratios, mask = table("0.5 3" + " 0.99" * 101), table("1 " * 102 + "0")
+    """Ratios 0.25, 3, and a hundred times 0.99; exp(900) outside the mask; the cap is 2."""
+    ratios, mask = table("0.25 3" + " 0.99" * 101), table("1 " * 102 + "0")
     given = ratios.log().requires_grad_(), 900 * (mask - 1), mask, 2.0
     found = functions.importance_weights(*given, two_policy=False)
     assert not found.requires_grad, "a weight is a constant: the loss has no gradient through it"
-    equal(found, table("0.5 2" + " 0.99" * 100 + " 0"),
-          "weights of the ratios 0.5, 3, 0.99, 0.99, ... of one response; the cap is 2")
+    equal(found, table("0.25 2" + " 0.99" * 100 + " 0"),
+          "weights of the ratios 0.25, 3, 0.99, 0.99, ... of one response; the cap is 2")
     equal(functions.importance_weights(*given, two_policy=True), mask,
           "weights where the loss has the ratio pi / mu: it needs no second correction")
 

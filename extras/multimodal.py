@@ -4,6 +4,7 @@ It imports nothing of ours. docs/models.md has the architectures.
 """
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,17 @@ def text_names(path: str) -> dict[str, str]:
 
     Empty for the folder of a text model. Raises: ValueError if two tensors get one name.
     """
-    names = tensor_names(path)
-    renamed = {}
-    for old, new in TEXT_NAMES.items():
-        of_text = {name for name in names if name.startswith(old)}
-        twice = sorted(names & {new + name.removeprefix(old) for name in of_text})
-        if twice:
-            raise ValueError(f"the checkpoint in {path} must have each tensor once, it has two of"
-                             f" {', '.join(twice)}")
-        if of_text:
+    names, renamed, own = tensor_names(path), {}, Counter()
+    for name in names:
+        old = next((each for each in TEXT_NAMES if name.startswith(each)), "")
+        new = TEXT_NAMES.get(old, "")
+        own[new + name.removeprefix(old)] += 1
+        if old:
             renamed[f"^{re.escape(old)}"] = new
+    twice = sorted(name for name, count in own.items() if count > 1)
+    if twice:
+        raise ValueError(f"the checkpoint in {path} must have each tensor once, it has two of"
+                         f" {', '.join(twice)}")
     return renamed
 
 

@@ -2,7 +2,8 @@
 
 from importlib.util import find_spec
 
-NEEDED = "torch", "transformers", "vllm", "tyro", "einops", "matplotlib", "datasets"
+# vLLM is looked for when its version is checked: not all engines need it.
+NEEDED = "torch", "transformers", "tyro", "einops", "matplotlib", "datasets"
 
 missing = [name for name in NEEDED if find_spec(name) is None]
 if missing:

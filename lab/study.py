@@ -296,7 +296,7 @@ def in_processes(
             outcome = f"CRASHED, {failed[folder.name]}"
         done = len(tasks) - len(waiting) - len(running)
         minutes = (time.monotonic() - started) / 60
-        left = minutes / done * (len(tasks) - done)
+        left = min(minutes / done * (len(tasks) - done), (end - time.monotonic()) / 60)
         print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min, about"
               f" {left:.1f} left", flush=True)
         after(folder.name, failed)
@@ -474,8 +474,9 @@ def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
         rows.append([name, *(text_of(METRICS[each], values, {}).partition(" (")[0]
                              for each, values in zip(metrics, found, strict=True))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
-                     for first, *others in rows)
+    lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
+             for first, *others in rows]
+    return "\n".join([*lines, *(f"{run} CRASHED: {why}" for run, why in record["crashed"].items())])
 
 
 # ---------------------------------------------------------------------------------- the picture
@@ -484,6 +485,8 @@ def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path
     from matplotlib.figure import Figure
 
     numbers = [each for each in metrics if METRICS[each].form]
+    if not numbers:
+        return
     figure = Figure(figsize=(4 * len(numbers) + 2, 0.4 * len(chosen) + 1), layout="constrained")
     axes = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
     for axis, name in zip(axes, numbers, strict=True):

@@ -68,9 +68,14 @@ def place(path: str, dtype: str) -> tuple[str, bool]:
         if values:
             mean, last, text = fmean(values), values[-1], column
             if column in (ABS, KL):
+                if min(values) < 0:
+                    raise ValueError(f"{name} must not be negative, {path} has {min(values)}")
                 word, text = placed(max(mean, last), column, dtype)
+                if name.startswith("sampling/") and not any(values):
+                    word, text = "nothing", "0 in each step: TRL has compared nothing"
                 words.add(word)
-            lines.append(f"{name}: mean {mean:.3g}, last {last:.3g}; {text}")
+            lines.append(f"{name}: mean {mean:.3g}, last {last:.3g}, largest {max(values):.3g};"
+                         f" {text}")
     if not lines:
         raise ValueError(f"log must have one of {', '.join(METRICS)}; {path} has none")
     return "\n".join([*lines, NEXT]), words == {"normal"}
@@ -87,7 +92,7 @@ def placed(value: float, column: int, dtype: str) -> tuple[str, str]:
 def rows_of(path: str) -> list[dict]:
     """Rows of JSON lines (verl: of their `data`), or of TRL's trainer_state.json."""
     with stage(f"reading {path} as JSON lines or as a trainer_state.json"):
-        text = Path(path).read_text()
-        lines = map(json.loads, text.splitlines())
+        text = Path(path).read_text("utf-8-sig")
+        lines = (json.loads(line) for line in text.split("\n") if line.strip())
         rows = json.loads(text)["log_history"] if '"log_history"' in text else lines
         return [row.get("data", row) for row in rows]

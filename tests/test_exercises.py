@@ -85,9 +85,9 @@ TRAPS = {  # by the function that has it: the right code, the wrong one, and the
     ],
     token_logprobs: [
         # The temperature forgotten; the product in 16 bits; a full softmax under top-k.
-        ("temperature, torch", "1.0, torch", r"temperature 0.5, kept \[0, 1, 2]"),
+        ("temperature, torch", "1.0, torch", r"temperature 0.5, kept \[\[0, 1, 2]"),
         ("torch.float32", "torch.bfloat16", "more digits than bfloat16"),
-        ("mask_outside(logits, kept[chunk])", "logits", r"kept \[0, 2]"),
+        ("mask_outside(logits, kept[chunk])", "logits", r"kept \[\[0, 2], \[1, 2]]"),
     ],
     objectives.grpo: [
         # The ratio upside down; 0 times infinity outside the mask.
@@ -96,8 +96,8 @@ TRAPS = {  # by the function that has it: the right code, the wrong one, and the
     ],
     accumulate: [
         # A normaliser per micro-batch; the loss of the last one.
-        ('(mask, "token", 1)[rows]', '(mask[rows], "token", 1)', r"gradient of .* \[\[0], \[1]]"),
-        ("+= loss", "= loss", r"loss of .* \[\[0], \[1]]"),
+        ('(mask, "token", 1)[rows]', '(mask[rows], "token", 1)', r"gradient of .* \[\[1], \[0]]"),
+        ("+= loss", "= loss", r"loss of .* \[\[1], \[0]]"),
     ],
     # Padding counted.
     objectives.loss_weights: [("mask.sum()", "torch.tensor(mask.numel())", "gradient of a mean over three")],

@@ -33,7 +33,7 @@ def test_a_log_of_trl_is_placed(capsys, name, dtype, status, mean, last, words):
     found, metrics = place(capsys, DATA / f"trl_1.16.0{name}.json", dtype)
     difference, ratio = metrics.values()
     assert (found, list(metrics)) == (status, [each for each in METRICS if each.startswith("sampling/")])
-    assert difference.startswith(f"mean {mean}, last {last}; {words}")
+    assert difference.startswith(f"mean {mean}, last {last}, largest ") and f"; {words}" in difference
     assert ratio.endswith("not comparable: after TRL's mask or cap")
 
 
@@ -55,15 +55,19 @@ def test_rows_of_verl_and_prime_rl_and_what_cannot_be_compared(capsys, tmp_path)
     log.write_text("\n".join(map(json.dumps, rows)))
     status, metrics = place(capsys, log, "bfloat16")
     assert status == 1
-    assert metrics["rollout_corr/k3_kl"].startswith("mean 0.01, last 0.02; very high")  # the last value counts too
+    # The last value counts too.
+    assert metrics["rollout_corr/k3_kl"].startswith("mean 0.01, last 0.02, largest 0.02; very high")
     assert all("; not comparable: " in metrics[name] for name in verl if name != "actor/lr")
+    log.write_text(json.dumps({"sampling/sampling_logp_difference/mean": 0.0}) + "\n\n")
+    assert place(capsys, log, "bfloat16")[0] == 1  # 0 is what TRL logs if it has compared nothing
     log.write_text(json.dumps({"step": 0, "data": verl}))
     assert place(capsys, log, "bfloat16")[0] == 1  # nothing that is comparable is not normal
     rows = [{"step": 1, "time": 0.5, "optim/lr": 1e-6}, {"step": 1, "time": 0.6, "mismatch_kl/all/mean": 0.0}]
     log.write_text("\n".join(map(json.dumps, rows)))
     status, metrics = place(capsys, log, "float32")
     assert (status, list(metrics)) == (0, ["mismatch_kl/all/mean"])
-    assert metrics["mismatch_kl/all/mean"].startswith("mean 0, last 0; normal for float32 (limits (1e-09, 1e-06)), ")
+    placed = metrics["mismatch_kl/all/mean"]
+    assert placed.startswith("mean 0, last 0, largest 0; normal for float32 (limits (1e-09, 1e-06)), ")
 
 
 @pytest.mark.parametrize("text, complaint", [
@@ -74,6 +78,7 @@ def test_rows_of_verl_and_prime_rl_and_what_cannot_be_compared(capsys, tmp_path)
     ('{"log_history": 3}', "as JSON lines or as a trainer_state.json failed: "),
     ('{"current_mismatch_kl": 1e-5}\n{"current_mismatch_kl": NaN}', "error: current_mismatch_kl must be finite"),
     ('{"step": 1, "data": {"rollout_corr/k3_kl": null}}', "error: rollout_corr/k3_kl must be finite"),
+    ('{"current_mismatch_kl": -1e-5}', "error: current_mismatch_kl must not be negative"),
     (None, "failed: FileNotFoundError: "),
 ])  # fmt: skip
 def test_a_file_that_is_no_log_is_refused_in_one_sentence(capsys, tmp_path, text, complaint):

@@ -373,8 +373,17 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
             for run in plan.chosen()}
     workload = f"{plan.study.workload} {plan.rehearsal}".strip()
     record |= {"workload": workload, "cells": cells, "crashed": crashed}
-    replace_file(plan.record, json.dumps(record, indent=1))
+    replace_file(plan.record, one_line_a_cell(record))
     return record
+
+
+def one_line_a_cell(record: Record) -> str:
+    """JSON with a line for each field and each cell, and numbers of eight digits."""
+    short = json.loads(json.dumps(record), parse_float=lambda digits: float(f"{float(digits):.8g}"))
+    cells = [f"{json.dumps(name)}: {json.dumps(cell)}" for name, cell in short.pop("cells").items()]
+    fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in short.items()]
+    fields.append('"cells": {\n' + ",\n".join(cells) + "}")
+    return "{" + ",\n".join(fields) + "}\n"
 
 
 def distinct(values: Iterable[Any]) -> str:

@@ -118,9 +118,10 @@ def differing(
 
 
 def storage(module: Any, parameter: str) -> tuple[int, Any]:
-    """Equal for two names of one tensor; a layer that packs its weights has a copy of its own."""
+    """Equal for two names of one tensor; a layer that packs its weight has a copy of its own."""
     tensor = getattr(module, parameter)
-    return tensor.data_ptr() or id(tensor), getattr(module, "cpu_linear", None)
+    packed = getattr(module, "cpu_linear", None) if parameter == "weight" else None
+    return tensor.data_ptr() or id(tensor), packed
 
 
 def blank(engine: Any) -> None:

@@ -124,18 +124,11 @@ class Task:
             for text, rollout, result in zip(texts, members, results, strict=True):
                 if rollout.reward is None:
                     self._reward(problem, text, rollout, result)
-        rows = []
-        for problem, texts, members in groups:
-            for text, rollout in zip(texts, members, strict=True):
-                if rollout.score is None:
-                    rollout.score = rollout.reward
-                rows.append({
-                    "reward": None if math.isnan(rollout.reward) else rollout.reward,
-                    "response": text, "question": problem.question, "answer": problem.answer,
-                    "source": problem.source, "finish_reason": rollout.finish_reason,
-                    "tokens": len(rollout.token_ids), "error": rollout.reward_error,
-                    "parts": rollout.parts,
-                })
+        for rollout in rollouts:
+            if rollout.score is None:
+                rollout.score = rollout.reward
+        rows = [row_of(problem, text, rollout) for problem, texts, members in groups
+                for text, rollout in zip(texts, members, strict=True)]
         errors = [row["error"] for row in rows if row["error"]]
         if errors:
             print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
@@ -166,6 +159,16 @@ class Task:
         if isinstance(result, dict):
             rollout.parts, result = result, sum(result.values())
         rollout.reward = math.nan if result is None else result
+
+
+def row_of(problem: Problem, text: str, rollout: Any) -> dict[str, Any]:
+    """A scored rollout as samples.jsonl has it."""
+    return {
+        "reward": None if math.isnan(rollout.reward) else rollout.reward,
+        "response": text, "question": problem.question, "answer": problem.answer,
+        "source": problem.source, "finish_reason": rollout.finish_reason,
+        "tokens": len(rollout.token_ids), "error": rollout.reward_error, "parts": rollout.parts,
+    }
 
 
 def attempt(reward: Reward, problem: Problem, text: str) -> Any:

@@ -94,7 +94,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
 
     with clock("reward"):
         run.task.score(problems, rollouts)  # sets each rollout's reward and score
-    scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
+    scores = scores_of(rollouts)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
     # A row whose score is its group's mean (all rows of a flat group) has no signal, nor has one
     # that is left out (NaN). So the micro-batches can be cut before there are advantages, which may
@@ -122,6 +122,11 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     with clock("sync"):
         metrics |= sync(state, metrics["updates"] > 0)
     return Step(metrics | clock.figures(), problems, batch, current)
+
+
+def scores_of(rollouts: list[Rollout]) -> Tensor:
+    """(B,) in float64; NaN: left out."""
+    return torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)
 
 
 def with_old_logprobs(

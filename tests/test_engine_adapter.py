@@ -247,6 +247,6 @@ def test_an_answer_that_vllm_ends_with_another_reason_such_as_an_error_stops_the
     assert "error" not in engine_adapter.FINISH_REASONS
     with started(engine_folder, Policy(qwen2(tied=False))) as engine:
         monkeypatch.setattr(engine_adapter, "FINISH_REASONS", ("None",))
-        with pytest.raises(RuntimeError, match="vLLM ended a request with (stop|length)"):
+        with pytest.raises(RuntimeError, match=r"vLLM ended a request with (stop|length)"):
             engine.generate(PROMPTS, 1, WARM)
     close_live_engine()  # its requests are unfinished

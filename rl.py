@@ -345,6 +345,7 @@ class Policy:
         self.scoring = scoring or Scoring()
         self.body = body
         self.head = head or Head.of(model)
+        self.device = self.head.weight.device
         self.pack = pack
         self.send = send or Send()
         # The first policy's, resumed or not: a checkpoint comes later.
@@ -365,10 +366,6 @@ class Policy:
         policy = copy(self)
         vars(policy).update(parts)
         return policy
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.weight.device
 
     def audit(self) -> dict[str, str | bool | float]:
         """What is in force on the trainer's side."""

@@ -37,17 +37,23 @@ def refuse_or_repair(model: Any, dtype: torch.dtype, contract: set[str]) -> None
 
 
 def _rotate_natively(model: Any) -> None:
-    """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek."""
+    """vLLM's CPU kernel is wrong for queries of shape (tokens, heads, head): LFM2, DeepSeek.
+
+    Each layer is looked at once, in the first canary.
+    """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
+    hooks = {}
+
     def look(module: Any, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
+        hooks.pop(module).remove()
         query = arguments[1] if len(arguments) > 1 else by_name["query"]
         if query.ndim == 3:
             module._forward_method = module.forward_native  # vLLM's name for what it calls
 
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
-            module.register_forward_pre_hook(look, with_kwargs=True)
+            hooks[module] = module.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def scaled_length(config: Any, longest: int) -> int:

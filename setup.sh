@@ -27,6 +27,8 @@ if nvidia-smi -L >/dev/null 2>&1; then
         fail "no Python.h, and Triton needs it on a GPU machine: install Python's headers (apt install python3-dev)"
 fi
 
+# An environment that is not complete does not count as one that is there.
+trap '[ -e "$venv/.ready" ] || rm -f "$venv/bin/python"' EXIT
 if command -v uv >/dev/null 2>&1; then
     uv venv --quiet --seed --allow-existing --python "$python" "$venv"
     # Of both indexes the version that is asked for, as pip takes it.
@@ -35,8 +37,6 @@ else
     "$python" -m venv "$venv"
     install="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
 fi
-# An environment that is not complete does not count as one that is there.
-trap '[ -e "$venv/.ready" ] || rm -f "$venv/bin/python"' EXIT
 echo "setup: installing into $venv, this takes some minutes"
 if [ "${gpu:-no}" = yes ]; then
     $install -r requirements.txt

@@ -28,7 +28,7 @@ if nvidia-smi -L >/dev/null 2>&1; then
 fi
 
 # An environment that is not complete does not count as one that is there.
-trap '[ -e "$venv/.ready" ] || rm -f "$venv/bin/python" 2>/dev/null' EXIT
+trap '[ -e "$venv/.ready" ] || rm -f "$venv/bin/python" 2>/dev/null || :' EXIT
 if command -v uv >/dev/null 2>&1; then
     uv venv --quiet --seed --allow-existing --python "$python" "$venv"
     # Of both indexes the version that is asked for, as pip takes it.

@@ -315,7 +315,7 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
     if run.config.job.tracker != "none":
         from extras.tracker import Tracker
 
-        state.tracker = Tracker(run.config.job.tracker, run.out, record)
+        state.tracker = Tracker(run.config.job.tracker, run.out, record, first_step)
     if run.config.job.resume:
         without = "" if checkpoint else ": there was no checkpoint"
         print(f"resumed at step {first_step}{without}", flush=True)

@@ -13,12 +13,13 @@ from typing import Any
 class Tracker:
     """`log` takes a row; wandb sends nothing with WANDB_MODE=offline."""
 
-    def __init__(self, library: str, out: Path, config: dict[str, Any]):
+    def __init__(self, library: str, out: Path, config: dict[str, Any], first_step: int = 1):
         self.writer = None
         if library == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(out / "tensorboard"))
+            # A resumed run repeats steps.
+            self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=first_step)
             self.writer.add_text("config", json.dumps(config))
             return
         os.environ.setdefault("WANDB_DIR", str(out))

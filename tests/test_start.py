@@ -56,6 +56,7 @@ def test_a_vllm_that_was_built_for_another_torch_is_refused_unless_it_is_asked_f
 @pytest.mark.parametrize("library", ["tensorboard", "trackio", "wandb"])
 def test_a_tracker_gets_every_number_of_each_row_under_its_name(library, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_DIR", raising=False)  # is set by the code
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     pytest.importorskip(library)
     tracker = Tracker(library, tmp_path / "mine", {"lr": 0.5})
@@ -63,6 +64,9 @@ def test_a_tracker_gets_every_number_of_each_row_under_its_name(library, tmp_pat
         tracker.log(row)
     tracker.close()
     if library == "tensorboard":
+        again = Tracker(library, tmp_path / "mine", {"lr": 0.5}, first_step=1)  # resumed after step 0
+        again.log(ROWS[1])
+        again.close()
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(tmp_path / "mine" / "tensorboard")).Reload()

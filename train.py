@@ -3,7 +3,7 @@
 One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm.
 """
 
-import extras.packages  # noqa: F401, before a package that may be missing
+import packages  # noqa: F401, before a package that may be missing
 
 # isort: split
 import math

@@ -11,7 +11,7 @@ CORE = {
     "rollouts": "config tasks", "proof": "", "engine_adapter": "config models proof rollouts",
     "rl": "config engine_adapter models objectives rollouts",
     "run": "config engine_adapter models objectives records rl rollouts tasks",
-    "train": "config objectives records rl rollouts run tasks",
+    "train": "config objectives packages records rl rollouts run tasks", "packages": "",
 }  # fmt: skip
 MAY_IMPORT = {name: set(others.split()) for name, others in CORE.items()}
 MAY_IMPORT["examples"] = set(CORE) - {"grpo"} | {"extras"}
@@ -21,9 +21,8 @@ MAY_IMPORT["exercises"] = set()  # a student's functions are his own
 MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe", "exercises"}
 # Files of extras/ that import nothing of ours, and who imports them.
 RARE_CASES = {"engine_adapter": {"extras.decode", "extras.experts", "extras.model_cases"},
-              "models": {"extras.multimodal"}, "train": {"extras.packages", "extras.quiet"}}  # fmt: skip
+              "models": {"extras.multimodal"}, "train": {"extras.quiet"}}  # fmt: skip
 MAY_IMPORT |= {name: set() for names in RARE_CASES.values() for name in names}
-MAY_IMPORT["train"] |= {"extras.packages"}
 FOR_AN_OPTION = {"run": {"extras", "probe", "examples"}, "extras": {"examples"}} | RARE_CASES
 VLLM = {"engine_adapter", "proof", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
 FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("extras", "probe", "lab", "examples", "exercises")

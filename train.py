@@ -3,7 +3,14 @@
 One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm.
 """
 
-import packages  # noqa: F401, before a package that may be missing
+from importlib.util import find_spec
+
+# Said before an import fails. vLLM is looked for with its version: not all engines need it.
+NEEDED = "torch", "transformers", "tyro", "einops", "matplotlib", "datasets"
+if missing := [name for name in NEEDED if find_spec(name) is None]:
+    raise SystemExit(f"error: this Python has no {', '.join(missing)}: install what is missing (the"
+                     " versions that are tested are in requirements.txt), or run `make setup`,"
+                     " which makes .venv")
 
 # isort: split
 import math

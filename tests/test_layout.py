@@ -11,7 +11,7 @@ CORE = {
     "rollouts": "config tasks", "proof": "", "engine_adapter": "config models proof rollouts",
     "rl": "config engine_adapter models objectives rollouts",
     "run": "config engine_adapter models objectives records rl rollouts tasks",
-    "train": "config objectives packages records rl rollouts run tasks", "packages": "",
+    "train": "config objectives records rl rollouts run tasks",
 }  # fmt: skip
 MAY_IMPORT = {name: set(others.split()) for name, others in CORE.items()}
 MAY_IMPORT["examples"] = set(CORE) - {"grpo"} | {"extras"}

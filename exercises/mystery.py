@@ -7,7 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # What shows that a fix is off: {0[...]} is of step 1, before any update, {1[...]} of step 2, and
-# {11[...]} of the last one. `python -m lab.mysteries` repeats the runs and writes their files.
+# {11[...]} of the last one.
 SIGNS = {
     "none": "With all fixes on, rollouts of the current weights differ by the trainer's own noise,"
     " and no request is aborted. Here, in step 2, current_mismatch_abs_mean is"

@@ -33,6 +33,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedModel,
     Qwen2Config,
@@ -41,14 +44,12 @@ from transformers import (
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import lab.classes
 import train
 from config import BackendConfig, Config, ParityFlags
 from engine_adapter import Engine, prepare_environment
 from extras.inflight import with_groups_in_flight
 from extras.sampling_mask import collect_kept_sets
 from extras.shared_engine import SharedEngine, products_differ
-from lab.classes import CLASSES, DESCRIBED
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
 from rollouts import Rollout, Sampling
@@ -56,6 +57,8 @@ from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, 
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
+DESCRIBED = json.loads((ROOT / "tests" / "data" / "classes.json").read_text())
+CLASSES = DESCRIBED["classes"]
 
 
 # ------------------------------------------------------------------------------------------------ other seeds
@@ -305,7 +308,7 @@ def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
 
 
 # ------------------------------------------------------------------------------------------------ the matrix
-# Of lab/classes.json. What follows a comma names a variant of the row before, which is measured untied only.
+# Of data/classes.json. What follows a comma names a variant of the row before, which is measured untied only.
 ARCHITECTURES = (
     "Llama", "Llama, biases", "Llama, yarn", "Llama, llama3 rope",
     "Llama, dynamic rope",  # within max_position_embeddings; beyond it both sides would compute something else
@@ -346,9 +349,22 @@ def import_qwen3_5() -> None:
 
 
 def small_model(name: str, tied: bool, **changes) -> PreTrainedModel:
+    """Random; untied, its logits are so wide that a lost scale or cap shows. `changes` are of the text model."""
     if name == "Qwen3_5":
         import_qwen3_5()
-    return lab.classes.small_model(name, tied, **changes)
+    options, auto, tie = CLASSES[name]["options"], AutoModelForCausalLM, {"tie_word_embeddings": tied}
+    if "text_config" in options:
+        auto = AutoModelForImageTextToText
+        text = DESCRIBED["sizes"] | options["text_config"] | changes | tie
+        options = options | tie | {"text_config": text}
+    else:
+        options = DESCRIBED["sizes"] | options | changes | tie
+    torch.manual_seed(0)
+    # sdpa would lose soft-capping
+    model = auto.from_config(AutoConfig.for_model(**options), attn_implementation="eager")
+    if not tied:  # a tied model would only echo its input
+        model.get_output_embeddings().weight.data.mul_(3)
+    return model.eval()
 
 
 def policy_of(

@@ -12,7 +12,7 @@ from helpers import ROOT
 import probe.__main__ as probe
 from config import Config
 from extras.problem_files import load_task
-from lab import classes, memory, study
+from lab import memory, study
 from rollouts import Rollout
 
 README = ROOT / "README.md"
@@ -20,7 +20,7 @@ FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("
                *ROOT.glob("exercises/*.md")]
 PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
-PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": memory.Options, "lab.classes": classes.Options}
+PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": memory.Options}
 PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "compare", "layers", "place")}
 OF_OTHERS = "--logprobs-mode", "--no-enable-prefix-caching", "--algo.", "--vllm.", "--ds."  # vLLM's, OpenRLHF's
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

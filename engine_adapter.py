@@ -68,16 +68,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Setting(NamedTuple):
     """A setting of vLLM that a parity flag controls: a row of SETTINGS, for start and audit.
 
-    `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), with its values while
-    the flag is on and off; None leaves the value to vLLM. `read` returns the value that is in force
-    in a live `Engine`; `echoed` says whether it returns the configuration only, and no observation.
-    `variant` is the setting's name among config.VARIANTS, if it can be off alone.
+    `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), `fixed` its value with
+    the fix, `default` that of V1 without it; None leaves the value to vLLM. `read` returns the
+    value that is in force in a live `Engine`; `echoed` says whether it returns the configuration
+    only, and no observation. `variant` is the setting's name among config.VARIANTS, if it can be at
+    V1's default alone.
     """
 
     flag: str
     argument: str
-    on: Any
-    off: Any
+    fixed: Any
+    default: Any
     read: Callable[[Any], Any]
     variant: str | None = None
     echoed: Callable[[Any], bool] = lambda engine: False
@@ -116,29 +117,30 @@ def observed_head_dtype(engine: Any) -> str:
 
 # Start and audit of the engine. inflight_keep has no row: extras/inflight.py does it.
 SETTINGS = [
-    Setting("processed_logprobs", "logprobs_mode", on="processed_logprobs", off="raw_logprobs",
+    Setting("processed_logprobs", "logprobs_mode", fixed="processed_logprobs",
+            default="raw_logprobs",
             read=lambda engine: engine.runner.sampler.logprobs_mode),
-    Setting("uncached_runtime", "enable_prefix_caching", on=False, off=True,
+    Setting("uncached_runtime", "enable_prefix_caching", fixed=False, default=True,
             variant="prefix-cache",
             read=lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
-    Setting("uncached_runtime", "async_scheduling", on=False, off=True,
+    Setting("uncached_runtime", "async_scheduling", fixed=False, default=True,
             variant="async-scheduling",
             read=lambda engine: "Async" in type(engine.core.scheduler).__name__
             and engine.core.batch_queue is not None),
     # Model runner V1 of 0.32 has no cascade attention, only a constant of this name.
-    Setting("uncached_runtime", "disable_cascade_attn", on=True, off=None,
+    Setting("uncached_runtime", "disable_cascade_attn", fixed=True, default=None,
             variant="cascade-attention",
             read=lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False),
             echoed=lambda engine: engine.on_gpu),
-    Setting("uncached_runtime", "generation_config", on="vllm", off="auto",
+    Setting("uncached_runtime", "generation_config", fixed="vllm", default="auto",
             variant="generation-config",
             read=lambda engine: engine.llm.vllm_config.model_config.generation_config,
             echoed=lambda engine: True),
     # "model": the model's dtype.
-    Setting("fp32_head", "hf_overrides.head_dtype", on="float32", off="model",
+    Setting("fp32_head", "hf_overrides.head_dtype", fixed="float32", default="model",
             read=observed_head_dtype),
     # -1: a request may ask for kept sets of any size.
-    Setting("sampling_mask", "max_logprobs", on=-1, off=None,
+    Setting("sampling_mask", "max_logprobs", fixed=-1, default=None,
             read=lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
             echoed=lambda engine: True),
 ]  # fmt: skip
@@ -150,8 +152,8 @@ def wanted_settings(
     """What the start asks for and `Engine.audit` must then find; None leaves it to vLLM."""
     wanted = {}
     for setting in SETTINGS:
-        is_on = parity.in_force(setting.flag, setting.variant)
-        wanted[setting.name] = setting.on if is_on else setting.off
+        is_fixed = parity.in_force(setting.flag, setting.variant)
+        wanted[setting.name] = setting.fixed if is_fixed else setting.default
     if wanted["head_dtype"] == "model":
         wanted["head_dtype"] = dtype_name(dtype)
     if backend.prefix_cache == "versioned":
@@ -632,22 +634,20 @@ class Engine:
         for prompt_seed in range(attempts):
             rollouts = self.sample_canary(prompt_seed, length)
             sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
-            prompt = len(rollouts[0].prompt_ids)
-            theirs = torch.tensor(trainer_logprobs(sequences, prompt))
-            ours = torch.tensor([rollout.logprobs for rollout in rollouts])  # (prompts, new tokens)
-            difference = average((theirs - ours).abs()).item()
+            of_trainer = partial(trainer_logprobs, sequences, len(rollouts[0].prompt_ids))
+            trainers = torch.tensor(of_trainer())  # (prompts, new tokens)
+            engines = torch.tensor([rollout.logprobs for rollout in rollouts])
+            difference = average((trainers - engines).abs()).item()
             if difference <= self.canary_tolerance:
                 return
         fault = "the engine does not hold the trainer's weights"
-        if self.weight_version == 1:
-            fault += f", or vLLM computes {self._config.model_type} differently"
-            if length:
-                fault += f" after {length} tokens, beyond its original context"
+        if self.weight_version == 1:  # perhaps it does, and one of the two computes the model wrong
             from extras.decode import disagreement
 
-            by_body = partial(trainer_logprobs, sequences, prompt)
-            tolerance = CANARY_TOLERANCE[self.dtype]
-            fault = disagreement(by_body, theirs, ours, average, tolerance) or fault
+            beyond = f" after {length} tokens, beyond its original context" if length else ""
+            fault += f", or vLLM computes {self._config.model_type} differently{beyond}"
+            fault = disagreement(of_trainer, trainers, engines, average,
+                                 CANARY_TOLERANCE[self.dtype]) or fault
         raise WeightLoadError(
             f"after load {self.weight_version} {fault}: the canary's {average.__name__}"
             f" |trainer - engine| is {difference:.2e} nats, more than {self.canary_tolerance:.1e}")

@@ -14,7 +14,6 @@ numbers, with the habit to write the smaller one. The second unlearns it, and th
 Raw log-probabilities are those at temperature 1, so before any update a ratio is p_0.7 / p_1, far
 below 1 for unlikely tokens. The clip removes the gradient of those in wrong answers, and the policy
 drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.py equal.
-
 Left out, but in train.py: audit and proof of a load (engine_adapter.py), fp32 masters (rl.py),
 --objective, --kl-coef, --reject (objectives.py), passes over a file (tasks.py), and in extras/
 --resume (resume.py), --inflight-groups (inflight.py), --top-p (sampling_mask.py) and others.
@@ -145,8 +144,7 @@ def start_engine(options: Options, max_model_len: int) -> LLM:
         skip_tokenizer_init=True,  # token ids in, token ids out
         load_format="dummy",  # random weights: the canary finds a tensor that is never loaded
         max_model_len=max_model_len, max_num_seqs=512, enforce_eager=True, enable_sleep_mode=ON_GPU,
-        kv_cache_memory_bytes=int(options.kv_cache_gib * 2**30), gpu_memory_utilization=0.1,
-    )  # fmt: skip
+        kv_cache_memory_bytes=int(options.kv_cache_gib * 2**30), gpu_memory_utilization=0.1)
 
 
 def sample(llm: LLM, problems: list[dict], temperature: float, length: int, stop: list[int]):
@@ -167,7 +165,8 @@ def wake_and_load(llm: LLM, model, canary: list[dict]) -> None:
     weights = iter(model.state_dict().items())  # names a tied head too, as vLLM's CPU build needs
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.wake_up(tags=["kv_cache"])
-    _, _, mask, behavior_logprobs = batch = make_batch(sample(llm, canary, 1.0, length=3, stop=[]))
+    batch = make_batch(sample(llm, canary, 1.0, length=3, stop=[]))
+    mask, behavior_logprobs = batch[2:]
     with torch.no_grad():
         logprobs = token_logprobs(model, batch, torch.arange(len(canary)), 1.0)
     nats = ((logprobs - behavior_logprobs).abs().sum() / mask.sum()).item()
@@ -202,12 +201,11 @@ def token_logprobs(model, batch: list[Tensor], rows: Tensor, temperature: float)
 def update(model, optimizer, batch, advantages, denominator, weights, options) -> dict[str, float]:
     """One pass with loss -mean min(r A, clip(r) A), A (B, 1), log r = logprobs - denominator."""
     mask, sums = batch[2], Counter()  # sums over the minibatches
-    num_rows, width = mask.shape
-    for minibatch in torch.arange(num_rows).split(num_rows // options.num_minibatches):
+    for minibatch in torch.arange(len(mask)).split(len(mask) // options.num_minibatches):
         if not advantages[minibatch].any():
             continue  # AdamW would move the weights by momentum alone
         num_tokens = mask[minibatch].sum()  # so the losses of its micro-batches add up
-        for rows in minibatch.split(max(1, options.micro_batch_tokens // width)):
+        for rows in minibatch.split(max(1, options.micro_batch_tokens // mask.shape[1])):
             logprobs = token_logprobs(model, batch, rows, options.temperature)
             ratio = torch.exp(logprobs - denominator[rows])  # (b, T)
             unclipped = ratio * advantages[rows]
@@ -239,10 +237,9 @@ def train(options: Options):
     os.makedirs(options.out, exist_ok=True)
     model, report = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype,
         use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # fmt: skip
-    misfits = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
     untied = config.tie_word_embeddings and not model.all_tied_weights_keys
-    if untied or misfits:
-        raise ValueError(f"{options.model}: not of config.json, {untied=}, {misfits}")
+    if untied or report["missing_keys"] or report["unexpected_keys"]:
+        raise ValueError(f"{options.model}: not of config.json, {untied=}, {report}")
     optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), weight_decay=0.0, fused=True)
     named = set()
     for source in (tokenizer, model.generation_config, config):  # a chat model has several
@@ -272,7 +269,8 @@ def train(options: Options):
         centred = groups - groups.mean(dim=1, keepdim=True)
         advantages = (centred / (groups.std(dim=1, keepdim=True) + 1e-4)).view(-1, 1)  # (B, 1)
         # Old log-probabilities. The weights are still those that the engine sampled with.
-        _, _, mask, behavior_logprobs = batch = make_batch(outputs)
+        batch = make_batch(outputs)
+        mask, behavior_logprobs = batch[2:]
         parts = torch.arange(len(mask)).split(max(1, options.micro_batch_tokens // mask.shape[1]))
         with torch.no_grad():
             old = [token_logprobs(model, batch, rows, options.temperature) for rows in parts]

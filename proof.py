@@ -95,26 +95,29 @@ def differing(
     A tensor is asked for only while it is compared. Raises: ValueError if no name is the engine's;
     RuntimeError if the engine runs in another process.
     """
-    found, compared, seen, given, own = [], set(), set(), set(), {}
+    differ: list[str] = []  # names of the checkpoint, as are these
+    compared: set[str] = set()
+    names_of: dict[Any, str] = {}  # vLLM's, by storage
+    storages_given, modules_done = set(), set()
     with live_model(engine) as model:
         sent = Sent(weights, renaming(model))
         # A module that stands in two places is known to the checkpoint by one of them.
         for path, module in [*model.named_modules(remove_duplicate=False)][modules]:
-            own |= {storage(module, kind): f"{path}.{kind}"
-                    for kind, _ in module.named_parameters(recurse=False)}
-            if module in seen:
+            names_of |= {storage(module, kind): f"{path}.{kind}"
+                         for kind, _ in module.named_parameters(recurse=False)}
+            if module in modules_done:
                 continue
             for held in held_by(model, path, module, sent):
                 name = sent.original[held.name]
                 compared.add(name)
-                seen.add(module)
-                given.add(storage(module, held.parameter))
+                modules_done.add(module)
+                storages_given.add(storage(module, held.parameter))
                 if not same_bits(held.values, held.sent.to(held.values.device, held.values.dtype)):
-                    found.append(name)
+                    differ.append(name)
     if not compared and modules == slice(None):
         raise ValueError(f"the engine has none of the names that were sent: {[*weights][:3]} ...")
-    not_given = sorted(own[each] for each in own.keys() - given)
-    return Report(list(dict.fromkeys(found)), sorted(weights.keys() - compared), not_given)
+    not_given = sorted(names_of[each] for each in names_of.keys() - storages_given)
+    return Report(list(dict.fromkeys(differ)), sorted(weights.keys() - compared), not_given)
 
 
 def storage(module: Any, parameter: str) -> tuple[int, Any]:

@@ -399,14 +399,9 @@ class Policy:
         Further metrics come from the support; `ref_logprobs` from the reference, if there is one.
         All are 0 outside `batch.mask`.
         """
-        response = batch.mask > 0  # (B, T), N of them true
-        hidden = self.body(self, batch, response)  # (N, H)
-        restrict = self.scoring.support.restriction(batch, response)
-        head, found = self.head_at(), []
-        for chunk in head.chunks(len(hidden)):
+        restrict, found = self.scoring.support.restriction(batch, batch.mask > 0), []
+        for chunk, logits, targets in self.response_logits(batch):
             # As `Head.logprobs` computes it, bit for bit: else the update's first ratio is not 1.
-            targets = batch.targets[response][chunk]  # (n,)
-            logits = head.logits(hidden[chunk])  # (n, V)
             restricted = restrict(logits, chunk)
             further = self.scoring.support.measure(logits, restricted, targets)
             all_logprobs = restricted.log_softmax(dim=-1)  # (n, V)
@@ -426,14 +421,19 @@ class Policy:
     @torch.no_grad()
     def agreement(self, batch: Batch) -> dict[str, Tensor]:
         """`agrees`: 1.0 where the target is a likeliest token, 0 outside `batch.mask`: (B, T)."""
-        response = batch.mask > 0  # (B, T)
+        agrees = [(at_targets(logits, targets) == logits.amax(dim=-1)).float()
+                  for _, logits, targets in self.response_logits(batch, 1.0)]
+        return {"agrees": spread(agrees, batch)}
+
+    def response_logits(
+        self, batch: Batch, temperature: float | None = None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Of the N response tokens in chunks: the chunk, its logits (n, V), its targets (n,)."""
+        response = batch.mask > 0  # (B, T), N of them true
         hidden = self.body(self, batch, response)  # (N, H)
-        head, found = self.head_at(1.0), []
+        head, targets = self.head_at(temperature), batch.targets[response]
         for chunk in head.chunks(len(hidden)):
-            logits = head.logits(hidden[chunk])  # (n, V)
-            agrees = at_targets(logits, batch.targets[response][chunk]) == logits.amax(dim=-1)
-            found.append(agrees.float())
-        return {"agrees": spread(found, batch)}
+            yield chunk, head.logits(hidden[chunk]), targets[chunk]
 
     def hidden(self, inputs: Tensor) -> Tensor:
         """The body's last hidden states: (B, T) token ids, right padding -> (B, T, H)."""
@@ -633,11 +633,7 @@ def corrected(
     counted = batch.mask
     if learning.rejection.mean == "kept":
         counted = batch.mask * ~correction.rejected
-    token_weights = torch.zeros_like(counted)  # (B, T)
-    normalizer = OBJECTIVES[learning.objective].normalizer
-    for micro_batches in minibatches:
-        rows = torch.cat(micro_batches)
-        token_weights[rows] = loss_weights(counted[rows], normalizer, learning.max_new_tokens)
+    token_weights = minibatch_weights(counted, minibatches, learning)  # (B, T)
     denominator = batch.old_logprobs
     if learning.old_policy == "rollout":
         denominator = batch.behavior_logprobs
@@ -647,6 +643,18 @@ def corrected(
                     token_weights=token_weights,
                     has_gradient=(token_has_signal | token_has_kl).any(dim=1))
     return batch, correction_metrics(correction, *logprobs_and_mask)
+
+
+def minibatch_weights(
+    mask: Tensor, minibatches: Minibatches, learning: LearningConfig
+) -> Tensor:
+    """`loss_weights` of each minibatch: (B, T) -> (B, T)."""
+    normalizer = OBJECTIVES[learning.objective].normalizer
+    weights = torch.zeros_like(mask)
+    for micro_batches in minibatches:
+        rows = torch.cat(micro_batches)
+        weights[rows] = loss_weights(mask[rows], normalizer, learning.max_new_tokens)
+    return weights
 
 
 def update(

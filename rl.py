@@ -89,15 +89,21 @@ class Batch:
         return Batch(**{each.name: pick(getattr(self, each.name)) for each in fields(self)})
 
     def minibatches(
-        self, num_minibatches: int, micro_batch_tokens: int, pack: Pack = longest_first
+        self, has_signal: Tensor, num_minibatches: int, micro_batch_tokens: int,
+        pack: Pack = longest_first,
     ) -> Minibatches:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         `pack` cuts rows into micro-batches. All passes over a batch use the same ones, so that in
-        16 bits the ratio starts at exactly 1.
+        16 bits the ratio starts at exactly 1. `has_signal` is (B,), bool.
         """
-        rows = torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches)
-        return [pack(self, each, micro_batch_tokens) for each in rows]
+        minibatches = []
+        for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
+            # Apart, because `update` skips a backward without a signal.
+            with_signal, without = rows[has_signal[rows]], rows[~has_signal[rows]]
+            minibatches.append(pack(self, with_signal, micro_batch_tokens)
+                               + pack(self, without, micro_batch_tokens))
+        return minibatches
 
     def cut(self, ordered: Tensor, micro_batch_tokens: int) -> list[Tensor]:
         """Micro-batches of neighbours in `ordered`, each of as many rows as fit.

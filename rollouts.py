@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -82,11 +81,6 @@ class Rollout:
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.versions.extend([version] * len(token_ids))
-
-
-def scores_of(rollouts: Iterable[Rollout]) -> torch.Tensor:
-    """(B,) in float64; NaN: left out."""
-    return torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)
 
 
 def reseed(*stream: int | str) -> None:

@@ -36,7 +36,7 @@ from objectives import (
     surprisal_z,
 )
 from rl import Batch, Policy, in_micro_batches, longest_first, make_batch, update
-from rollouts import Rollout, Synchronous, reseed, scores_of
+from rollouts import Rollout, Synchronous, reseed
 from run import (
     Run,
     TrainingState,
@@ -103,8 +103,12 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = scores_of(rollouts)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    minibatches = batch.minibatches(
-        learning.num_minibatches, learning.micro_batch_tokens, policy.pack)
+    # A row whose score is its group's mean (all rows of a flat group) has no signal, nor has one
+    # that is left out (NaN). So the micro-batches can be cut before there are advantages, which may
+    # need old_logprobs, which are computed in them.
+    has_signal = centre(scores, learning.group_size) != 0  # (P, G)
+    minibatches = batch.minibatches(has_signal.flatten(), learning.num_minibatches,
+                                    learning.micro_batch_tokens, policy.pack)
 
     with clock("old_logprobs"):
         token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
@@ -115,7 +119,7 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     # The rows that were sampled with the current weights alone.
     current = batch.mask_rows([each == version for each in oldest])
     metrics = {"step": step, "lr": run.config.lr_at(step),
-               **rollout_metrics(batch, scores, learning.group_size, oldest, version),
+               **rollout_metrics(batch, scores, has_signal, oldest, version),
                **batch_metrics(batch, current, token_metrics, learning)}
     batch = batch.mask_rows([has_loss(each, learning) for each in rollouts])  # after the metrics
     for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
@@ -125,6 +129,11 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     with clock("sync"):
         metrics |= sync(state, metrics["updates"] > 0)
     return Step(metrics | clock.figures(), problems, batch, current)
+
+
+def scores_of(rollouts: list[Rollout]) -> Tensor:
+    """(B,) in float64; NaN: left out."""
+    return torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)
 
 
 def with_old_logprobs(
@@ -154,7 +163,7 @@ def has_loss(rollout: Rollout, learning: LearningConfig) -> bool:
 
 
 def rollout_metrics(
-    batch: Batch, scores: Tensor, group_size: int, oldest: list[int], weight_version: int
+    batch: Batch, scores: Tensor, has_signal: Tensor, oldest: list[int], weight_version: int
 ) -> dict[str, float]:
     """Metrics of the rollouts alone; tokens are those that have a loss.
 
@@ -174,7 +183,7 @@ def rollout_metrics(
         "reward_errors": sum(rollout.reward_error is not None for rollout in rollouts),
         "left_out": int(scores.isnan().sum()),
         "score": mean_of([scores.nanmean().item()]),
-        "flat_frac": (centre(scores, group_size) == 0).all(dim=1).float().mean().item(),
+        "flat_frac": (~has_signal).all(dim=1).float().mean().item(),
         "trunc_frac": truncated / len(rollouts),
         "response_len": tokens / len(rollouts),
         "tokens": tokens,

@@ -7,7 +7,6 @@ prompt together, and the head has a backward of its own. A test holds both versi
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,50 +16,27 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from objectives import centre
-from rl import Batch, Head, Pack, Policy, Restriction, longest_first, plain_body
-from rollouts import scores_of
+from rl import Batch, Head, Policy, Restriction, longest_first, plain_body
 
 
 def fast_parts(model: torch.nn.Module) -> dict[str, Any]:
     """Arguments of `Policy`."""
-    parts = {"head": FastHead.of(model), "pack": signal_apart}
+    parts = {"head": FastHead.of(model)}
     if can_share_prompts(model):
-        parts |= {"body": prompts_once, "pack": partial(signal_apart, pack=siblings_together)}
+        parts |= {"body": prompts_once, "pack": siblings_together}
     return parts
 
 
 # ---------------------------------------------------------------------------------- micro-batches
-def signal_apart(
-    batch: Batch, rows: Tensor, micro_batch_tokens: int, pack: Pack = longest_first
-) -> list[Tensor]:
-    """As `pack`, with rows that need no backward in micro-batches of their own.
-
-    The score of such a row is its group's mean, or NaN. Advantages may not be known yet: they can
-    need log-probabilities, which are computed in the micro-batches.
-    """
-    has_signal = torch.zeros(len(batch.rollouts), dtype=torch.bool)
-    for group in by_prompt(batch, range(len(batch.rollouts))):
-        has_signal[group] = centre(scores_of(batch.rollouts[group]), len(group))[0] != 0
-    parts = rows[has_signal[rows]], rows[~has_signal[rows]]
-    return [micro for part in parts for micro in pack(batch, part, micro_batch_tokens)]
-
-
-def by_prompt(batch: Batch, rows: Iterable[int]) -> list[list[int]]:
-    """The rows of each prompt, in their order."""
-    siblings = defaultdict(list)
-    for row in rows:
-        siblings[tuple(batch.rollouts[row].prompt_ids)].append(row)
-    return [*siblings.values()]
-
-
 def siblings_together(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> list[Tensor]:
     """As `longest_first`, or with answers to one prompt together if fewer positions are computed.
     """
     by_length = longest_first(batch, rows, micro_batch_tokens)
-    siblings = by_prompt(batch, map(int, chain(*by_length)))
-    ordered = torch.tensor([*chain(*siblings)], dtype=torch.long)
-    together = batch.cut(ordered, micro_batch_tokens)
+    siblings = defaultdict(list)
+    for row in map(int, chain(*by_length)):
+        siblings[tuple(batch.rollouts[row].prompt_ids)].append(row)
+    ordered = torch.tensor([*chain(*siblings.values())], dtype=torch.long)
+    by_prompt = batch.cut(ordered, micro_batch_tokens)
 
     def num_positions(micro_batches: list[Tensor]) -> int:
         """Positions that `prompts_once` computes: each prompt, and each response."""
@@ -72,7 +48,7 @@ def siblings_together(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> li
             total += len(prompts) * int(starts.max()) + len(micro) * int(responses.max())
         return total
 
-    return min(by_length, together, key=num_positions)
+    return min(by_length, by_prompt, key=num_positions)
 
 
 # ---------------------------------------------------------------------------------- body

@@ -19,8 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
 from config import BackendConfig, ParityFlags
 from engine_adapter import Engine
-from extras.fast import signal_apart
-from rl import Batch, Policy
+from rl import Batch, Policy, longest_first
 
 # Each product gets a multiple of 16 rows. With fewer rows torch's CPU product rounds a row
 # differently, and MKL without AVX does so for the last rows of a product.
@@ -64,7 +63,7 @@ class SharedEngine(Engine):
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
         parts = {"head": replace(policy.head, row_multiple=ROW_MULTIPLE)}
         if exact:
-            parts |= {"body": self.exact_body, "pack": signal_apart}
+            parts |= {"body": self.exact_body, "pack": longest_first}
         self.usual_body = policy.body
         self.policy = policy.changed(**parts)
         self._layers: dict[int, dict[str, Any]] = {}  # arguments of vLLM's Attention

@@ -18,7 +18,6 @@ from transformers import DynamicCache
 
 from config import Config, LearningConfig
 from engine_adapter import Engine
-from extras.fast import signal_apart
 from lab.memory import GIB, phases
 from records import Clock, append_rows
 from rl import Batch
@@ -49,9 +48,10 @@ def bare_training(
     no backward. No chunks, no entropy, no mask.
     """
     group_size = learning.group_size
+    has_signal = batch.advantages.any(dim=1).view(-1, group_size).any(dim=1)  # (P,)
     minibatches = batch.minibatches(
-        learning.num_minibatches, learning.micro_batch_tokens,
-        partial(signal_apart, pack=partial(whole_groups, group_size)))
+        has_signal.repeat_interleave(group_size).cpu(), learning.num_minibatches,
+        learning.micro_batch_tokens, partial(whole_groups, group_size))
     for rows in chain.from_iterable(minibatches):
         micro, cache = batch.select(rows), DynamicCache(config=model.config)
         prompt = int(micro.prompt_lengths[0])

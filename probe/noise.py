@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from config import Config, LearningConfig
-from extras.fast import signal_apart
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches
 
@@ -84,8 +83,10 @@ def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
 def self_noise(policy: Policy, batch: Batch, learning: LearningConfig) -> Tensor:
     """The log-probabilities minus those along the second path, with smaller micro-batches: (B, T).
     """
+    has_signal = batch.advantages.any(dim=1).cpu()
+
     def recomputed(micro_batch_tokens: int) -> Tensor:
-        minibatches = batch.minibatches(learning.num_minibatches, micro_batch_tokens, signal_apart)
+        minibatches = batch.minibatches(has_signal, learning.num_minibatches, micro_batch_tokens)
         return in_micro_batches(lambda micro: {"logprobs": policy.logprobs(micro)},
                                 batch, minibatches)["logprobs"]
 

@@ -133,7 +133,8 @@ class LearningConfig:
     reject_mean: Literal["all", "kept"] | None = None
     # Allow them although a fix is off: only to study how a correction hides a broken backend.
     correct_a_broken_backend: bool = False
-    mask_truncated: bool = False  # No loss for responses cut off; they stay in the baseline (DAPO).
+    # No loss for truncated responses; their rewards still count in the group's mean (DAPO).
+    mask_truncated: bool = False
     num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip can act.
     micro_batch_tokens: int = 4096  # Tokens per forward and backward: memory, speed and rounding.
     lr_warmup_steps: int = 5  # Linear warm-up: Adam's second moments are noise at first.
@@ -341,7 +342,7 @@ class BackendConfig:
     # versioned: a group shares the KV cache of its prompt, keyed by the weight version. A resumed
     # run starts with an empty cache, and can then differ by rounding.
     prefix_cache: Literal["off", "versioned"] = "off"
-    cuda_graphs: bool = False  # Decode with CUDA graphs, without compilation; not measured yet.
+    cuda_graphs: bool = False  # Decode with CUDA graphs, without compilation; docs/run.md.
     # Loads within which each tensor of the engine is compared with what was sent, bit for bit. The
     # first two loads compare all.
     verify_loads: int = 16

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from importlib.metadata import distributions, version
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -34,7 +34,7 @@ from rollouts import Rollout, Sampling
 
 # The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
 ALLOWED_VLLM = (0, 26), (0, 33)
-# Of a step's output; with another one, such as vLLM's "error", a response is not complete.
+# Of a step's output; any other one, such as vLLM's "error", stops the run.
 FINISH_REASONS = ("None", "stop", "length", "abort")
 CANARY_PROMPTS, CANARY_PROMPT_TOKENS = 4, 5
 CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
@@ -42,10 +42,16 @@ CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 # rounding alone gives a few 1e-2. The weights are compared bit for bit; the canary is for the rest:
 # KV cache, windows, kernels.
 CANARY_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
-# Policy.response_logprobs: (sequences of one length, prompt length, maybe another body)
-TrainerLogprobs = Callable[..., list[list[float]]]
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
 Collect = Callable[[Rollout, numpy.ndarray, numpy.ndarray], None]
+
+
+class TrainerLogprobs(Protocol):
+    """`Policy.response_logprobs`."""
+
+    def __call__(
+        self, sequences: list[list[int]], prompt_length: int, body: Any = None
+    ) -> list[list[float]]: ...
 
 
 class EngineStateError(RuntimeError):
@@ -71,8 +77,8 @@ class Setting(NamedTuple):
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), `fixed` its value with
     the fix, `default` that of V1 without it; None leaves the value to vLLM. `read` returns the
     value that is in force in a live `Engine`; `echoed` says whether it returns the configuration
-    only, and no observation. `variant` is the setting's name among config.VARIANTS, if it can be at
-    V1's default alone.
+    only, and no observation. `variant` is the name in --parity.variants that leaves this setting
+    alone at V1's default.
     """
 
     flag: str
@@ -214,8 +220,8 @@ class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds the trainer's weights.
 
     States: "empty" (at start and after `wake`: the weights are not the trainer's), "ready"
-    (after `load`), "asleep", "broken" (after a failed load, or `close`). `contract` names every
-    tensor of a load.
+    (after `load`), "asleep", "broken" (after a failed load, or `close`). `tensor_names` are those
+    of every load.
 
     Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the
     model; AuditError if a parity flag is not in force in the live engine; RuntimeError if torch and
@@ -226,7 +232,7 @@ class Engine:
     live: ClassVar["Engine | None"] = None  # one in a process: vLLM's parallel groups are global
 
     def __init__(
-        self, model: str, contract: Iterable[str], parity: ParityFlags, *, max_model_len: int,
+        self, model: str, tensor_names: Iterable[str], parity: ParityFlags, *, max_model_len: int,
         backend: BackendConfig | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
         collect: Collect = collect_nothing,
     ):
@@ -243,7 +249,7 @@ class Engine:
         if self.on_gpu != torch.cuda.is_available():
             raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a"
                                " fresh .venv")
-        self.contract = set(contract)
+        self.tensor_names = set(tensor_names)
         self.parity = parity
         self.backend = backend
         self.dtype = dtype
@@ -329,10 +335,10 @@ class Engine:
         self._experts = [each for each in methods if hasattr(each, "moe_kernel")]
         self._vllm_name = renaming(self.vllm_model)
         tied = config.model_config.hf_text_config.tie_word_embeddings
-        self._tied_heads = {name for name in self.contract
+        self._tied_heads = {name for name in self.tensor_names
                             if tied and name.endswith("lm_head.weight")}
         self._vocab_size = config.model_config.get_vocab_size()
-        refuse_or_repair(self.vllm_model, self.dtype, self.contract)
+        refuse_or_repair(self.vllm_model, self.dtype, self.tensor_names)
         self._canary_tokens = self._canary_length()
         self._long_prompt = scaled_length(config.model_config.hf_text_config, self._longest_prompt)
         self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
@@ -506,9 +512,9 @@ class Engine:
                 "canary_s": time.perf_counter() - proven}
 
     def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises: what `load` does before it changes anything."""
+        """Raises: EngineStateError, or WeightLoadError for other names than at the start."""
         self._require("load", "empty", "ready")
-        others = weights.keys() ^ self.contract
+        others = weights.keys() ^ self.tensor_names
         if others:
             raise WeightLoadError("weights must be those that the engine was started for, missing"
                                   f" or unknown are {', '.join(sorted(others))}")
@@ -563,9 +569,9 @@ class Engine:
     def _buffers(self) -> dict[str, Tensor]:
         """Tensors of vLLM's model that no load may change: rotary tables, scales.
 
-        A buffer that shares its memory with a weight is none of them.
+        A buffer that shares its memory with a weight is not included.
         """
-        loaded = {self._vllm_name(name) for name in self.contract}
+        loaded = {self._vllm_name(name) for name in self.tensor_names}
         # Under all their names: a mixture's experts hold its gate too.
         buffers = dict(self.vllm_model.named_buffers(remove_duplicate=False))
         written = [buffers[name] for name in buffers.keys() & loaded]

@@ -4,8 +4,8 @@ Each sampled token has three log-probabilities: behavior_logprobs of the engine 
 old_logprobs of the trainer before the update, and logprobs of the trainer during the update.
 old_logprobs - behavior_logprobs is the mismatch, the fault of the backend: with all fixes it is as
 small as rounding. An importance weight (--tis-cap) also hides a broken backend, so it is refused
-while a fix is off. The first command teaches a model to write the larger digit at each place of two
-numbers, with the habit to write the smaller one. The second unlearns it, and the third does not:
+while a fix is off. The first command makes a model that should write the larger digit at each place
+of two numbers, and mostly writes the smaller one. The second unlearns it, and the third does not:
 
     python -m examples.toys runs/page
     python grpo.py --two-policy

@@ -10,8 +10,8 @@ old_logprobs` is what the update moves.
 
 P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is
 (B, T), aligned with the targets. `mask` is 1.0 on response tokens, the end-of-sequence token
-included, else 0.0. Log-probabilities are in nats, and 0 outside the batch's mask. A surrogate's
-mask also leaves rejected tokens out, whose log-probabilities are not 0, so it multiplies by it.
+included, else 0.0. Log-probabilities are in nats. Those of masked rows and of rejected tokens are
+not 0, so each formula multiplies by its mask, and a surrogate's mask leaves rejected tokens out.
 """
 
 from collections.abc import Callable
@@ -401,9 +401,9 @@ def surprisal_z(logprobs: Tensor, entropy: Tensor, varentropy: Tensor, mask: Ten
     """sum(-log p - entropy) / sqrt(sum varentropy + 10^2) over the sampled tokens.
 
     If the tokens were drawn from p, which scores them, each term -log p - entropy has the mean 0
-    and the variance `varentropy`, so this is about standard normal. No mismatch shows whether they
-    were. 10^2, one token of 10 nats, keeps a single rare token of a nearly certain policy from
-    being an alarm.
+    and the variance `varentropy`, so this is about standard normal. A mismatch of 0 does not prove
+    that they were. 10^2, one token of 10 nats, keeps a single rare token of a nearly certain policy
+    from being an alarm.
 
     Shapes: (B, T) each -> float. Units: standard deviations.
     """

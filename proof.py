@@ -1,4 +1,4 @@
-"""The proof of a load: which tensors does vLLM hold otherwise than they were sent?
+"""The proof of a load: which tensors in vLLM differ from what was sent?
 
 Bit for bit, in the dtype that the engine computes with. One file for any trainer that shares a
 process with vLLM (examples/prove_remote.py: another one); it imports torch and vllm only:

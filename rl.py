@@ -74,7 +74,9 @@ class Batch:
     denominator: Tensor | None = None
     correction: Tensor | None = None
     token_weights: Tensor | None = None
-    has_gradient: Tensor | None = None  # (B,), bool: that of other rows is exactly 0
+    # (B,), bool: whether the row's loss has a gradient other than 0. train.py's `has_signal` is
+    # computed from scores alone; this one also knows what is rejected, and the KL term.
+    has_gradient: Tensor | None = None
 
     def select(self, rows: Tensor) -> "Batch":
         """Some rows, cut to the longest of them. Right padding does not change causal attention."""
@@ -121,17 +123,10 @@ class Batch:
     def mask_rows(self, keep: list[bool]) -> "Batch":
         """The batch with a loss on the rows to `keep` only.
 
-        The others still count in the B of `loss_weights`.
+        The others still count in the B of `loss_weights`, and keep their log-probabilities.
         """
-        kept = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
-        # The log-probabilities too: new ones are 0 outside the mask, and exp(0 - old) * 0 would be
-        # nan where exp overflows.
-        masked = {}
-        for name in ("mask", "behavior_logprobs", "old_logprobs", "ref_logprobs"):
-            values = getattr(self, name)
-            if values is not None:
-                masked[name] = values * kept
-        return replace(self, **masked)
+        rows = torch.tensor(keep, device=self.mask.device)[:, None]  # (B, 1)
+        return replace(self, mask=self.mask * rows)
 
 
 def make_batch(rollouts: list[Rollout], device: torch.device | str = "cpu") -> Batch:
@@ -181,8 +176,8 @@ def head_chunk(gpu_gib: float) -> int:
 class Head:
     """The final projection: logits = scale * cap(hidden W^T + bias) / temperature.
 
-    cap(z) = softcap * tanh(z / softcap), if the model has a soft cap. The product is computed in
-    `dtype`, the rest in fp32 and in the order of vLLM's sampler.
+    cap(z) = softcap * tanh(z / softcap), if the model has a soft cap. hidden W^T + bias is computed
+    in `dtype`, the rest in fp32 and in the order of vLLM's sampler.
 
     Shapes: hidden (N, H), weight (V, H), bias (V,).
     """
@@ -231,7 +226,7 @@ class Head:
         return logits / self.temperature
 
     def affine(self, hidden: Tensor) -> Tensor:
-        """hidden W^T + bias in fp32: (N, H) -> (N, V)."""
+        """hidden W^T + bias, computed in `dtype`, as fp32: (N, H) -> (N, V)."""
         missing = -len(hidden) % self.row_multiple
         padded = pad(hidden, (0, 0, 0, missing))
         logits = self.product(padded, self.weight.T)[: len(hidden)]
@@ -325,9 +320,13 @@ class Policy:
         scoring           the distribution
         body              computes hidden states (extras/shared_engine.py: by vLLM's kernel)
         head              computes logits and their log-probabilities
-        pack              cuts a batch into micro-batches (for all three: extras/fast.py)
+        pack              cuts rows of a batch into micro-batches
         send              what the engine gets of the weights (extras/lora.py merges adapters)
         has_reference     whether a copy of the weights is kept as they are now
+    By default extras/fast.py has another body, head and pack.
+
+    `logprobs` is for the update (with gradient), `token_metrics` for the measurement before it,
+    `agreement` for the greedy evaluation, and `response_logprobs` for the canary.
 
     Raises: ValueError if the head here and the model's own forward disagree (an architecture that
     does more after the head than soft-capping and scaling).
@@ -474,7 +473,7 @@ class Policy:
 
     # ------------------------------------------------------------------------------ weights
     def weights(self) -> Mapping[str, Tensor]:
-        """What the engine gets: every tensor by its checkpoint name, a tied head under its own too.
+        """What the engine gets: every tensor by its checkpoint name. A tied head has two names.
 
         They are views of the live weights, except for two kinds of copies: the gate and up
         projections of experts, which are one tensor in transformers, and what `send` changes.
@@ -663,7 +662,7 @@ def update(
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
-    loss = sum_t w_t (correction_t * surrogate_t + kl_coef * k3(pi, ref)_t). The losses of
+    loss = sum_t w_t (correction_t * surrogate_t + kl_loss_t). The losses of
     micro-batches simply add up. A minibatch without signal (all its groups are flat, masked or
     rejected, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
     AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps that fp16
@@ -683,9 +682,9 @@ def update(
                 micro = batch.select(rows)
                 with torch.set_grad_enabled(bool(micro.has_gradient.any())):
                     logprobs = policy.logprobs(micro)  # (b, T)
+                not_rejected = micro.correction > 0  # (b, T), false outside the mask, too
                 token_loss, clipped = surrogate(
-                    logprobs, micro.denominator, micro.advantages, micro.correction > 0,
-                    learning.clip)
+                    logprobs, micro.denominator, micro.advantages, not_rejected, learning.clip)
                 token_loss = micro.correction * token_loss
                 if learning.kl_coef:
                     token_loss = token_loss + kl_loss(
@@ -697,7 +696,7 @@ def update(
                 loss += micro_loss.item()
                 sums.append(update_sums(logprobs.detach(), micro.denominator, micro.ref_logprobs,
                                         clipped, micro.token_weights))
-            check_finite(loss, sums, lr)
+            check_finite(loss, sums[-len(micro_batches) :], lr)
             losses.append(loss)
             norms.append(optimizer.step(lr, learning.grad_clip))
     metrics |= update_metrics(losses, norms, sums, batch.ref_logprobs is not None)

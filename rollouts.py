@@ -38,7 +38,7 @@ class Sampling:
         within(self, SMALLEST, LARGEST, "repetition_penalty")
         within(self, -LARGEST, LARGEST, "presence_penalty", "frequency_penalty")
         if self.temperature:
-            within(self, 0.01, LARGEST, "temperature")  # less is too little for vLLM
+            within(self, 0.01, 2, "temperature")  # vLLM's range
 
 
 @dataclass

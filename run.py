@@ -236,16 +236,16 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         from extras.sampling_mask import collect_kept_sets
 
         options["collect"] = collect_kept_sets
-    kind, holds = Engine, policy.weights()
+    kind, held = Engine, policy.weights().keys()
     if backend.engine == "shared":
         from extras.shared_engine import SharedEngine
 
-        kind, holds = SharedEngine, policy
+        kind, held = SharedEngine, policy
     if backend.inflight_groups:
         from extras.inflight import with_groups_in_flight
 
         kind = with_groups_in_flight(kind)
-    return kind(run.model_path, holds, config.parity, **options)
+    return kind(run.model_path, held, config.parity, **options)
 
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:
@@ -342,8 +342,8 @@ def announce(run: Run, policy: Policy, engine: Engine) -> None:
 def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
     """Compare both sides with softmax(logits / temperature) under the mask, computed separately.
 
-    The canary samples at temperature 1 and without a mask, and a mismatch is zero if both sides
-    forget the same. A side that a switched-off fix changes is not compared.
+    The canary samples at temperature 1 and without a mask, and if both sides forget the temperature
+    the mismatch is 0 and shows nothing. A side that a switched-off fix changes is not compared.
 
     Raises: AuditError that names the side whose distribution is not the stated one.
     """

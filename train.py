@@ -5,7 +5,7 @@ One step: sample, sleep, score, update, wake, load. `train_step` is the whole al
 
 from importlib.util import find_spec
 
-# Said before an import fails. vLLM is looked for with its version: not all engines need it.
+# Checked first, so that the user gets one sentence. vLLM is checked later: not all engines need it.
 NEEDED = "torch", "transformers", "tyro", "einops", "matplotlib", "datasets"
 if missing := [name for name in NEEDED if find_spec(name) is None]:
     raise SystemExit(f"error: this Python has no {', '.join(missing)}: install what is missing (the"
@@ -35,7 +35,7 @@ from objectives import (
     mismatch_metrics,
     surprisal_z,
 )
-from rl import Batch, Policy, in_micro_batches, longest_first, make_batch, update
+from rl import Batch, Policy, in_micro_batches, make_batch, update
 from rollouts import Rollout, Synchronous, reseed
 from run import (
     Run,
@@ -103,16 +103,16 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = scores_of(rollouts)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # A row whose score is its group's mean (all rows of a flat group) has no signal, nor has one
-    # that is left out (NaN). So the micro-batches can be cut before there are advantages, which may
-    # need old_logprobs, which are computed in them.
+    # Advantages may need old_logprobs, which are computed in micro-batches. So the cut uses scores
+    # alone: a row has no signal if its score is its group's mean, or NaN, for which `centre` has 0.
     has_signal = centre(scores, learning.group_size) != 0  # (P, G)
     minibatches = batch.minibatches(has_signal.flatten(), learning.num_minibatches,
                                     learning.micro_batch_tokens, policy.pack)
 
     with clock("old_logprobs"):
-        token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
-    batch = with_old_logprobs(batch, token_metrics, scores, learning)
+        # (B, T) by name; "logprobs" are the old ones, because the update comes later
+        token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)
+    batch = with_old_logprobs_and_advantages(batch, token_metrics, scores, learning)
 
     version = state.engine.weight_version
     oldest = [rollout.oldest_version for rollout in rollouts]
@@ -121,7 +121,8 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
     metrics = {"step": step, "lr": run.config.lr_at(step),
                **rollout_metrics(batch, scores, has_signal, oldest, version),
                **batch_metrics(batch, current, token_metrics, learning)}
-    batch = batch.mask_rows([has_loss(each, learning) for each in rollouts])  # after the metrics
+    # Only now: the metrics count truncated rows and those that are left out, too.
+    batch = batch.mask_rows([has_loss(each, learning) for each in rollouts])
     for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
         metrics |= adjust(batch, metrics)
     with clock("update"):
@@ -136,7 +137,7 @@ def scores_of(rollouts: list[Rollout]) -> Tensor:
     return torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)
 
 
-def with_old_logprobs(
+def with_old_logprobs_and_advantages(
     batch: Batch, token_metrics: dict[str, Tensor], scores: Tensor, learning: LearningConfig
 ) -> Batch:
     """The batch with its log-probabilities before the update, and with advantages: (B, 1), (B, T).
@@ -157,7 +158,7 @@ def sync(state: TrainingState, changed: bool) -> dict[str, float]:
 
 
 def has_loss(rollout: Rollout, learning: LearningConfig) -> bool:
-    """Not if it is left out, or cut off with --mask-truncated."""
+    """False if it is left out and, with --mask-truncated, if it is truncated."""
     masked = learning.mask_truncated and rollout.finish_reason == "length"
     return not masked and not math.isnan(rollout.score)
 
@@ -165,7 +166,7 @@ def has_loss(rollout: Rollout, learning: LearningConfig) -> bool:
 def rollout_metrics(
     batch: Batch, scores: Tensor, has_signal: Tensor, oldest: list[int], weight_version: int
 ) -> dict[str, float]:
-    """Metrics of the rollouts alone; tokens are those that have a loss.
+    """Metrics of the rollouts alone. Tokens are the response's, without an environment's words.
 
     Staleness, in updates between sampling and training: of the oldest token, and the mean.
     `oldest` has the weight version of each row's oldest token.
@@ -197,16 +198,17 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Means over the tokens before the update, `mismatch_metrics` among them.
 
-    Those named current_... and backend_... are of `current`, the rows that were sampled with the
-    current weights alone: older rows are stale as well, and staleness is not the backend's fault.
+    Those named current_... and backend_..., and surprisal_z, are of `current`, the rows that were
+    sampled with the current weights alone: older rows are stale as well, and staleness is not the
+    backend's fault.
     """
     # entropy, varentropy; with a mask kept_mass, engine_kept_mass, outside_frac.
     metrics = {name: (values.sum() / batch.mask.sum()).item()
                for name, values in token_metrics.items() if not name.endswith("logprobs")}
     metrics |= mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
-    metrics["surprisal_z"] = surprisal_z(batch.old_logprobs, token_metrics["entropy"],
-                                         token_metrics["varentropy"], current.mask)
     if current.mask.any():
+        metrics["surprisal_z"] = surprisal_z(current.old_logprobs, token_metrics["entropy"],
+                                             token_metrics["varentropy"], current.mask)
         both_sides = current.old_logprobs, current.behavior_logprobs
         on_current = mismatch_metrics(*both_sides, current.mask)
         metrics |= {f"current_{name}": value for name, value in on_current.items()}
@@ -271,7 +273,7 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], learning: Learning
     """The share of rollouts whose every token is the trainer's likeliest one."""
     batch = make_batch(rollouts, policy.device)
     rows = torch.arange(len(rollouts))
-    micro_batches = longest_first(batch, rows, learning.micro_batch_tokens)
+    micro_batches = policy.pack(batch, rows, learning.micro_batch_tokens)
     agrees = in_micro_batches(policy.agreement, batch, [micro_batches])["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 

@@ -17,8 +17,8 @@ def import_classes(architectures: Iterable[str]) -> None:
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def refuse_or_repair(model: Any, dtype: torch.dtype, contract: set[str]) -> None:
-    """For vLLM's live `model`, which gets the tensors that `contract` names.
+def refuse_or_repair(model: Any, dtype: torch.dtype, tensor_names: set[str]) -> None:
+    """For vLLM's live `model`, which gets the tensors of these names.
 
     Raises: ValueError for one that this vLLM computes or loads wrongly.
     """
@@ -29,7 +29,7 @@ def refuse_or_repair(model: Any, dtype: torch.dtype, contract: set[str]) -> None
                          " try float32")
     # A module of the trainer's own has none.
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if names and "lm_head.bias" in contract - names:
+    if names and "lm_head.bias" in tensor_names - names:
         raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
                          " into a live engine")
     if on_cpu:

@@ -37,9 +37,6 @@ CANNOT = {
     "test_shared.py": "--exact: runner V2 rounds a row otherwise than V1, by 1e-8 nats",
     "test_constant_reward.py::test_a_constant_reward_moves_no_weight[shared --exact": "the same",
     "test_distribution.py::test_the_stated_distribution_passes_under_its_name[{'engine': 'shared'": "the same",
-    "test_probe.py::test_a_trace_of_the_exact_engine": "the same",
     "test_staleness.py::test_exactly_every_token": "the same",
-    "test_probe.py::test_a_planted_fault_is_named_and_the_policy_is_unchanged[raw+head]":
-        "with V2's samples the 16-bit head stays unexplained (docs/probe.md: 143 of 239)",
     "test_train.py::test_the_default_job_learns": "it can, in four minutes",
 }

@@ -33,14 +33,13 @@ def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("engine", ["vllm", "shared"])
-def test_each_step_of_a_benchmark_has_the_seconds_of_its_bare_work(good, engine):
+def test_each_step_of_a_benchmark_has_the_seconds_of_its_bare_work(good, tmp_path):
     """In bfloat16 the bare gradients go to the fp32 masters, so they must not reach the next step."""
-    words, found = f"--task {{root}}/task.py --steps 3 --lr 1e-12 --engine {engine} --dtype bfloat16", []
-    for program, name in ((main, f"bench-{engine}"), (train_here, f"train-{engine}")):
+    words, found = "--task {root}/task.py --steps 3 --lr 1e-12 --dtype bfloat16", []
+    for program, name in (main, "bench"), (train_here, "train"):
         close_live_engine()
-        program(command(good, words, "--out", str(good / name)))
-        found.append(rows(good / name))
+        program(command(good, words, "--out", str(tmp_path / name)))
+        found.append(rows(tmp_path / name))
     steps, without = found
     assert [row["grad_norm"] for row in steps] == [row["grad_norm"] for row in without if row["step"]]
     assert [row["step"] for row in steps] == [1, 2, 3]

@@ -18,9 +18,9 @@ V0, DEFAULT, FIXED, TODAY = (
     "v0_0.8.5_fp32", "v1_0.18.1_fp32_default", "v1_0.18.1_fp32_fixes", "v1_0.32.0_fp32_fixes")
 
 
-def compare(before: Path, after: Path, *options: str) -> int:
+def compare(before: Path, after: Path) -> int:
     with pytest.raises(SystemExit) as stop:
-        main(["compare", str(before), str(after), "--model", MODEL, *options])
+        main(["compare", str(before), str(after), "--model", MODEL])
     return stop.value.code
 
 
@@ -59,17 +59,16 @@ def test_the_second_trace_is_worse_better_or_unchanged(tmp_path, capsys, before,
 DIFFERENT = "of one workload, the prompts or the sampling of t0.7 differ"
 
 
-@pytest.mark.parametrize("changes, options, complaint", [
-    ({"rollouts": lambda rollouts: rollouts[::-1]}, (), DIFFERENT),
-    ({"sampling": lambda sampling: replace(sampling, temperature=0.8)}, (), DIFFERENT),
-    ({"meta": lambda meta: meta | {"model": {"weights": "b"}}}, (),
+@pytest.mark.parametrize("changes, complaint", [
+    ({"rollouts": lambda rollouts: rollouts[::-1]}, DIFFERENT),
+    ({"sampling": lambda sampling: replace(sampling, temperature=0.8)}, DIFFERENT),
+    ({"meta": lambda meta: meta | {"model": {"weights": "b"}}},
      f"model must be that of the trace, the weight files in {MODEL} are not those that it names"),
-    ({"name": lambda name: "other"}, (), "the first has t0.7, the second other; try --group"),
-    ({}, ("--group", "t2"), "group must be one of those in "),
+    ({"name": lambda name: "other"}, "the first has t0.7, the second other; try --group"),
 ])  # fmt: skip
-def test_traces_that_cannot_be_compared_are_refused_in_one_sentence(tmp_path, capsys, changes, options, complaint):
+def test_traces_that_cannot_be_compared_are_refused_in_one_sentence(tmp_path, capsys, changes, complaint):
     before, after = copy_of(tmp_path / "one.npz", FIXED), copy_of(tmp_path / "two.npz", FIXED, **changes)
-    assert compare(before, after, *options) == 2
+    assert compare(before, after) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert complaint in error

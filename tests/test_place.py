@@ -23,68 +23,61 @@ def place(capsys, log: Path, dtype: str) -> tuple[int, dict[str, str]]:
     return stop.value.code, dict(line.split(": ", 1) for line in lines[:-2])
 
 
-@pytest.mark.parametrize("name, dtype, status, mean, last, words", [
-    ("", "bfloat16", 0, "0.00305", "0.00346", "normal for bfloat16 (limits (0.02, 0.049)), most like: parity, 0.1M; "),
-    ("", "float32", 1, "0.00305", "0.00346", "very high for float32 (limits (1e-05, 0.001)), "),
-    ("_raw", "bfloat16", 1, "0.0345", "0.034", "high for bfloat16 (limits (0.02, 0.049)), most like: stale cache, "),
+@pytest.mark.parametrize("name, status, placed", [
+    ("", 0, "mean 0.00305, last 0.00346, largest 0.00346; normal for bfloat16 (limits (0.02, 0.049)), most like: par"),
+    ("_raw", 1, "mean 0.0345, last 0.034, largest 0.0351; high for bfloat16 (limits (0.02, 0.049)), most like: stale"),
 ])  # fmt: skip
-def test_a_log_of_trl_is_placed(capsys, name, dtype, status, mean, last, words):
+def test_a_log_of_trl_is_placed(capsys, name, status, placed):
     """The engine rounds to bfloat16 (TRL's own arguments), in the second log with raw log-probabilities too."""
-    found, metrics = place(capsys, DATA / f"trl_1.16.0{name}.json", dtype)
+    found, metrics = place(capsys, DATA / f"trl_1.16.0{name}.json", "bfloat16")
     difference, ratio = metrics.values()
     assert (found, list(metrics)) == (status, [each for each in METRICS if each.startswith("sampling/")])
-    assert difference.startswith(f"mean {mean}, last {last}, largest ") and f"; {words}" in difference
+    assert difference.startswith(placed)
     assert ratio.endswith("not comparable: after TRL's mask or cap")
 
 
 @pytest.mark.engine
-def test_a_run_at_parity_is_normal_and_one_with_raw_log_probabilities_is_not(capsys, good, tmp_path):
-    for switch, status, word in ((), 0, "normal"), (("--parity.no-processed-logprobs",), 1, "very high"):
-        out = tmp_path / str(status)
-        train_here(command(good, f"--out {out} --steps 2", *SMALL, *switch))
-        found, metrics = place(capsys, out / "metrics.jsonl", "float32")
-        assert (found, list(metrics)) == (status, [each for each in METRICS if each.startswith("current_")])
-        assert [f"; {word} for float32" in text for text in metrics.values()] == [True, True, False]
+def test_a_run_at_parity_is_normal(capsys, good, tmp_path):
+    train_here(command(good, f"--out {tmp_path} --steps 2", *SMALL))
+    status, metrics = place(capsys, tmp_path / "metrics.jsonl", "float32")
+    assert (status, list(metrics)) == (0, [each for each in METRICS if each.startswith("current_")])
+    assert ["; normal for float32" in text for text in metrics.values()] == [True, True, False]
+
+
+def write_log(folder: Path, *rows: dict) -> Path:
+    log = folder / "log.jsonl"
+    log.write_text("\n".join(map(json.dumps, rows)))
+    return log
 
 
 def test_rows_of_verl_and_prime_rl_and_what_cannot_be_compared(capsys, tmp_path):
     """verl's FileLogger puts the metrics into `data`, prime-rl's FileMonitor beside the step, in one of many rows."""
     verl = {"rollout_corr/kl": -0.01, "training/rollout_probs_diff_mean": 0.004, "actor/lr": None}
     rows = [{"step": step, "data": verl | {"rollout_corr/k3_kl": k3}} for step, k3 in enumerate((1e-4, 0.02))]
-    log = tmp_path / "log.jsonl"
-    log.write_text("\n".join(map(json.dumps, rows)))
-    status, metrics = place(capsys, log, "bfloat16")
+    status, metrics = place(capsys, write_log(tmp_path, *rows), "bfloat16")
     assert status == 1
     # The last value counts too.
     assert metrics["rollout_corr/k3_kl"].startswith("mean 0.01, last 0.02, largest 0.02; very high")
     assert all("; not comparable: " in metrics[name] for name in verl if name != "actor/lr")
-    log.write_text(json.dumps({"sampling/sampling_logp_difference/mean": 0.0}) + "\n\n")
-    assert place(capsys, log, "bfloat16")[0] == 1  # 0 is what TRL logs if it has compared nothing
-    log.write_text(json.dumps({"step": 0, "data": verl}))
-    assert place(capsys, log, "bfloat16")[0] == 1  # nothing that is comparable is not normal
-    rows = [{"step": 1, "time": 0.5, "optim/lr": 1e-6}, {"step": 1, "time": 0.6, "mismatch_kl/all/mean": 0.0}]
-    log.write_text("\n".join(map(json.dumps, rows)))
-    status, metrics = place(capsys, log, "float32")
-    assert (status, list(metrics)) == (0, ["mismatch_kl/all/mean"])
+    for nothing in {"sampling/sampling_logp_difference/mean": 0.0}, {"step": 0, "data": verl}:
+        assert place(capsys, write_log(tmp_path, nothing), "bfloat16")[0] == 1  # TRL logs 0 if it compared nothing
+    rows = {"step": 1, "time": 0.5, "optim/lr": 1e-6}, {"step": 1, "time": 0.6, "mismatch_kl/all/mean": 0.0}
+    status, metrics = place(capsys, write_log(tmp_path, *rows), "float32")
+    assert status == 0
     placed = metrics["mismatch_kl/all/mean"]
     assert placed.startswith("mean 0, last 0, largest 0; normal for float32 (limits (1e-09, 1e-06)), ")
 
 
 @pytest.mark.parametrize("text, complaint", [
-    ("", "error: log must have one of current_mismatch_abs_mean, "),
     ('{"reward": 0.5}\n{"reward": 0.6}', "error: log must have one of current_mismatch_abs_mean, "),
     ("step 1 | mismatch_kl 1.0e-03", "as JSON lines or as a trainer_state.json failed: "),
-    ("[0.5]", "as JSON lines or as a trainer_state.json failed: "),
-    ('{"log_history": 3}', "as JSON lines or as a trainer_state.json failed: "),
     ('{"current_mismatch_kl": 1e-5}\n{"current_mismatch_kl": NaN}', "error: current_mismatch_kl must be finite"),
-    ('{"step": 1, "data": {"rollout_corr/k3_kl": null}}', "error: rollout_corr/k3_kl must be finite"),
     ('{"current_mismatch_kl": -1e-5}', "error: current_mismatch_kl must not be negative"),
-    (None, "failed: FileNotFoundError: "),
 ])  # fmt: skip
 def test_a_file_that_is_no_log_is_refused_in_one_sentence(capsys, tmp_path, text, complaint):
-    if text is not None:
-        (tmp_path / "log").write_text(text)
-    said = refusal(["place", str(tmp_path / "log"), "--dtype", "bfloat16"], capsys, main)
+    log = tmp_path / "log"
+    log.write_text(text)
+    said = refusal(["place", str(log), "--dtype", "bfloat16"], capsys, main)
     assert complaint in said and said.count("error: ") == 1, said
 
 

@@ -27,7 +27,7 @@ MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.np
 RAW = "semantics: raw log-probabilities"
 PREFIX = "inference path: prompt KV computed under earlier weights (stale prefix cache)"
 HALF = "numerics: head in 16 bits in the engine"
-ROUNDED = "numerics: linear layers rounded to {}, one scale for each output channel"
+INT4 = "numerics: linear layers rounded to int4, one scale for each output channel"
 EXPECTED = {
     "no mask": "semantics: mask or penalties applied by the sampler and not by the trainer",
     "generation config": "semantics: top_k 5 of generation_config.json in the sampler and not in the trace",
@@ -36,8 +36,7 @@ EXPECTED = {
     "raw+prefix": f"{PREFIX}; and {RAW}",
     "raw+head+prefix": f"{PREFIX}; and {RAW}; and {HALF}",
     "head+stale": f"inference path: weights 2 update(s) old; and {HALF}",
-    "fp8": ROUNDED.format("fp8"),
-    "raw+int4": f"{ROUNDED.format('int4')}; and {RAW}",
+    "raw+int4": f"{INT4}; and {RAW}",
 }
 
 
@@ -143,8 +142,8 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
         move(policy, 0.01, 60)
     with policy.using(earlier[-1] if "stale" in faults else {}):
         weights = policy.weights()
-        for kind in faults & {"fp8", "int4"}:
-            weights = RoundedWeights(model, kind)(weights)
+        if "int4" in faults:
+            weights = RoundedWeights(model, "int4")(weights)
         engine.load(weights, policy.response_logprobs)
     rollouts = engine.generate(prompts, 1, asked, seeds)
     policy.scoring = Scoring(fp32_head=not faults & {"head in trainer", "head on both sides"})
@@ -211,7 +210,6 @@ def json_trace(**changes) -> dict:
     (json_trace(tokens=[], logprobs=[]), "g/tokens must have a row for each row of prompt_ids"),
     (json_trace(tokens=[[4, 5.5]]), "g/tokens, row 0 must be token ids, padded with -1 on the right"),
     (json_trace(logprobs=[[-0.5, math.nan]]), "g/logprobs, row 0 must have a finite number for each token"),
-    (json_trace(sampling={"temperature": -1.0}), "temperature must be in [0.01,"),
     (json_trace(sampling={"temperature": 1.0, "max_kept": 3}), "sampling must have no max_kept"),
     (json_trace() | {"meta": {"dtype": "float64"}}, "meta.dtype must be float32, bfloat16 or float16, got 'float64'"),
 ])  # fmt: skip
@@ -229,16 +227,14 @@ def exit_status(*arguments: str) -> int:
     return stop.value.code
 
 
-def test_exit_status_is_1_for_a_mismatch_and_the_report_has_its_figures(capsys):
+def test_exit_status_is_1_for_a_mismatch_and_the_report_names_the_cause(capsys):
     """Without the marker `engine`: diagnose needs no vLLM."""
     assert exit_status("diagnose", "--model", MODEL, DEFAULT, "--group", "t1") == 0
     assert "=> parity" in capsys.readouterr().out
     assert exit_status("diagnose", "--model", MODEL, DEFAULT, "--group", "t0.7") == 1
-    title, _, best, *_, sentence = capsys.readouterr().out.strip().splitlines()
-    assert title == "t0.7: 4096 tokens"
-    assert sentence.startswith("=> semantics: raw log-probabilities. Repair: ")
-    assert best.startswith("*raw log-probabilities ")
-    assert float(best.split()[-2]) < 1e-5
+    report = capsys.readouterr().out
+    for part in ("t0.7: 4096 tokens", "\n*raw log-probabilities ", f"=> {RAW}. Repair: "):
+        assert part in report
 
 
 @pytest.mark.parametrize("arguments, complaint", [

@@ -50,6 +50,7 @@ def test_a_run_of_other_options_is_named_and_stays_as_it_is(tmp_path, capsys):
 def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_out(tmp_path, capsys):
     for name, seed in (("parity", 0), ("parity", 1), ("transformers", 1), ("transformers", 4)):
         write_run(tmp_path, name, seed)
+    (write_run(tmp_path, "lora", 0) / MARK).unlink()  # begun, not finished
     words = ["ladder", "--out", str(tmp_path), "--cells", "parity", "--seeds", "0", "1",
              "--metrics", "reward", "eval_trainer_alone", "tokens_s"]  # fmt: skip
     assert main(words) == 0

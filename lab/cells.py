@@ -24,7 +24,7 @@ class Metric(NamedTuple):
 
     title: str
     form: str
-    measure: Callable[[Rows], Any]
+    measure: Callable[[Rows], Any] | None = None
 
 
 first, last = itemgetter(0), itemgetter(-1)  # of the steps
@@ -64,7 +64,6 @@ def freed_by_sleep(rows: Rows) -> float | None:
 
 METRICS = {
     "reward": column("reward, last 5 steps", ".2f", "reward", last_five),
-    "reward_best": column("reward, best step", ".2f", "reward", max),
     "eval_reward": column("held out, engine", ".2f", "eval_reward", last),
     "eval_greedy": column("held out, greedily", ".2f", "eval_reward_greedy", last),
     "eval_greedy_before": column("greedily, untrained", ".2f", "eval_reward_greedy", first),
@@ -77,7 +76,6 @@ METRICS = {
     "kl_old_new": column("KL(old, new)", ".1e", "kl_old_new"),
     "ratio_mean": column("mean ratio", ".3f", "ratio_mean"),
     "mismatch": column("mean mismatch", ".1e", "mismatch_abs_mean"),
-    "mismatch_first": column("mismatch, step 1", ".1e", "mismatch_abs_mean", first),
     "mismatch_current": column("mean mismatch, current weights", ".1e",
                                "current_mismatch_abs_mean"),
     "mismatch_max": column("largest mismatch", ".1e", "mismatch_max", max),
@@ -85,17 +83,10 @@ METRICS = {
     "mismatch_noise": column("mismatch / own noise", ".2f", "mismatch_abs_mean",
                              per="self_noise_abs_mean"),
     "backend_clip": column("the backend's clip rate", ".2%", "backend_clip_rate"),
-    "backend_clip_first": column("the backend's clip rate, step 1", ".1%", "backend_clip_rate",
-                                 first),
     "backend_ratio": column("the backend's mean ratio", ".4f", "backend_ratio_mean"),
     "kept_mass": column("kept mass", ".4f", "kept_mass"),
     "outside": column("outside the trainer's mask", ".2%", "outside_frac"),
     "ess": column("ESS", ".2f", "ess"),
-    "weights_ess": column("ESS of the weights", ".2f", "weights_ess"),
-    "rejected": column("rejected tokens", ".1%", "rejected_frac"),
-    # No run has this field: the title is for the record `staleness`, whose study is gone.
-    "alone_60": column("trainer alone after 60 updates", ".2f", "alone_60"),
-    "updates": column("optimizer steps", ".0f", "updates", sum),
     "overflowed": column("overflowed updates", ".0f", "overflowed_updates", sum),
     "staleness": column("mean staleness", ".2f", "staleness_mean"),
     "wasted": column("wasted tokens", ".0f", "tokens_wasted", last),

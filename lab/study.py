@@ -439,7 +439,12 @@ def usual_columns(record: Record) -> Iterable[str]:
     if record["study"] in STUDIES:
         return STUDIES[record["study"]].metrics
     first, *_ = record["cells"].values()
-    return [each for each in first["metrics"] if each in METRICS]
+    return first["metrics"]
+
+
+def described(name: str) -> Metric:
+    """A column; one that no study has any more has the name under which it is stored."""
+    return METRICS.get(name) or Metric(name, ".3g")
 
 
 def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
@@ -450,14 +455,14 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     cells = record["cells"]
     measured = [each for each in metrics or usual_columns(record)
                 if any(by_seed(cells[name], each) for name in chosen)]
-    rows = [["cell", "seeds", "baseline", *(METRICS[each].title for each in measured)]]
+    rows = [["cell", "seeds", "baseline", *(described(each).title for each in measured)]]
     for name in chosen:
         cell = cells[name]
         base = cell["baseline"]
         if base == name or base not in cells:
             base = ""
         theirs = cells.get(base, {"seeds": [], "metrics": {}})
-        texts = [text_of(METRICS[each], by_seed(cell, each), by_seed(theirs, each))
+        texts = [text_of(described(each), by_seed(cell, each), by_seed(theirs, each))
                  for each in measured]
         rows.append([name, str(len(cell["seeds"])), base, *texts])
     versions = ", ".join(f"{name} {each}" for name, each in record["versions"].items() if each)

@@ -16,7 +16,7 @@ from helpers import ROOT, forked, refusal
 
 from lab.cells import ALONE, METRICS, RUNGS, STUDIES
 from lab.products import widen
-from lab.study import MARK, RECORDS, Options, Plan, by_seed, main, paired, text_of
+from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, main, paired, text_of
 
 STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
          {"step": 1, "reward": 0.25, "tokens": 9, "step_s": 3.0, "eval_reward": 0.5}]  # fmt: skip
@@ -141,7 +141,7 @@ def test_a_stored_record_is_printed_whole(path, capsys):
     for name, cell in record["cells"].items():
         assert f"| {name} | {len(cell['seeds'])} | " in printed
         if record["study"] not in STUDIES:
-            measured = [METRICS[each].title for each in cell["metrics"] if each in METRICS and by_seed(cell, each)]
+            measured = [described(each).title for each in cell["metrics"] if by_seed(cell, each)]
             assert [title for title in measured if f"| {title} |" not in printed] == []
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers, prompts and the model of a toy."""
+"""A model's folder: tokenizer, stop tokens, export. And what a toy is taught."""
 
 import json
 import os
@@ -6,25 +6,12 @@ import shutil
 
 import pytest
 import torch
-from helpers import ROOT, qwen2
+from helpers import qwen2
 
-from examples.toys import EOS, TOYS, digits, teach, toy_config, toy_model, toy_tokenizer
+from examples.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 from extras.model_folder import describe_model, load_tokenizer
-from models import load_model, save_model
+from models import save_model
 from rollouts import Sampling
-
-
-def test_the_model_for_digits_starts_with_the_wrong_habit_unsure_and_with_offset_logits():
-    model = load_model(str(toy_model(str(ROOT / ".cache"), 0, "digits")), torch.float32)
-    task, tokenizer = digits(0), toy_tokenizer()
-    rows = [tokenizer(p.question + p.answer, return_tensors="pt")["input_ids"] for p in task.held_out]
-    with torch.no_grad():  # of the answers' positions, after questions of 35 tokens: (N, V)
-        logits = torch.cat([model(ids).logits[0, 34:-1] for ids in rows])
-    right = torch.cat([ids[0, 35:] for ids in rows])  # (N,)
-    assert logits.mean() > 5  # the offset
-    assert 0.1 < torch.softmax(logits / 0.7, dim=-1).gather(-1, right[:, None]).mean() < 0.5
-    assert (logits.argmax(dim=-1) == right).float().mean() < 0.5
-    assert torch.distributions.Categorical(logits=logits / 0.7).entropy().mean() > 0.1
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
@@ -45,18 +32,13 @@ def test_an_exported_folder_has_the_umasks_mode_and_no_length_of_the_training(tm
 
 
 def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good, tmp_path):
-    shutil.copytree(good / "model", tmp_path / "model")
-    text = json.loads((good / "model" / "config.json").read_text()) | {"eos_token_id": 7}
-    for config, generation, stop in (
-        ({"eos_token_id": [5, 6]}, None, (EOS, 5, 6)), ({"eos_token_id": 5}, {"eos_token_id": [8]}, (EOS, 5, 8)),
-        ({"eos_token_id": 5}, {}, (EOS, 5)),
-        ({"model_type": "gemma3", "text_config": text, "eos_token_id": 5}, None, (EOS, 5, 7)),
-    ):  # fmt: skip
-        (tmp_path / "model" / "config.json").write_text(json.dumps(text | config))
-        (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
-        if generation is not None:
-            (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
-        assert describe_model(str(tmp_path / "model"))[2] == stop
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    text = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 7}
+    multimodal = {"model_type": "gemma3", "text_config": text, "eos_token_id": 5}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    for changes, stop in (({"eos_token_id": [5, 6]}, (EOS, 5, 6, 8)), (multimodal, (EOS, 5, 7, 8))):
+        (folder / "config.json").write_text(json.dumps(text | changes))
+        assert describe_model(str(folder))[2] == stop
 
 
 def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_path):

@@ -21,7 +21,7 @@ import train
 
 # The transformers engine: what is tested here is the same for both, and it starts at once.
 SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-every 2 --checkpoint-every 1 --steps 4"
-         " --num-minibatches 1 --lr 1e-2 --task {root}/task.py --group-size 8 --temperature 2")  # fmt: skip
+         " --num-minibatches 1 --lr 1e-2 --lr-decay none --task {root}/task.py --group-size 8 --temperature 2")
 
 
 def options(root: Path, out: Path, *more: str) -> list[str]:
@@ -88,9 +88,6 @@ def test_a_hub_model_is_that_of_one_commit(good, tmp_path, monkeypatch, capsys):
 # (what is changed, the complaint); `f` is the run's folder, its parent holds model/ and task.py
 REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
-    "no files": (lambda f: change(f / "config.json", lambda c: re.sub(rb'(?s)"files": {.*?}', b'"files": {}', c)),
-                 "changed are {root}/model/config.json"),
-    "an empty config": (lambda f: (f / "config.json").write_text(""), "config.json failed: json.decoder.JSON"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have its checkpoints"),
     "a pickle": (lambda f: checkpoint(f, 5).write_bytes(pickle.dumps(Path("x"), 2)),
                  "checkpoints must be readable, {root}/run/checkpoints/step_000005.pt is not; move it away"),
@@ -100,10 +97,6 @@ REFUSED = {
                "changed are {root}/task.py; try"),
     "options": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": 0.01', b'"lr": 0.02')),
                 "must keep its options, changed are lr"),
-    "a gone option": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": ', b'"x": 1, "lr": ')),
-                      "must keep its options, changed are x"),
-    "a gone file": (lambda f: change(f / "config.json", lambda c: c.replace(b'"files": {', b'"files": {"m": "",')),
-                    "changed are m; try"),
 }  # fmt: skip
 
 
@@ -121,15 +114,14 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_its_tables_are_left_alone(r
         kept.rename(root)
 
 
-def test_with_a_constant_rate_a_run_goes_on_for_more_steps(good, tmp_path, capsys):
-    out, words = tmp_path / "run", ("--lr-decay", "none")
-    train_here(options(good, out, *words))
-    assert "steps must be at least 4" in refusal(options(good, out, *words, "--steps", "3", "--resume"), capsys)
-    train_here(options(good, out, *words, "--steps", "6", "--resume"))
-    train_here(options(good, tmp_path / "whole", *words, "--steps", "6"))
-    assert outcome(out) == outcome(tmp_path / "whole")
+def test_with_a_constant_rate_a_run_goes_on_for_more_steps(root, tmp_path, capsys):
+    out = tmp_path / "run"
+    train_here(options(root, out, "--steps", "2"))
+    assert "steps must be at least 2" in refusal(options(root, out, "--steps", "1", "--resume"), capsys)
+    train_here(options(root, out, "--resume"))
+    assert outcome(out) == outcome(root / "run")
     record = json.loads((out / "config.json").read_text())
-    assert (record["config"]["steps"], record["resumed"][0]["config"]["steps"]) == (4, 6)
+    assert (record["config"]["steps"], record["resumed"][0]["config"]["steps"]) == (2, 4)
 
 
 # ------------------------------------------------------------------------------------------------ other processes
@@ -141,21 +133,18 @@ def signalled_run(words: list[str], number: int, said: Path) -> None:
         train.main(words)
 
 
-@pytest.mark.parametrize("number, first_checkpoint", [
-    (signal.SIGTERM, "9"), (signal.SIGINT, "1"), (signal.SIGHUP, "9"), (signal.SIGKILL, "1")])  # fmt: skip
+@pytest.mark.parametrize("number, first_checkpoint", [(signal.SIGTERM, "9"), (signal.SIGINT, "1")])
 def test_one_process_holds_a_run_and_a_signal_leaves_it_whole(root, tmp_path, number, first_checkpoint, capsys):
     out, said = tmp_path / "run", tmp_path / "said"
     words = options(root, out, "--checkpoint-every", first_checkpoint)
     process = forked(signalled_run, words, signal.SIGSTOP, said)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    complaint = refusal([*words, "--resume"], capsys)
-    assert f"out must not be in use, another process holds {out}" in complaint
+    assert f"out must not be in use, another process holds {out}" in refusal([*words, "--resume"], capsys)
     os.kill(process.pid, number)
     os.kill(process.pid, signal.SIGCONT)
     process.join()
-    if number != signal.SIGKILL:
-        assert process.exitcode == 130
-        assert "a run goes on from its newest checkpoint, or begins anew if it has none;" in said.read_text()
+    assert process.exitcode == 130
+    assert "a run goes on from its newest checkpoint, or begins anew if it has none;" in said.read_text()
     train_here([*words, "--resume"])  # a dead process holds nothing
     assert ("there was no checkpoint" in capsys.readouterr().out) == (first_checkpoint == "9")
     assert outcome(out) == outcome(root / "run")
@@ -169,7 +158,7 @@ def test_a_run_under_nohup_ignores_sighup(capsys):
 
 @pytest.mark.engine
 def test_a_run_with_the_real_engine_that_is_killed_and_resumed_is_bit_for_bit_the_run_that_was_not(good, tmp_path):
-    words = [*options(good, tmp_path / "killed", "--engine", "vllm", "--steps", "3")]
+    words = options(good, tmp_path / "killed", "--engine", "vllm", "--steps", "3", "--lr-decay", "linear")
     train_here([*words, "--out", str(tmp_path / "whole")])
     process = forked(signalled_run, words, signal.SIGKILL, tmp_path / "said")
     process.join()

@@ -21,9 +21,10 @@ def sleeps(monkeypatch) -> Iterator[dict]:
     close_live_engine()
 
 
+IN_FLIGHT = "--inflight-groups 4 --max-num-seqs 12 --max-new-tokens 40 --temperature 2 --parity.no-inflight-keep "
 JOBS = {
-    "one batch at a time": ("", 5), "recompute": ("--parity.no-inflight-keep --parity.variants recompute", 5),
-    "abort": ("--parity.no-inflight-keep", 5), "versioned cache": ("--prefix-cache versioned --block-size 32", 5),
+    "abort": IN_FLIGHT, "recompute": IN_FLIGHT + "--parity.variants recompute",
+    "versioned cache": "--prefix-cache versioned --block-size 32",
 }  # fmt: skip
 
 
@@ -31,16 +32,13 @@ JOBS = {
 @pytest.mark.parametrize("job", JOBS)
 def test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them(
         good, tmp_path, sleeps, job):
-    words, number_of_sleeps = JOBS[job]
-    if job in ("recompute", "abort"):
-        words += " --inflight-groups 4 --max-num-seqs 12 --max-new-tokens 40 --temperature 2"  # of different lengths
     found = []
     for value in (None, float("nan")):
         sleeps.update(value=value, count=0)
         train_here(command(good, "--task {root}/task.py --steps 5 --temperature 1.5 --group-size 4 --max-new-tokens 16"
-                                 f" --lr 1e-3 --eval-problems 4 {words}", "--out", str(tmp_path / str(value))))
+                                 f" --lr 1e-3 --eval-problems 4 {JOBS[job]}", "--out", str(tmp_path / str(value))))
         found.append(timeless(tmp_path / str(value)))
-        assert sleeps["count"] == number_of_sleeps
+        assert sleeps["count"] == 5
     assert found[0] == found[1]
     assert (found[0][-1].get("tokens_wasted", 0) > 0) == (job == "abort")
     assert sum(row["updates"] for row in found[0][1:]) > 4

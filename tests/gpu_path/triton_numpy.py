@@ -23,9 +23,9 @@ from triton.runtime import interpreter
 
 WORD = 64  # all pointers count from this address: numpy takes an array at 0 for one that must be allocated
 BFLOAT16 = "bfloat16"
-DTYPES = {"int1": numpy.bool_, "int8": numpy.int8, "int16": numpy.int16, "int32": numpy.int32, "int64": numpy.int64,
-          "uint8": numpy.uint8, "uint16": numpy.uint16, "uint32": numpy.uint32, "uint64": numpy.uint64,
-          "float16": numpy.float16, "float32": numpy.float32, "float64": numpy.float64}  # fmt: skip
+DTYPES = {"int1": numpy.bool_, "int32": numpy.int32, "int64": numpy.int64, "uint16": numpy.uint16,
+          "uint32": numpy.uint32, "uint64": numpy.uint64, "float16": numpy.float16, "float32": numpy.float32,
+          "float64": numpy.float64}  # fmt: skip
 PROCESS = (ctypes.c_char * (1 << 60)).from_address(WORD)  # more than there is
 MEMORY = {kind: numpy.frombuffer(PROCESS, kind) for kind in DTYPES.values()}
 MEMORY[BFLOAT16] = MEMORY[numpy.uint16]
@@ -142,26 +142,19 @@ def maximum_of(value, axis=None, return_indices=False, **_):
     return (found, block(value.argmax(axis), numpy.int32)) if return_indices else found
 
 
-def reshape(value, *shape):
-    return block(value).reshape(*shape)
-
-
 tl = SimpleNamespace(
     program_id=lambda axis: Integer(tl.place[axis]),
     num_programs=lambda axis: Integer(tl.grid[axis]),
     arange=lambda start, end: block(numpy.arange(start, end, dtype=numpy.int32)),
-    full=lambda shape, value, dtype: block(numpy.full(shape, value, dtype)),
     zeros=lambda shape, dtype: block(numpy.zeros(shape, dtype)),
     where=lambda condition, one, other: block(numpy.where(condition, one, other)),
     min=lambda value, axis=None, **_: block(value.min(axis)),
     sum=lambda value, axis=None, **_: block(numpy.add.reduce(block(value), axis)),
     cumsum=lambda value, axis=0, **_: block(numpy.add.accumulate(block(value), axis)),
-    cdiv=lambda number, size: -(-number // size),
-    broadcast_to=lambda value, *shape: block(numpy.broadcast_to(value, shape[0] if len(shape) == 1 else shape)),
     pointer_type=lambda dtype: Pointer(dtype, 0),
-    multiple_of=lambda value, *_: value, max_contiguous=lambda value, *_: value,
+    multiple_of=lambda value, *_: value,
     maximum=numpy.maximum, minimum=numpy.minimum, exp=numpy.exp, log=numpy.log, sqrt=numpy.sqrt, abs=numpy.abs,
-    max=maximum_of, range=loop, static_range=loop, load=load, store=store, cast=cast, reshape=reshape, **DTYPES,
+    max=maximum_of, range=loop, load=load, store=store, cast=cast, **DTYPES,
 )  # fmt: skip
 KNOWN = {*vars(tl), "tl", "triton", "to", "constexpr"}
 

@@ -83,7 +83,7 @@ def vllm(parity: ParityFlags, room: int, **changes):
 
 @pytest.mark.parametrize("kind, parity, room", [
     ("transformers", KEEP, 4), vllm(KEEP, 64), vllm(RECOMPUTE, 4), vllm(ABORT, 64),
-    vllm(KEEP, 4, uncached_runtime=False), vllm(ABORT, 4, uncached_runtime=False),  # asynchronous scheduling
+    vllm(KEEP, 4, uncached_runtime=False),  # asynchronous scheduling
 ], ids=named)  # fmt: skip
 def test_every_group_is_trained_on_once_or_in_flight(engine_folder, kind, parity, room):
     """None becomes too old: without the wait for groups that are due, `after_update` stops this run."""
@@ -140,7 +140,7 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
 @pytest.mark.engine
 @pytest.mark.parametrize("name, kind, parity", [
     ("Qwen2", "vllm", KEEP), ("Qwen2", "vllm", RECOMPUTE), ("Qwen2", "vllm", ABORT), ("Qwen2", "shared", KEEP),
-    ("FalconH1", "vllm", KEEP), ("FalconH1", "vllm", RECOMPUTE), ("Mamba2", "vllm", KEEP),  # recurrent states
+    ("FalconH1", "vllm", KEEP), ("Mamba2", "vllm", RECOMPUTE),  # recurrent states
 ], ids=named)  # fmt: skip
 @torch.no_grad()
 def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, kind, parity):
@@ -170,13 +170,12 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("parity", [KEEP, RECOMPUTE], ids=named)
-def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, parity, monkeypatch):
+def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, monkeypatch):
     """128 prompt tokens to an engine step: the load finds half of the first request's prompt computed."""
     usual, in_chunks = Engine._arguments, dict(enable_chunked_prefill=True, max_num_batched_tokens=128)
     monkeypatch.setattr(Engine, "_arguments", lambda *given: usual(*given) | in_chunks)
     monkeypatch.setattr(Engine, "_canary_length", lambda _: CANARY_PROMPT_TOKENS)  # a CPU splits no seeded prompt
-    with backend("vllm", engine_folder, parity, seed=1) as (policy, engine):
+    with backend("vllm", engine_folder, seed=1) as (policy, engine):
         flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=1)
         flight.groups = [group := Group(Problem("0", "0", "test", HALF))]
         flight._fill()
@@ -188,28 +187,18 @@ def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(e
         (taken,) = flight.take(1)
         first, second = taken.rollouts
         assert first.versions == second.versions == [old + 1] * 8
-        kept = parity == KEEP
-        assert [first.oldest_version, second.oldest_version] == [old if kept else old + 1, old + 1]
+        assert [first.oldest_version, second.oldest_version] == [old, old + 1]
         stale, fresh = (floors_of(policy, [each] * 2, 1.0) for each in (first, second))
-        assert fresh < AT_PARITY
-        assert (stale > 100 * AT_PARITY) == kept
+        assert fresh < AT_PARITY < 100 * AT_PARITY < stale
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name, options, lost", [
-    ("Qwen2", dict(), False), ("Qwen2", dict(block_size=32, kv_cache_gib=0.0006), True),
-    ("FalconH1", dict(kv_cache_gib=0.001), True),
-], ids=str)  # fmt: skip
-def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(tmp_path, name, options, lost):
-    """The small caches hold about half of the running rollouts, so vLLM preempts some."""
-    model = qwen2(tied=False) if name == "Qwen2" else small_model(name, False)
-    model.save_pretrained(tmp_path)
-    policy = Policy(model)
-    with started(str(tmp_path), policy, in_flight=True, **options) as engine:
-        before = engine.counters["kv_lost"]
-        padding, sampling = (100, Sampling(1.0, 55)) if name == "FalconH1" else (0, ENDLESS)
-        prompts = [[5, 6, 7 + n] + [n] * padding for n in range(8)]
-        rollouts = [each for n, prompt in enumerate(prompts) for each in engine.submit(prompt, 2, sampling, n)]
+@pytest.mark.parametrize("options", [dict(), dict(block_size=32, kv_cache_gib=0.0006)], ids=str)
+def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(engine_folder, options):
+    """The small cache holds about half of the running rollouts, so vLLM preempts some."""
+    with backend("vllm", engine_folder, **options) as (policy, engine):
+        prompts = [[5, 6, 7 + number] for number in range(8)]
+        rollouts = [each for n, prompt in enumerate(prompts) for each in engine.submit(prompt, 2, ENDLESS, n)]
         for _ in range(20):
             engine.step()
         move_and_load(policy, engine)
@@ -217,8 +206,8 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(t
             engine.step()
         move_and_load(policy, engine)
         assert all(rollout.finish_reason == "length" for rollout in rollouts)
-        assert (engine.counters["kv_lost"] > before) == lost
-        again = engine.generate(prompts, 2, sampling, list(range(8)))  # preempted, without an update
+        assert (engine.counters["kv_lost"] > 0) == bool(options)
+        again = engine.generate(prompts, 2, ENDLESS, list(range(8)))  # preempted, without an update
         assert floors_of(policy, again, 1.0) < AT_PARITY
 
 

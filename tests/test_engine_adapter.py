@@ -96,25 +96,14 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
 
 
 # ------------------------------------------------------------------------------------------------ one engine at parity
-def test_the_audit_names_every_setting_that_is_not_in_force_and_one_dtype_of_a_16_bit_head(engine_folder):
-    def in_16_bits(_module, _inputs, logits: torch.Tensor) -> torch.Tensor:
-        """Some steps' logits fit into both 16-bit types, others into bfloat16 alone: 1e-9 is too small for float16."""
-        calls.append(len(calls))
-        return torch.full_like(logits, 1.5 if len(calls) % 2 else 1e-9).bfloat16().float()
-
-    calls = []
+def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder):
     with started(engine_folder, Policy(qwen2(tied=False))) as engine:
         check_settings(engine)
         sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
-        hook = engine.vllm_model.logits_processor.register_forward_hook(in_16_bits)
         sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
-        wrong = r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True.*head_dtype is 'bfloat16', not 'float32'"
-        with pytest.raises(AuditError, match=wrong):
+        with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):
             engine.audit()
-        assert len(calls) > 1
-        hook.remove()
         sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
-        check_settings(engine)
 
 
 def test_every_token_the_stop_token_included_has_the_trainers_logprob_and_the_engines_version(engine_folder):
@@ -160,9 +149,7 @@ def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it
                 engine.load(names, policy.response_logprobs)
         assert (engine.weight_version, engine.state) == (version, "ready")
         assert floors(policy, engine) < AT_PARITY
-        tensor, not_finite = weights[name], f"{name}|log-probabilities are"
-        some_nan = tensor.where(torch.rand(tensor.shape) < 0.9, torch.nan)
-        for wrong, reason in ((some_nan, not_finite), (tensor / 0, not_finite), (tensor.T, "vLLM refused the weights")):
+        for wrong, reason in ((weights[name] / 0, "log-probabilities are"), (weights[name].T, "vLLM refused the")):
             with pytest.raises((WeightLoadError, FloatingPointError), match=reason):
                 engine.load(weights | {name: wrong}, policy.response_logprobs)
             with pytest.raises(EngineStateError, match="broken: build a new one"):
@@ -217,20 +204,21 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
 def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folder, kind, monkeypatch):
     """vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
     policy = Policy(qwen2(tied=False))
-    load = lambda: load_into(engine, policy)  # noqa: E731
     sample = lambda: engine.generate(PROMPTS, 1, WARM, SEEDS)  # noqa: E731
     close_live_engine()
     monkeypatch.setattr(gc, "freeze", helpers.freeze)  # as on a GPU, where helpers.py leaves them alone
     monkeypatch.setattr(gc, "unfreeze", helpers.unfreeze)
     with started(engine_folder, policy, kind=kind) as engine:
-        awake = {r"empty: load\(\) the weights first": sample, "wake needs an engine that is asleep": engine.wake}
-        asleep = {r"generate .* asleep: wake\(\) it first": sample, r"load .* asleep: wake\(\) it first": load,
-                  "sleep needs an engine that is ready": engine.sleep, "audit needs": engine.audit}  # fmt: skip
-        for calls, then in (({}, engine.sleep), (asleep, engine.wake), (awake, load)):
-            for reason, call in calls.items():
-                with pytest.raises(EngineStateError, match=reason):
-                    call()
-            then()
+        engine.sleep()
+        for reason, call in ((r"asleep: wake\(\) it first", sample), ("needs an engine that is ready", engine.sleep),
+                             ("load needs", lambda: load_into(engine, policy)), ("audit needs", engine.audit)):
+            with pytest.raises(EngineStateError, match=reason):
+                call()
+        engine.wake()
+        for reason, call in ((r"empty: load\(\) the weights first", sample), ("needs .* asleep", engine.wake)):
+            with pytest.raises(EngineStateError, match=reason):
+                call()
+        load_into(engine, policy)
         assert floors(policy, engine) < AT_PARITY
         with pytest.raises(EngineStateError, match="a process holds one engine"):
             Engine(engine_folder, {}, ParityFlags(), max_model_len=128)

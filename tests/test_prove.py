@@ -92,10 +92,8 @@ def an_llm(folder):
 
     llm = LLM(folder, **SMALL)
     assert not hasattr(llm.llm_engine, "model_executor")
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rollouts import Sampling
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
-    toy, config = TOYS["toy"]._replace(steps=2), toy_config("toy")
+    toy, config = TOYS["digits"]._replace(steps=2), toy_config("digits")
     first, again, other = ([*teach(toy, config, seed).parameters()] for seed in (1, 1, 2))
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first[:3], other[:3]))

@@ -11,7 +11,7 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,14 @@ SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-ever
 
 def options(root: Path, out: Path, *more: str) -> list[str]:
     return command(root, f"{SMALL} --out {out}", *more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """They take more time than all else of a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("records.draw_at_evaluation", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +100,8 @@ REFUSED = {
     "a pickle": (lambda f: checkpoint(f, 5).write_bytes(pickle.dumps(Path("x"), 2)),
                  "checkpoints must be readable, {root}/run/checkpoints/step_000005.pt is not; move it away"),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),
-    "weights": (lambda f: weights(f.parent / "model"), "changed are {root}/model/model.safetensors; try"),
+    "a gone file": (lambda f: (f.parent / "model" / "generation_config.json").unlink(),
+                    "changed are {root}/model/generation_config.json; try"),
     "reward": (lambda f: change(f.parent / "task.py", lambda c: c.replace(b"% 3", b"% 2")),
                "changed are {root}/task.py; try"),
     "options": (lambda f: change(f / "config.json", lambda c: c.replace(b'"lr": 0.01', b'"lr": 0.02')),

@@ -71,19 +71,6 @@ def test_tritons_attention_is_within_1e_4_nats_of_the_trainer(tmp_path, monkeypa
 
 
 # ------------------------------------------------------------------------------------------------ masks
-def masked_otherwise(rows: int, scale: float, **mask) -> int:
-    """The rows in which V2's kernels do not keep the tokens that PyTorch keeps, of logits with this deviation."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_top_p_pytorch
-
-    sampling = Sampling(1.0, 1, **mask)
-    logits = masked_logits(torch.randn(rows, 700) * scale, replace(sampling, top_k=0, top_p=1.0))
-    top_k = torch.full((rows,), sampling.top_k, dtype=torch.int32) if sampling.top_k else None
-    top_p = torch.full((rows,), sampling.top_p) if sampling.top_p < 1 else None
-    ours = apply_top_k_top_p(logits.clone(), top_k, top_p)
-    theirs = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p)
-    return (ours != theirs).any(dim=1).sum().item()
-
-
 FAULTY = pytest.mark.xfail(strict=True, reason="vLLM's kernel for top-p: docs/fixes.md")
 
 
@@ -94,7 +81,16 @@ FAULTY = pytest.mark.xfail(strict=True, reason="vLLM's kernel for top-p: docs/fi
     pytest.param(dict(top_p=0.9), 20, marks=FAULTY),  # it keeps all: such a run stops at max_kept
 ], ids=str)  # fmt: skip
 def test_the_kernel_for_masks_keeps_what_pytorch_keeps(mask, scale):
-    assert masked_otherwise(400, scale, **mask) <= 2  # a sum that rounding puts on the other side of top-p
+    """In 400 rows of logits with this deviation."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, apply_top_k_top_p_pytorch
+
+    sampling = Sampling(1.0, 1, **mask)
+    logits = masked_logits(torch.randn(400, 700) * scale, replace(sampling, top_k=0, top_p=1.0))
+    top_k = torch.full((400,), sampling.top_k, dtype=torch.int32) if sampling.top_k else None
+    top_p = torch.full((400,), sampling.top_p) if sampling.top_p < 1 else None
+    ours = apply_top_k_top_p(logits.clone(), top_k, top_p)
+    theirs = apply_top_k_top_p_pytorch(logits.clone(), top_k, top_p)
+    assert (ours != theirs).any(dim=1).sum() <= 2  # a sum that rounding puts on the other side of top-p
 
 
 def test_only_surprisal_z_shows_a_temperature_that_is_applied_twice(good, tmp_path, monkeypatch):

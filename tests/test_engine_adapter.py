@@ -101,8 +101,11 @@ def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder):
         check_settings(engine)
         sampler, cache = engine.runner.sampler, engine.core.scheduler.kv_cache_manager
         sampler.logprobs_mode, cache.enable_caching = "raw_logprobs", True
-        with pytest.raises(AuditError, match=r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True"):
+        hook = engine.vllm_model.logits_processor.register_forward_hook(lambda *given: given[2].bfloat16().float())
+        wrong = r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True.*head_dtype is 'bfloat16', not 'float32'"
+        with pytest.raises(AuditError, match=wrong):
             engine.audit()
+        hook.remove()
         sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
 
 

@@ -103,7 +103,6 @@ def test_a_run_that_hangs_dies_or_raises_costs_itself_alone_and_the_study_ends_i
     words = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
     printed = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
-    assert "no GPU: a rehearsal" in printed
     assert printed.count("    reward, last 5 steps 0.50; ") == 4  # after each run that made a step
     record = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert {name: cell["metrics"]["reward"][0] for name, cell in record["cells"].items()} == dict.fromkeys(

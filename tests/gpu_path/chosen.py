@@ -5,7 +5,7 @@ it was planted once. `make test-gpu-path` runs all but CANNOT.
 """
 
 PART = {
-    "test_runner_v2.py": "V2 alone; two faults are planted there",
+    "test_runner_v2.py": "V2 alone; a temperature that is applied twice, a held request whose place is given away",
     # The sampler: vLLM has two, with different kernels.
     "test_engine_adapter.py::test_without_processed_logprobs": "which logits V2 reads; a mode that is ignored",
     "test_engine_adapter.py::test_an_fp32_head": "V2's copy to float32; logits rounded to bfloat16 before it",

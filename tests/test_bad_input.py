@@ -1,6 +1,7 @@
 """Bad input of every kind: one sentence on stderr, exit status 2, no traceback, no model taught."""
 
 import json
+import re
 import shutil
 import socket
 
@@ -13,71 +14,54 @@ from extras.model_folder import reach_hub
 from rl import Policy
 
 # ------------------------------------------------------------------------------------------------ options
-OPTIONS = {
-    "--steps 0 --probe-every 1": "must be off with steps 0",
-    "--steps -1": "steps must be in [0, 999999], got -1", "--steps x": "invalid literal for int()",
-    f"--steps {'9' * 400}": "steps must be in [0, 999999]",
-    "--seed -1": "seed must be in [0, 4294967295]", "--group-size 1": "group_size must be in [2, 65536]",
-    "--num-prompts 37": "must be at most 36 (all there are)",
-    "--inflight-groups 33": "must be at most num_prompts * max_staleness = 32",
-    "--inflight-groups 33 --max-staleness 9": "must be at most 36",
-    "--max-new-tokens 256": "below the model's context of 256", "--num-minibatches 3": "num_minibatches must divide",
-    "--eval-samples 65537": "must be in [1, 65536]", "--temperature nan": "temperature must be in [0.01, 2]",
-    "--lr 0": "lr must be in [1e-30, 1e+30]", "--clip-high 4e38": "clip_high must be in [1e-30",
-    "--weight-decay 1e300": "weight_decay must be in [0, 1e+30]",
-    "--kv-cache-gib 1e300": "kv_cache_gib must be in [1e-30, 1000000.0]",
-    "--reward-limit-s 1e7": "reward_limit_s must be in [1e-30, 1000000.0]",
-    "--clip-low 1.5": "clip_low must be in [0, 1]", "--objective cispo --clip-low 0.1": "clip_low must not",
+OPTIONS = {  # one of each rule
+    "--no-such-option": "Unrecognized options: --no-such-option", "--steps x": "invalid literal for int()",
+    "--steps -1": "steps must be in [0, 999999], got -1", "--group-size 1": "group_size must be in [2, 65536]",
+    "--temperature nan": "temperature must be in [0.01, 2]", "--top-p 1e-300": "top_p must be in [1e-06, 1]",
+    "--lr 0": "lr must be in [1e-30, 1e+30]", "--num-minibatches 3": "num_minibatches must divide",
+    "--objective cispo --clip-low 0.1": "clip_low must not",
     "--objective reinforce --clip-high 2": "clip_high must not be given with reinforce",
-    "--kl-gradient exact": "kl_gradient needs kl_coef", "--verify-loads 2 --engine shared": "one copy of the weights",
-    "--canary-nats 1 --engine transformers": "canary_nats must not be given",
-    "--canary-nats 1 --engine shared --exact": "canary_nats must not be given with exact",
-    "--no-such-option": "Unrecognized options: --no-such-option",
-    "--top-p 1e-300": "top_p must be in [1e-06, 1]", "--min-p 1.5": "min_p must be in [0, 1]",
-    "--max-kept 8": "max_kept must be given with top_k,", "--parity.no-sampling-mask": "top_p and min_p (no mask)",
-    "--top-k 9 --max-kept 9 --parity.no-sampling-mask": "max_kept must be given with top_k, top_p or min_p and",
-    "--top-p 0.9 --parity.no-processed-logprobs": "try --parity.no-sampling-mask",
-    "--engine shared --cuda-graphs": "cuda_graphs must be off with engine shared",
-    "--offload-optimizer": "without a GPU", "--reject token --reject-high 0.9": "must keep a token without a mismatch",
-    "--reject-high 3": "reject_mean need reject", "--reject-mean all": "reject_mean need reject",
-    "--reject binary_tv --reject-high 1": "and reject one of 80 nats",
+    "--kl-gradient exact": "kl_gradient needs kl_coef",
+    "--tis-cap 5": "tis_cap needs tis (without it there is no weight), got 5.0; try --tis token",
+    "--reject-high 3": "reject_mean need reject",
+    "--reject token --reject-high 0.9": "must keep a token without a mismatch",
     "--reject token --reject-low 1e-30 --reject-high 1e30": "and reject one of 80 nats",
+    "--reject binary_tv --reject-high 1": "and reject one of 80 nats",
     "--objective dr_grpo --reject token --reject-mean kept": "reject_mean must not be given with dr_grpo and reject",
     "--objective gspo --reject geometric --reject-mean kept": "reject_mean must not be given with gspo and reject",
-    "--steps 0 --self-noise-every 5": "self_noise_every must be off with steps 0",
-    "--tis-cap 5": "tis_cap needs tis (without it there is no weight), got 5.0; try --tis token",
-    "--task toy --reward {root}/task.py": "reward must be given with a data file only",
-    "--task {root}/task.py --question-column q": "question_column must be given with a data file only",
-    "--task toy --eval-task {root}/task.jsonl --answer-column q": "answer_column must be a column of",
-    "--task toy --reward-workers 2": "reward_workers must be 1 without a reward of a file",
-    "--reward-workers 0": "reward_workers must be in [1, 1024]", "--chat-template-args [1]": "must be a JSON object",
-    "--chat-template-args {{\"a\":1}} --no-chat-template": "none or --chat-template is off",
-    "--system-prompt x": "need a chat template, the model has none",
-    "--question-column q": "question_column must be a column of {root}/task.jsonl, got q; it has question, answer",
-    "--answer-column question.a": "answer_column must be a column of",
-    "--parity.variants both-heads": "would do nothing",
-    "--engine transformers --parity.no-fp32-head": "without fp32_head",
-    "--prefix-cache versioned --engine transformers": "block_size and canary_nats must not be given",
-    "--block-size 32 --engine transformers": "block_size and canary_nats must not be given",
-    "--block-size 0": "block_size must be in [16,", "--block-size -1": "block_size must be in [16,",
+    "--lora-alpha 8": "lora_forward need lora_rank", "--parity.variants both-heads": "would do nothing",
     "--block-size 24": "block_size must be a multiple of 16", "--max-staleness 3": "try --inflight-groups",
-    "--resume --parity.no-uncached-runtime": "resume must be off with V1's prefix cache",
-    "--prefix-cache versioned --parity.no-uncached-runtime": "prefix_cache must be off without uncached_runtime",
+    "--block-size 32 --engine transformers": "block_size and canary_nats must not be given",
+    "--engine shared --cuda-graphs": "cuda_graphs must be off with engine shared",
+    "--verify-loads 2 --engine shared": "one copy of the weights",
+    "--canary-nats 1 --engine shared --exact": "canary_nats must not be given with exact",
+    "--chat-template-args [1]": "must be a JSON object",
+    # Of two groups.
+    "--engine transformers --parity.no-fp32-head": "without fp32_head",
     "--exact --engine shared --gradient-checkpointing": "with gradient_checkpointing",
-    "--lora-alpha 8": "lora_forward need lora_rank", "--lora-forward added": "lora_forward need lora_rank",
     "--lora-rank 4 --engine shared": "lora_rank must be 0 with",
-    "--lora-rank 4 --probe-on-alarm": "probe_every and probe_on_alarm must be off with lora_rank",
     "--lora-rank 4 --lora-forward added --tis token": "the broken backend), got tis token without lora_forward",
     "--rollout-weights int8 --engine shared": "rollout_weights must be own with engine shared or transformers",
-    "--rollout-weights int8 --lora-rank 4": "rollout_weights must be own with",
+    "--inflight-groups 33": "must be at most num_prompts * max_staleness = 32",
+    "--resume --parity.no-uncached-runtime": "resume must be off with V1's prefix cache",
+    "--prefix-cache versioned --parity.no-uncached-runtime": "prefix_cache must be off without uncached_runtime",
+    "--parity.no-sampling-mask": "top_p and min_p (no mask)",
+    "--max-kept 8": "max_kept must be given with top_k, top_p or min_p and",
+    "--top-p 0.9 --parity.no-processed-logprobs": "try --parity.no-sampling-mask",
+    "--steps 0 --self-noise-every 5": "self_noise_every must be off with steps 0",
     "--rollout-weights int8 --probe-every 1": "must be off with lora_rank and rollout_weights",
+    # Of a job, a model or a task.
+    "--num-prompts 37": "must be at most 36 (all there are)",
+    "--inflight-groups 33 --max-staleness 9": "must be at most 36", "--offload-optimizer": "without a GPU",
+    "--max-new-tokens 256": "below the model's context of 256",
+    "--task toy --reward {root}/task.py": "reward must be given with a data file only",
+    "--task toy --reward-workers 2": "reward_workers must be 1 without a reward of a file",
+    "--task toy --eval-task {root}/task.jsonl --answer-column q": "answer_column must be a column of",
+    "--question-column q": "question_column must be a column of {root}/task.jsonl, got q; it has question, answer",
     "--eval-task {root}/absent.jsonl": "must be a regular file, and exist",
     "--eval-task {root}/task.jsonl": "task.jsonl has 40 without repeats, all of them held out",
-    "--model {root}/task.py": "reading the model {root}/task.py (toy, a folder or a hub name;",
-    "--model owner/absent": "reading the model owner/absent (toy, a folder or a hub name;",
     "--task tyo": "loading the dataset tyo (task must be toy,", "--task {root}/absent.py": "FileNotFoundError",
-    "--task {root}/model": "loading the dataset {root}/model (task must be toy,",
-    "--out=": "out must be a printable name",
+    "--model owner/absent": "reading the model owner/absent (toy, a folder or a hub name;",
     "--out {root}/\udcff": r"out must be a printable name, got '{root}/\udcff'",
     "--out {root}/task.py/run": "out must be a writable folder",
     "--cache-dir {root}/task.py --model toy --task digits": "teaching a model for --cache-dir",
@@ -101,31 +85,16 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 # ------------------------------------------------------------------------------------------------ tasks
 LINE, (SAMPLE, REWARD) = json.dumps(TASK[0]), PYTHON.split("def reward")
 TASKS = {  # by the file's name and the case
-    "a.jsonl empty": ("\n\n", "has none"), "a.jsonl one problem": (LINE, "has 1 without repeats"),
+    "a.jsonl empty": ("\n\n", "has none"), "a.jsonl latin-1": (b"\xe4", "as UTF-8 failed: UnicodeDecodeError"),
     "a.jsonl cut off": (LINE + '\n{"question": "1', "line 2 as JSON failed: json.decoder.JSONDecodeError: Untermin"),
-    "a.jsonl no answer": ('{"question": "1"}', "answer_column must be a column of {path}, got none of ("),
-    "a.jsonl blank question": (LINE + '\n{"question": " ", "answer": 1}',
-                               "1 of 2 rows of {path} have no question or no readable answer: {path}, line 2: its"),
     "a.jsonl no rows": (LINE + "\n3", "line 2: its question must be a text, or chat messages with role and content,"),
-    "a.jsonl nested": ('{"question": ' + "[" * 100_000, "line 1 as JSON failed: RecursionError"),
-    "a.jsonl latin-1": (b"\xe4", "as UTF-8 failed: UnicodeDecodeError"),
     "a.jsonl unknown character": ('{"question": "x", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
-    "a.jsonl two answers": (LINE + '\n{"question": "0+1= ", "answer": 5}',
-                            "1 of 1 questions have two answers: {path}, line 1 has '1' and {path}, line 2 has '5'"),
-    "a.py raises": ("1 / 0", "the import of {path} fails (ZeroDivisionError"), "a.py syntax": ("def", "SyntaxError"),
+    "a.py raises": ("1 / 0", "the import of {path} fails (ZeroDivisionError"),
     "a.py endless": ("while True: pass", "no answer within 0.3 s"), "a.py no reward": (SAMPLE, "it has no reward"),
-    "a.py no function": ("sample = 3\ndef reward" + REWARD, "it has no sample"),
-    "a.py one question": (PYTHON.replace("(1, 60)", "(1, 1)"), "has 1 without repeats"),
     "a.py no answer": (PYTHON.replace(", str(number + 1)", ""), "a problem of {path} must be a question, an answer"),
     "a.py one argument": (PYTHON.replace("problem, response", "response"), "perhaps `rollout`, it is reward(resp"),
-    "a.py three arguments": (PYTHON.replace("problem, response", "prompt, answer, truth"), "reward(prompt, answer,"),
-    "a.py numbers": ("problems = [1, 2]\ndef reward" + REWARD, "a problem of {path} must be a question"),
     "a.py own class": (PYTHON.replace("return f", "return lambda: f"), "sample of {path} fails (AttributeError"),
     "a.py coroutine": (PYTHON.replace("def reward", "async def reward"), "be a plain function, it is a coroutine"),
-    "a.py no number": (PYTHON + "\n\nreward = lambda problem, response: response", "a finite number of at most 1e15"),
-    "a.py two rewards": (PYTHON + "\n\nrewards = reward", "must have reward or rewards, it has reward and rewards"),
-    "a.py no problems": ("problems = []\ndef reward" + REWARD, "has none"),
-    "a.py two answers": (PYTHON.replace("str(number + 1)", "str(rng.random())"), "questions have two answers"),
 }  # fmt: skip
 
 
@@ -137,7 +106,6 @@ def test_a_task_file(good, tmp_path, kind, capsys):
     limit = 0.3 if "0.3" in complaint else 60
     said = refusal(command(good, f"--task {path} --reward-limit-s {limit}"), capsys)
     assert complaint.replace("{path}", str(path)) in said
-    assert str(path) in said
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -145,7 +113,7 @@ NORM, HEAD = "model.norm.weight", torch.ones(96, 64)
 CONFIG, WEIGHTS, SETTINGS = "config.json", "model.safetensors", "generation_config.json"
 CUSTOM = {"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "nonsense"}
 MODELS = {
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no file named model.safetensors"),
+    "pickle": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
     "cut off": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-99]), "file not fully covered"),
     "a tensor missing": (tensors(lambda t: t.pop(NORM)), f"missing ['{NORM}']"),
     "another shape": (tensors(lambda t: t.update({NORM: torch.ones(3)})), "wrongly shaped"),
@@ -162,8 +130,6 @@ MODELS = {
     "no stop token": (rewrite(SETTINGS, eos_token_id="x"), "name an end-of-sequence token"),
     "a stop token too large": (rewrite(SETTINGS, eos_token_id=96), "its token 96 is outside the vocabulary of 96"),
     "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "folder with a tokenizer"),
-    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "Expecting property name"),
-    "pickle": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
 }  # fmt: skip
 
 
@@ -179,13 +145,10 @@ def test_a_model_folder(good, tmp_path, kind, capsys):
 
 
 def test_tensors_that_the_architecture_does_not_have_are_named(good, tmp_path, capsys):
-    shutil.copytree(good / "model", tmp_path / "model")
-    tensors(lambda table: table.update({"value_head.weight": torch.ones(3)}))(tmp_path / "model")
-    rewrite(CONFIG, num_hidden_layers=1, layer_types=None)(tmp_path / "model")
-    Policy.load(str(tmp_path / "model"), torch.float32, "cpu")
-    said = capsys.readouterr().out
-    assert "that Qwen2ForCausalLM does not have: model.layers.1.input_layernorm.weight, " in said
-    assert ", value_head.weight\n" in said
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    tensors(lambda table: table.update({"value_head.weight": torch.ones(3)}))(folder)
+    Policy.load(str(folder), torch.float32, "cpu")
+    assert "that Qwen2ForCausalLM does not have: value_head.weight\n" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ the engine
@@ -197,6 +160,5 @@ def test_tensors_that_the_architecture_does_not_have_are_named(good, tmp_path, c
 def test_what_the_engine_refuses(good, tmp_path, gib, complaint, capsys):
     close_live_engine()
     said = refusal(command(good, f"--out {tmp_path}/run --kv-cache-gib {gib}"), capsys)
-    reason = said.partition("error: vLLM ")[2].partition("): ")[2]  # after "cannot start qwen2 (its sizes): "
-    assert complaint in reason
+    assert re.search(rf"error: vLLM .*\): .*{complaint}", said)
     assert "Traceback" in (tmp_path / "run" / "error.txt").read_text()

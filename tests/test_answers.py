@@ -7,23 +7,21 @@ from time import perf_counter
 import pytest
 
 from extras.answers import Answers, Unreadable, last_number, plain_number
-from tasks import Problem, Task
+from tasks import Problem
 
 PLAIN = {".5": 0.5, "-.5": -0.5, "1e3": 1000, "1,234": 1234, "-$5": -5, "\u2212\u20ac5": -5, "+5": 5,
          "-1,200.50": -1200.5, "8.7e8": 87e7, r"8.7 \times 10^{8}": 87e7, r"-3\cdot 10^{-2}": -0.03}  # fmt: skip
 NUMBERS = PLAIN | {
-    "50%": 50, r"50 \%": 50, "1E-2.": 0.01, "so $1,200.00 left": 1200, "$-5": -5, r"$\boxed{-\$5}$": -5,
-    "x = -3": -3, "7-5=2": 2, "5.": 5, r"\(x = 42\).": 42, "is:**42**": 42, "<<6*7=42>>": 42, "50% of 84 is '42'!": 42,
-    "\u662f-42\u5143\u3002": -42, r"\text{so} 5 km": 5, "$$42$$": 42, "1 12": 12, "in 2024 100 came": 100,
+    "50%": 50, r"50 \%": 50, "1E-2.": 0.01, "so $1,200.00 left": 1200, r"$\boxed{-\$5}$": -5, "x = -3": -3, "7-5=2": 2,
+    r"\(x = 42\).": 42, "is:**42**": 42, "<<6*7=42>>": 42, "50% of 84 is '42'!": 42, "\u662f-42\u5143\u3002": -42,
+    "1 12": 12, "in 2024 100 came": 100,
 }  # fmt: skip
 OTHERS = [
-    "1/2", "so 3 / 2", "10^5", "10^{5}", r"\frac{3}{2}", r"\sqrt{2}", "\u221a2", "2\u00b2", "2x",
-    "12\u202f345", "1_000", "3,14", "2,4", "1,2345", "0,123", "1.2.3", "...42", "12:30", "10-12", "COVID-19",
-    "0x1F", "(2)-3", "no idea", "1e99999999999999999999", "9e-99999999999999999999", "1/-2", "5, not 3/2",
-    "3\u00f72", r"x \times 10^{8}", r"3 \times 10^8.5", "1\u00bc", "5 \u00bd", "5 000", "-12 345", "1 000 000",
+    "so 3 / 2", "10^5", "10^{5}", r"\frac{3}{2}", r"\sqrt{2}", "\u221a2", "2\u00b2", "2x", "12\u202f345", "1_000",
+    "3,14", "1,2345", "0,123", "1.2.3", "...42", "12:30", "10-12", "COVID-19", "0x1F", "(2)-3", "no idea",
+    "1e99999999999999999999", "1/-2", "3\u00f72", r"x \times 10^{8}", r"3 \times 10^8.5", "1\u00bc", "5 000",
     "10\u201315",
 ]  # fmt: skip
-
 
 
 def test_the_last_number_is_a_plain_one_or_none():
@@ -43,50 +41,38 @@ def problem(answer: str) -> Problem:
     return Problem("?", answer, f"line {answer}")
 
 
-BOX = r"\boxed{%s}"
 RIGHT_AND_WRONG = {  # answer: right responses, wrong responses
     "6 * 7 = 42\n#### 42": (["6 times 7 is 42.00", r"\boxed{41} or rather \fbox{42}"], ["first 42, then 43", ""]),
     "1e-05": (["that is 0.00001", r"\boxed{10^{-5}}"], [r"\boxed{10^{-4}}"]),
     "9": ([r"there are $\boxed{9}$ divisors of 196.", r"$\boxed 9$.", "the box \\boxed{} has 9"], [r"\boxed{x + 9}"]),
-    "54": ([r"\boxed{54}\text{ cm}^2.", r"\boxed{54 cm}", r"\boxed{54\%}", r"\boxed{54 dollars.}", r"\boxed{{{{54}}}}"],
+    "54": ([r"\boxed{54}\text{ cm}^2.", r"\boxed{54\%}", r"\boxed{54 dollars.}", r"\boxed{{{{54}}}}"],
            [r"\boxed{5 4}", r"\boxed{54 million}"]),
-    "44": ([r"17^{-1}\equiv \boxed{44}\pmod{83}", r"\boxed{\boxed{44}}"], []),
-    "120": ([r"\boxed{120^\circ}"], []), "16": ([r"\boxed{2^4}"], []), "1": ([], [r"\boxed{1 1/2}", r"\boxed{1_000}"]),
-    "30000": ([r"\boxed{30{,}000}", r"\boxed{30\,000}"], [r"\boxed{30{,}001}"]), "0": ([], [r"\boxed{30\,000}"]),
-    "0.5": ([r"\boxed{\frac12}"], []), "10": ([], [r"\boxed{7}. (There are 10 cases.)"]),
+    "44": ([r"17^{-1}\equiv \boxed{44}\pmod{83}", r"\boxed{\boxed{44}}"], [r"\boxed{44 1/2}"]),
+    "30000": ([r"\boxed{30{,}000}", r"\boxed{30\,000}"], [r"\boxed{30{,}001}"]),
+    "10": ([], [r"\boxed{7}. (There are 10 cases.)"]), "50%": (["50%", r"$50\%$", "0.5"], ["5"]),
     "870000000": ([r"is $8.7 \times 10^{8}$", r"\boxed{8.7e8}"], [r"\boxed{8.7 \times 10^{7}}"]),
-    "50%": (["50%", r"$50\%$", "0.5"], ["5"]),
     r"so $\frac{x}{2}$ #### \frac{1}{2}": (["1/2", "is 0.5", r"$\frac{2}{4}$"], ["3/2", "2", "", r"\boxed{1/23"]),
     "2t": (["$2t$", r"\boxed{t \cdot 2}"], ["$2$", r"\boxed{2}"]),
-    "52_8": ([r"\boxed{52}"], []), "x+1": (["x+1", r"\boxed{1+x\text{ m}}"], []),
-    "5": ([r"\boxed{5\ \text{cm}}", r"\boxed{5~\text{cm}}", r"\boxed{5\,\mathrm{m/s}}", r"\boxed{x = 5 cm}",
-           r"\boxed{5\text{ cm}^2.}", r"\boxed{5 months}", r"\boxed{5 miles per hour}", r"\boxed{5 sq. units}"],
-          [r"\boxed{\$5\text{ million}}", r"\boxed{5\text{ percent}}", r"\boxed{5 hundredths}", r"\boxed{5_8}"]),
-    r"5\ \text{cm}": (["5", r"\boxed{5}", r"so $5\text{ cm}$.", r"\boxed{5 cm}"], ["6", r"\boxed{5 million}"]),
-    r"15\mbox{ cm}^2": ([r"so $15\text{ cm}^2$ in all"], [r"\boxed{15 x}"]),
-    r"\frac{1}{2}": ([r"\boxed{\frac{1}{2}\ \text{cm}}", r"\boxed{\frac12 cm}"], [r"\boxed{\frac12\text{ million}}"]),
+    "5": ([r"\boxed{5\ \text{cm}}", r"\boxed{5\,\mathrm{m/s}}", r"\boxed{x = 5 cm}", r"\boxed{5\text{ cm}^2.}",
+           r"\boxed{5 miles per hour}", r"\boxed{5 sq. units}"],
+          [r"\boxed{\$5\text{ million}}", r"\boxed{5 hundredths}", r"\boxed{5_8}"]),
+    r"5\ \text{cm}": (["5", r"\boxed{5}", r"so $5\text{ cm}$."], ["6", r"\boxed{5 million}"]),
     "1+x": ([r"\boxed{x+1\ \text{cm}}"], [r"\boxed{x+1\text{ thousand}}"]),
-    "7": ([r"\boxed{7 apples}"], [r"\boxed{7\text{ million}}", r"\boxed{7\text{ dozen}}", r"\boxed{\text{7 million}}"]),
-    "3": ([r"\boxed{3 dollars}", r"\boxed{3 degrees}"],
-          [r"\boxed{3 trillion}", r"\boxed{3 percent}", r"\boxed{3 halves}", r"\boxed{3 squared}", r"\boxed{3 ab}",
-           r"\boxed{3 over two}", r"\boxed{3 thirds}", r"\boxed{3\ldots}", r"\boxed{3 \dots}"]),
-    "52": ([], [r"\boxed{52_8}"]), r"52_{8}": ([r"\boxed{52_8}", r"\boxed{52}"], [r"\boxed{52_9}"]),
-    "90": ([r"\boxed{90°}", r"\boxed{90\degree}", r"\boxed{90^\circ}"], []), r"90^\circ": ([r"so $90^\circ$"], []),
-    "12": ([r"\boxed{12 cm^2}", r"\boxed{12 cm²}"], []), "x^2": ([r"\boxed{x²}"], []),
-    r"\frac12": ([r"\boxed{½}"], []), r"\sqrt2": ([r"\boxed{√2}"], []),
-    r"\sqrt{16}": ([r"\boxed{√16}"], [r"\boxed{0}"]),
+    "3": ([r"\boxed{3 apples}"], [r"\boxed{3\text{ dozen}}", r"\boxed{\text{3 million}}", r"\boxed{3 percent}",
+                                  r"\boxed{3 halves}", r"\boxed{3 ab}", r"\boxed{3 over two}", r"\boxed{3\ldots}"]),
+    r"52_{8}": ([r"\boxed{52_8}", r"\boxed{52}"], [r"\boxed{52_9}"]),
+    "90": ([r"\boxed{90°}", r"\boxed{90\degree}", r"\boxed{90^\circ}"], []), "12": ([r"\boxed{12 cm²}"], []),
+    "x^2": ([r"\boxed{x²}"], []), r"\frac12": ([r"\boxed{½}"], []), r"\sqrt{16}": ([r"\boxed{√16}"], [r"\boxed{0}"]),
     r"\text{even}": ([r"\boxed{even}"], [r"\boxed{odd}"]), "2,3": ([r"\boxed{2 and 3}"], [r"\boxed{2 and 4}"]),
-    "A": (["(A)", "Answer: A", "**A**", r"\boxed{A) 5 cm}", r"\boxed{\text{A}}", r"\boxed{\textbf{(A)}\ 5}", "A.",
-           "so $A$.", "**Answer:** A", "the answer is option A", "Thus, (A) is right", "Answer is A. (B) is wrong.",
-           "A. 5 cm", r"\boxed{A. 5 cm}", "<answer>A</answer>", "Correct option: A", "Option A is correct.",
-           "Therefore, A", "5 cm.\n**A.**", "I take [A] here"],
-          ["A dog", "a", "BAD", "Answer: AB", "P(A) = 1", "A) 5, B) 6", "is not A", "B or A", "The answer is A or B",
-           "The answer is A dog.", "Answer: A 5 cm rod", r"\boxed{A, B}", r"\boxed{A + B}", r"\boxed{B} and (A)",
-           "It cannot be A.", "the answer isn't A.", "(A) is wrong", "The answer (A) is wrong", "We rule out (A)",
-           r"\boxed{\text{Not } (A)}", "Option A is wrong"]),
-    "C": (['Answer: "C"', "[C]", "Answer: C - it is so", "<answer>\nC\n</answer>"],
-          ["20 degrees C", "hepatitis C", "vitamin C.", "Answer: vitamin C", "Answer: C - B"]),
-    "D": (["(C) 3 (D) 4\nSo (D)."], ["(A) 1 (B) 2 (C) 3 (D) 4", "(A) 1\n(B) 2\n(C) 3\n(D) 4", "A. 1\nB. 2\nC. 3\nD. 4",
+    "A": (["(A)", "Answer: A", "**A**", r"\boxed{A) 5 cm}", r"\boxed{\textbf{(A)}\ 5}", "so $A$.", "**Answer:** A",
+           "the answer is option A", "Thus, (A) is right", "Answer is A. (B) is wrong.", "<answer>A</answer>",
+           "Correct option: A", "Option A is correct.", "Therefore, A", "5 cm.\n**A.**", "I take [A] here"],
+          ["A dog", "a", "BAD", "Answer: AB", "P(A) = 1", "A) 5, B) 6", "is not A", "The answer is A or B",
+           "The answer is A dog.", "Answer: A 5 cm rod", r"\boxed{A, B}", r"\boxed{B} and (A)", "the answer isn't A.",
+           "(A) is wrong", "We rule out (A)", r"\boxed{\text{Not } (A)}", "Option A is wrong"]),
+    "C": (['Answer: "C"', "Answer: C - it is so", "<answer>\nC\n</answer>"],
+          ["20 degrees C", "vitamin C.", "Answer: vitamin C", "Answer: C - B"]),
+    "D": (["(C) 3 (D) 4\nSo (D)."], ["(A) 1\n(B) 2\n(C) 3\n(D) 4", "A. 1\nB. 2\nC. 3\nD. 4",
                                   "Option C: 3\nOption D: 4", "**C.** 3\n**D.** 4"]),
 }  # fmt: skip
 
@@ -99,20 +85,19 @@ def test_a_response_is_right_by_its_last_box_or_its_end(answers, answer):
 
 
 READ = [
-    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"3 \pm 2\sqrt{2}", r"3 \times 10^{8}", r"2021 \cdot 505", r"15\mbox{ cm}",
-    r"8x^2-3xy+y^2", r"\frac{ab}{3}", "2t", r"\frac{1}{3}h", "4abc", "52_8", r"1\,000", "(3,4]", r"\log_2 5", "D",
+    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"3 \pm 2\sqrt{2}", r"3 \times 10^{8}", r"15\mbox{ cm}", r"8x^2-3xy+y^2",
+    r"\frac{ab}{3}", "2t", "4abc", "52_8", r"1\,000", "(3,4]", r"\log_2 5", "D",
 ]  # fmt: skip
-NOT_READ = ["12\u202f345", "1_000", "0x1F", "...42", "1 1/2", r"2\ 3", "1.2.3", "5 gum", "1e999999", "diverges", "Yes"]
+NOT_READ = ["12\u202f345", "1_000", "0x1F", "...42", "1 1/2", "5 gum", "1e999999", "diverges"]
 
 
 @pytest.mark.parametrize("answer", READ)
 def test_another_digit_or_letter_in_an_answer_that_is_read_is_another_answer(answers, answer):
-    answers.reward(problem(answer), "")
-    assert answers.reward(problem(answer), BOX % answer) == 1
+    assert answers.reward(problem(answer), rf"\boxed{{{answer}}}") == 1
     for found in re.finditer(r"\\(?:begin|end|mbox)\{[^}]*\}|\\[a-z]+|[\da-zA-Z]", answer):
         if len(found[0]) == 1:
             other = answer[: found.start()] + "7" + answer[found.end() :]
-            assert answers.reward(problem(answer), BOX % other) == 0, other
+            assert answers.reward(problem(answer), rf"\boxed{{{other}}}") == 0, other
 
 
 def test_an_answer_that_would_be_read_in_part_is_unreadable_and_never_a_reward(answers):
@@ -122,14 +107,14 @@ def test_an_answer_that_would_be_read_in_part_is_unreadable_and_never_a_reward(a
 
 
 def test_answers_that_mean_the_same(answers):
-    for one, other in (("1/2", r"\frac{1}{2}"), ("1/2", "0.5"), ("A", r"\text{(A)}"), ("so #### 40.0", "40")):
+    for one, other in (("1/2", r"\frac{1}{2}"), ("A", r"\text{(A)}"), ("so #### 40.0", "40")):
         assert answers.same(one, other)
         assert not answers.same(one, "41")
 
 
 @pytest.mark.parametrize("response", [
-    "\\boxed{" * 15_000, "\\boxed{" + "{" * 50_000 + "}" * 50_001, "1" * 100_000 + "x", "1," * 50_000,
-    "\\boxed{5" + " " * 100_000 + "x}", "answer is " * 10_000, "A)" * 50_000, "\ud800",
+    "\\boxed{" + "{" * 50_000 + "}" * 50_001, "1" * 100_000 + "x", "1," * 50_000, "\\boxed{5" + " " * 100_000 + "x}",
+    "answer is " * 10_000, "A)" * 50_000,
 ])  # fmt: skip
 def test_a_long_response_is_wrong_within_seconds(answers, response):
     start = perf_counter()
@@ -137,15 +122,10 @@ def test_a_long_response_is_wrong_within_seconds(answers, response):
     assert perf_counter() - start < 30
 
 
-def test_a_file_with_an_unreadable_answer_is_refused_and_without_math_verify_with_any_but_numbers_and_letters(
-        loaded, tmp_path, monkeypatch):
-    def read(*answers: object) -> Task:
-        return loaded([{"question": f"{line}", "answer": answer} for line, answer in enumerate(answers)])
-
-    with pytest.raises(ValueError, match=r"^1 of 2 rows of .*readable answer: .*, line 2: .*math-verify does not read"):
-        read(1, "Yes")
+def test_without_math_verify_answers_are_numbers_and_letters(loaded, tmp_path, monkeypatch):
     (tmp_path / "absent.py").write_text("import no_such_module")
     monkeypatch.setattr("extras.answers.MATH_ANSWERS", str(tmp_path / "absent.py"))
-    assert len(read(1, "$1,200", "#### -7", "B").train) == 3
+    rows = [{"question": f"{answer}?", "answer": answer} for answer in (1, "$1,200", "#### -7", "B", "1/2")]
+    assert len(loaded(rows[:4]).train) == 3
     with pytest.raises(ValueError, match=r"'1/2' is no plain number.*pip install math-verify.*ModuleNotFoundError"):
-        read(1, 2, "1/2")
+        loaded(rows)

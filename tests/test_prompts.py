@@ -1,17 +1,17 @@
 """Prompts: chat messages, the template and its variables, what the start prints, and what a response's text is."""
 
 import json
+import shutil
 
 import pytest
-from helpers import command, refusal, train_here
+from helpers import command, refusal, rows, train_here
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from config import DataConfig
 from extras.notices import notices
-from extras.problem_files import load_task
 from rollouts import Rollout
-from tasks import Problem, Task, encode, exact_match, prompts_record
+from tasks import Problem, Task, encode, exact_match
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
 CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endfor %}"
@@ -56,18 +56,19 @@ def test_a_prompt_is_a_question_or_a_chat_in_the_models_template_or_plain_text()
     assert prompts(QUESTION, template=DATED, template_args={"date_string": "1 Jan"})[0].startswith("1 Jan<turn>")
 
 
+LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
 @pytest.mark.parametrize("problem, options, complaint", [
     (chat("system: Add.", "user: 1+1"), {"system_prompt": "x"}, "of line 1 failed: ValueError: system_prompt must not"),
     (chat("system: Add.", "user: 1+1"), {"use_template": False}, "2 chat messages need a chat template"),
     (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, the model has none"),
     (QUESTION, {"template_args": {"enable_thinking": False}}, "it has no enable_thinking"),
+    (QUESTION, {"template": LOOP, "limit_s": 0.2}, "question of line 1 failed: TimeoutError: no answer within 0.2 s"),
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         prompts(problem, **options)
-
-
-LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
 def noticed(template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), **data) -> str:
@@ -76,47 +77,32 @@ def noticed(template: str | None, question: str = "1+1", stop: tuple[int, ...] =
     return " ".join(notices(made, task, data))
 
 
-def test_the_record_of_prompts_has_a_digest_of_all():
-    records = [prompts_record(encode(tokenizer(), Task([QUESTION, Problem(text, "", "")], [], exact_match)))
-               for text in ("a", "b")]  # fmt: skip
-    assert records[0]["first"] == records[1]["first"]
-    assert records[0]["digest"] != records[1]["digest"]
-
-
 def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
-    assert noticed(CHATML) == noticed(None) == noticed(DATED) == ""
+    assert noticed(CHATML) == noticed(None) == noticed(DATED) == noticed(CHATML, system_prompt="Be brief.") == ""
     assert "1 prompts end with a stop token" in noticed(CHATML + "<end>")
     assert "1 questions contain a stop token (<end>)" in noticed(CHATML, "say <end>")
-    assert "which has no stop token of the model (None)" in noticed(CHATML, stop=(999,))
     assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=(0,))
     assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
     assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
     without = CHATML.replace("<turn>{{ m.role }} {{ m.content }}<end>",
                              "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
     assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")
-    assert noticed(CHATML, system_prompt="Be brief.") == ""
     refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
-    assert noticed(refuses) == noticed(refuses.replace("{{ raise_exception('no') }}", LOOP), reward_limit_s=0.5) == ""
-    ends = CHATML.replace("<end>{% endfor %}", "{{ '<end>' if closed is defined }}{% endfor %}")
-    assert "ends a turn with ''" in noticed(ends)
-    assert noticed(ends, chat_template_args='{"closed": 1}') == ""
+    assert noticed(refuses) == ""
 
 
 def test_the_stop_token_alone_is_cut_off_a_response():
     made = tokenizer()
     ids = made("<think>2+2=4</think>4<turn>x<end>")["input_ids"]
     task = Task([QUESTION], [], exact_match, tokenizer=made, stop_token_ids=(1, 2))
-    texts = [task.text_of(Rollout([], 0, tokens)) for tokens in (ids, ids[:-1], ids[:-3], [1], [])]
-    assert texts == ["<think>2+2=4</think>4<turn>x", "<think>2+2=4</think>4<turn>x", "<think>2+2=4</think>4", "", ""]
+    texts = [task.text_of(Rollout([], 0, tokens)) for tokens in (ids, ids[:-1], [1], [])]
+    assert texts == ["<think>2+2=4</think>4<turn>x", "<think>2+2=4</think>4<turn>x", "", ""]
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
 def with_template(good, tmp_path, text: str) -> str:
     """Options of a run whose model has this chat template; the toy's tokenizer knows digits, + and =."""
-    folder = tmp_path / "model"
-    folder.mkdir(exist_ok=True)
-    for path in (good / "model").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(good / "model", tmp_path / "model", dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(text)
     return f"--model {folder} --out {tmp_path}/run --engine transformers --steps 1 --eval-problems 1"
 
@@ -125,30 +111,28 @@ def test_the_first_prompt_is_printed_and_stored_and_a_date_in_the_template_is_fo
     today = "{{ date_string | default('%s') }}={%% for m in messages %%}{{ m.content }}{%% endfor %%}"
     words = with_template(good, tmp_path, today % "26")
     train_here(command(good, words))
-    record = json.loads((tmp_path / "run" / "config.json").read_text())
-    first = record["prompts"]["first"]
+    first = json.loads((tmp_path / "run" / "config.json").read_text())["prompts"]["first"]
     assert first.startswith("26=")
     assert f"first prompt: {json.dumps(first)}\n" in capsys.readouterr().out
 
-    words = f"{with_template(good, tmp_path, today % '27')} --resume"
-    said = refusal(command(good, words), capsys)
-    assert "model and its task, changed are" in said  # the template itself is another file
-    with_template(good, tmp_path, today % "26")
-    train_here([*command(good, words), "--chat-template-args", '{"date_string": "26"}'])
+    again = command(good, words + " --resume")
+    train_here([*again, "--chat-template-args", '{"date_string": "26"}'])
     capsys.readouterr()
-    said = refusal([*command(good, words), "--chat-template-args", '{"date_string": "27"}'], capsys)
+    said = refusal([*again, "--chat-template-args", '{"date_string": "27"}'], capsys)
     assert "must keep its prompts: the same questions have other tokens now, such as '" in said
     assert "27=" in said and "26=" in said and "try --chat-template-args" in said
+    with_template(good, tmp_path, today % "27")
+    assert "model and its task, changed are" in refusal(again, capsys)  # the template itself is another file
 
 
 def test_an_own_job_in_two_commands(good, tmp_path, capsys):
     """A file of rows with a chat, a reward of one's own that reads the row, and another file to evaluate on."""
-    rows = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "reward_model": {"ground_truth": n + 1}}
-            for n in range(40)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    chats = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "reward_model": {"ground_truth": n + 1}}
+             for n in range(40)]
+    (tmp_path / "rows.json").write_text(json.dumps(chats))
     (tmp_path / "mine.py").write_text(
         "def reward(problem, response):\n"
-        "    truth = problem.row.get('reward_model', {'ground_truth': problem.answer})['ground_truth']\n"
+        "    truth = problem.row.get('reward_model', {}).get('ground_truth', problem.answer)\n"
         "    assert str(truth) == problem.answer\n"
         "    return {'right': float(response == problem.answer), 'short': -0.1 * len(response)}\n")  # fmt: skip
     words = with_template(good, tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -156,6 +140,5 @@ def test_an_own_job_in_two_commands(good, tmp_path, capsys):
                 "--answer-column", "reward_model.ground_truth", "--eval-task", str(good / "task.jsonl")])
     printed = capsys.readouterr().out
     assert f"{tmp_path}/rows.json: questions are in column prompt, answers in reward_model.ground_truth\n" in printed
-    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    row = rows(tmp_path / "run")[-1]
     assert row["reward"] == pytest.approx(row["reward/right"] + row["reward/short"])
-    assert load_task(f"{tmp_path}/rows.json", 0, answer_column="reward_model.ground_truth").in_passes

@@ -1,7 +1,6 @@
 """The options in groups, and the flat form that config.json has. tests/test_bad_input.py has what is refused."""
 
 from dataclasses import dataclass
-from itertools import product
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
     assert config_of(ParityFlags(**flat.pop("parity")), **flat) == config
 
 
-CORRECTIONS = [{"tis": tis, "reject": rule} for tis, rule in product(("off", *WEIGHTS), ("off", *REJECTIONS))][1:]
+CORRECTIONS = [*({"tis": weight} for weight in WEIGHTS), *({"reject": rule} for rule in REJECTIONS)]
 
 
 @pytest.mark.parametrize("fix", ["processed_logprobs", "uncached_runtime", "inflight_keep", "fp32_head",
@@ -31,9 +30,8 @@ CORRECTIONS = [{"tis": tis, "reject": rule} for tis, rule in product(("off", *WE
 def test_every_correction_is_refused_while_a_fix_is_off_with_one_way_around(fix):
     options = {"parity": ParityFlags(**{fix: False})} | ({"top_p": 0.9} if fix == "sampling_mask" else {})
     for correction in CORRECTIONS:
-        with pytest.raises(ValueError, match=rf"a correction hides the broken backend.* without {fix};") as refused:
+        with pytest.raises(ValueError, match=rf"a correction hides the broken backend.* without {fix};"):
             config_of(**options, **correction)
-        assert all(f"{name} {kind}" in str(refused.value) for name, kind in correction.items() if kind != "off")
         assert config_of(**options, **correction, correct_a_broken_backend=True).learning.corrections
     config_of(**options)
 
@@ -41,9 +39,9 @@ def test_every_correction_is_refused_while_a_fix_is_off_with_one_way_around(fix)
 def test_every_correction_is_allowed_with_all_fixes_and_refused_with_two_policies():
     for correction in CORRECTIONS:
         config_of(**correction)
-        for around in (False, True):
-            with pytest.raises(ValueError, match="must be off with old_policy rollout"):
-                config_of(**correction, old_policy="rollout", correct_a_broken_backend=around)
+        with pytest.raises(ValueError, match="must be off with old_policy rollout"):
+            config_of(**correction, old_policy="rollout", correct_a_broken_backend=True)
+    assert config_of(tis="token", reject="worst").learning.corrections == "tis token, reject worst"
 
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
@@ -93,7 +91,6 @@ def test_untested_versions_are_refused_by_name_unless_allowed(tmp_path, monkeypa
 
 
 def test_sampling_refuses_what_cannot_be_scored():
-    wrong = dict(temperature=0.001, top_k=-1, repetition_penalty=0.0, presence_penalty=float("nan"))
-    for name, value in wrong.items():
+    for name, value in dict(temperature=0.001, top_k=-1, presence_penalty=float("nan")).items():
         with pytest.raises(ValueError, match=f"{name} must be"):
             Sampling(**dict(temperature=1.0, max_new_tokens=8) | {name: value})

@@ -31,9 +31,10 @@ def test_every_problem_has_a_solution_and_the_solution_is_rewarded():
         question, answer = sample(rng)
         numbers, target = answer.split(" = ")
         assert set(numbers.split()) <= set(question.replace(",", "").split())
-        found = dict.fromkeys((True, False))  # an expression that equals the target, and one that does not
+        found = {}  # an expression that equals the target, and one that does not
         for value, text in expressions([(Fraction(number), number) for number in numbers.split()]):
             found[value == int(target)] = text
+        assert len(found) == 2
         for right, text in found.items():
             assert reward(Problem(question, answer, "test"), f"<answer>{text}</answer>") == right
 
@@ -42,15 +43,13 @@ RESPONSES = {
     ("3 4 25 = 100", 0): [
         "<answer>(25 - 3) * 4 + 12</answer>", "<answer>25 * 4</answer>",  # another number, one that is not used
         "<answer>25*4*3/3</answer>", "<answer>25*(3+4)</answer>",  # one that is used twice, another value
-        "<answer>25*4**3</answer>", "<answer>25//3*4</answer>", "<answer>0x19*4+3</answer>", "<answer>25*4+(3</answer>",
-        "<answer>__import__('os').getcwd()</answer>", "<answer>3/0+25*4</answer>", "<answer>25²*4+3</answer>",
-        "<answer>2 5*4*3</answer>", "<answer>(3)(4)+25</answer>", "<answer>100 = 4*25</answer>", "100", "",
+        "<answer>25*4**3</answer>", "<answer>25//3*4</answer>", "<answer>25*4+(3</answer>", "<answer>3/0+25*4</answer>",
+        "<answer>__import__('os').getcwd()</answer>", "<answer>(3)(4)+25</answer>", "100", "",
     ],
-    ("2 4 5 = 10", 1): ["<answer>4/2*5</answer>", "4*5/2", "<answer>5*4/\n2</answer>", "<answer>5×4÷2</answer>",  # noqa: RUF001
+    ("2 4 5 = 10", 1): ["4*5/2", "<answer>5*4/\n2</answer>", "<answer>5×4÷2</answer>",  # noqa: RUF001
                         "I think <answer>1</answer> no, <answer> 5*(4/2) </answer>"],
     ("2 4 5 = -18", 1): ["<answer>-(4*5-2)</answer>"], ("1 3 3 = 1", 1): ["1/3*3"], ("2 3 8 = 3", 1): ["8-3-2"],
-    ("2 3 12 = 2", 1): ["12/3/2"], ("2 3 4 = 14", 1): ["2+3*4"], ("7 = -7", 1): ["-" * 199 + "7"],
-    ("7 = 7", 1): ["(" * 99 + "7" + ")" * 99], ("7 = 7", 0): ["-" * 200 + "7"],
+    ("7 = -7", 1): ["-" * 199 + "7"], ("7 = 7", 0): ["-" * 200 + "7"],  # a limit
 }  # fmt: skip
 
 
@@ -61,8 +60,7 @@ def test_a_reward_is_for_the_value_with_each_number_once(answer, earned):
 
 
 @pytest.mark.parametrize("text", [
-    "(" * 10_000, "-" * 100_000, "9" * 1_000_000, "1+" * 50_000 + "1", "(" * 50 + "1" + ")" * 50, "<answer>" * 20_000,
-    "9" * 190 + "*" + "9" * 5, "**".join("9" * 60), "9(" * 60,
+    "(" * 10_000, "9" * 1_000_000, "1+" * 50_000 + "1", "<answer>" * 20_000, "**".join("9" * 60), "9(" * 60,
 ])  # fmt: skip
 def test_hostile_text_takes_no_time(text):
     problem, started = Problem("", "3 4 25 = 100", "test"), time.process_time()
@@ -70,7 +68,8 @@ def test_hostile_text_takes_no_time(text):
     assert time.process_time() - started < 10  # a search without limits takes hours
 
 
-def test_countdown_is_a_built_in_task_of_ten_thousand_problems():
+def test_countdown_is_a_built_in_task(monkeypatch):
+    monkeypatch.setattr("extras.problem_files.drawn", lambda file: [file.sample() for _ in range(20)])
     task = find_task(config_of(task="countdown"))
-    assert (len(task.train), len(task.held_out)) == (9000, 1000)
+    assert (len(task.train), len(task.held_out)) == (18, 2)
     assert task.reward(task.train[0], "") == 0.0

@@ -11,9 +11,10 @@ from helpers import ROOT
 
 import probe.__main__ as probe
 from config import Config
-from extras.problem_files import load_task
+from extras.task_file import TaskFile
 from lab import memory, study
 from rollouts import Rollout
+from tasks import Problem
 
 README = ROOT / "README.md"
 FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md"),
@@ -22,7 +23,7 @@ PAGES = [README, *FOR_READERS, *ROOT.glob("tests/**/*.md")]
 CODE = re.compile(r"^```.*?^```|^(?: {4}[^\n]*\n)+", re.M | re.S)  # fenced or indented
 PROGRAMS = {"train": Config, "lab.study": study.Options, "lab.memory": memory.Options}
 PROBE = {name: getattr(probe, name.capitalize()) for name in ("diagnose", "compare", "layers", "place")}
-OF_OTHERS = "--logprobs-mode", "--no-enable-prefix-caching", "--algo.", "--vllm.", "--ds."  # vLLM's, OpenRLHF's
+OF_OTHERS = "logprobs-mode", "enable-prefix-caching", "algo.", "vllm.", "ds."  # vLLM's, OpenRLHF's
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -65,8 +66,7 @@ def test_the_readme_leads_to_each_page():
 
 def test_each_page_that_the_code_names_exists():
     files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("*.txt"), ROOT / "Makefile", ROOT / "setup.sh"]
-    named = {page for file in files for page in re.findall(r"\b(?:docs|dev)/[\w-]+\.(?:md|ipynb)\b", file.read_text())}
-    assert "docs/audit.md" in named
+    named = re.findall(r"\b(?:docs|dev)/[\w-]+\.(?:md|ipynb)\b", "".join(file.read_text() for file in files))
     assert {page for page in named if not (ROOT / page).exists()} == set()
 
 
@@ -87,8 +87,7 @@ def commands(page: Path) -> list[str]:
 
 
 @each_page
-def test_each_command_has_options_that_exist(page):
-    """Those of our programs are read by their own parser; of others the source has the option's name."""
+def test_each_command_exists_and_one_of_ours_is_read_by_its_own_parser(page):
     for command in commands(page):
         program, *words = shlex.split(re.sub(r"\bS\b", "0", command))
         if program == "-m":
@@ -98,40 +97,35 @@ def test_each_command_has_options_that_exist(page):
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.M), command
         elif name == "probe":
             tyro.extras.subcommand_cli_from_dict(PROBE, args=words)
-        elif name in PROGRAMS:
-            if "--help" not in words:
-                tyro.cli(PROGRAMS[name], args=words)
+        elif name in PROGRAMS and "--help" not in words:
+            tyro.cli(PROGRAMS[name], args=words)
         elif name != "pytest":
-            path = name.replace(".", "/") + ".py"
-            source = next(file for file in (ROOT / path, ROOT / "examples" / path) if file.exists()).read_text()
-            for flag in re.findall(r"--(?:no-)?([\w-]+)", " ".join(words)):
-                assert flag.replace("-", "_") in source or flag in source, command
+            file = name.replace(".", "/") + ".py"
+            assert (ROOT / file).exists() or (ROOT / "examples" / file).exists(), command
 
 
-def test_each_option_in_the_text_exists():
+def test_each_option_exists():
+    """In a command or in the text: in the help of a program of ours, or in the source of one that needs vLLM."""
     helps = [tyro.extras.get_parser(kind).format_help() for kind in (*PROGRAMS.values(), *PROBE.values())]
-    helps.append((ROOT / "examples" / "record_vllm.py").read_text())
-    known = set(re.findall(r"--[\w.-]+", "".join(helps)))
+    sources = [file.read_text().replace("_", "-") for file in (ROOT / "grpo.py", *ROOT.glob("examples/*.py"))]
+    known = set(re.findall(r"[a-z][\w.-]*", " ".join(helps + sources)))
     for page in PAGES:
-        spans = " ".join(re.findall(r"`(--[^`]+)`", CODE.sub("", read(page))))
-        unknown = set(re.findall(r"--[\w.-]+", spans)) - known
-        assert {flag for flag in unknown if not flag.startswith(OF_OTHERS)} == set(), page
+        flags = set(re.findall(r"--(?:no-)?([a-z][\w.-]*\w)", read(page)))
+        assert {flag for flag in flags - known if not flag.startswith(OF_OTHERS)} == set(), page
 
 
-def test_the_examples_of_an_own_job_can_be_trained_on(tmp_path, loaded):
-    """A reward for rows, and a task file for whole groups."""
-    for name, code in re.findall(r"```python\n# (\w+\.py)(.*?)```", read(ROOT / "docs" / "run.md"), re.S):
-        (tmp_path / name).write_text(code.partition("\n")[2])
-    task = loaded([{"prompt": f"{n}+{n}=", "target": 2 * n} for n in (1, 2)], reward=str(tmp_path / "mine.py"))
-    assert task.reward(task.train[0], "") is None
-    assert task.reward(task.train[0], f"so {task.train[0].answer}") == {"right": 1.0, "length": -0.004}
-    task = load_task(str(tmp_path / "six.py"), 0)
-    rollouts = [Rollout([1], 0, [5] * 4), Rollout([1], 0, [5])]
-    assert task.grade([(task.train[0], [task.train[0].answer, "no"], rollouts)]) == [[0.25, 0.0]]
-
-
-def test_the_readmes_own_task_can_be_trained_on(loaded):
-    task = loaded(re.search(r"```python\n(# sorting.py.*?)```", README.read_text(), re.S)[1])
-    problem = task.held_out[0]
+def test_the_examples_of_an_own_job_run(tmp_path):
+    """A task file that draws, a reward for rows, and a task file for whole groups."""
+    files, text = {}, read(README) + read(ROOT / "docs" / "run.md")
+    for name, code in re.findall(r"```python\n# (\w+)\.py(.*?)```", text, re.S):
+        path = tmp_path / f"{name}.py"
+        path.write_text(code.partition("\n")[2])
+        files[name] = TaskFile(str(path), 0, 60)
+    problem, reward = Problem(*files["sorting"].sample(), ""), files["sorting"].reward
     assert sorted(problem.answer) == list(problem.answer)
-    assert [task.reward(problem, text) for text in (f"It is {problem.answer}.", "hgfedcba", "")] == [1.0, 0.0, 0.0]
+    assert [reward(problem, response) for response in (f"It is {problem.answer}.", "hgfedcba", "")] == [1, 0, 0]
+    assert files["mine"].reward(problem, "") is None
+    assert files["mine"].reward(problem, problem.answer) == {"right": 1.0, "length": -0.006}
+    problem = Problem(*files["six"].problems()[7], "")
+    rollouts = [Rollout([1], 0, [5] * 4), Rollout([1], 0, [5])]
+    assert files["six"].grade([(problem, [problem.answer, "no"], rollouts)]) == [[0.25, 0.0]]

@@ -50,17 +50,17 @@ def select_for_runner_v2(config, items):
     """Tests of the engine that can; those of the chosen part have the marker `part`."""
     from gpu_path.chosen import CANNOT, PART
 
-    def named(item, table):
-        node = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
-        return [name for name in table if node.startswith(name)]
-
+    able, unknown = [], {*PART, *CANNOT}
     for item in items:
-        if named(item, PART):
+        node = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+        named = {name for name in (*PART, *CANNOT) if node.startswith(name)}
+        unknown -= named
+        if named & PART.keys():
             item.add_marker("part")
-    unknown = {*PART, *CANNOT} - {name for item in items for name in (*named(item, PART), *named(item, CANNOT))}
+        if "engine" in item.keywords and not named & CANNOT.keys():
+            able.append(item)
     if unknown and len(items) > 500:  # all tests were collected
         raise pytest.UsageError(f"tests/gpu_path/chosen.py names no test with {unknown}")
-    able = [item for item in items if "engine" in item.keywords and not named(item, CANNOT)]
     config.hook.pytest_deselected(items=[item for item in items if item not in able])
     items[:] = able
 

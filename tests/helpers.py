@@ -11,7 +11,6 @@ import os
 import re
 import runpy
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -24,8 +23,6 @@ from pathlib import Path
 from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
-if not os.access(Path.home(), os.W_OK):  # of a container
-    os.environ.setdefault("HF_HOME", tempfile.mkdtemp())
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub: what asks for one fails at once
 
 import gpu_path  # noqa: F401  # before torch
@@ -161,8 +158,9 @@ def started(
     With `in_flight` its requests may be unfinished at a load.
     """
     contract = {name: tensor.shape for name, tensor in policy.weights().items()}
-    parity, options = parity or ParityFlags(), {"max_model_len": 160, "max_num_seqs": 64} | options
-    options = {"dtype": policy.model.dtype, "collect": collect_kept_sets} | options
+    parity = parity or ParityFlags()
+    options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype} | options
+    options["collect"] = collect_kept_sets
     names = options.keys() & {option.name for option in fields(BackendConfig)}
     options["backend"] = BackendConfig(engine="vllm" if kind == "vllm" else "shared", exact=kind == "exact",
                                        **{name: options.pop(name) for name in names})  # fmt: skip

@@ -14,6 +14,8 @@ from helpers import ROOT, ROUNDING, close_live_engine
 
 from objectives import group_advantages
 
+NO_PATCH = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no program `patch`")
+pytestmark = [pytest.mark.engine, NO_PATCH]
 JOB = "--steps 3 --num-prompts 16 --eval-problems 8 --lr 3e-3"
 OPTIONS = {  # what a patch changes on the trainer's side needs no vLLM
     "dynamic_sampling": "",
@@ -69,9 +71,6 @@ def check_kl_in_reward(done):
     torch.testing.assert_close(done.batch.advantages, advantages_of(scores), rtol=1e-3, atol=1e-3)
 
 
-NEEDS_PATCH = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no program `patch`")
-
-
 @contextmanager
 def fork(name: str, folder: Path) -> Iterator[None]:
     """The product's files with the patch applied, in place of those that this process has imported."""
@@ -100,8 +99,6 @@ def fork(name: str, folder: Path) -> Iterator[None]:
         gc.collect()  # an engine of the page ends here
 
 
-@NEEDS_PATCH
-@pytest.mark.engine
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_fork_does_what_its_paper_says(name, tmp_path):
     with fork(name, tmp_path):
@@ -120,8 +117,6 @@ def test_a_fork_does_what_its_paper_says(name, tmp_path):
         globals()[f"check_{name}"](done)
 
 
-@NEEDS_PATCH
-@pytest.mark.engine
 def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch):
     """A ratio of 1.25 passes the upper bound, one of 1.3 and one of 0.75 do not; the second pass has moved."""
     monkeypatch.chdir(tmp_path)
@@ -131,13 +126,12 @@ def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch)
 
         write_page(Path("runs/page"))
         options = grpo.Options(steps=3, num_minibatches=1)
-        # The parameters are the log-probabilities themselves, so the ratios are known.
-        table, ones = torch.nn.Parameter(torch.tensor([[1.25], [1.3], [0.75]]).log()), torch.ones(3, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(grpo, "token_logprobs", lambda model, batch, rows, temperature: table[rows])
-            done = grpo.update(torch.nn.ParameterList([table]), torch.optim.SGD([table]), (None, None, ones),
-                               torch.tensor([[1.0], [1.0], [-1.0]]), 0 * ones, ones, options)
-        assert done["loss"] == pytest.approx(-(1.25 + 1.28 - 0.8) / 3, rel=1e-5)
-        assert done["clip_rate"] == pytest.approx(2 / 3)
         steps = [metrics for metrics, _ in grpo.train(options)]
         assert any(step.get("clip_rate", 0) > 0 for step in steps)  # in a first pass all ratios are 1
+        # The parameters are the log-probabilities themselves, so the ratios are known.
+        table, ones = torch.nn.Parameter(torch.tensor([[1.25], [1.3], [0.75]]).log()), torch.ones(3, 1)
+        grpo.token_logprobs = lambda model, batch, rows, temperature: table[rows]
+        done = grpo.update(torch.nn.ParameterList([table]), torch.optim.SGD([table]), (None, None, ones),
+                           torch.tensor([[1.0], [1.0], [-1.0]]), 0 * ones, ones, options)  # fmt: skip
+        assert done["loss"] == pytest.approx(-(1.25 + 1.28 - 0.8) / 3, rel=1e-5)
+        assert done["clip_rate"] == pytest.approx(2 / 3)

@@ -14,7 +14,6 @@ STALE = ("--task", "{root}/long.py", "--block-size", "32", "--parity.no-uncached
 MEASUREMENTS = ("--probe-every", "1", "--self-noise-every", "1", "--eval-trainer-alone")
 ARMS = {
     "parity": (),
-    "in flight": IN_FLIGHT,
     "in flight, stale prefix cache": (*IN_FLIGHT, *STALE),
     "V1's defaults, stale prefix cache": (*STALE, "--parity.no-processed-logprobs", "--parity.no-fp32-head"),
     "bfloat16, mask": ("--dtype", "bfloat16", "--top-p", "0.9"),

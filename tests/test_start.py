@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,13 @@ def test_a_vllm_that_was_built_for_another_torch_is_refused_unless_it_is_asked_f
     assert check_vllm_version(allow_untested=True) == "0.32.0"
 
 
+def track(library: str, out: Path, rows: list[dict]) -> None:
+    tracker = Tracker(library, out, {"lr": 0.5}, first_step=1)  # as a run that is resumed after step 0
+    for row in rows:
+        tracker.log(row)
+    tracker.close()
+
+
 def test_a_tracker_gets_every_number_of_each_row_under_its_name(tmp_path, monkeypatch):
     """With a module in place of trackio and wandb, which have these three functions."""
     given = []
@@ -60,21 +68,15 @@ def test_a_tracker_gets_every_number_of_each_row_under_its_name(tmp_path, monkey
                               log=lambda numbers, step: given.append((step, numbers)))  # fmt: skip
     monkeypatch.setitem(sys.modules, "wandb", library)
     monkeypatch.setenv("WANDB_DIR", "")
-    tracker = Tracker("wandb", tmp_path / "mine", {"lr": 0.5})
-    for row in ROWS:
-        tracker.log(row)
-    tracker.close()
+    track("wandb", tmp_path / "mine", ROWS)
     assert given == [{"project": "grpo", "name": "mine", "config": {"lr": 0.5}}, (0, {"eval_reward": 0.5}),
                      (1, {"reward": 0.25}), "finished"]
 
 
 def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for first_step, numbers in ((1, ROWS), (1, ROWS[1:])):  # resumed after step 0
-        tracker = Tracker("tensorboard", tmp_path, {"lr": 0.5}, first_step)
-        for row in numbers:
-            tracker.log(row)
-        tracker.close()
+    track("tensorboard", tmp_path, ROWS)
+    track("tensorboard", tmp_path, ROWS[1:])
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = {name: [(each.step, each.value) for each in events.Scalars(name)] for name in ("eval_reward", "reward")}
     assert found == {"eval_reward": [(0, 0.5)], "reward": [(1, 0.25)]}

@@ -68,7 +68,7 @@ RIGHT_AND_WRONG = {  # answer: right responses, wrong responses
            "the answer is option A", "Thus, (A) is right", "Answer is A. (B) is wrong.", "<answer>A</answer>",
            "Correct option: A", "Option A is correct.", "Therefore, A", "5 cm.\n**A.**", "I take [A] here"],
           ["A dog", "a", "BAD", "Answer: AB", "P(A) = 1", "A) 5, B) 6", "is not A", "The answer is A or B",
-           "The answer is A dog.", "Answer: A 5 cm rod", r"\boxed{A, B}", r"\boxed{B} and (A)", "the answer isn't A.",
+           "The answer is A dog.", "Answer: A 5 cm rod", r"\boxed{A, B}", r"\boxed{B} and (A)", "it isn't (A)",
            "(A) is wrong", "We rule out (A)", r"\boxed{\text{Not } (A)}", "Option A is wrong"]),
     "C": (['Answer: "C"', "Answer: C - it is so", "<answer>\nC\n</answer>"],
           ["20 degrees C", "vitamin C.", "Answer: vitamin C", "Answer: C - B"]),

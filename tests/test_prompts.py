@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from config import DataConfig
 from extras.notices import notices
 from rollouts import Rollout
-from tasks import Problem, Task, encode, exact_match
+from tasks import Problem, Task, encode, exact_match, prompts_record
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
 CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endfor %}"
@@ -89,6 +89,13 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")
     refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
     assert noticed(refuses) == ""
+
+
+def test_the_record_of_prompts_has_a_digest_of_all():
+    one, other = (prompts_record(encode(tokenizer(), Task([QUESTION, Problem(text, "", "")], [], exact_match)))
+                  for text in ("a", "b"))  # fmt: skip
+    assert one["first"] == other["first"]
+    assert one["digest"] != other["digest"]
 
 
 def test_the_stop_token_alone_is_cut_off_a_response():

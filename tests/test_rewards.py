@@ -53,11 +53,11 @@ def test_a_reward_is_a_number_or_a_sentence_whatever_its_code_does(file, code, m
     error, problem = FAILURES[code], Problem("1+1=", "2", "line 1")
     if error is None:
         assert file.reward(problem, code) == 1.0
-        return
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"^the reward fails \(") as failed:
-        patch.setattr(file, "limit_s", 0.5 if "0.5" in error else 60)
-        file.reward(problem, code)
-    assert error in str(failed.value)
+    else:
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"^the reward fails \(") as failed:
+            patch.setattr(file, "limit_s", 0.5 if "0.5" in error else 60)
+            file.reward(problem, code)
+        assert error in str(failed.value)
     assert file.reward(problem, "return 1.0") == 1.0
 
 

@@ -203,9 +203,9 @@ def load_policy(run: Run) -> Policy:
     with records.stage(f"loading the model in {run.model_path}"):
         model = load_model(run.model_path, getattr(torch, config.job.dtype)).to(device)
         if config.lora.lora_rank:
-            from extras.lora import add_adapters
+            from extras.lora import Adapters
 
-            parts["send"] = add_adapters(model, config.lora, config.job.seed)
+            parts["send"] = Adapters(model, config.lora, config.job.seed)
         if config.backend.rollout_weights != "own":
             from extras.rounded_weights import RoundedWeights
 

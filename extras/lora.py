@@ -77,27 +77,22 @@ class AdaptedLinear(torch.nn.Module):
         return (linear(x, self.weight, self.bias) + added).to(x.dtype)
 
 
-def add_adapters(model: torch.nn.Module, lora: LoraConfig, seed: int) -> "Adapters":
-    """Freeze the model; give each linear layer of its body an adapter.
-
-    Raises: ValueError by `only_linear_layers`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    layers, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
-    model.requires_grad_(False)
-    for name, layer in layers.items():
-        adapted = AdaptedLinear(layer, lora, generator)
-        model.set_submodule(name.removesuffix(".weight"), adapted)
-    return Adapters(model, lora, which)
-
-
 class Adapters(Send):
-    """The adapters of a model. The engine gets its tensors, with merged layers."""
+    """Freezes the model, and gives each linear layer of its body an adapter.
 
-    def __init__(self, model: torch.nn.Module, lora: LoraConfig, which: str):
+    The engine gets the model's tensors, with merged layers. Raises: ValueError by
+    `only_linear_layers`.
+    """
+
+    def __init__(self, model: torch.nn.Module, lora: LoraConfig, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        plain, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
+        model.requires_grad_(False)
         self.model = model
-        self.layers = {name: each for name, each in model.named_modules()
-                       if isinstance(each, AdaptedLinear)}
+        self.layers = {name.removesuffix(".weight"): AdaptedLinear(layer, lora, generator)
+                       for name, layer in plain.items()}
+        for name, adapted in self.layers.items():
+            model.set_submodule(name, adapted)
         self.name = f"{lora.lora_forward} adapters of rank {lora.lora_rank} on {which}"
 
     def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:

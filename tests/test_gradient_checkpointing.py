@@ -7,7 +7,7 @@ from helpers import ALWAYS_TIED, ARCHITECTURES, qwen2, small_model
 
 from config import LoraConfig
 from extras.gradient_checkpointing import checkpoint_layers
-from extras.lora import add_adapters
+from extras.lora import Adapters
 from models import attention_for
 from rl import Policy, make_batch, plain_body
 from rollouts import Rollout
@@ -26,7 +26,7 @@ def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank, dtype)
     model = small_model(name, name in ALWAYS_TIED, dropout=0.5).to(dtype)
     model.set_attn_implementation(attention_for(model.config))
     if rank:
-        add_adapters(model, LoraConfig(lora_rank=rank, lora_forward="added"), seed=0)
+        Adapters(model, LoraConfig(lora_rank=rank, lora_forward="added"), seed=0)
     policy, passes = Policy(model, body=plain_body), []
     trained = [each for each in model.parameters() if each.requires_grad]
     expected = torch.autograd.grad(policy.logprobs(BATCH).sum(), trained)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from config import LoraConfig
 from extras.gradient_checkpointing import checkpoint_layers
-from extras.lora import AdaptedLinear, add_adapters
+from extras.lora import AdaptedLinear, Adapters
 from proof import differing
 from rl import Policy, make_batch
 from rollouts import Rollout
@@ -32,7 +32,7 @@ logprobs = lambda policy: at(policy, 0.7).logprobs(BATCH)  # noqa: E731
 
 
 def adapted(model: torch.nn.Module, ratio: float = 0.0, **options) -> Policy:
-    policy = Policy(model, send=add_adapters(model, LoraConfig(4, **options), 1))
+    policy = Policy(model, send=Adapters(model, LoraConfig(4, **options), 1))
     if ratio:
         grow(policy, ratio)
     return policy
@@ -142,4 +142,4 @@ def test_a_run_resumes_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_
 @pytest.mark.parametrize("name", ["Mixtral", "GPT2"])
 def test_a_model_with_matrices_outside_linear_layers_is_refused(name):
     with pytest.raises(ValueError, match="lora_rank must be 0 for models with experts or GPT-2's Conv1D"):
-        add_adapters(small_model(name, False), LoraConfig(4), 0)
+        Adapters(small_model(name, False), LoraConfig(4), 0)

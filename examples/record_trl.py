@@ -8,6 +8,7 @@ traces/step_000002.json`. Tested with TRL 1.16.0 (colocate). Only the first proc
 """
 
 import json
+from itertools import compress
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -38,8 +39,8 @@ class TraceRecorder(TrainerCallback):
         columns = [[row[mask.bool()].tolist() for batch in batches
                     for row, mask in zip(batch[name], batch[masks], strict=True)]
                    for name, masks in COLUMNS.items()]
-        kept = [row for row in zip(*columns, strict=True) if row[1]]  # not masked out by TRL
-        prompts, tokens, reported, ours = map(list, zip(*kept, strict=True))
+        # Without the rows that TRL has masked out, which have no tokens.
+        prompts, tokens, reported, ours = ([*compress(column, columns[1])] for column in columns)
         given = [(name, getattr(self.trainer, name)) for name in NEUTRAL]
         sampling = {name: value for name, value in given if value not in (None, NEUTRAL[name])}
         dtype = str(self.trainer.accelerator.unwrap_model(self.trainer.model).dtype)

@@ -8,13 +8,12 @@ from config import has_sampling_mask
 def name_idle_switches(run: Any, block: int) -> None:
     """Print which switches do nothing. `run` is a run.Run, `block` the tokens of a KV block."""
     parity, learning = run.config.parity, run.config.learning
-    float32 = run.config.job.dtype == "float32"
-    cached = parity.stale_cache
 
     def name_idle(switch: str, why: str) -> None:
         print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)
 
-    if cached and max(map(len, run.task.prompts)) <= block:  # the last token is always computed
+    # The last token is always computed.
+    if parity.stale_cache and max(map(len, run.task.prompts)) <= block:
         name_idle("uncached_runtime: the prefix cache",
                   f"no prompt is longer than a block of {block} tokens; try --block-size")
     without_effect = learning.temperature == 1 and not has_sampling_mask(learning)
@@ -22,5 +21,5 @@ def name_idle_switches(run: Any, block: int) -> None:
         name_idle("processed_logprobs", "raw values are processed at temperature 1 without a mask")
     if not parity.inflight_keep and not run.config.backend.inflight_groups:
         name_idle("inflight_keep", "no load meets an unfinished rollout; try --inflight-groups")
-    if not parity.fp32_head and float32:
+    if not parity.fp32_head and run.config.job.dtype == "float32":
         name_idle("fp32_head", "the model's dtype is float32; try --dtype bfloat16")

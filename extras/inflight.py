@@ -69,15 +69,14 @@ class GroupsInFlight(Synchronous):
 
         Groups with long answers come later and are staler.
         """
-        self._fill()
         due = self._num_due(num_groups)
         while True:
+            self._fill()
             complete = [group for group in self.groups if group.complete]
             if len(complete) >= num_groups and complete[:due] == self.groups[:due]:
                 break
             assert self.engine.num_unfinished, f"{num_groups=} {due=} {len(complete)=}"
             self.engine.step()
-            self._fill()
         taken = complete[:num_groups]
         self.groups = [group for group in self.groups if group not in taken]
         return taken

@@ -32,15 +32,14 @@ def text_config(path: str, whole: Any) -> Any:
                          f" with its {config.model_type} alone")
     names = tensor_names(path)  # none where only the configuration is there
     headless = names and not any(name.endswith("lm_head.weight") for name in names)
-    tied = whole.tie_word_embeddings and config.tie_word_embeddings
+    ties = any if headless else all
     if config.model_type == "qwen3_vl_text":  # has no class of its own
         # Without pictures the three positions of a token are equal, and what is left is Qwen3.
         options = config.to_dict()
         rope = options["rope_parameters"].items()
         options["rope_parameters"] = {name: each for name, each in rope if "mrope" not in name}
         config = Qwen3Config(**options | {"model_type": "qwen3"})
-    either = whole.tie_word_embeddings or config.tie_word_embeddings
-    config.tie_word_embeddings = bool(tied or (headless and either))
+    config.tie_word_embeddings = ties((whole.tie_word_embeddings, config.tie_word_embeddings))
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return config
 
@@ -61,8 +60,8 @@ def text_names(path: str) -> dict[str, str]:
 
     Empty for the folder of a text model. Raises: ValueError if two tensors get one name.
     """
-    names, renamed, own = tensor_names(path), {}, Counter()
-    for name in names:
+    renamed, own = {}, Counter()
+    for name in tensor_names(path):
         old = next((each for each in TEXT_NAMES if name.startswith(each)), "")
         new = TEXT_NAMES.get(old, "")
         own[new + name.removeprefix(old)] += 1

@@ -53,6 +53,7 @@ class SharedEngine(Engine):
         **options: Any,
     ):
         exact = backend.exact
+        parts = {"head": replace(policy.head, row_multiple=ROW_MULTIPLE)}
         if exact:
             if policy.device.type == "cuda":
                 raise ValueError("exact must be off on a GPU (its kernels have not been measured)")
@@ -61,8 +62,6 @@ class SharedEngine(Engine):
                                  " changes how a row is rounded)")
             # Threads that share a row's keys change the order of its sums.
             os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-        parts = {"head": replace(policy.head, row_multiple=ROW_MULTIPLE)}
-        if exact:
             parts |= {"body": self.exact_body, "pack": longest_first}
         self.usual_body = policy.body
         self.policy = policy.changed(**parts)

@@ -92,8 +92,8 @@ def read_task(
              for part in (train, held_out)]
     if not any(parts):
         raise ValueError(f"task must have problems, {name} has none")
-    columns = f"{name}: questions are in column {question}, answers in {answer}"
-    return rewarded(*parts, columns=columns, in_passes=not from_program or file.has_problems())
+    return rewarded(*parts, in_passes=not from_program or file.has_problems(),
+                    columns=f"{name}: questions are in column {question}, answers in {answer}")
 
 
 def try_reward(task: Task) -> None:

@@ -49,8 +49,8 @@ class TaskFile:
         for process in self.processes:
             self.idle.put(process)
         self.threads = ThreadPoolExecutor(num_processes)  # kept: a child ends with its thread
-        about = self._call(f"the import of {path}", "about")
-        self.text, self.whole_groups, self.takes_rollout = about
+        self.text, self.whole_groups, self.takes_rollout = self._call(
+            f"the import of {path}", "about")
 
     def has_problems(self) -> bool:
         """Whether it lists its problems; else it draws them."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from config import VARIANTS
 
-ROOT = Path(__file__).parents[1]
 Rows = list[dict[str, Any]]  # of metrics.jsonl; step 0 is the evaluation before training
 
 
@@ -128,7 +127,7 @@ class Cell(NamedTuple):
 
     options: str  # of train.py
     baseline: str = "transformers"  # the cell whose runs of the same seeds are subtracted
-    program: str = "train"  # a module whose `main` takes the options: this, or lab.bench
+    program: str = "train"  # a module whose `main` takes the options; others are in lab/
     model: str | None = None  # of lab/models.py: written for each seed before the runs
     share: float = 0.2  # of --minutes: the limit of a run
     # What was predicted, what others report, or what an H200 gave: printed beside the figures.
@@ -239,7 +238,7 @@ BENCH_CELLS = against("vllm", {
 # tokens of prompt, 512 of response. docs/fixes.md has the reasons of what is expected. With 128
 # prompts a step and its bare work took 32 + 27 s on an H200, after 75 s for model and start. With
 # MINUTES=10 the cell has 180 s, so there are 64 prompts.
-GPU = (f"{BENCH} --task {ROOT / 'lab' / 'models.py'} --dtype bfloat16 --num-prompts 64"
+GPU = (f"{BENCH} --task {Path(__file__).with_name('models.py')} --dtype bfloat16 --num-prompts 64"
        " --group-size 8 --max-new-tokens 512 --micro-batch-tokens 16384 --kv-cache-gib 16"
        " --eval-problems 8 --self-noise-every 1")
 TINY = ("--model toy --task digits --steps 3 --num-prompts 4 --group-size 4 --max-new-tokens 18"

@@ -38,21 +38,20 @@ def phases(
     learning, backend = config.learning, config.backend
     size = getattr(torch, config.job.dtype).itemsize
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(model_config)
     parameters = sum(each.numel() for each in model.parameters())
     weights = size * parameters
     adapters = config.lora.lora_rank * sum(
         sum(each.weight.shape) for each in model.base_model.modules() if type(each) is Linear)
     trained = adapters or parameters
     copied = 4 * adapters or weights  # bytes
-    text = model_config.get_text_config()
-    hidden = text.hidden_size
-    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    hidden, layers = model_config.hidden_size, model_config.num_hidden_layers
+    inner = getattr(model_config, "intermediate_size", None) or 4 * hidden
     positions = max(learning.micro_batch_tokens, prompt_tokens + learning.max_new_tokens)
     layer = positions * (16 * hidden + size * (8 * hidden + 4 * inner))
-    activations = text.num_hidden_layers * layer
+    activations = layers * layer
     if learning.gradient_checkpointing:
-        activations = text.num_hidden_layers * positions * size * hidden + layer
+        activations = layers * positions * size * hidden + layer
     masters = 0 if adapters or size == 4 else 4 * trained  # adapters are fp32, their own masters
     probed = config.measure.probe_every or config.measure.probe_on_alarm
     copies = bool(learning.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
@@ -61,7 +60,7 @@ def phases(
     # The shared engine has the trainer's weights.
     engine = weights * (backend.engine == "vllm") + backend.kv_cache_gib * GIB
     # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
-    sampler = 4 * backend.max_num_seqs * text.vocab_size * 4
+    sampler = 4 * backend.max_num_seqs * model_config.vocab_size * 4
     generate = always | {"engine": engine + sampler}
     if not learning.offload_optimizer:
         generate |= optimizer
@@ -95,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     fits = peak <= config.gib
     print(f"peak {peak:.2f}: {'fits' if fits else 'does NOT fit'} {config.gib:g} GiB (without CUDA"
           " graphs and fragmentation)")
-    return 0 if fits else 1
+    return int(not fits)
 
 
 if __name__ == "__main__":

@@ -514,7 +514,7 @@ def draw_means(record: Record, metrics: tuple[str, ...], chosen: list[str], path
     figure.savefig(path, dpi=110)
 
 
-def draw(curves: Record, path: Path) -> Any:
+def draw(curves: Record, path: Path) -> None:
     """The curves of each cell by field: mean and range over the seeds."""
     from matplotlib.figure import Figure
 
@@ -531,7 +531,6 @@ def draw(curves: Record, path: Path) -> Any:
         if title.endswith("(log)"):
             axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
     figure.savefig(path, dpi=110)
-    return figure
 
 
 # ---------------------------------------------------------------------------------- the command

@@ -105,10 +105,10 @@ def compare_layers(policy: Policy, engine: Engine, prompts: list[list[int]],
     """
     if any(hasattr(module, "chunk_size") for module in policy.model.modules()):
         raise ValueError("model must have no recurrent layers (hooks do not see inside)")
-    model = engine.runner.get_model()
     count = policy.model.config.num_hidden_layers
     sampling = Sampling(temperature=0.7, max_new_tokens=max_new_tokens)
-    ours, theirs = find_modules(policy.model.base_model, count), find_modules(model, count)
+    ours = find_modules(policy.model.base_model, count)
+    theirs = find_modules(engine.vllm_model, count)
     trainers = {place: ours[place] for place in ours if place in theirs}
     engines = {place: theirs[place] for place in trainers}
     figures = []

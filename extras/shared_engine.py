@@ -76,7 +76,7 @@ class SharedEngine(Engine):
         from vllm import ModelRegistry
 
         model = self.policy.model
-        config = model.config.get_text_config()
+        config = model.config
         ATTENTION.register(NAME, self._note_layer)
         self.hidden(*torch.zeros(2, 2, dtype=torch.long, device=model.device))
         ATTENTION.register(NAME, self._attend)

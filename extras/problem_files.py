@@ -143,7 +143,7 @@ def drawn(file: TaskFile) -> list[Any]:
 # ---------------------------------------------------------------------------------- rows
 def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
     """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out."""
-    binary = re.search(r"\.(parquet|arrow)(\.gz)?$", name.lower())
+    binary = re.search(r"\.(parquet(\.gz)?|arrow)$", name.lower())
     if not binary and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
         return read_text(name), []
     parts = read_dataset(name)

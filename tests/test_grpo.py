@@ -19,7 +19,7 @@ from helpers import ROOT, ROUNDING, built, close_live_engine, qwen2, rewrite, ru
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from config import Config, ParityFlags
+from config import ParityFlags
 from examples.toys import toy_tokenizer
 from extras.answers import last_number
 from rl import plain_body
@@ -182,38 +182,26 @@ def test_the_command_trains_prints_an_answer_and_saves_the_policy(options, capsy
     command(options | {"steps": 2, "eval_every": 2, "block_size": 256}, "--two-policy", "--no-processed-logprobs",
             "--no-fp32-head", "--no-uncached-runtime")  # fmt: skip
     printed = capsys.readouterr().out.splitlines()
-    lines = [line for line in printed if line.startswith(("note: ", "step ", *"0123456789+"))]
-    notes, (first, answer, second) = lines[:-3], lines[-3:]
-    assert notes == ["note: no cached block is stale: a GPU's sleep clears it, or no prompt fills it",
-                     "note: in float32 each head is fp32"]
-    assert re.fullmatch(r"step 1 \| reward \S+ \| .*clip_rate \S+ .*mismatch_abs_mean \S+", first)
-    assert re.fullmatch(r"[\d+]{140} .*", answer)
-    assert re.fullmatch(r"step 2 .* \| held_out \S+", second)
+    notes, steps = ([line for line in printed if line.startswith(word)] for word in ("note: ", "step "))
+    assert [note[:21] for note in notes] == ["note: no cached block", "note: in float32 each"]
+    assert re.fullmatch(r"step 1 \| reward \S+ \| .*clip_rate \S+ .*mismatch_abs_mean \S+", steps[0])
+    assert re.fullmatch(r"step 2 .* \| held_out \S+", steps[1])
+    assert any(re.match(r"[\d+]{140} ", line) for line in printed)  # an answer
     before, after = (AutoModelForCausalLM.from_pretrained(options[name]) for name in ("model", "out"))
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
     assert len(AutoTokenizer.from_pretrained(options["out"])) > 3
 
 
-ROW = '{"question": "1+1=", "answer": 2}'
-FILES = {
-    "": "line 1, ", f'{ROW}\n{{"answer": 2}}': "line 2, .*question", '{"question": "1+1="}': "line 1, .*answer",
-    '{"question": " ", "answer": 2}': "line 1, ", '{"question": "1+1=", "answer": null}': "line 1, ",
-    f"{ROW}\n[1]": "line 2, ", '{"question": "1+1=", "answer": "2 or 3"}': "line 1, .*plain num",
-}
-
-
+FILES = {"": "line 1, ", '{"question": "1+1=", "answer": 2}\n{"answer": 2}': "line 2, .*question",
+         '{"question": "1+1=", "answer": "2 or 3"}': "line 1, .*plain num"}  # fmt: skip
 MODELS = {
     "a head of its own": (rewrite("config.json", tie_word_embeddings=True), "not of config.json, untied=True, set()"),
     "fewer layers": (rewrite("config.json", num_hidden_layers=1, layer_types=None), "untied=False, {'model.layers.1."),
     "a tensor missing": (tensors(lambda table: table.pop("model.norm.weight")), "untied=False, {'model.norm.weight'}"),
-    "a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no file named model.safeten"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
-    "multimodal": (lambda f: (f / "config.json").write_text('{"model_type": "gemma3"}'),
-                   "multimodal is multimodal; train.py trains its text model"),
+    "multimodal": (lambda f: (f / "config.json").write_text('{"model_type": "gemma3"}'), "trains its text model"),
 }
-COUNTS = "num_prompts", "group_size", "num_minibatches", "steps", "eval_every", "max_new_tokens"
-WRONG = dict.fromkeys(COUNTS, 0) | {"clip": math.nan, "lr": math.inf, "temperature": 0.0}
 OFF = dict(fp32_head=False), dict(uncached_runtime=False), dict(processed_logprobs=False), dict(two_policy=True)
+WRONG = dict(steps=0), dict(clip=math.nan), dict(lr=math.inf)
 
 
 @pytest.mark.engine  # it starts none, but the page imports vllm
@@ -223,7 +211,7 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
     import grpo
 
     def refusal(**changes) -> str:
-        with pytest.raises((ValueError, OSError)) as refused:
+        with pytest.raises(ValueError) as refused:
             next(grpo.train(grpo.Options(**options | changes)))
         return str(refused.value)
 
@@ -231,38 +219,34 @@ def test_page_refuses_before_the_engine_starts(options, tmp_path):
     for text, complaint in FILES.items():
         path.write_text(text)
         assert re.match(re.escape(f"{path}, ") + complaint, refusal(problems=str(path))), text
-    assert "No such file" in refusal(problems=str(tmp_path / "absent.jsonl"))
     for name, (spoil, complaint) in MODELS.items():
         folder = shutil.copytree(options["model"], tmp_path / name)
         spoil(folder)
         assert complaint in refusal(model=str(folder)), name
-    (tmp_path / "file").write_text("mine")
-    assert "File exists" in refusal(out=str(tmp_path / "file"))
     for changes, complaint in (
         *((dict(tis_cap=2.0) | off, "tis_cap needs all fixes, and two_policy off") for off in OFF),
-        *(({name: value}, f"{name} must be positive and finite, got {value}") for name, value in WRONG.items()),
+        *((wrong, "must be positive and finite") for wrong in WRONG),
         (dict(dtype="float16"), "dtype must be float32, or bfloat16 with lr >= 1e-3"),
         (dict(dtype="bfloat16", lr=1e-6), "dtype must be float32, or bfloat16 with lr >= 1e-3"),
         (dict(num_minibatches=5), "num_minibatches must divide num_prompts * group_size"),
-        (dict(group_size=1), "group_size must be 2 or more"),
-        (dict(num_prompts=12), "group_size must be 2 or more, num_prompts at most 11"),
+        (dict(group_size=1), "group_size must be 2 or more"), (dict(num_prompts=12), "num_prompts at most 11"),
     ):
-        assert refusal(**changes).startswith(complaint), changes
+        assert complaint in refusal(**changes), changes
     with pytest.raises(SystemExit, match=r"^error: tis_cap must be positive and finite, got -1.0$"):
         command(options | {"tis_cap": -1.0})
 
 
-PLAIN = {"42": 42, "so 1,200.50 left.": Decimal("1200.5"), "x = -3": -3, "**5**": 5, "$7": 7, "-$7": -7, "#### 8": 8}
-OTHERS = "3/2", "10^5", "x_2", "5-2", "1+2", "1,2", "12:30", "2x", "1.2.3", "...4", "1e5", "none"
+PLAIN = {"42": 42, "so 1,200.50 left.": Decimal("1200.5"), "x = -3": -3, "-$7": -7, "#### 8": 8, "2x": None,
+         "1+2": None, "3/2": None, "x_2": None, "1,2": None, "12:30": None, "none": None}  # fmt: skip
 
 
 @pytest.mark.engine  # it starts none, but the page imports vllm
-def test_what_page_reads_as_a_number_is_what_the_core_reads():
+def test_what_page_reads_as_a_number():
+    """Where the page reads none the core may read one, such as 3/2."""
     import grpo
 
     assert {text: grpo.last_number(text) for text in PLAIN} == PLAIN
-    assert [text for text in OTHERS if grpo.last_number(text) is not None] == []
-    assert {text: last_number(text) for text in PLAIN} == PLAIN
+    assert all(last_number(text) == number for text, number in PLAIN.items() if number is not None)
 
 
 def test_page_is_one_page():
@@ -274,10 +258,7 @@ def test_page_is_one_page():
 def test_what_page_leaves_out_is_in_the_files_that_it_names():
     import grpo
 
-    listed = grpo.__doc__.partition("Left out, but in ")[2]
-    of_core, of_extras = listed.split("in extras/")
+    of_core, of_extras = grpo.__doc__.partition("Left out, but in ")[2].split("in extras/")
     names = re.findall(r"\((\w+\.py)\)", of_core) + [f"extras/{name}" for name in re.findall(r"\((\S+)\)", of_extras)]
+    assert len(names) > 5
     assert [name for name in names if not (ROOT / name).is_file()] == []
-    flags = {flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", listed)}
-    assert len(flags) > 5
-    assert flags <= Config().flat().keys() - vars(grpo.Options()).keys()

@@ -1,10 +1,8 @@
 """Whole runs: learning, evaluation, the live probe, users' models and tasks, the exported policy."""
 
 import json
-import math
 import re
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
@@ -57,9 +55,9 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
 def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(good, tmp_path):
     """Their values and gradients are equal: test_architectures.py and test_rl.py."""
     for plain, parts in (True, ("plain_body", "Head")), (False, ("prompts_once", "FastHead")):
-        built(good, tmp_path / str(plain), plain=plain)
-        trainer = json.loads((tmp_path / str(plain) / "config.json").read_text())["trainer"]
-        assert (trainer["body"], trainer["head"]) == parts
+        _, state, _ = built(good, tmp_path / str(plain), plain=plain)
+        audit = state.policy.audit()
+        assert (audit["body"], audit["head"]) == parts
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -72,63 +70,47 @@ def test_greedy_agreement_counts_a_tie_as_agreement_and_one_wrong_token_as_none(
     logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1]
     answers = [Rollout([5, 6], None, ids, [0.0] * len(ids)) for ids in ([7], [8], [9], [7, logits.argmin().item()])]
     assert [greedy_agreement(policy, [answer], learning) for answer in answers] == [1, 1, 0, 0]
-    assert greedy_agreement(policy, answers, learning) == 1 / 2
 
 
-def test_a_sources_answer_serves_training_and_evaluation_alike(good, tmp_path):
-    """A source that answers with a fixed token id after what the engine samples, and scores it: both see it in every
-    rollout.
-    """
-    calls = []
+class Signed(Synchronous):
+    """Answers with a fixed token after what the engine samples, which has no loss, and scores it."""
 
-    class Signed(Synchronous):
-        def answer(self, problems: list, num_samples: int, sampling: Sampling) -> list[Rollout]:
-            calls.append((len(problems), num_samples, sampling.temperature))
-            rollouts = super().answer(problems, num_samples, replace(sampling, max_new_tokens=3))
-            for rollout in rollouts:
-                rollout.append([9], [-1.0], self.engine.weight_version)
-                rollout.trained = [True] * (len(rollout.token_ids) - 1) + [False]
-            for place, rollout in enumerate(rollouts):
-                rollout.reward = 1e8 + place % num_samples  # float32 cannot tell these apart
-            return rollouts
+    def answer(self, problems: list, num_samples: int, sampling: Sampling) -> list[Rollout]:
+        rollouts = super().answer(problems, num_samples, sampling)
+        for place, rollout in enumerate(rollouts):
+            rollout.append([9], [-1.0], self.engine.weight_version)
+            rollout.trained = [True] * (len(rollout.token_ids) - 1) + [False]
+            rollout.reward = 1e8 + place % num_samples  # float32 cannot tell these apart
+        return rollouts
 
+
+def test_a_sources_answer_serves_training_and_evaluation_and_functions_change_an_update(good, tmp_path):
     run, state, _ = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3)
     state.source = Signed(state.engine, run.task, run.sampling, 4, 2, 0)
-    done = train_step(run, state, 1)
-    batch = done.batch
+    state.before_update = [lambda batch, metrics: {"rows": len(batch.advantages), "lr": metrics["lr"] / 4},
+                           lambda batch, metrics: {"rows_again": metrics["rows"]}]  # fmt: skip
+    metrics, _, batch, _ = train_step(run, state, 1)
     assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
     assert (batch.advantages != 0).all()
     assert batch.mask.sum() == sum(len(rollout.token_ids) - 1 for rollout in batch.rollouts)
+    assert metrics["lr"] == state.optimizer.adamw.param_groups[0]["lr"] == run.config.lr_at(1) / 4
+    assert metrics["rows_again"] == 8
     evaluate(run, state, 1)
     samples = rows(tmp_path, "samples")
     assert len(samples) == 5 + 5 * 3
-    assert max(sample["tokens"] for sample in samples) == 4
-    assert calls == [(4, 2, 0.7), (5, 1, 0.0), (5, 3, 0.7)]
-    assert state.source.next(2)[0] != done.problems
-
-
-def test_a_function_before_the_update_adds_metrics_and_scales_the_learning_rate(good, tmp_path):
-    run, state, _ = built(good, tmp_path, task=str(good / "task.py"))
-
-    state.before_update = [lambda batch, metrics: {"rows": len(batch.advantages), "lr": metrics["lr"] / 4},
-                           lambda batch, metrics: {"rows_again": metrics["rows"]}]  # fmt: skip
-    metrics = train_step(run, state, 1).metrics
-    assert metrics["lr"] == state.optimizer.adamw.param_groups[0]["lr"] == run.config.lr_at(1) / 4
-    assert metrics["rows_again"] == 8
+    assert all(sample["reward"] >= 1e8 for sample in samples)
 
 
 # ------------------------------------------------------------------------------------------------ options
 def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, capsys):
     """This test has no marker `engine`, so vllm cannot be imported."""
-    train_here(command(good, "--task {root}/task.py --steps 3 --inflight-groups 3 --engine transformers", *SMALL,
-                       "--probe-every", "3", "--out", str(tmp_path)))  # fmt: skip
-    steps = rows(tmp_path)[1:]
-    largest = max(row["lr"] for row in steps)
-    notice = f"a warm-up of 5 steps in a run of 3: the learning rate reaches {largest:.1e} at most, NOT 1.0e-03\n"
-    assert notice in capsys.readouterr().out
-    assert steps[0]["mismatch_abs_mean"] < ROUNDING
-    assert max(row.get("current_mismatch_abs_mean") or 0 for row in steps) < ROUNDING
-    assert steps[0]["probe"] == "parity"
+    train_here(command(good, "--task {root}/task.py --steps 2 --inflight-groups 3 --engine transformers", *SMALL,
+                       "--probe-every", "2", "--self-noise-every", "2", "--out", str(tmp_path)))  # fmt: skip
+    assert "a warm-up of 5 steps in a run of 2: the learning rate reaches " in capsys.readouterr().out
+    first, second = rows(tmp_path)[1:]
+    assert max(row.get("current_mismatch_abs_mean") or 0 for row in (first, second)) < ROUNDING
+    assert first["probe"] == "parity"
+    assert 0 < first["self_noise_abs_mean"] < ROUNDING
     record = json.loads((tmp_path / "config.json").read_text())
     assert record["versions"]["vllm"] is None
     assert record["audit"]["engine"] == "transformers"
@@ -170,13 +152,9 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
     steps = rows(out)[1:]
     assert all(0 < row["mismatch_abs_mean"] < 0.1 for row in steps)
     assert 0 < sum(row["trunc_frac"] for row in steps) < 3
-    assert all(0 <= (row["kl_ref"] or 0) <= (row["kl_ref_max"] or 0) < math.inf for row in steps)
     assert any(row.get("grad_norm") is not None for row in steps)  # fp16 may lose steps until its scale fits
     assert sum(row["reward_errors"] for row in steps) > 0
-    record = json.loads((out / "config.json").read_text())
-    expected = {"model_dtype": "float16", "head_dtype": "float32", "gradient_checkpointing": True, "body": "plain_body"}
-    assert record["trainer"].items() >= expected.items()
-    problems = record["problems"]
+    problems = json.loads((out / "config.json").read_text())["problems"]
     assert (problems["dropped"], problems["train"] + problems["held_out"]) == (1, 54)
     samples = rows(out, "samples")
     answers = {"greedy": 1, "sampled": 2, "trainer_alone": 2}  # to each held-out problem
@@ -216,9 +194,9 @@ def test_the_process_is_seeded_by_run_stream_and_step():
         reseed(*stream)
         return torch.rand(1).item(), numpy.random.rand()
 
-    first, again = ([drawn(*stream) for stream in product((0, 1), ("train", "eval"), range(50))] for _ in range(2))
+    first, again = ([drawn(*stream) for stream in product((0, 1), ("train", "eval"), range(5))] for _ in range(2))
     assert first == again
-    assert all(len(set(values)) == 200 for values in zip(*first, strict=True))
+    assert all(len(set(values)) == 20 for values in zip(*first, strict=True))
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():

@@ -1,6 +1,6 @@
 """Faults that trackers of vLLM list (docs/records/vllm-rl.json), planted between two loads of a live engine."""
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -55,12 +55,8 @@ GIVE_UP = "vLLM did not give up the KV cache"
 FAULTS = {
     "rotary table from 8 on": (
         "Qwen2", {}, lambda engine, *_: buffer(engine, "cos_sin_cache")[8:].normal_(), BUFFERS, BUFFERS),
-    "rotary table of a mixture": (
-        "Qwen3Moe", {}, lambda engine, *_: buffer(engine, "cos_sin_cache")[40:].zero_(), BUFFERS, BUFFERS),
     "scale of the embedding": (
         "Gemma2", {}, lambda engine, *_: buffer(engine, "normalizer").zero_(), BUFFERS, BUFFERS),
-    "scale of the keys": (  # each load sets it to 1
-        "Qwen2", {}, lambda engine, *_: buffer(engine, "_k_scale").fill_(0.5), NOTHING, NOTHING),
     "alias of a convolution": ("FalconH1", {}, break_alias, BUFFERS),  # refused in 16 bits
     "tied head not sent": (
         # Only some CPUs pack it in bfloat16.
@@ -98,10 +94,14 @@ def test_a_planted_fault_is_refused_at_the_next_load_or_known_to_pass(tmp_path, 
         engine.close()
 
 
+GPU = [pytest.mark.gpu, pytest.mark.own_process]
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.own_process])])
-@pytest.mark.parametrize("name", ["Llama", "FalconH1"])
-@pytest.mark.parametrize("byte", [69, 255])  # float32 3156 and NaN
+@pytest.mark.parametrize("name, byte, device", [  # of bytes of 69 a float32 is 3156, of 255 NaN
+    ("Llama", 69, "cpu"), ("FalconH1", 255, "cpu"), pytest.param("Llama", 255, "cuda", marks=GPU),
+    pytest.param("FalconH1", 255, "cuda", marks=GPU),
+])  # fmt: skip
 def test_undefined_pages_and_recurrent_states_change_no_value(tmp_path, name, byte, device):
     """A CPU's attention may multiply a NaN behind the last token by 0: then the run stops."""
     policy = policy_of(tmp_path, name, device=device)
@@ -109,7 +109,5 @@ def test_undefined_pages_and_recurrent_states_change_no_value(tmp_path, name, by
         for cache in engine.runner.kv_caches:
             for part in [cache] if isinstance(cache, torch.Tensor) else cache:
                 part.view(torch.uint8).fill_(byte)
-        stops = (name, byte, device) == ("Llama", 255, "cpu")
-        with suppress(FloatingPointError) if stops else nullcontext():
-            assert mismatch(policy, engine, WARM, MATRIX_PROMPTS)["mismatch_abs_mean"] < 1e-3
+        assert mismatch(policy, engine, WARM, MATRIX_PROMPTS)["mismatch_abs_mean"] < 1e-3
         engine.close()

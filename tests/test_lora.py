@@ -11,7 +11,6 @@ from helpers import RECURRENT, at, built, load_into, qwen2, small_model, started
 from transformers import AutoModelForCausalLM
 
 from config import LoraConfig
-from extras.gradient_checkpointing import checkpoint_layers
 from extras.lora import Adapters
 from proof import differing
 from rl import Policy, make_batch
@@ -47,7 +46,6 @@ def test_adapters_at_their_start_are_the_base_bit_by_bit_also_as_kl_reference(dt
     expected = logprobs(Policy(qwen2(tied=False, dtype=dtype)))
     policy = adapted(qwen2(tied=False, dtype=dtype), lora_forward=forward)
     reference = policy.copied_weights()
-    assert all(".lora_" in name for name in reference)
     assert torch.equal(logprobs(policy), expected)
     grow(policy, 0.05)
     assert (logprobs(policy) - expected).abs().max() > 1e-2
@@ -66,16 +64,13 @@ def test_the_merged_forward_is_a_plain_model_of_the_sent_tensors_and_its_gradien
     assert torch.equal(logprobs(policy), logprobs(plain))
     logprobs(plain).sum().backward()
     modules = dict(plain.model.named_modules())
-    for count in (1, 2):  # the gradients of both passes add up
-        if count == 2:
-            checkpoint_layers(policy.model)
-        logprobs(policy).sum().backward()
-        for module, layer in policy.send.layers.items():
-            full = count * layer.scale * modules[module].weight.grad.float()  # (out, in)
-            for found, expected in ((layer.lora_A.grad, layer.lora_B.T @ full),
-                                    (layer.lora_B.grad, full @ layer.lora_A.T)):  # fmt: skip
-                error = (found - expected).norm() / expected.norm()
-                assert error < (1e-5 if dtype == torch.float32 else 4e-2)  # dW is rounded to 16 bits
+    logprobs(policy).sum().backward()
+    for module, layer in policy.send.layers.items():
+        full = layer.scale * modules[module].weight.grad.float()  # (out, in)
+        for found, expected in ((layer.lora_A.grad, layer.lora_B.T @ full),
+                                (layer.lora_B.grad, full @ layer.lora_A.T)):  # fmt: skip
+            error = (found - expected).norm() / expected.norm()
+            assert error < (1e-5 if dtype == torch.float32 else 4e-2)  # dW is rounded to 16 bits
     assert policy.head.weight.grad is None
 
 
@@ -103,7 +98,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_
     (run, whole), (_, resumed) = begun("whole"), begun("resumed")
     train_step(run, whole, 1)
     saved = deepcopy(whole.state_dict())
-    assert saved["policy"].keys() == adapted(qwen2(tied=True)).copied_weights().keys()
+    assert all(".lora_" in name for name in saved["policy"])
     assert saved["optimizer"]["scaler"]["scale"] > 1  # float16 is scaled, although the adapters are in float32
     resumed.load_state_dict(saved)
     for state in (whole, resumed):

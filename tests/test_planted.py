@@ -32,11 +32,6 @@ def fuse_gates(engine: Engine, patch, old: dict[str, torch.Tensor]) -> None:
         patch.setattr(each.mlp.gate, "forward", lambda states, first=first: (linear(states, first), None))
 
 
-def shorten_window(engine: Engine, *_) -> None:
-    for each in engine.vllm_model.model.layers:
-        each.self_attn.attn.impl.sliding_window -= 1
-
-
 def merge_twice(engine: Engine, patch, old: dict[str, torch.Tensor]) -> None:
     """The load brings the change of each tensor two times, as an adapter would that is merged into merged weights."""
     transfer = engine._transfer
@@ -72,7 +67,6 @@ FAULTS = {
     "reset that does nothing": (
         "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",)), in_flight=True), refuse_reset,
         GIVE_UP, GIVE_UP),
-    "window one short": ("Mistral", {}, shorten_window, CANARY),  # in bfloat16 near the limit
 }  # fmt: skip
 DTYPES = torch.float32, torch.bfloat16
 CASES = [(fault, dtype) for fault, (_, _, _, *reports) in FAULTS.items() for dtype in DTYPES[: len(reports)]]

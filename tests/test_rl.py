@@ -53,13 +53,12 @@ def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
     torch.testing.assert_close(batch.behavior_logprobs, torch.tensor([[0, 0, -0.2], [-0.3, 0, 0]]))
 
 
-@pytest.mark.parametrize("prompt, bound", [(100, 0.9), (2, 1.0)])
-def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then(prompt, bound):
+def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_computed_then():
     """Positions are counted as the model sees them. Their values are in test_architectures.py."""
     model, seen, counts = qwen2(tied=True), [], []
     policy = Policy(model, **fast_parts(model))
     lengths = [1 + 11 * row % 29 for row in range(32)]
-    batch = make_batch([Rollout([row // 8 + 3] * prompt, None, [5] * length, [0.0] * length)
+    batch = make_batch([Rollout([row // 8 + 3] * 100, None, [5] * length, [0.0] * length)
                         for row, length in enumerate(lengths)])
     model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
     for pack in (longest_first, policy.pack):
@@ -69,7 +68,7 @@ def test_rows_of_one_prompt_share_a_micro_batch_where_fewer_positions_are_comput
         frozen_logprobs(policy, batch, [micro_batches])
         counts.append(sum(seen))
         seen.clear()
-    assert counts[1] <= bound * counts[0]
+    assert counts[1] < 0.9 * counts[0]
 
 
 def test_rows_without_a_signal_have_micro_batches_of_their_own_and_the_longest_come_first():
@@ -121,9 +120,8 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [Head, FastHead])
 @pytest.mark.parametrize("softcap, scale, rows, dtype", [
-    (None, 1.4, 64, torch.float32), (3.0, 0.6, 1, torch.float32), (None, 1.0, 7, torch.bfloat16),
-    (3.0, 0.6, 7, torch.float16),
-])  # fmt: skip
+    (3.0, 0.6, 1, torch.float32), (None, 1.4, 7, torch.bfloat16), (3.0, 0.6, 64, torch.float16),
+])
 def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale, rows, dtype, kind, device):
     """In chunks of so many rows. test_architectures.py has both heads with kept sets."""
     hidden, weight, bias = torch.randn(64, 48), torch.randn(500, 48) / 3, torch.randn(500) / 7

@@ -1,7 +1,5 @@
 """Rollouts from rounded weights: the engine gets them, exactly, and the trainer keeps its own."""
 
-import json
-
 import pytest
 import torch
 from helpers import (
@@ -21,23 +19,22 @@ from extras.rounded_weights import RoundedWeights, rounded
 from rl import Policy
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ROUNDINGS if kind != "fp8"])
-def test_each_value_is_the_nearest_multiple(kind):
+def levels(kind: str) -> torch.Tensor:
+    """The numbers of a format from 0 to its largest one."""
+    if kind != "fp8":
+        return torch.arange(2 ** (int(kind[3:]) - 1)).double()
+    small, normal = range(8), [(8 + m) * 2**e for e in range(15) for m in range(8)]  # e4m3, in units of 2^-9
+    return torch.tensor([*small, *normal[:-1]]).double()  # the last one is NaN
+
+
+@pytest.mark.parametrize("kind", ROUNDINGS)
+def test_each_value_is_the_nearest_multiple_of_the_scale(kind):
     """The oracle tries all levels in float64."""
-    weight, bits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)), int(kind[3:])
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     for row, ours in zip(weight.double(), rounded(weight, kind).double(), strict=True):
-        grid = row.abs().max() / (2 ** (bits - 1) - 1) * torch.arange(-127, 128)
-        nearest = grid[(row[:, None] - grid).abs().argmin(dim=1)]
+        grid = levels(kind) / levels(kind).max() * row.abs().max()
+        nearest = grid[(row.abs()[:, None] - grid).abs().argmin(dim=1)] * row.sign()
         torch.testing.assert_close(ours, nearest, atol=1e-6, rtol=1e-6)
-
-
-def test_fp8_has_four_bits_and_a_scale_for_each_channel():
-    scales = torch.tensor([1e-3, 1, 1, 9, 1e3, 1])[:, None]
-    weight = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)) * scales
-    error = (rounded(weight, "fp8") - weight).abs()
-    normal = weight.abs() > weight.abs().amax(dim=1, keepdim=True) / 2**14  # e4m3 has 15 binades of normal numbers
-    assert (error[normal] <= weight[normal].abs() * 2**-4 * 1.001).all()
-    assert 0.02 < (error / weight.abs())[normal].mean() < 0.03
 
 
 @pytest.mark.engine
@@ -65,8 +62,6 @@ def test_a_run_with_a_correction_trains_its_own_weights_and_samples_from_rounded
     train_here(command(good, f"{words} --rollout-weights int4 --tis token --eval-trainer-alone --out {out}"))
     for row in rows(out)[1:]:
         assert row["mismatch_abs_mean"] > 10 * ROUNDING
-    record = json.loads((out / "config.json").read_text())
-    assert record["trainer"]["engine_gets"] == "14 linear layers rounded to int4"
     saved = Policy.load(str(out / "policy"), torch.float32, "cpu").model
     weight = saved.model.layers[0].mlp.down_proj.weight
     assert all(len(row.unique()) > 15 for row in weight)  # int4 has 15 values in a channel

@@ -10,7 +10,6 @@ from helpers import (
     by_the_book,
     command,
     minibatches_of,
-    move,
     qwen2,
     rows,
     started,
@@ -84,24 +83,6 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
     found, means = measured(policy, rollouts, top_p=0.8)
     assert found["mismatch_ratio"] == pytest.approx(means["kept_mass"], rel=1e-3)
     assert means["kept_mass"] < 0.95
-
-
-@pytest.mark.engine
-def test_requests_with_other_masks_run_beside_each_other_and_an_aborted_one_forgets_its_kept_sets(engine_folder):
-    policy = Policy(qwen2(tied=False))
-    with started(engine_folder, policy, ParityFlags(inflight_keep=False), in_flight=True) as engine:
-        masks = [dict(top_k=2, max_kept=4), dict(top_p=0.9, max_kept=90), {}]
-        groups = [engine.submit(PROMPTS[0], 4, Sampling(1.3, 12, **mask), seed=9) for mask in masks]
-        for _ in range(5):
-            engine.step()
-        assert all(len(rollout.kept) == 5 for rollout in groups[0])
-        move(policy)
-        engine.load(policy.weights(), policy.response_logprobs)
-        while engine.num_unfinished:
-            engine.step()
-    check_kept_sets(policy, groups[0], top_k=2)
-    check_kept_sets(policy, groups[1], top_p=0.9)
-    assert not any(rollout.kept for rollout in groups[2])
 
 
 def test_the_reference_engine_samples_under_the_same_masks():

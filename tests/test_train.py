@@ -1,7 +1,6 @@
 """Whole runs: learning, evaluation, the live probe, users' models and tasks, the exported policy."""
 
 import json
-import re
 from collections import Counter
 from itertools import product
 from statistics import fmean
@@ -34,11 +33,11 @@ from train import evaluate, greedy_agreement, train_step
 
 # ------------------------------------------------------------------------------------------------ the default job
 @pytest.mark.engine
-def test_the_default_job_learns_at_parity(tmp_path, capsys):
+def test_the_default_job_learns_at_parity(tmp_path):
     """In two thirds of its steps."""
     options = "--steps 40 --eval-problems 500 --eval-every 40"  # of 500 problems the standard error is 0.011
     run_script("train.py", "--out", tmp_path / "run", *options.split())
-    text, table = capsys.readouterr().out, rows(tmp_path / "run")
+    table = rows(tmp_path / "run")
     steps = table[1:]
     for name in ("eval_reward", "eval_reward_greedy"):  # the policy starts with a wrong habit
         assert table[0][name] < 0.5
@@ -47,9 +46,6 @@ def test_the_default_job_learns_at_parity(tmp_path, capsys):
     assert max(row["mismatch_max"] for row in steps) <= 100 * ROUNDING
     assert all(row["staleness_max"] == 0 for row in steps)
     assert min(row["eval_agree"] for row in table if "eval_agree" in row) >= 0.95  # float32 has a few near ties
-    record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert set(record) >= {"config", "audit", "versions", "commit", "dirty", "device"}
-    assert len(re.findall(r"^step +\d+/\d+ \| reward .* \| mismatch_kl .* s", text, re.M)) == len(steps)
 
 
 def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(good, tmp_path):
@@ -62,14 +58,16 @@ def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(g
 
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
-def test_greedy_agreement_counts_a_tie_as_agreement_and_one_wrong_token_as_none():
-    model = qwen2(tied=False)
-    policy, learning, head = Policy(model), LearningConfig(), model.lm_head.weight
-    state = policy.hidden(torch.tensor([[5, 6]]))[0, -1]
-    head[7] = head[8] = state * (2 * head @ state).amax() / state.dot(state)  # after 5, 6 the likeliest tokens are 7, 8
-    logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1]
-    answers = [Rollout([5, 6], None, ids, [0.0] * len(ids)) for ids in ([7], [8], [9], [7, logits.argmin().item()])]
-    assert [greedy_agreement(policy, [answer], learning) for answer in answers] == [1, 1, 0, 0]
+def test_greedy_agreement_is_the_share_of_answers_without_another_token():
+    policy, likely, unlikely = Policy(qwen2(tied=False)), [5, 6], []
+    for _ in range(2):
+        logits = policy.model(torch.tensor([likely])).logits[0, -1]
+        unlikely.append(logits.argmin().item())
+        likely.append(logits.argmax().item())
+    answers = [Rollout([5, 6], None, ids, [0.0] * len(ids))
+               for ids in (likely[2:3], likely[2:], unlikely[:1], [likely[2], unlikely[1]])]
+    for count, share in (2, 1), (3, 2 / 3), (4, 1 / 2):
+        assert greedy_agreement(policy, answers[:count], LearningConfig()) == pytest.approx(share)
 
 
 class Signed(Synchronous):
@@ -84,17 +82,15 @@ class Signed(Synchronous):
         return rollouts
 
 
-def test_a_sources_answer_serves_training_and_evaluation_and_functions_change_an_update(good, tmp_path):
+def test_a_sources_answer_serves_training_and_evaluation_and_a_function_changes_the_update(good, tmp_path):
     run, state, _ = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3)
     state.source = Signed(state.engine, run.task, run.sampling, 4, 2, 0)
-    state.before_update = [lambda batch, metrics: {"rows": len(batch.advantages), "lr": metrics["lr"] / 4},
-                           lambda batch, metrics: {"rows_again": metrics["rows"]}]  # fmt: skip
+    state.before_update = [lambda batch, metrics: {"lr": metrics["lr"] / len(batch.advantages)}]
     metrics, _, batch, _ = train_step(run, state, 1)
     assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
     assert (batch.advantages != 0).all()
     assert batch.mask.sum() == sum(len(rollout.token_ids) - 1 for rollout in batch.rollouts)
-    assert metrics["lr"] == state.optimizer.adamw.param_groups[0]["lr"] == run.config.lr_at(1) / 4
-    assert metrics["rows_again"] == 8
+    assert metrics["lr"] == state.optimizer.adamw.param_groups[0]["lr"] == run.config.lr_at(1) / 8
     evaluate(run, state, 1)
     samples = rows(tmp_path, "samples")
     assert len(samples) == 5 + 5 * 3
@@ -123,8 +119,6 @@ def test_an_alarm_starts_the_probe_which_names_the_flag(good, tmp_path, capsys):
     assert "probe after step 1 (alarm of mismatch_kl, mismatch_abs_mean," in capsys.readouterr().out
     report = (tmp_path / "probe" / "step_000001.txt").read_text()
     assert "=> semantics: raw log-probabilities. Repair: " in report
-    assert "--parity.processed-logprobs" in report
-    assert (tmp_path / "probe" / "step_000001.npz").exists()
 
 
 # ------------------------------------------------------------------------------------------------ users' tasks

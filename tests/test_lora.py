@@ -93,7 +93,8 @@ def test_three_loads_arrive_bit_by_bit(engine_folder, dtype):
 def test_a_run_goes_on_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_model(good, tmp_path):
     def begun(out: str) -> tuple[Run, TrainingState]:
         return built(good, tmp_path / out, task=str(good / "task.py"), lora_rank=4, dtype="float16", kl_coef=0.1,
-                     gradient_checkpointing=True, max_new_tokens=4, lr=1e-2, group_size=8, temperature=2.0)[:2]
+                     gradient_checkpointing=True, max_new_tokens=4, lr=1e-2, group_size=8, num_minibatches=1,
+                     temperature=2.0)[:2]  # fmt: skip
 
     (run, whole), (_, resumed) = begun("whole"), begun("resumed")
     train_step(run, whole, 1)
@@ -102,7 +103,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_
     assert saved["optimizer"]["scaler"]["scale"] > 1  # float16 is scaled, although the adapters are in float32
     resumed.load_state_dict(saved)
     for state in (whole, resumed):
-        assert train_step(run, state, 2).metrics["updates"] == 2
+        assert train_step(run, state, 2).metrics["kl_ref"] > 0  # the reference is the first policy
     adapters = whole.policy.copied_weights()
     assert all(torch.equal(adapters[name], tensor) for name, tensor in resumed.policy.trained().items())
     save_policy(run, whole.policy)

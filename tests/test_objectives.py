@@ -149,11 +149,11 @@ def test_mismatch_metrics_equal_the_divergence_by_enumeration_and_hand_computed_
 def test_mismatch_of_rows_that_differ_in_length_equals_hand_computed_values():
     """A row without a token, one beyond the clamp, and NaN outside the mask."""
     nan = math.nan
-    mismatch = torch.tensor([[0.001, 0.004, nan], [nan] * 3, [0.0015, nan, nan], [10.0, 11.0, 12.0]]).double()
+    mismatch = torch.tensor([[0.001, 0.0015, nan], [nan] * 3, [0.004, nan, nan], [10.0, 11.0, 12.0]]).double()
     metrics = mismatch_metrics(mismatch, torch.zeros(4, 3), (~mismatch.isnan()).float())
     assert metrics["mismatch_near_1"] == 2 / 6  # exp(0.001) and exp(0.0015) are in [0.999, 1.002]
-    assert metrics["mismatch_rows_near_1"] == 1 / 3  # exp(0.0025) is not
-    products = math.exp(0.005), math.exp(0.0015), math.exp(20)
+    assert metrics["mismatch_rows_near_1"] == 1 / 3  # exp(0.00125) is
+    products = math.exp(0.0025), math.exp(0.004), math.exp(20)
     assert metrics["mismatch_row_ratio"] == pytest.approx(sum(products) / 3, rel=1e-12)
 
 
@@ -166,11 +166,11 @@ def test_a_mismatch_of_nan_or_of_no_token_is_an_error():
 
 
 def test_the_ratios_of_backend_and_update_equal_hand_computed_values_and_are_cut_off_at_exp_20():
-    values, zeros = torch.tensor([[300.0, -300.0, math.log(1.1), 7.0]]), torch.zeros(1, 4)
-    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    mean = pytest.approx((math.exp(20) + 1.1) / 3)
-    found = backend_metrics(values, zeros, torch.ones(1, 1), mask, objective="grpo", clip=(0.2, 0.2), max_length=4)
-    assert found == {"backend_clip_rate": pytest.approx(1 / 3), "backend_ratio_mean": mean}
-    sums = update_sums(values, zeros, None, mask > 0, mask / 3)
+    values, zeros = torch.tensor([[300.0, math.log(1.1), 7.0]]), torch.zeros(1, 3)
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    mean = pytest.approx((math.exp(20) + 1.1) / 2)
+    found = backend_metrics(values, zeros, torch.ones(1, 1), mask, objective="grpo", clip=(0.2, 0.2), max_length=3)
+    assert found == {"backend_clip_rate": 1 / 2, "backend_ratio_mean": mean}
+    sums = update_sums(values, zeros, None, mask > 0, mask / 2)
     assert sums["ratio_mean"] == mean
     assert sums["kl_old_new"].isfinite()

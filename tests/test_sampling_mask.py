@@ -9,6 +9,7 @@ from helpers import (
     built,
     by_the_book,
     command,
+    load_into,
     minibatches_of,
     qwen2,
     rows,
@@ -83,6 +84,18 @@ def test_without_the_kept_sets_the_mean_ratio_is_the_kept_mass(engine_folder):
     found, means = measured(policy, rollouts, top_p=0.8)
     assert found["mismatch_ratio"] == pytest.approx(means["kept_mass"], rel=1e-3)
     assert means["kept_mass"] < 0.95
+
+
+@pytest.mark.engine
+def test_an_aborted_request_forgets_its_kept_sets(engine_folder):
+    policy = Policy(qwen2(tied=False))
+    with started(engine_folder, policy, ParityFlags(inflight_keep=False), in_flight=True) as engine:
+        rollouts = engine.submit(PROMPTS[0], 4, Sampling(1.3, 12, top_k=2, max_kept=4), seed=9)
+        engine.step()
+        load_into(engine, policy)
+        while engine.num_unfinished:
+            engine.step()
+    assert all(len(rollout.kept) == len(rollout.token_ids) for rollout in rollouts)
 
 
 def test_the_reference_engine_samples_under_the_same_masks():

@@ -9,8 +9,8 @@ from tasks import Task, time_limit
 def notices(tokenizer: Any, task: Task, data: Any) -> list[str]:
     """The sentences that apply. `data` is a config.DataConfig."""
     problems = task.train + task.held_out
-    # str: an id that the tokenizer does not know has no token.
-    stop = {each: str(tokenizer.convert_ids_to_tokens(each)) for each in task.stop_token_ids}
+    stop = {each: tokenizer.convert_ids_to_tokens(each) or f"unknown token {each}"
+            for each in task.stop_token_ids}
     ends = sum(problem.prompt_ids[-1] in stop for problem in problems)
     inside = sum(any(token in problem.question for token in stop.values()) for problem in problems)
     found = {

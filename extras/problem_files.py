@@ -162,7 +162,9 @@ def read_text(path: str) -> Rows:
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
     with stage(f"reading the task file {path} as UTF-8"):
         content = Path(path).read_bytes()
-        text = (gzip.decompress(content) if path.endswith(".gz") else content).decode("utf-8-sig")
+        if path.lower().endswith(".gz"):
+            content = gzip.decompress(content)
+        text = content.decode("utf-8-sig")
     separated = re.search(r"\.(csv|tsv)(\.gz)?$", path.lower())
     if separated:
         separator = "," if separated[1] == "csv" else "\t"

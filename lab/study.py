@@ -132,7 +132,7 @@ class Run:
     @property
     def options(self) -> Record:
         """What makes it this run and no other, as JSON has it."""
-        return json.loads(json.dumps(self.config.experiment))
+        return json.loads(json.dumps(self.config.experiment | {"steps": self.config.job.steps}))
 
     @property
     def finished(self) -> bool:
@@ -438,8 +438,7 @@ def usual_columns(record: Record) -> Iterable[str]:
     """Those of the record's study. If it is gone from lab/cells.py, those that are stored."""
     if record["study"] in STUDIES:
         return STUDIES[record["study"]].metrics
-    first, *_ = record["cells"].values()
-    return first["metrics"]
+    return dict.fromkeys(each for cell in record["cells"].values() for each in cell["metrics"])
 
 
 def described(name: str) -> Metric:
@@ -482,10 +481,11 @@ def report(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
 
 def means(record: Record, metrics: tuple[str, ...], chosen: list[str]) -> str:
     """The means over the seeds, by the names of the metrics, in aligned columns."""
+    metrics = metrics or tuple(usual_columns(record))
     rows = [["", *metrics]]
     for name in chosen:
         found = [by_seed(record["cells"][name], each) for each in metrics]
-        rows.append([name, *(text_of(METRICS[each], values, {}).partition(" (")[0]
+        rows.append([name, *(text_of(described(each), values, {}).partition(" (")[0]
                              for each, values in zip(metrics, found, strict=True))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
@@ -546,7 +546,8 @@ def main(arguments: list[str] | None = None) -> int:
             with stage(f"reading the record {path}"):
                 record = read_json(path)
                 cells = record["cells"]
-            print(report(record, options.metrics, options.chosen(cells)))
+                shown = means if options.narrow else report
+            print(shown(record, options.metrics, options.chosen(cells)))
             return 0
         plan = Plan(options, shlex.join(["python", "-m", "lab.study", *words]))
         if plan.rehearsal:
@@ -558,10 +559,11 @@ def main(arguments: list[str] | None = None) -> int:
             if curves:
                 draw(curves, plan.record.with_suffix(".png"))
     chosen = [name for name in plan.cells if name in record["cells"]]
-    table, metrics = report(record, options.metrics, chosen), options.metrics or plan.study.metrics
+    table = report(record, options.metrics, chosen)
     if options.narrow:
-        table = means(record, metrics, chosen)
-        draw_means(record, metrics, chosen, plan.out / f"{options.study}-means.png")
+        table = means(record, options.metrics, chosen)
+        draw_means(record, options.metrics or plan.study.metrics, chosen,
+                   plan.out / f"{options.study}-means.png")
     print(f"\n{table}\n\nwritten to {plan.record}")
     return 1 if record["crashed"] else 0
 

@@ -88,9 +88,11 @@ def close_live_engine() -> None:
 
 
 def train_here(arguments: list[str]) -> None:
-    """train.py in this process."""
+    """train.py in this process, without pictures, which take more time than a small run. test_watching.py draws."""
     close_live_engine()
-    train.main(arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("records.draw_at_evaluation", lambda *_: None)
+        train.main(arguments)
 
 
 def run_script(name: str, *words: object) -> None:

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 
+from config import LearningConfig
 from objectives import (
     REJECTIONS,
     WEIGHTS,
@@ -131,6 +132,17 @@ def test_each_weight_with_each_rejection_equals_its_definition_on_60_ragged_batc
         for figure, value in expected.items():
             assert metrics[figure] == pytest.approx(value.item()), figure
     assert 0.001 < sum(seen) / len(seen) < 0.9, name
+
+
+def test_sequence_mask_of_trl_is_a_choice_of_options():
+    """TRL 1.16.0's default: exp of the summed log-ratio on each token, 0 above 3; its mean counts all tokens."""
+    options = LearningConfig(
+        tis="sequence", tis_cap=3, reject="sequence", reject_low=1e-30, reject_high=3, reject_mean="all")
+    summed = torch.tensor([[-9.0], [-0.5], [1.0], [1.2]])
+    mask = torch.tensor([[1.0, 1.0, 0.0]]).expand(4, 3)
+    found = correct(summed * mask / 2, torch.zeros(4, 3), mask, options.tis, options.tis_cap, options.rejection)
+    torch.testing.assert_close(found.weights, summed.exp() * torch.tensor([[1.0], [1.0], [1.0], [0.0]]) * mask)
+    assert options.rejection.mean == "all"
 
 
 def test_mismatch_metrics_equal_the_divergence_by_enumeration_and_hand_computed_values():

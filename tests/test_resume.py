@@ -11,7 +11,7 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,14 +26,6 @@ SMALL = ("--engine transformers --max-new-tokens 4 --eval-problems 4 --eval-ever
 
 def options(root: Path, out: Path, *more: str) -> list[str]:
     return command(root, f"{SMALL} --out {out}", *more)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures() -> Iterator[None]:
-    """They take more time than all else of a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("records.draw_at_evaluation", lambda *_: None)
-        yield
 
 
 @pytest.fixture(scope="module")

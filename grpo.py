@@ -237,9 +237,10 @@ def train(options: Options):
     os.makedirs(options.out, exist_ok=True)
     model, report = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype,
         use_safetensors=True, trust_remote_code=False, output_loading_info=True)  # fmt: skip
+    misfits = report["missing_keys"] | report["unexpected_keys"]  # random, and left out
     untied = config.tie_word_embeddings and not model.all_tied_weights_keys
-    if untied or report["missing_keys"] or report["unexpected_keys"]:
-        raise ValueError(f"{options.model}: not of config.json, {untied=}, {report}")
+    if untied or misfits:
+        raise ValueError(f"{options.model}: not of config.json, {untied=}, {misfits}")
     optimizer = torch.optim.AdamW(model.to(DEVICE).parameters(), weight_decay=0.0, fused=True)
     named = set()
     for source in (tokenizer, model.generation_config, config):  # a chat model has several

@@ -1,8 +1,9 @@
 """vLLM V1 in this process, driven step by step.
 
 Token ids in, token ids and behaviour log-probabilities out; the engine knows no task and no
-tokenizer. It starts with random weights and samples only from weights that the trainer has loaded
-into it. So a tensor that is never loaded shows at once, and is not hidden by a checkpoint on disk.
+tokenizer. It starts with random weights and gives rollouts only from weights that the trainer has
+loaded into it. So a tensor that is never loaded shows at once, and is not hidden by a checkpoint on
+disk.
 
 In reading order: the fixes as settings of vLLM (`SETTINGS`), and the `Engine`. proof.py has the
 proof of a load.
@@ -77,8 +78,8 @@ class Setting(NamedTuple):
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), `fixed` its value with
     the fix, `default` that of V1 without it; None leaves the value to vLLM. `read` returns the
     value that is in force in a live `Engine`; `echoed` says whether it returns the configuration
-    only, and no observation. `variant` is the name in --parity.variants that leaves this setting
-    alone at V1's default.
+    only, and no observation. `variant` is the name in --parity.variants that leaves this setting at
+    V1's default while the flag's others are fixed.
     """
 
     flag: str
@@ -329,7 +330,8 @@ class Engine:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         # No local name: a frame that is kept alive would keep the model in memory after `close`.
         self.vllm_model = self.runner.get_model()
-        # Of vLLM's parameters; a SharedEngine's module is outside of vLLM's tree and has none.
+        # What `_transfer` needs: the names of vLLM's parameters (a SharedEngine's module is outside
+        # of vLLM's tree and has none), layers of experts, tied heads.
         self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
         methods = [getattr(each, "quant_method", None) for each in self.vllm_model.modules()]
         self._experts = [each for each in methods if hasattr(each, "moe_kernel")]
@@ -337,8 +339,9 @@ class Engine:
         tied = config.model_config.hf_text_config.tie_word_embeddings
         self._tied_heads = {name for name in self.tensor_names
                             if tied and name.endswith("lm_head.weight")}
-        self._vocab_size = config.model_config.get_vocab_size()
         refuse_or_repair(self.vllm_model, self.dtype, self.tensor_names)
+        # What the canary needs. `_long_prompt` is 0 if no prompt exceeds the original context.
+        self._vocab_size = config.model_config.get_vocab_size()
         self._canary_tokens = self._canary_length()
         self._long_prompt = scaled_length(config.model_config.hf_text_config, self._longest_prompt)
         self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
@@ -492,9 +495,9 @@ class Engine:
 
         Raises: EngineStateError unless awake. WeightLoadError if a tensor is missing or unexpected
         (the engine is unchanged then), or if vLLM refuses one, if the engine holds other values
-        than were sent, or if the canary fails (the engine is broken then).
+        than were sent, if a buffer has changed, or if the canary fails (it is broken then).
         """
-        self._check_names(weights)
+        self._check_load(weights)
         self.state = "broken"  # until the canary has passed
         began = time.perf_counter()
         self._transfer(weights)
@@ -511,7 +514,7 @@ class Engine:
         return {"load_s": transferred - began, "proof_s": proven - transferred,
                 "canary_s": time.perf_counter() - proven}
 
-    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
+    def _check_load(self, weights: Mapping[str, Tensor]) -> None:
         """Raises: EngineStateError, or WeightLoadError for other names than at the start."""
         self._require("load", "empty", "ready")
         others = weights.keys() ^ self.tensor_names
@@ -640,6 +643,7 @@ class Engine:
         for prompt_seed in range(attempts):
             rollouts = self.sample_canary(prompt_seed, length)
             sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+            # Called again by `disagreement`, with another body.
             of_trainer = partial(trainer_logprobs, sequences, len(rollouts[0].prompt_ids))
             trainers = torch.tensor(of_trainer())  # (prompts, new tokens)
             engines = torch.tensor([rollout.logprobs for rollout in rollouts])

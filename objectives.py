@@ -5,13 +5,13 @@ Pure functions, no state.
 Three policies, always by these names. `behavior_logprobs`: what the engine reported for the token
 it sampled. `old_logprobs`: the trainer's own value before the update. `logprobs`: the trainer now,
 with gradient. `mismatch = old_logprobs - behavior_logprobs` is the backend's fault; of rollouts
-that were sampled with older weights it also holds the staleness. `log_ratio = logprobs -
-old_logprobs` is what the update moves.
+that were sampled with older weights it also holds the staleness. The `denominator` of the ratio is
+old_logprobs or, with two policies, behavior_logprobs; `log_ratio = logprobs - denominator`.
 
 P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is
 (B, T), aligned with the targets. `mask` is 1.0 on response tokens, the end-of-sequence token
 included, else 0.0. Log-probabilities are in nats. Those of masked rows and of rejected tokens are
-not 0, so each formula multiplies by its mask, and a surrogate's mask leaves rejected tokens out.
+not 0, so each formula multiplies by its mask; that of a surrogate has 0 on rejected tokens, too.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,8 @@ def centre(scores: Tensor, group_size: int) -> Tensor:
     A score of NaN is of a response that is left out: it is not in the mean, and has 0.
     """
     groups = rearrange(scores, "(p g) -> p g", g=group_size)
-    # The rounded mean of equal scores can differ from them by one unit in the last place.
+    # The first score is subtracted before the mean, so that equal scores give exactly 0: their
+    # rounded mean can differ from them by one unit in the last place.
     counted = (~groups.isnan()).int()
     groups = groups - groups.gather(1, counted.argmax(dim=1, keepdim=True))
     return (groups - groups.nanmean(dim=1, keepdim=True)).nan_to_num(0.0)
@@ -59,8 +60,8 @@ def group_advantages(
     It is exactly 0 for equal scores. `batch` is not used: every row of OBJECTIVES gets it.
 
     Shapes: scores (B,) in float64, B = P * group_size, group-major -> (B, 1) in float32.
-    Source: GRPO, Shao et al. 2024, arXiv 2402.03300 (unbiased std); Dr. GRPO, Liu et al. 2025,
-    arXiv 2503.20783. TRL adds 1e-4 too, verl 1e-6.
+    Source: GRPO, Shao et al. 2024, arXiv 2402.03300; Dr. GRPO, Liu et al. 2025, arXiv 2503.20783.
+    The unbiased std and 1e-4 are TRL's; verl adds 1e-6.
     """
     centred = centre(scores, group_size)  # (P, G)
     if divide_by_std:
@@ -104,7 +105,7 @@ def gspo(
 ) -> TokenLoss:
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token.
 
-    Weighted by 1 / (B * length) a row sums to 1/B of its sequence's loss.
+    Weighted by 1 / (B * length) and not corrected, a row sums to 1/B of its sequence's loss.
 
     Shapes: (B, T), (B, T) -> (B, T).
     Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7. `clipped` marks all tokens of a row:
@@ -208,14 +209,14 @@ def kl_loss(
     logprobs: Tensor, denominator: Tensor, ref_logprobs: Tensor, counted: Tensor, coef: float,
     gradient: str,
 ) -> Tensor:
-    """coef * k3(pi, ref) of each token that is counted, else 0.
+    """coef * k3(pi, ref) of each token that the loss's mean counts, else 0.
 
     The gradient of k3 on tokens drawn from pi is that of KL(ref || pi); with `gradient` "exact" k3
     is multiplied by the ratio, and the gradient is that of KL(pi || ref).
 
     Shapes: (B, T), `counted` bool -> (B, T).
     """
-    # A rejected token's k3 can be inf, and 0 * inf is nan.
+    # A token that is not counted can have k3 = inf, and 0 * inf is nan.
     k3 = kl_k3(logprobs * counted, ref_logprobs * counted)
     ratio = 1.0
     if gradient == "exact":
@@ -286,8 +287,9 @@ class Rejection(NamedTuple):
 NO_REJECTION = Rejection(token_ratio, (0.0, torch.inf))
 WEIGHTS: dict[str, Statistic] = {"token": token_ratio, "sequence": row_ratio}
 REJECTIONS: dict[str, Rejection] = {
-    "token": Rejection(token_ratio, (0.5, 2.0)),  # IcePop itself: 0.5 and 5, with --tis-cap 5
-    # MIS, verl; TRL, SkyRL: all
+    # IcePop's mask and weight: bounds 0.5 and 5, with --tis token --tis-cap 5
+    "token": Rejection(token_ratio, (0.5, 2.0)),
+    # The mean over kept tokens is that of MIS and verl; TRL and SkyRL count all.
     "sequence": Rejection(row_ratio, (0.5, 2.0), whole_rows=True, mean="kept"),
     # SkyRL; verl's preset: mean over kept tokens, bounds 0.999 and 1.001.
     "geometric": Rejection(partial(row_ratio, geometric=True), (0.99, 1.01), whole_rows=True),
@@ -311,7 +313,7 @@ def correct(
     old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, tis: str, cap: float,
     rejection: Rejection,
 ) -> Correction:
-    """sg(min(w, cap)), not renormalised; w is WEIGHTS[tis], 1 with "off".
+    """sg(min(ratio, cap)), not renormalised; the ratio is WEIGHTS[tis], 1 with "off".
 
     The weights are 0 on rejected tokens and outside the mask, else positive.
     """

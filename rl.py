@@ -1,8 +1,8 @@
 """The trainer's half: the batch, the policy with its fp32 head, the optimizer, and one update.
 
-By default extras/fast.py puts three equal and faster parts in place of `plain_body`, `Head` and
-`longest_first`; with --plain this file is what runs. Words and shapes as in objectives.py; V is the
-vocabulary, H the hidden width, N a number of response tokens.
+By default extras/fast.py puts equal and faster parts in place of `Head` and, where the model allows
+it, of `plain_body` and `longest_first`; with --plain this file is what runs. Words and shapes as in
+objectives.py; V is the vocabulary, H the hidden width, N a number of response tokens.
 """
 
 import math
@@ -69,13 +69,12 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None  # (B, 1), or (B, T) for one per token
-    # For the loss: log-probabilities of the ratio's denominator, importance weights (0 on rejected
-    # tokens), and `loss_weights` of the minibatch.
-    denominator: Tensor | None = None
-    correction: Tensor | None = None
-    token_weights: Tensor | None = None
-    # (B,), bool: whether the row's loss has a gradient other than 0. train.py's `has_signal` is
-    # computed from scores alone; this one also knows what is rejected, and the KL term.
+    # The next four are set by `corrected`, for the loss.
+    denominator: Tensor | None = None  # log-probabilities of the ratio's denominator
+    correction: Tensor | None = None  # importance weights, 0 on rejected tokens
+    token_weights: Tensor | None = None  # `loss_weights` of the minibatch
+    # (B,), bool: whether the row's loss can have a gradient. train.py's `has_signal` is computed
+    # from scores alone; this one also knows what is rejected, and the KL term.
     has_gradient: Tensor | None = None
 
     def select(self, rows: Tensor) -> "Batch":
@@ -97,7 +96,8 @@ class Batch:
         """The rows of each micro-batch of each optimizer step (minibatch).
 
         `pack` cuts rows into micro-batches. All passes over a batch use the same ones, so that in
-        16 bits the ratio starts at exactly 1. `has_signal` is (B,), bool.
+        16 bits the ratio starts at exactly 1 (if no row is masked in between). `has_signal` is
+        (B,), bool.
         """
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
@@ -285,7 +285,7 @@ class Scoring:
     """The distribution whose log-probabilities the trainer computes."""
 
     temperature: float = 1.0
-    fp32_head: bool = True  # else the projection is in the model's dtype
+    fp32_head: bool = True  # else in the model's dtype: only with the variant both-heads
     support: Support = VOCABULARY
 
 
@@ -388,7 +388,8 @@ class Policy:
         response = batch.mask > 0  # (B, T), N of them true
         hidden = self.body(self, batch, response)  # (N, H)
         restrict = self.scoring.support.restriction(batch, response)
-        return spread([self.head_at().logprobs(hidden, batch.targets[response], restrict)], batch)
+        of_tokens = self.head_at().logprobs(hidden, batch.targets[response], restrict)  # (N,)
+        return spread([of_tokens], batch)
 
     @torch.no_grad()
     def token_metrics(self, batch: Batch) -> dict[str, Tensor]:
@@ -629,7 +630,7 @@ def corrected(
     """The batch with all that the loss needs, and the metrics of the correction."""
     logprobs_and_mask = batch.old_logprobs, batch.behavior_logprobs, batch.mask
     correction = correct(*logprobs_and_mask, learning.tis, learning.tis_cap, learning.rejection)
-    counted = batch.mask
+    counted = batch.mask  # by the loss's mean
     if learning.rejection.mean == "kept":
         counted = batch.mask * ~correction.rejected
     token_weights = minibatch_weights(counted, minibatches, learning)  # (B, T)
@@ -662,7 +663,7 @@ def update(
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
-    loss = sum_t w_t (correction_t * surrogate_t + kl_loss_t). The losses of
+    loss = sum_t token_weights_t (correction_t * surrogate_t + kl_loss_t). The losses of
     micro-batches simply add up. A minibatch without signal (all its groups are flat, masked or
     rejected, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
     AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps that fp16

@@ -103,8 +103,9 @@ def train_step(run: Run, state: TrainingState, step: int) -> Step:
         run.task.score(problems, rollouts)  # sets each rollout's reward and score
     scores = scores_of(rollouts)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # Advantages may need old_logprobs, which are computed in micro-batches. So the cut uses scores
-    # alone: a row has no signal if its score is its group's mean, or NaN, for which `centre` has 0.
+    # Which rows can have a gradient: for the cut into micro-batches, not for the loss. Advantages
+    # may need old_logprobs, which are computed in micro-batches, so it is taken from the scores: a
+    # row has no signal if its score is its group's mean, or NaN (`centre` has 0 for both).
     has_signal = centre(scores, learning.group_size) != 0  # (P, G)
     minibatches = batch.minibatches(has_signal.flatten(), learning.num_minibatches,
                                     learning.micro_batch_tokens, policy.pack)
@@ -140,8 +141,7 @@ def scores_of(rollouts: list[Rollout]) -> Tensor:
 def with_old_logprobs_and_advantages(
     batch: Batch, token_metrics: dict[str, Tensor], scores: Tensor, learning: LearningConfig
 ) -> Batch:
-    """The batch with its log-probabilities before the update, and with advantages: (B, 1), (B, T).
-    """
+    """The batch with log-probabilities from before the update; advantages are (B, 1) or (B, T)."""
     batch = replace(batch, old_logprobs=token_metrics["logprobs"],
                     ref_logprobs=token_metrics.get("ref_logprobs"))  # for --kl-coef
     advantages = OBJECTIVES[learning.objective].advantages
@@ -158,7 +158,7 @@ def sync(state: TrainingState, changed: bool) -> dict[str, float]:
 
 
 def has_loss(rollout: Rollout, learning: LearningConfig) -> bool:
-    """False if it is left out and, with --mask-truncated, if it is truncated."""
+    """False if it is left out, or truncated with --mask-truncated."""
     masked = learning.mask_truncated and rollout.finish_reason == "length"
     return not masked and not math.isnan(rollout.score)
 
@@ -168,8 +168,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the rollouts alone. Tokens are the response's, without an environment's words.
 
-    Staleness, in updates between sampling and training: of the oldest token, and the mean.
-    `oldest` has the weight version of each row's oldest token.
+    Staleness, in updates between sampling and training: of the oldest part, and the tokens' mean.
+    `oldest` has the weight version of each row's oldest part, its prompt included.
     """
     rollouts, tokens = batch.rollouts, int(batch.mask.sum())
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)

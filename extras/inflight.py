@@ -162,7 +162,7 @@ class InflightEngine(Engine):
 
         Unfinished rollouts go on with weights that have not `changed`.
         """
-        self._check_names(weights)  # a load that is refused interrupts nothing
+        self._check_load(weights)  # a load that is refused interrupts nothing
         aborted = self._interrupt() if changed else []
         seconds = super().load(weights, trainer_logprobs, changed)
         self._restart(aborted)  # only now: a request needs an engine with weights

@@ -546,8 +546,8 @@ class Engine:
     def _prove(self, weights: Mapping[str, Tensor]) -> None:
         """Compare the tensors that the engine holds with those that were sent, bit for bit.
 
-        All of them at the first two loads, then a part, so that each is compared again within
-        `verify_loads` loads. Raises: WeightLoadError that names those that differ.
+        The first two loads compare all of them, later loads a part, so that each tensor is compared
+        again within `verify_loads` loads. Raises: WeightLoadError that names those that differ.
         """
         every = self.backend.verify_loads if self._loads >= 2 else 1
         part = slice(self._loads % every, None, every)  # of vLLM's modules
@@ -596,9 +596,9 @@ class Engine:
     def _canary_length(self) -> int:
         """Tokens of a canary's prompt: past a block of the KV cache and past a sliding window.
 
-        Only as far as the run's rows go. The prompts are the same at each load, so with V1's own
-        prefix cache the canary would read stale blocks, which are the fault under study: there it
-        stays below a block.
+        It is never longer than the run's rows. With V1's own prefix cache it stays below a block,
+        because the prompts are the same at each load, so the canary would read stale blocks, which
+        are the fault under study.
         """
         if self.parity.stale_cache:
             return CANARY_PROMPT_TOKENS

@@ -11,7 +11,7 @@ old_logprobs or, with two policies, behavior_logprobs; `log_ratio = logprobs - d
 P prompts, G group size, B = P * G rows, group-major, T target positions. Every per-token tensor is
 (B, T), aligned with the targets. `mask` is 1.0 on response tokens, the end-of-sequence token
 included, else 0.0. Log-probabilities are in nats. Those of masked rows and of rejected tokens are
-not 0, so each formula multiplies by its mask; that of a surrogate has 0 on rejected tokens, too.
+not 0, so each formula multiplies by its mask. The mask of a surrogate is 0 on rejected tokens, too.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class TokenLogprobs(Protocol):
 def centre(scores: Tensor, group_size: int) -> Tensor:
     """R - mean_group, exactly 0 for equal scores: (B,), B = P * group_size -> (P, group_size).
 
-    A score of NaN is of a response that is left out: it is not in the mean, and has 0.
+    A score of NaN marks a response that is left out: it does not enter the mean and becomes 0.
     """
     groups = rearrange(scores, "(p g) -> p g", g=group_size)
     # The first score is subtracted before the mean, so that equal scores give exactly 0: their
@@ -105,7 +105,7 @@ def gspo(
 ) -> TokenLoss:
     """GSPO: the same clip on the sequence ratio s = exp(mean_t log r), written on every token.
 
-    Weighted by 1 / (B * length) and not corrected, a row sums to 1/B of its sequence's loss.
+    With weights of 1 / (B * length) and no correction, a row sums to 1/B of its sequence's loss.
 
     Shapes: (B, T), (B, T) -> (B, T).
     Source: Zheng et al. 2025, arXiv 2507.18071, eq. 5 to 7. `clipped` marks all tokens of a row:
@@ -294,9 +294,10 @@ REJECTIONS: dict[str, Rejection] = {
     # SkyRL; verl's preset: mean over kept tokens, bounds 0.999 and 1.001.
     "geometric": Rejection(partial(row_ratio, geometric=True), (0.99, 1.01), whole_rows=True),
     "worst": Rejection(token_ratio, (1e-4, 100.0), whole_rows=True),  # SkyRL's outlier_token
-    # TRM-Max, Li et al. 2025, arXiv 2512.23075: there the KL of the vocabulary; verl: k3, kept.
+    # TRM-Max, Li et al. 2025, arXiv 2512.23075, which uses the KL over the vocabulary. verl has k3
+    # and the mean over kept tokens.
     "trm": Rejection(token_k3, (-torch.inf, 0.05), whole_rows=True),
-    # DPPO, arXiv 2602.04879: there of the policy in the update, and one-sided; prime-rl's `ipo`.
+    # prime-rl's `ipo`. DPPO, arXiv 2602.04879, uses the policy in the update, and one side only.
     "binary_tv": Rejection(token_tv, (-torch.inf, 0.2)),
 }  # fmt: skip
 
@@ -329,8 +330,8 @@ def correct(
 def correction_metrics(
     correction: Correction, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Shares of the response tokens, also those that other rules would reject; ESS and mean of the
-    weights.
+    """Shares of the response tokens that are capped, rejected, or would be rejected by each rule;
+    ESS and mean of the weights.
     """
     shares = {f"rejected_frac_{name}": rule.rejects(old_logprobs, behavior_logprobs, mask)
               for name, rule in REJECTIONS.items()}
@@ -421,7 +422,8 @@ def backend_metrics(
     """Clip rate and mean of the ratio old / behavior: what the backend alone does to a loss.
 
     With two policies the first minibatch of an update has this ratio, before any weight has moved.
-    The mean is that of tokens, for GSPO too. Without a response token both are nan.
+    The mean is of token ratios, for GSPO too, with the weights of the loss. Without a response
+    token both are nan.
     """
     row = OBJECTIVES[objective]
     weights = loss_weights(mask, row.normalizer, max_length)

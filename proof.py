@@ -92,8 +92,8 @@ def differing(
 ) -> Report:
     """Compare what vLLM's modules (all, or those of the slice) hold with what was sent.
 
-    A tensor is asked for only while it is compared. Raises: ValueError if no name is the engine's;
-    RuntimeError if the engine runs in another process.
+    Each sent tensor is read only while it is compared. Raises: ValueError if no name is the
+    engine's; RuntimeError if the engine runs in another process.
     """
     differ: list[str] = []  # names of the checkpoint, as are these
     compared: set[str] = set()
@@ -128,7 +128,7 @@ def storage(module: Any, parameter: str) -> tuple[int, Any]:
 
 
 def blank(engine: Any) -> None:
-    """Fill the engine's weights with NaN. What a later load does not touch, `untouched` names.
+    """Fill the engine's weights with NaN, so that `untouched` names what a later load leaves out.
 
     A load of values that the engine has already would show nothing.
     """

@@ -84,8 +84,8 @@ def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception or a signal's KeyboardInterrupt becomes a sentence and a
     status.
 
-    `out`: the folder of an accepted run, for the traceback. Without it an exception that is no
-    ValueError, and so no check of this program, is printed with its traceback.
+    `out`: the folder of an accepted run, for the traceback. Without it, the traceback is printed,
+    unless the exception is a ValueError, which the checks of this program raise.
     """
     try:
         yield

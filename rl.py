@@ -101,7 +101,7 @@ class Batch:
         """
         minibatches = []
         for rows in torch.arange(len(self.inputs)).split(len(self.inputs) // num_minibatches):
-            # Apart, because `update` skips a backward without a signal.
+            # Kept apart, because `update` skips the backward of rows without a signal.
             with_signal, without = rows[has_signal[rows]], rows[~has_signal[rows]]
             minibatches.append(pack(self, with_signal, micro_batch_tokens)
                                + pack(self, without, micro_batch_tokens))
@@ -316,7 +316,7 @@ class Policy:
     transformers computes the body. The head is computed in fp32 (without `fp32_head` in the model's
     dtype), on response positions only and in chunks: no step has a (B, T, V) tensor.
 
-    What options change is given:
+    The parts that options replace:
         scoring           the distribution
         body              computes hidden states (extras/shared_engine.py: by vLLM's kernel)
         head              computes logits and their log-probabilities

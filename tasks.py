@@ -55,8 +55,8 @@ Answered = tuple[Problem, list[str], Sequence[Any]]
 class Task:
     """Problems to train on, problems to evaluate on, and their reward.
 
-    A reward that fails raises a ValueError. `grade` computes the rewards of many groups at once, an
-    error in place of one that fails; without it `reward` is called for each response.
+    A reward that fails raises a ValueError. `grade` computes the rewards of many groups at once and
+    returns an exception for each that fails; without it `reward` is called for each response.
     """
 
     train: list[Problem]
@@ -89,8 +89,8 @@ class Task:
     def sample(self, rng: random.Random, num_prompts: int, left: list[int]) -> list[Problem]:
         """P different training problems; a checkpoint has the state of `rng`, and `left`.
 
-        `left`, of a task that is read in passes: the numbers of the problems that this pass still
-        has, in their order. The list is changed.
+        `left` is for a task that is read in passes: the numbers of the problems that this pass has
+        not used yet, in their order. The list is changed in place.
         """
         if not self.in_passes:
             return rng.sample(self.train, num_prompts)

@@ -80,8 +80,9 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
 class Step(NamedTuple):
     """What a step has done: its metrics, the P problems, the batch (B, T) that was trained on.
 
-    `current` is the same batch with a mask of 0 on each row that has a token, or a part of its
-    prompt, of older weights than those before this update. --mask-truncated does not change it.
+    `current` is the same batch, but the mask is 0 on each row of which older weights than those
+    before this update have computed a token or a part of the prompt. --mask-truncated does not
+    change it.
     """
 
     metrics: dict[str, Any]
@@ -168,8 +169,9 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of the rollouts alone. Tokens are the response's, without an environment's words.
 
-    Staleness, in updates between sampling and training: of the oldest part, and the tokens' mean.
-    `oldest` has the weight version of each row's oldest part, its prompt included.
+    Staleness is the number of updates between sampling and training: `staleness_max` that of the
+    oldest part of any row, `staleness_mean` the mean over tokens. `oldest` has the weight version
+    of each row's oldest part, its prompt included.
     """
     rollouts, tokens = batch.rollouts, int(batch.mask.sum())
     truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
@@ -198,9 +200,9 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Means over the tokens before the update, `mismatch_metrics` among them.
 
-    Those named current_... and backend_..., and surprisal_z, are of `current`, the rows that were
-    sampled with the current weights alone: older rows are stale as well, and staleness is not the
-    backend's fault.
+    Metrics named current_... and backend_..., and surprisal_z, use only `current`, the rows that
+    were sampled with the current weights alone, because the others are stale and staleness is not
+    the backend's fault.
     """
     # entropy, varentropy; with a mask kept_mass, engine_kept_mass, outside_frac.
     metrics = {name: (values.sum() / batch.mask.sum()).item()
@@ -219,7 +221,7 @@ def batch_metrics(
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Without NaN and None, which are of responses that are left out; None if all are."""
+    """The mean without NaN and None, which left-out responses have; None if all are left out."""
     counted = [value for value in values if value is not None and not math.isnan(value)]
     return mean(counted) if counted else None
 

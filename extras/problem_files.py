@@ -251,12 +251,14 @@ def problem_of(
 
 
 def as_prompt(prompt: Any) -> tuple[str, list[dict[str, str]]]:
-    """A question, and no messages; or the user's last message, and all chat messages."""
+    """A question, and no messages, also of a single message; or the user's last message, and all
+    chat messages."""
     if isinstance(prompt, str) and prompt.strip():
         return prompt, []
     try:
         messages = [{"role": each["role"], "content": text_in(each["content"])} for each in prompt]
-        return [each["content"] for each in messages if each["role"] == "user"][-1], messages
+        question = [each["content"] for each in messages if each["role"] == "user"][-1]
+        return question, messages if len(messages) > 1 else []
     except (TypeError, LookupError):
         raise Unreadable("its question must be a text, or chat messages with role and content, the"
                          f" user's among them, it is {prompt!r:.80}") from None

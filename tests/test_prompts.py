@@ -134,7 +134,7 @@ def test_the_first_prompt_is_printed_and_stored_and_a_date_in_the_template_is_fo
 
 def test_an_own_job_in_two_commands(good, tmp_path, capsys):
     """A file of rows with a chat, a reward of one's own that reads the row, and another file to evaluate on."""
-    chats = [{"prompt": [{"role": "user", "content": f"{n}+1="}], "reward_model": {"ground_truth": n + 1}}
+    chats = [{"prompt": [{"role": "user", "content": f"{n}+2="}], "reward_model": {"ground_truth": n + 2}}
              for n in range(40)]
     (tmp_path / "rows.json").write_text(json.dumps(chats))
     (tmp_path / "mine.py").write_text(

@@ -55,6 +55,7 @@ COLUMNS = {  # a row, options, and question, number of messages and answer; or w
     "verl": ({"prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "2"}},
              {"answer_column": "reward_model.ground_truth"}, ("1+1", 2, "2")),
     "the first usual name": ({"input": "x", "prompt": "1+1", "target": 3, "final_answer": ["2"]}, {}, ("1+1", 0, "2")),
+    "a single message is a text": ({"prompt": [{"role": "user", "content": "1+1"}], "answer": 2}, {}, ("1+1", 0, "2")),
     "no user": ({"prompt": CHAT[:1], "answer": 2}, {}, "the user's among them"),
     "two answers in one": ({"problem": "1", "answer": ["1", "2"]}, {}, "its answer must be a string or a number, it"),
 }  # fmt: skip

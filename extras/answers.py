@@ -93,8 +93,8 @@ class Answers:
         try:  # was it the gold, or the response?
             return self._math_verify.reward(problem, "")
         except ValueError as failed:
-            raise Unreadable(f"its answer {gold!r:.40} is no number and no letter, and"
-                             f" {failed}") from failed
+            raise Unreadable(f"its answer {gold!r:.40} is no number and no letter (other"
+                             f" answers need --reward), and {failed}") from failed
 
 
 def last_part(answer: str) -> str:

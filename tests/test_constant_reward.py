@@ -37,5 +37,6 @@ def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, dtype, optio
             assert (metrics["kl_ref"], metrics["grad_norm"], metrics["updates"]) == (0.0, 0.0, 2)
         else:
             assert metrics["skipped_updates"] == 2
+    assert state.engine.weight_version == (3 if options else 1)  # without a step there are no new weights
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.policy.trained().items())
     state.engine.close()

@@ -92,7 +92,7 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
 
 
 def test_the_record_of_prompts_has_a_digest_of_all():
-    one, other = (prompts_record(encode(tokenizer(), Task([QUESTION, Problem(text, "", "")], [], exact_match)))
+    one, other = (prompts_record(encode(tokenizer(), Task([QUESTION], [Problem(text, "", "")], exact_match)))
                   for text in ("a", "b"))  # fmt: skip
     assert one["first"] == other["first"]
     assert one["digest"] != other["digest"]

@@ -209,4 +209,5 @@ def test_a_step_gives_no_loss_to_what_is_left_out_not_even_that_of_a_kl(good, tm
     left_out = [math.isnan(each.score) for each in done.batch.rollouts]
     assert 0 < sum(left_out) == done.metrics["left_out"] < 32
     assert [not row.any() for row in done.batch.mask] == left_out
+    assert done.metrics["tokens"] == sum(len(each.token_ids) for each in done.batch.rollouts)  # those left out, too
     assert done.metrics["reward"] == mean(each.reward for each in done.batch.rollouts if not math.isnan(each.reward))

@@ -281,6 +281,12 @@ def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(options, advanta
     assert (metrics["loss"] is None) == (skipped == 2) == torch.equal(table, OLD + MOVED)
 
 
+def test_a_step_that_fp16_has_lost_is_no_update():
+    table = torch.nn.Parameter((OLD + MOVED).half())
+    metrics = updated(table, batch_of_four(torch.full((4, 1), 99.0)), LearningConfig(), num_minibatches=2)
+    assert (metrics["updates"], metrics["overflowed_updates"], metrics["grad_norm"]) == (0, 2, None)
+
+
 def test_the_largest_kl_term_is_a_metric_and_a_loss_that_is_no_number_stops_the_update_before_the_weights_move():
     table, batch = torch.nn.Parameter(OLD + MOVED), batch_of_four(torch.ones(4, 1))
 

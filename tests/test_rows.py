@@ -108,6 +108,8 @@ def test_a_dataset_keeps_its_own_splits_and_with_any_split_it_can_be_evaluated_o
     FRAME[5:].to_parquet(folder / "train-00000-of-00001.parquet")
     task = load_task(str(folder), 0)
     assert (len(task.train), len(task.held_out)) == (15, 5)
+    (folder / "test-00000-of-00001.parquet").rename(folder / "validation-00000-of-00001.parquet")
+    assert len(load_task(str(folder), 0).held_out) == 5
 
 
 # ------------------------------------------------------------------------------------------------ passes

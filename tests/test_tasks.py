@@ -2,13 +2,14 @@
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from examples.toys import addition, digits
 from extras.problem_files import drawn, load_task
-from tasks import Problem, exact_match
+from tasks import Problem, Task, exact_match, split
 
 
 # ------------------------------------------------------------------------------------------------ the toys
@@ -59,6 +60,13 @@ def reward(problem, response):
     assert (len(task.train) + len(task.held_out), len(held_out), len(train)) == (100, 6, 49)
     assert not train & held_out
     assert task.train == again.train != other.train
+    given = split(replace(task, train=task.train[20:], held_out=task.train[:20]), "", 0)
+    assert not {problem.family for problem in given.train} & {problem.family for problem in given.held_out}
+
+
+def test_the_fingerprint_has_the_columns_that_only_a_reward_reads():
+    one, other = (Task([Problem("1+1", "2", "", row={"tests": tests})], [], exact_match) for tests in ("a", "b"))
+    assert one.fingerprint != other.fingerprint
 
 
 @pytest.mark.parametrize("there_are, found", [(10**6, 10_000), (50, 50)])

@@ -28,7 +28,7 @@ from examples.record_vllm import record
 from probe.traces import load_traces
 from rl import Policy
 from rollouts import Rollout, Sampling, Synchronous, reseed
-from train import evaluate, greedy_agreement, train_step
+from train import evaluate, greedy_agreement, has_loss, train_step
 
 
 # ------------------------------------------------------------------------------------------------ the default job
@@ -51,7 +51,8 @@ def test_the_default_job_learns_at_parity(tmp_path):
 def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(good, tmp_path):
     """Their values and gradients are equal: test_architectures.py and test_rl.py."""
     for plain, parts in (True, ("plain_body", "Head")), (False, ("prompts_once", "FastHead")):
-        _, state, _ = built(good, tmp_path / str(plain), plain=plain)
+        _, state, _ = built(good, tmp_path / str(plain), plain=plain, weight_decay=0.1)
+        assert state.optimizer.adamw.param_groups[0]["weight_decay"] == 0.1
         audit = state.policy.audit()
         assert (audit["body"], audit["head"]) == parts
 
@@ -68,6 +69,14 @@ def test_greedy_agreement_is_the_share_of_answers_without_another_token():
                for ids in (likely[2:3], likely[2:], unlikely[:1], [likely[2], unlikely[1]])]
     assert greedy_agreement(policy, answers, LearningConfig()) == 2 / 4
     assert greedy_agreement(policy, answers[:2], LearningConfig()) == 1
+    policy.head.weight.zero_()
+    assert greedy_agreement(policy, answers, LearningConfig()) == 1  # a tie agrees
+
+
+def test_a_truncated_response_has_no_loss_if_asked():
+    ended, cut = (Rollout([1], None, finish_reason=reason, score=1.0) for reason in ("stop", "length"))
+    assert has_loss(cut, LearningConfig())
+    assert [has_loss(each, LearningConfig(mask_truncated=True)) for each in (ended, cut)] == [True, False]
 
 
 class Signed(Synchronous):

@@ -13,10 +13,14 @@ def notices(tokenizer: Any, task: Task, data: Any) -> list[str]:
             for each in task.stop_token_ids}
     ends = sum(problem.prompt_ids[-1] in stop for problem in problems)
     inside = sum(any(token in problem.question for token in stop.values()) for problem in problems)
+    begun = sum(problem.messages[-1]["role"] == "assistant" for problem in problems
+                if problem.messages)
     found = {
         f"{ends} prompts end with a stop token, after which a model has nothing to say: does the"
         " tokenizer append it?": ends,
         f"{inside} questions contain a stop token ({', '.join(stop.values())})": inside,
+        f"{begun} chats end with an assistant's message, with which the response begins: it must"
+        " not be the answer": begun,
     }
     prompt = tokenizer.decode(problems[0].prompt_ids)
     if tokenizer.chat_template and data.chat_template:

@@ -71,9 +71,11 @@ def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
         prompts(problem, **options)
 
 
-def noticed(template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), **data) -> str:
+def noticed(
+    template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), messages: tuple = (), **data
+) -> str:
     made, data = tokenizer(template), DataConfig(**data)
-    task = encode(made, Task([Problem(question, "2", "")], [], exact_match), stop, 10, data.system_prompt)
+    task = encode(made, Task([Problem(question, "2", "", messages=[*messages])], [], exact_match), stop, 10, data.system_prompt)
     return " ".join(notices(made, task, data))
 
 
@@ -84,6 +86,8 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=(0,))
     assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
     assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
+    answered = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    assert "1 chats end with an assistant's message" in noticed(CHATML, messages=answered)
     without = CHATML.replace("<turn>{{ m.role }} {{ m.content }}<end>",
                              "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
     assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")

@@ -183,9 +183,8 @@ def test_the_ratios_of_backend_and_update_equal_hand_computed_values_and_are_cut
     mean = pytest.approx((math.exp(20) + 1.1) / 2)
     found = backend_metrics(values, zeros, torch.ones(1, 1), mask, objective="grpo", clip=(0.2, 0.2), max_length=3)
     assert found == {"backend_clip_rate": 1 / 2, "backend_ratio_mean": mean}
-    rows, mask_of_rows = torch.tensor([[0.5], [0.0]]).expand(2, 3), torch.tensor([[1.0] * 3, [1.0, 0.0, 0.0]])
-    found = backend_metrics(rows, 0 * rows, torch.ones(2, 1), mask_of_rows, objective="gspo", clip=(0.2, 0.2),
-                            max_length=3)  # fmt: skip
+    rows, of_rows = torch.tensor([[0.5], [0.0]]).expand(2, 3), torch.tensor([[1.0] * 3, [1.0, 0.0, 0.0]])
+    found = backend_metrics(rows, 0 * rows, rows + 1, of_rows, objective="gspo", clip=(0.2, 0.2), max_length=3)
     assert found["backend_clip_rate"] == pytest.approx(1 / 2)  # weighted as in the loss: a share of rows
     sums = update_sums(values, zeros, None, mask > 0, mask / 2)
     assert sums["ratio_mean"] == mean

@@ -59,8 +59,9 @@ def test_rows_of_verl_and_prime_rl_and_what_cannot_be_compared(capsys, tmp_path)
     # The last value counts too.
     assert metrics["rollout_corr/k3_kl"].startswith("mean 0.01, last 0.02, largest 0.02; very high")
     assert all("; not comparable: " in metrics[name] for name in verl if name != "actor/lr")
-    for nothing in {"sampling/sampling_logp_difference/mean": 0.0}, {"step": 0, "data": verl}:
-        assert place(capsys, write_log(tmp_path, nothing), "bfloat16")[0] == 1  # TRL logs 0 if it compared nothing
+    for row in ({"sampling/sampling_logp_difference/mean": 0.0}, {"step": 0, "data": verl},
+                {"current_mismatch_abs_mean": 0.001, "current_mismatch_kl": 0.5}):  # fmt: skip
+        assert place(capsys, write_log(tmp_path, row), "bfloat16")[0] == 1  # TRL logs 0 if it compared nothing
     rows = {"step": 1, "time": 0.5, "optim/lr": 1e-6}, {"step": 1, "time": 0.6, "mismatch_kl/all/mean": 0.0}
     status, metrics = place(capsys, write_log(tmp_path, *rows), "float32")
     assert status == 0

@@ -75,7 +75,8 @@ def noticed(
     template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), messages: tuple = (), **data
 ) -> str:
     made, data = tokenizer(template), DataConfig(**data)
-    task = encode(made, Task([Problem(question, "2", "", messages=[*messages])], [], exact_match), stop, 10, data.system_prompt)
+    problem = Problem(question, "2", "", messages=[*messages])
+    task = encode(made, Task([problem], [], exact_match), stop, 10, data.system_prompt)
     return " ".join(notices(made, task, data))
 
 

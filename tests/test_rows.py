@@ -3,13 +3,16 @@
 import gzip
 import json
 import random
+from copy import deepcopy
 from itertools import chain
+from types import SimpleNamespace
 
 import datasets
 import pandas
 import pytest
 
 from extras.problem_files import load_task
+from rollouts import Synchronous
 from tasks import Problem, Task, exact_match
 
 ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "digits": len(str(n))}} for n in range(20)]
@@ -123,6 +126,11 @@ def test_each_problem_comes_once_in_a_pass_in_a_new_order_and_none_twice_in_a_st
     passes = {tuple(drawn[start : start + 10]) for start in range(0, 160, 10)}
     assert len(passes) == 16
     assert {len({*each}) for each in passes} == {10}
+    engine = SimpleNamespace(generate=lambda *_: [])
+    one, resumed = (Synchronous(engine, task, None, 4, 2, 0) for _ in range(2))
+    one.next(1)
+    resumed.load_state_dict(deepcopy(one.state_dict()))
+    assert one.next(2) == resumed.next(2)
 
 
 @pytest.mark.parametrize("problems", [

@@ -65,8 +65,8 @@ def reward(problem, response):
 
 
 def test_the_fingerprint_has_the_columns_that_only_a_reward_reads():
-    one, other = (Task([Problem("1+1", "2", "", row={"tests": tests})], [], exact_match) for tests in ("a", "b"))
-    assert one.fingerprint != other.fingerprint
+    one, other = (Task([Problem("", "", "", row={"tests": each})], [], exact_match).fingerprint for each in "ab")
+    assert one != other
 
 
 @pytest.mark.parametrize("there_are, found", [(10**6, 10_000), (50, 50)])

@@ -51,8 +51,10 @@ def test_the_default_job_learns_at_parity(tmp_path):
 def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(good, tmp_path):
     """Their values and gradients are equal: test_architectures.py and test_rl.py."""
     for plain, parts in (True, ("plain_body", "Head")), (False, ("prompts_once", "FastHead")):
-        _, state, _ = built(good, tmp_path / str(plain), plain=plain, weight_decay=0.1)
-        assert state.optimizer.adamw.param_groups[0]["weight_decay"] == 0.1
+        _, state, _ = built(good, tmp_path / str(plain), plain=plain, seed=7, weight_decay=0.1, inflight_groups=1,
+                            max_staleness=3)  # fmt: skip
+        assert state.optimizer.adamw.defaults["weight_decay"] == 0.1
+        assert (state.source.seed, state.source.max_staleness) == (7, 3)
         audit = state.policy.audit()
         assert (audit["body"], audit["head"]) == parts
 

@@ -10,7 +10,8 @@ from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, qwen2, s
 from engine_adapter import EngineStateError, WeightLoadError
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
-from rollouts import Sampling
+from rollouts import Sampling, Synchronous
+from tasks import Problem, Task, exact_match
 
 
 def ready(policy: Policy, **options) -> TransformersEngine:
@@ -49,6 +50,19 @@ def test_it_samples_from_the_distribution_it_reports():
     chi2 = sum((counts[t] - 4096 * p) ** 2 / (4096 * p * (1 - p)) for t, p in likely.items())
     assert len(likely) > 2
     assert chi2 < 5 * len(likely) + 20
+
+
+def test_a_runs_seed_and_its_step_decide_the_samples():
+    engine = ready(Policy(qwen2(tied=False)))
+    task = Task([Problem("", "", "", PROMPTS[0])], [], exact_match)
+
+    def sampled(seed: int, step: int) -> list[list[int]]:
+        _, rollouts = Synchronous(engine, task, WARM, 1, 4, seed).next(step)
+        return [each.token_ids for each in rollouts]
+
+    assert sampled(0, 1) == sampled(0, 1)
+    assert sampled(0, 1) != sampled(1, 1)
+    assert sampled(0, 1) != sampled(0, 2)
 
 
 def test_foreign_weights_are_refused_and_so_is_a_load_of_an_engine_that_sleeps():

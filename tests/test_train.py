@@ -25,6 +25,7 @@ from helpers import (
 
 from config import LearningConfig
 from examples.record_vllm import record
+from extras.problem_files import load_task
 from probe.traces import load_traces
 from rl import Policy
 from rollouts import Rollout, Sampling, Synchronous, reseed
@@ -51,12 +52,21 @@ def test_the_default_job_learns_at_parity(tmp_path):
 def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(good, tmp_path):
     """Their values and gradients are equal: test_architectures.py and test_rl.py."""
     for plain, parts in (True, ("plain_body", "Head")), (False, ("prompts_once", "FastHead")):
-        _, state, _ = built(good, tmp_path / str(plain), plain=plain, seed=7, weight_decay=0.1, inflight_groups=1,
-                            max_staleness=3)  # fmt: skip
-        assert state.optimizer.adamw.defaults["weight_decay"] == 0.1
-        assert (state.source.seed, state.source.max_staleness) == (7, 3)
+        _, state, _ = built(good, tmp_path / str(plain), plain=plain)
         audit = state.policy.audit()
         assert (audit["body"], audit["head"]) == parts
+
+
+def test_options_arrive_where_they_act(good, tmp_path):
+    run, state, _ = built(good, tmp_path / "run", seed=7, weight_decay=0.1, inflight_groups=1, max_staleness=3,
+                          lora_rank=2)  # fmt: skip
+    assert state.optimizer.adamw.defaults["weight_decay"] == 0.1
+    assert (state.source.seed, state.source.max_staleness) == (7, 3)
+    split = load_task(str(good / "task.jsonl"), 7)
+    assert [each.question for each in run.task.held_out] == [each.question for each in split.held_out]
+    first = next(iter(state.policy.send.layers.values())).lora_A
+    drawn = 2 * torch.rand(first.shape, generator=torch.Generator().manual_seed(7)) - 1
+    assert torch.equal(first, drawn * first.shape[1] ** -0.5)
 
 
 # ------------------------------------------------------------------------------------------------ evaluation

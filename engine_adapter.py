@@ -651,7 +651,7 @@ class Engine:
             if difference <= self.canary_tolerance:
                 return
         fault = "the engine does not hold the trainer's weights"
-        if self.weight_version == 1:  # perhaps it does, and one of the two computes the model wrong
+        if self.weight_version == 1:  # or one of the two sides computes this model wrongly
             from extras.decode import disagreement
 
             beyond = f" after {length} tokens, beyond its original context" if length else ""

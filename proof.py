@@ -95,9 +95,9 @@ def differing(
     Each sent tensor is read only while it is compared. Raises: ValueError if no name is the
     engine's; RuntimeError if the engine runs in another process.
     """
-    differ: list[str] = []  # names of the checkpoint, as are these
-    compared: set[str] = set()
-    names_of: dict[Any, str] = {}  # vLLM's, by storage
+    differ: list[str] = []  # the checkpoint's names
+    compared: set[str] = set()  # the checkpoint's names, too
+    names_of: dict[Any, str] = {}  # vLLM's names, by storage
     storages_given, modules_done = set(), set()
     with live_model(engine) as model:
         sent = Sent(weights, renaming(model))

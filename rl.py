@@ -399,7 +399,8 @@ class Policy:
         Further metrics come from the support; `ref_logprobs` from the reference, if there is one.
         All are 0 outside `batch.mask`.
         """
-        restrict, found = self.scoring.support.restriction(batch, batch.mask > 0), []
+        restrict = self.scoring.support.restriction(batch, batch.mask > 0)
+        found = []
         for chunk, logits, targets in self.response_logits(batch):
             # As `Head.logprobs` computes it, bit for bit: else the update's first ratio is not 1.
             restricted = restrict(logits, chunk)
@@ -431,7 +432,8 @@ class Policy:
         """Of the N response tokens in chunks: the chunk, its logits (n, V), its targets (n,)."""
         response = batch.mask > 0  # (B, T), N of them true
         hidden = self.body(self, batch, response)  # (N, H)
-        head, targets = self.head_at(temperature), batch.targets[response]
+        targets = batch.targets[response]  # (N,)
+        head = self.head_at(temperature)
         for chunk in head.chunks(len(hidden)):
             yield chunk, head.logits(hidden[chunk]), targets[chunk]
 

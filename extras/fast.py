@@ -94,7 +94,8 @@ def prompts_once(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
     wanted = pad(response, (0, longest)).gather(1, columns)
     if longest:
         cache.reorder_cache(rows)  # D rows become B
-        ids = pad(batch.inputs, (0, longest)).gather(1, columns)[:, 1:]  # (B, R)
+        of_responses = starts + torch.arange(longest, device=policy.device)  # (B, R), columns
+        ids = pad(batch.inputs, (0, longest)).gather(1, of_responses)  # (B, R)
         # Padding after a response counts as real: only other padding attends to it.
         real = torch.cat([is_prompt[rows], torch.ones_like(ids, dtype=torch.bool)], dim=1)
         further = states_after(cache, policy.model, ids, real)  # (B, R, H)

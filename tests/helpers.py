@@ -159,20 +159,20 @@ def started(
     "shared" or "exact" it is a SharedEngine, which stays alive for the same model only; its own policy then trains.
     With `in_flight` its requests may be unfinished at a load.
     """
-    contract = {name: tensor.shape for name, tensor in policy.weights().items()}
+    shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
     parity = parity or ParityFlags()
     options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype} | options
     options["collect"] = collect_kept_sets
     names = options.keys() & {option.name for option in fields(BackendConfig)}
     options["backend"] = BackendConfig(engine="vllm" if kind == "vllm" else "shared", exact=kind == "exact",
                                        **{name: options.pop(name) for name in names})  # fmt: skip
-    key = repr((folder, contract, parity, kind, kind != "vllm" and id(policy.model), in_flight, options))
+    key = repr((folder, shapes, parity, kind, kind != "vllm" and id(policy.model), in_flight, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
         live.abort()  # left unfinished
     if shared.get(live) != key or live.state not in ("ready", "empty") or live._requests:
         close_live_engine()
-        made, holds = (Engine, contract) if kind == "vllm" else (SharedEngine, policy)
+        made, holds = (Engine, shapes) if kind == "vllm" else (SharedEngine, policy)
         made = with_groups_in_flight(made) if in_flight else made
         shared[made(folder, holds, parity, **options)] = key
     engine = Engine.live

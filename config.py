@@ -324,10 +324,8 @@ class ParityFlags:
 class BackendConfig:
     """The sampler, and its share of the memory."""
 
-    # vllm; shared: vLLM around the trainer's own module, no copy and no load of the weights;
     # transformers: the trainer's own module alone, slow, without mismatch, the known-good curve.
-    engine: Literal["vllm", "shared", "transformers"] = "vllm"
-    exact: bool = False  # With shared, on a CPU: vLLM's kernel scores; a mismatch stops the run.
+    engine: Literal["vllm", "transformers"] = "vllm"
     kv_cache_gib: float = 0.25  # Size of the KV cache; fixed: the trainer needs the free memory.
     # Format of the engine's linear layers; the trainer keeps its own weights. A mismatch by choice
     # and no fault: corrections are for it. It saves nothing here.
@@ -367,17 +365,9 @@ class BackendConfig:
                 or self.canary_nats):
             raise ValueError("prefix_cache, cuda_graphs, block_size and canary_nats must not be"
                              " given with engine transformers")
-        if self.engine == "shared" and self.cuda_graphs:
-            raise ValueError("cuda_graphs must be off with engine shared (vLLM captures them before"
-                             " the trainer's module has its attention)")
         if self.engine != "vllm" and self.verify_loads != BackendConfig.verify_loads:
             raise ValueError("verify_loads must not be given without engine vllm (there is one copy"
                              f" of the weights), got {self.verify_loads}")
-        if self.exact and self.canary_nats:
-            raise ValueError("canary_nats must not be given with exact (its canary allows no"
-                             f" difference), got {self.canary_nats}")
-        if self.exact and self.engine != "shared":
-            raise ValueError(f"exact must be off without --engine shared, got engine {self.engine}")
 
 
 @dataclass(frozen=True)
@@ -478,14 +468,7 @@ class Config:
             (f"engine must be vllm without {', '.join(faults_of_vllm)}",
              backend.engine == "transformers" and faults_of_vllm,
              "only vLLM has that fault"),
-            ("exact must be off with gradient_checkpointing, and while a fix other than"
-             " inflight_keep is off",
-             backend.exact and (learning.gradient_checkpointing or set(off) - {"inflight_keep"}),
-             "a mismatch stops the run"),
-            ("lora_rank must be 0 with engine shared",
-             lora_rank and backend.engine == "shared",
-             "it computes with the model's own tensors", f", got {lora_rank}; try --engine vllm"),
-            ("rollout_weights must be own with engine shared or transformers, and with lora_rank",
+            ("rollout_weights must be own with engine transformers, and with lora_rank",
              rounded and (backend.engine != "vllm" or lora_rank),
              "only full training with engine vllm rounds what it sends",
              f", got {backend.rollout_weights}"),

@@ -311,7 +311,7 @@ class Engine:
         return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:
-        """Make vLLM's engine and keep its inner objects. Subclasses extend it."""
+        """Make vLLM's engine and keep its inner objects."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -330,8 +330,7 @@ class Engine:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         # No local name: a frame that is kept alive would keep the model in memory after `close`.
         self.vllm_model = self.runner.get_model()
-        # What `_transfer` needs: the names of vLLM's parameters (a SharedEngine's module is outside
-        # of vLLM's tree and has none), layers of experts, tied heads.
+        # What `_transfer` needs: the names of vLLM's parameters, layers of experts, tied heads.
         self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
         methods = [getattr(each, "quant_method", None) for each in self.vllm_model.modules()]
         self._experts = [each for each in methods if hasattr(each, "moe_kernel")]

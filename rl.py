@@ -17,7 +17,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from config import LearningConfig
@@ -187,7 +186,6 @@ class Head:
     scale: float
     softcap: float | None
     chunk_elements: int  # logits that are computed at once
-    row_multiple: int = 1  # of each product; see extras/shared_engine.py
     temperature: float = 1.0
     dtype: torch.dtype = torch.float32
 
@@ -227,9 +225,7 @@ class Head:
 
     def affine(self, hidden: Tensor) -> Tensor:
         """hidden W^T + bias, computed in `dtype`, as fp32: (N, H) -> (N, V)."""
-        missing = -len(hidden) % self.row_multiple
-        padded = pad(hidden, (0, 0, 0, missing))
-        logits = self.product(padded, self.weight.T)[: len(hidden)]
+        logits = self.product(hidden, self.weight.T)
         if self.bias is not None:
             logits = logits + self.bias.to(self.dtype)
         return logits.to(torch.promote_types(self.dtype, torch.float32))  # float64 stays
@@ -318,7 +314,7 @@ class Policy:
 
     The parts that options replace:
         scoring           the distribution
-        body              computes hidden states (extras/shared_engine.py: by vLLM's kernel)
+        body              computes hidden states
         head              computes logits and their log-probabilities
         pack              cuts rows of a batch into micro-batches
         send              what the engine gets of the weights (extras/lora.py merges adapters)

@@ -236,16 +236,12 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         from extras.sampling_mask import collect_kept_sets
 
         options["collect"] = collect_kept_sets
-    kind, held = Engine, policy.weights().keys()
-    if backend.engine == "shared":
-        from extras.shared_engine import SharedEngine
-
-        kind, held = SharedEngine, policy
+    kind = Engine
     if backend.inflight_groups:
-        from extras.inflight import with_groups_in_flight
+        from extras.inflight import InflightEngine
 
-        kind = with_groups_in_flight(kind)
-    return kind(run.model_path, held, config.parity, **options)
+        kind = InflightEngine
+    return kind(run.model_path, policy.weights().keys(), config.parity, **options)
 
 
 def find_checkpoint(run: Run) -> dict[str, Any] | None:
@@ -260,10 +256,6 @@ def find_checkpoint(run: Run) -> dict[str, Any] | None:
 def build(run: Run, policy: Policy, engine: Engine) -> TrainingState:
     """The state before the first step, with the engine still without the policy's weights."""
     config, learning = run.config, run.config.learning
-    if config.backend.engine == "shared":
-        # In place of the policy that the engine was started with: the same model, with the body and
-        # the products of the engine.
-        policy = engine.policy
     make_optimizer, make_source = Optimizer, Synchronous
     if learning.offload_optimizer:
         from extras.offload import OffloadedOptimizer
@@ -391,17 +383,10 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
     """What the options ask to be called at the end of a step; returns further metrics."""
     measure = run.config.measure
     asked = []
-    if run.config.backend.exact:
-        from extras.shared_engine import observe_exact
-
-        asked.append(observe_exact)
     if measure.self_noise_every:
         from probe.noise import observe_self_noise
 
-        policy = state.policy
-        if run.config.backend.exact:  # the noise is that of two paths; vLLM's kernel has one
-            policy = policy.changed(body=state.engine.usual_body)
-        asked.append(partial(observe_self_noise, policy, run.config))
+        asked.append(partial(observe_self_noise, state.policy, run.config))
     if measure.probe_every or measure.probe_on_alarm:
         from probe.diagnose import StepProbe
 

@@ -275,8 +275,3 @@ class InflightEngine(Engine):
         known = self._places | self.runner.requests
         self._places = {name: known[name] for name in batch.req_ids}
         return [*self._places.values()]
-
-
-def with_groups_in_flight(kind: type[Engine]) -> type[Engine]:
-    """An `InflightEngine` of this kind: `Engine`, or extras.shared_engine.SharedEngine."""
-    return type("InflightEngine", (InflightEngine, kind), {})

@@ -178,7 +178,6 @@ V1 = f"{RAW} {RUNTIME} {PAUSE} {HEAD}"
 THREE = "--old-policy recompute"  # the three-policy form
 TIS = f"{THREE} --tis token --correct-a-broken-backend"  # the last one is idle at parity
 TOP_P = "--top-p 0.9"
-EXACT = "--engine shared --exact"
 TRANSFORMERS = "--engine transformers --block-size None"
 LORA = "--lora-rank 16 --lr 1e-2"  # adapters need a larger step
 RUNGS = {"v1-defaults": V1, "+processed": f"{RUNTIME} {PAUSE} {HEAD}",
@@ -202,7 +201,6 @@ LADDER_CELLS = (
     } | {
         f"{name}+tis": f"{words} {TIS}" for name, words in SETS.items()
     })
-    | against("exact+three", {"exact+three": f"{EXACT} {THREE}", "exact+tis": f"{EXACT} {TIS}"})
     | against("top-p-transformers", {
         "top-p-transformers": f"{TRANSFORMERS} {TOP_P}", "top-p": TOP_P,
         "top-p-minus-mask": f"{TOP_P} --parity.no-sampling-mask",
@@ -230,9 +228,7 @@ REAL_CELLS = (
 
 # The learning rate is too small to change the policy: all steps sample from one.
 BENCH = "--lr 1e-12 --eval-every 1000000 --checkpoint-every 1000000"
-BENCH_CELLS = against("vllm", {
-    "vllm": "", "shared": "--engine shared", "exact": EXACT,
-}, "lab.bench")  # fmt: skip
+BENCH_CELLS = against("vllm", {"vllm": ""}, "lab.bench")
 
 # The first hour on a GPU, in the order of what is worth most. Random weights of real shapes, 128
 # tokens of prompt, 512 of response. docs/fixes.md has the reasons of what is expected. With 128

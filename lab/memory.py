@@ -57,7 +57,7 @@ def phases(
     copies = bool(learning.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
     always = {"weights": weights + 4 * adapters + copies * copied, "context": CONTEXT}
     optimizer = {"optimizer": masters + 8 * trained}
-    # The shared engine has the trainer's weights.
+    # The engine of the trainer's own modules has the trainer's weights.
     engine = weights * (backend.engine == "vllm") + backend.kv_cache_gib * GIB
     # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
     sampler = 4 * backend.max_num_seqs * model_config.vocab_size * 4

@@ -44,9 +44,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from config import BackendConfig, Config, ParityFlags
 from engine_adapter import Engine, prepare_environment
-from extras.inflight import with_groups_in_flight
+from extras.inflight import InflightEngine
 from extras.sampling_mask import collect_kept_sets
-from extras.shared_engine import SharedEngine, products_differ
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
 from rollouts import Rollout, Sampling
@@ -150,35 +149,30 @@ def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
 
 @contextmanager
 def started(
-    folder: str, policy: Policy, parity: ParityFlags | None = None, kind: str = "vllm", in_flight: bool = False,
-    **options,
+    folder: str, policy: Policy, parity: ParityFlags | None = None, in_flight: bool = False, **options,
 ) -> Iterator[Engine]:
     """A live engine for the architecture in `folder`. It holds the policy's weights.
 
-    The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. Of the kind
-    "shared" or "exact" it is a SharedEngine, which stays alive for the same model only; its own policy then trains.
-    With `in_flight` its requests may be unfinished at a load.
+    The engine stays alive for the next call with equal arguments, unless it is asleep or broken by then. With
+    `in_flight` its requests may be unfinished at a load.
     """
     shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
     parity = parity or ParityFlags()
     options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype} | options
     options["collect"] = collect_kept_sets
     names = options.keys() & {option.name for option in fields(BackendConfig)}
-    options["backend"] = BackendConfig(engine="vllm" if kind == "vllm" else "shared", exact=kind == "exact",
-                                       **{name: options.pop(name) for name in names})  # fmt: skip
-    key = repr((folder, shapes, parity, kind, kind != "vllm" and id(policy.model), in_flight, options))
+    options["backend"] = BackendConfig(**{name: options.pop(name) for name in names})
+    key = repr((folder, shapes, parity, in_flight, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
         live.abort()  # left unfinished
     if shared.get(live) != key or live.state not in ("ready", "empty") or live._requests:
         close_live_engine()
-        made, holds = (Engine, shapes) if kind == "vllm" else (SharedEngine, policy)
-        made = with_groups_in_flight(made) if in_flight else made
-        shared[made(folder, holds, parity, **options)] = key
+        made = InflightEngine if in_flight else Engine
+        shared[made(folder, shapes, parity, **options)] = key
     engine = Engine.live
-    trainer = policy if kind == "vllm" else engine.policy
     try:
-        load_into(engine, trainer)
+        load_into(engine, policy)
         yield engine
     except BaseException:  # a failed test may leave anything behind
         close_live_engine()
@@ -420,8 +414,6 @@ def command(root: Path, options: str, *more: str) -> list[str]:
 # Without BF16 instructions vLLM's CPU kernels cut numbers off to bfloat16 where all others round: the engine then has
 # another noise floor than the trainer. float16 is rounded everywhere.
 SIXTEEN = torch.bfloat16 if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else torch.float16
-CAN_BE_EXACT = pytest.mark.skipif(products_differ(), reason="on this CPU a product's number of rows changes how a row"
-                                  " is rounded, so --exact is refused")
 
 
 def refusal(arguments: list[str], capsys, main: Callable | None = None) -> str:

@@ -14,8 +14,8 @@ from rollouts import Sampling
 
 
 def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
-    words = ["--lr", "2e-3", "--parity.no-fp32-head", "--engine", "shared", "--eval-every", "7"]
-    config = config_of(ParityFlags(fp32_head=False), lr=2e-3, engine="shared", eval_every=7)
+    words = ["--lr", "2e-3", "--parity.no-fp32-head", "--engine", "vllm", "--eval-every", "7"]
+    config = config_of(ParityFlags(fp32_head=False), lr=2e-3, eval_every=7)
     assert tyro.cli(Config, args=words) == config
     flat = config.flat()
     assert len(flat) == 1 + sum(len(vars(group)) for name, group in vars(config).items() if name != "parity")

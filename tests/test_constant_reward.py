@@ -7,20 +7,19 @@ steps.
 
 import pytest
 import torch
-from helpers import CAN_BE_EXACT, PYTHON, built, close_live_engine
+from helpers import PYTHON, built, close_live_engine
 
 from train import train_step
 
-BACKENDS = ["vllm", "shared", "transformers", "shared --exact"]
+BACKENDS = ["vllm", "transformers"]
 DTYPES = ["float32", "bfloat16", "float16"]
 OPTIONS = [  # without and with a KL term
     {}, dict(tis="sequence", inflight_groups=4, max_staleness=2),
     dict(tis="token", reject="token", top_k=20, top_p=0.9, min_p=0.01), dict(gradient_checkpointing=True),
 ]
-MARKS = {"transformers": [], "shared --exact": [pytest.mark.engine, CAN_BE_EXACT]}
-CASES = [pytest.param(backend, DTYPES[(i + j) % 3], options, marks=MARKS.get(backend, [pytest.mark.engine]))
-         for i, backend in enumerate(BACKENDS) for j, options in enumerate(OPTIONS)
-         if "exact" not in backend or "gradient_checkpointing" not in options]  # fmt: skip
+MARKS = {"vllm": [pytest.mark.engine], "transformers": []}
+CASES = [pytest.param(backend, DTYPES[(i + j) % 3], options, marks=MARKS[backend])
+         for i, backend in enumerate(BACKENDS) for j, options in enumerate(OPTIONS)]
 
 
 @pytest.mark.parametrize("backend, dtype, options", CASES, ids=str)
@@ -28,7 +27,7 @@ def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, dtype, optio
     (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
     close_live_engine()
     run, state, _ = built(good, tmp_path, task=str(tmp_path / "task.py"), lr=1e-4, lr_warmup_steps=0, max_new_tokens=6,
-                          micro_batch_tokens=40, dtype=dtype, engine=backend.split()[0], exact="exact" in backend,
+                          micro_batch_tokens=40, dtype=dtype, engine=backend,
                           kl_coef=0.05 if options else 0.0, **options)  # fmt: skip
     before = state.policy.copied_weights()
     for step in (1, 2):

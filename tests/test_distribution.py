@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers import CAN_BE_EXACT, built, close_live_engine
+from helpers import built, close_live_engine
 
 from config import ParityFlags
 from engine_adapter import AuditError, Engine
@@ -15,7 +15,6 @@ NO_MASK, BOTH_RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logp
 
 @pytest.mark.parametrize("options", [  # those with which no other test starts a run
     dict(parity=NO_MASK, min_p=0.1), dict(lora_rank=4), dict(parity=BOTH_RAW),
-    pytest.param(dict(engine="shared", exact=True), marks=CAN_BE_EXACT),
 ], ids=str)  # fmt: skip
 def test_the_stated_distribution_passes_under_its_name(good, tmp_path, options):
     close_live_engine()

@@ -203,15 +203,14 @@ def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_loa
 
 
 # ------------------------------------------------------------------------------------------------ states
-@pytest.mark.parametrize("kind", ["vllm", "shared"])
-def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folder, kind, monkeypatch):
+def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(engine_folder, monkeypatch):
     """vLLM freezes the heap at start, and its parameters are in cycles that only the collector frees."""
     policy = Policy(qwen2(tied=False))
     sample = lambda: engine.generate(PROMPTS, 1, WARM, SEEDS)  # noqa: E731
     close_live_engine()
     monkeypatch.setattr(gc, "freeze", helpers.freeze)  # as on a GPU, where helpers.py leaves them alone
     monkeypatch.setattr(gc, "unfreeze", helpers.unfreeze)
-    with started(engine_folder, policy, kind=kind) as engine:
+    with started(engine_folder, policy) as engine:
         engine.sleep()
         for reason, call in ((r"asleep: wake\(\) it first", sample), ("needs an engine that is ready", engine.sleep),
                              ("load needs", lambda: load_into(engine, policy)), ("audit needs", engine.audit)):
@@ -225,10 +224,9 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
         assert floors(policy, engine) < AT_PARITY
         with pytest.raises(EngineStateError, match="a process holds one engine"):
             Engine(engine_folder, {}, ParityFlags(), max_model_len=128)
-    held = [engine.runner, engine.runner.sampler, *engine.vllm_model.modules()]
-    if kind == "vllm":  # the shared engine's parameters are the trainer's
-        held += engine.vllm_model.parameters()
-    held = [*map(weakref.ref, held)]
+    model = engine.vllm_model
+    held = [*map(weakref.ref, (engine.runner, engine.runner.sampler, *model.modules(), *model.parameters()))]
+    del model
     engine.close()
     assert len(held) >= 7
     assert all(reference() is None for reference in held)

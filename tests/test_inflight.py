@@ -138,17 +138,16 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
 
 # ------------------------------------------------------------------------------------------------ what a load does
 @pytest.mark.engine
-@pytest.mark.parametrize("name, kind, parity", [
-    ("Qwen2", "vllm", KEEP), ("Qwen2", "vllm", RECOMPUTE), ("Qwen2", "vllm", ABORT), ("Qwen2", "shared", KEEP),
-    ("FalconH1", "vllm", KEEP), ("Mamba2", "vllm", RECOMPUTE),  # recurrent states
-], ids=named)  # fmt: skip
+@pytest.mark.parametrize("name, parity", [
+    ("Qwen2", KEEP), ("Qwen2", RECOMPUTE), ("Qwen2", ABORT), ("FalconH1", KEEP), ("Mamba2", RECOMPUTE),
+], ids=named)  # the last two have recurrent states
 @torch.no_grad()
-def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, kind, parity):
+def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, parity):
     """Against caches of the old and the new weights in transformers, token by token."""
     model = qwen2(tied=False) if name == "Qwen2" else small_model(name, False)
     model.save_pretrained(tmp_path)
     policy, update = Policy(model), parity.inflight_update
-    with started(str(tmp_path), policy, parity, kind, in_flight=True) as engine:
+    with started(str(tmp_path), policy, parity, in_flight=True) as engine:
         rollouts = [rollout for size in (2, 24, 70)  # shorter than the convolution, and over several chunks
                     for rollout in engine.submit(list(range(6, 6 + size)), 2, Sampling(0.7, 24), size)]  # fmt: skip
         for _ in range(12):

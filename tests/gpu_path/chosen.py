@@ -20,7 +20,7 @@ PART = {
     # Requests over a load.
     "test_inflight.py::test_every_group_is_trained_on_once_or_in_flight[vllm-keep-4":
         "V1's async scheduling with V2; blocks of an earlier request",
-    "test_inflight.py::test_an_update_keeps_recomputes_or_aborts_what_was_computed[Qwen2-vllm":
+    "test_inflight.py::test_an_update_keeps_recomputes_or_aborts_what_was_computed[Qwen2":
         "V2's request states; last tokens exchanged between requests",
     "test_sleep.py::test_a_run_whose_sleep_loses_weights_and_cache_has_the_same_metrics_as_one_that_keeps_them[recompute]":
         "V2's request states over a sleep; last tokens exchanged",
@@ -34,9 +34,5 @@ PART = {
 }  # fmt: skip
 
 CANNOT = {
-    "test_shared.py": "--exact: runner V2 rounds a row otherwise than V1, by 1e-8 nats",
-    "test_constant_reward.py::test_a_constant_reward_moves_no_weight[shared --exact": "the same",
-    "test_distribution.py::test_the_stated_distribution_passes_under_its_name[{'engine': 'shared'": "the same",
-    "test_staleness.py::test_exactly_every_token": "the same",
     "test_train.py::test_the_default_job_learns": "it can, in four minutes",
 }

@@ -118,7 +118,7 @@ def prepare(config: Config) -> Run:
     from extras.notices import notices
     from extras.problem_files import try_reward
 
-    for notice in notices(tokenizer, task, data):
+    for notice in notices(tokenizer, task, config):
         print(f"notice: {notice}", flush=True)
     try_reward(task)
     print(f"first prompt: {records.shown(prompts_record(task)['first'])}", flush=True)
@@ -370,10 +370,12 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
     task, record = run.task, records.provenance(policy.device)
     record["versions"]["vllm"] = engine.vllm_version
+    evaluated = min(len(task.held_out), run.config.measure.eval_problems)
     return record | {
         "config": run.config.flat(), "audit": engine.settings,
         "trainer": policy.audit() | {"model_path": run.model_path},
         "problems": {"train": len(task.train), "held_out": len(task.held_out),
+                     "evaluated": f"{evaluated}, at each step the same, chosen by the seed",
                      "dropped": task.num_dropped, "merged": task.num_repeated},
         "files": run.files, "prompts": prompts_record(task),
     }

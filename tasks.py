@@ -266,10 +266,15 @@ def encode(
             if messages[0]["role"] == "system":
                 raise ValueError("system_prompt must not be given, the messages have their own")
             messages = [{"role": "system", "content": system_prompt}, *messages]
-        begun = messages[-1]["role"] == "assistant"  # the beginning of the response
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=not begun, continue_final_message=begun,
-            return_dict=True, **template_args)["input_ids"]
+        # The beginning of a response follows the generation prompt to the character. Templates
+        # trim it, or put a closed thought before it: extras/notices.py shows both texts.
+        beginning = ""
+        if messages[-1]["role"] == "assistant":
+            *messages, last = messages
+            beginning = last["content"]
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **template_args)
+        return tokenizer(text + beginning, add_special_tokens=False)["input_ids"]
 
     def encoded(problem: Problem) -> Problem:
         # A chat template is a program and may not end.

@@ -3,24 +3,33 @@
 from contextlib import suppress
 from typing import Any
 
-from tasks import Task, time_limit
+from config import Config, DataConfig, LearningConfig
+from records import one_line, shown
+from tasks import Problem, Task, time_limit
 
 
-def notices(tokenizer: Any, task: Task, data: Any) -> list[str]:
-    """The sentences that apply. `data` is a config.DataConfig."""
+def notices(tokenizer: Any, task: Task, config: Config) -> list[str]:
+    """The sentences that apply."""
+    job, learning, data = config.job, config.learning, config.data
     problems = task.train + task.held_out
     stop = {each: tokenizer.convert_ids_to_tokens(each) or f"unknown token {each}"
             for each in task.stop_token_ids}
     ends = sum(problem.prompt_ids[-1] in stop for problem in problems)
     inside = sum(any(token in problem.question for token in stop.values()) for problem in problems)
-    begun = sum(problem.messages[-1]["role"] == "assistant" for problem in problems
-                if problem.messages)
+    begun = [problem for problem in problems
+             if problem.messages and problem.messages[-1]["role"] == "assistant"]
+    otherwise = [both for each in begun if (both := both_texts(tokenizer, each, data))]
     found = {
+        f"the learning rate is the toy's, {learning.lr:g}, which destroys a pretrained model; try"
+        " --lr 1e-6, or 1e-4 with --lora-rank (docs/run.md has measured ones)":
+            job.model != "toy" and job.steps and learning.lr == LearningConfig.lr,
         f"{ends} prompts end with a stop token, after which a model has nothing to say: does the"
         " tokenizer append it?": ends,
         f"{inside} questions contain a stop token ({', '.join(stop.values())})": inside,
-        f"{begun} chats end with an assistant's message, with which the response begins: it must"
-        " not be the answer": begun,
+        f"{len(begun)} chats end with an assistant's message, with which the response begins: it"
+        " must not be the answer": begun,
+        f"the chat template itself would continue {len(otherwise)} of these chats otherwise:"
+        f" {''.join(otherwise[:1])}": otherwise,
     }
     prompt = tokenizer.decode(problems[0].prompt_ids)
     if tokenizer.chat_template and data.chat_template:
@@ -44,3 +53,22 @@ def notices(tokenizer: Any, task: Task, data: Any) -> list[str]:
                 not stop.keys() & {*ids} and data.chat_template,
         }
     return [notice for notice, applies in found.items() if applies]
+
+
+def both_texts(tokenizer: Any, problem: Problem, data: DataConfig) -> str:
+    """Of a chat that begins the response: its prompt and the template's own, from shortly before
+    the beginning. Empty if they are equal.
+    """
+    chat = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    chat += problem.messages
+    try:
+        theirs = tokenizer.apply_chat_template(
+            chat, continue_final_message=True, **data.template_args)["input_ids"]
+    except Exception as error:  # some templates refuse such a chat
+        return f"with {problem.source} it fails, {one_line(error)}"
+    if theirs == problem.prompt_ids:
+        return ""
+    start = -60 - len(chat[-1]["content"])
+    ours, theirs = (shown(tokenizer.decode(ids)[start:], 160, 0)
+                    for ids in (problem.prompt_ids, theirs))
+    return f"the prompt of {problem.source} has {ours}, the template's own {theirs}"

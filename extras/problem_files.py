@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import os
+import random
 import re
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,10 @@ def load_task(name: str, seed: int, **options: Any) -> Task:
     if data.eval_task:
         other = read_task(data.eval_task, seed, data, evaluates=True, strict=is_program(name))
         task = replace(task, held_out=other.held_out or other.train, evaluation=other)
+    if data.eval_task or name not in BUILT_IN:
+        # An evaluation has the first of them, and a file may be sorted by subject.
+        held_out = random.Random(seed).sample(task.held_out, len(task.held_out))
+        task = replace(task, held_out=held_out)
     graded = [each for each in (task, task.evaluation) if each and each.grade]
     if data.reward_workers > 1 and not graded:
         raise ValueError("reward_workers must be 1 without a reward of a file, got"
@@ -98,6 +103,7 @@ def read_task(
 
 def try_reward(task: Task) -> None:
     """Raises: ValueError if the reward of a file fails; the trial's response is the prompt."""
+    left_out = {}  # a cause is said once
     for problem, part in ((task.train[0], task), (task.held_out[0], task.evaluation)):
         if part is None or part.grade is None:
             continue
@@ -111,7 +117,9 @@ def try_reward(task: Task) -> None:
             if failed and task.reward_errors == "stop":
                 raise ValueError(found)
             if failed or result is None:
-                print(f"notice: such responses are left out: {found}", flush=True)
+                left_out.setdefault(str(result), found)
+    for found in left_out.values():
+        print(f"notice: such responses have no reward and are left out: {found}", flush=True)
 
 
 def rows_of(file: TaskFile) -> Rows:

@@ -4,11 +4,10 @@ import json
 import shutil
 
 import pytest
-from helpers import command, refusal, rows, train_here
+from helpers import command, config_of, refusal, rows, train_here
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from config import DataConfig
 from extras.notices import notices
 from rollouts import Rollout
 from tasks import Problem, Task, encode, exact_match, prompts_record
@@ -51,9 +50,33 @@ def test_a_prompt_is_a_question_or_a_chat_in_the_models_template_or_plain_text()
         "<turn>system Think.<end><turn>user 1+1<end><turn>assistant "]  # fmt: skip
     assert prompts(chat("user: 1", "assistant: 2", "user: 3"), system_prompt="Add.") == [
         "<turn>system Add.<end><turn>user 1<end><turn>assistant 2<end><turn>user 3<end><turn>assistant "]
-    assert prompts(chat("user: 1+1", "assistant: It is")) == ["<turn>user 1+1<end><turn>assistant It is"]
     assert prompts(QUESTION, use_template=False) == prompts(QUESTION, template=None) == ["1+1"]
     assert prompts(QUESTION, template=DATED, template_args={"date_string": "1 Jan"})[0].startswith("1 Jan<turn>")
+
+
+LAST = "loop.last and m.role == 'assistant'"
+CLOSED = CHATML.replace("{{ m.content", f"{{{{ '<think></think>' if {LAST} }}}}{{{{ m.content")
+REFUSED = CHATML.replace("m.role", f"raise_exception('no') if {LAST} else m.role")
+
+
+BEGINNINGS = "It is", "", "<think>So", " <think>a</think>b "
+
+
+@pytest.mark.parametrize("template, opens, theirs", [  # the end of the template's own prompt, where it is another
+    (CHATML, "", [None] * 4),
+    (CHATML.replace("m.content", "m.content | trim"), "", [None, 'assistant"', None, 'assistant <think>a</think>b"']),
+    (CLOSED, "", [f'assistant <think></think>{each}"' for each in BEGINNINGS]),
+    (CHATML.replace("assistant ", "assistant <think>"), "<think>", [f'assistant {each}"' for each in BEGINNINGS]),
+    (REFUSED, "", ["TemplateError: no"] * 4),
+])  # fmt: skip
+def test_a_response_begins_right_after_the_generation_prompt_and_both_texts_are_said(template, opens, theirs):
+    for beginning, other in zip(BEGINNINGS, theirs, strict=True):
+        begun = chat("user: 1", "assistant: " + beginning)
+        prompt = f"<turn>system Add.<end><turn>user 1<end><turn>assistant {opens}{beginning}"
+        assert prompts(begun, template=template, system_prompt="Add.") == [prompt]
+        said = noticed(template, messages=begun.messages, system_prompt="Add.").partition("these chats otherwise: ")[2]
+        assert bool(said) == bool(other)
+        assert (other or "") in said
 
 
 LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -72,12 +95,12 @@ def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
 
 
 def noticed(
-    template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), messages: tuple = (), **data
+    template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), messages: tuple = (), **options
 ) -> str:
-    made, data = tokenizer(template), DataConfig(**data)
+    made, system_prompt = tokenizer(template), options.get("system_prompt")
     problem = Problem(question, "2", "", messages=[*messages])
-    task = encode(made, Task([problem], [], exact_match), stop, 10, data.system_prompt)
-    return " ".join(notices(made, task, data))
+    task = encode(made, Task([problem], [], exact_match), stop, 10, system_prompt)
+    return " ".join(notices(made, task, config_of(**options)))
 
 
 def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
@@ -93,7 +116,8 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
                              "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
     assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")
     refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
-    assert noticed(refuses) == ""
+    assert noticed(refuses) == noticed(CHATML, model="M", lr=1e-6) == noticed(CHATML, model="M", steps=0) == ""
+    assert "the learning rate is the toy's, 0.001" in noticed(CHATML, model="M")
 
 
 def test_the_record_of_prompts_has_a_digest_of_all():

@@ -45,8 +45,21 @@ def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second
     assert (len(task.train), len(task.held_out), task.num_repeated) == (36, 4, 40)
     held_out.write_text("\n".join(lines[-5:]))
     task = load_task(str(path), 0, eval_task=str(held_out))
-    assert [{"question": p.question, "answer": p.answer} for p in task.held_out] == rows[-5:]
+    assert sorted(p.question for p in task.held_out) == sorted(row["question"] for row in rows[-5:])
     assert len({p.question.strip() for p in task.train + task.held_out}) == len(task.train) + 5 == 40
+
+
+def test_an_evaluations_first_problems_are_a_sample_that_the_seed_draws_and_a_toys_stay_as_they_are(tmp_path):
+    test = tmp_path / "mine" / "test.jsonl"
+    test.parent.mkdir()
+    test.write_text("\n".join(json.dumps({"question": str(n), "answer": n // 100}) for n in range(400)))  # by subject
+    (tmp_path / "mine" / "train.jsonl").write_text(json.dumps({"question": "one", "answer": 1}))
+    one, again, other = (load_task("toy", seed, eval_task=str(test)).held_out for seed in (0, 0, 1))
+    assert one == again != other
+    for held_out in (one, load_task(str(test.parent), 0).held_out):
+        assert {problem.answer for problem in held_out[:20]} == {"0", "1", "2", "3"}
+        assert len({problem.question for problem in held_out}) == 400
+    assert load_task("digits", 3).held_out == digits(3).held_out
 
 
 def test_problems_of_one_family_are_held_out_together_and_the_seed_decides_which(loaded):

@@ -150,17 +150,24 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     get = metrics.get
 
     def of(name: str, form: str) -> str:
-        """The figure in this format, or a dash of its width if it was not measured."""
-        if get(name) is None:
-            return "-".rjust(int(form.partition(".")[0] or 1))
-        return format(get(name), form)
+        """The figure in this format, or a dash of its width if it was not measured. The number of
+        responses that it leaves out, if there are some.
+        """
+        left_out = get(f"{name}_left_out")
+        text = "-".rjust(int(form.partition(".")[0] or 1))
+        if get(name) is not None:
+            text = format(get(name), form)
+        return f"{text} ({left_out} LEFT OUT)" if left_out else text
 
     line = f"step {metrics['step']:>3}/{steps}"
     if "reward" in metrics:
         minutes, seconds = divmod(round(metrics.get("left_s", 0)), 60)
         left = f"{minutes} min" if minutes else f"{seconds} s"
+        parts = ", ".join(f"{name.removeprefix('reward/')} {value:.3f}"
+                          for name, value in metrics.items() if name.startswith("reward/"))
         line += (
-            f" | reward {of('reward', '.3f')} | len {of('response_len', '5.1f')}"
+            f" | reward {of('reward', '.3f')}{escaped(parts and f' ({parts})')}"
+            f" | len {of('response_len', '5.1f')}"
             f" | trunc {of('trunc_frac', '4.0%')} | flat {of('flat_frac', '4.0%')}"
             f" | mismatch_kl {of('mismatch_kl', '8.1e')} | clip {of('clip_rate', '5.1%')}"
             f" backend {of('backend_clip_rate', '5.1%')} | entropy {of('entropy', '.2f')}"
@@ -180,6 +187,8 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     if get("skipped_updates"):
         line += (f" | NO SIGNAL in {get('skipped_updates')} minibatch(es): flat, masked or"
                  " rejected rows, no step")
+    if get("kl_only_updates"):
+        line += f" | NO SIGNAL in {get('kl_only_updates')} minibatch(es), a step by the KL alone"
     if get("overflowed_updates"):
         line += f" | fp16 OVERFLOW in {get('overflowed_updates')} minibatch(es): scale halved"
     if get("rejected_frac"):
@@ -191,7 +200,7 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     if get("reward_errors"):
         line += f" | {get('reward_errors')} rewards FAILED"
     if get("left_out"):
-        line += f" | {get('left_out')} responses LEFT OUT"
+        line += f" | {get('left_out')} responses LEFT OUT (no reward)"
     if get("trunc_frac") == 1:
         line += " | ALL TRUNCATED: raise --max-new-tokens"
     if "eval_reward" in metrics:

@@ -664,18 +664,20 @@ def update(
     loss = sum_t token_weights_t (correction_t * surrogate_t + kl_loss_t). The losses of
     micro-batches simply add up. A minibatch without signal (all its groups are flat, masked or
     rejected, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
-    AdamW would move the weights by momentum alone. `overflowed_updates` counts the steps that fp16
-    has lost, `updates` those that changed the weights.
+    AdamW would move the weights by momentum alone. With a KL term it counts in `kl_only_updates`.
+    `overflowed_updates` counts the steps that fp16 has lost, `updates` those that changed the
+    weights.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
     surrogate = OBJECTIVES[learning.objective].surrogate
     batch, metrics = corrected(batch, minibatches, learning)
-    losses, norms, sums = [], [], []
+    losses, norms, sums, kl_only = [], [], [], 0
     with optimizer.on_device():
         for micro_batches in minibatches:
             if not batch.has_gradient[torch.cat(micro_batches)].any():
                 continue
+            kl_only += not (batch.correction * batch.advantages)[torch.cat(micro_batches)].any()
             loss = 0.0
             for rows in micro_batches:
                 micro = batch.select(rows)
@@ -699,7 +701,7 @@ def update(
             losses.append(loss)
             norms.append(optimizer.step(lr, learning.grad_clip))
     metrics |= update_metrics(losses, norms, sums, batch.ref_logprobs is not None)
-    return metrics | {"skipped_updates": len(minibatches) - len(norms)}
+    return metrics | {"skipped_updates": len(minibatches) - len(norms), "kl_only_updates": kl_only}
 
 
 def check_finite(loss: float, sums: list[dict[str, Tensor]], lr: float) -> None:

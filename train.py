@@ -238,11 +238,8 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     rollouts, greedy = answer_held_out(run, state.source, step, "greedy", 1, 0.0)
     print(records.answer_line(greedy[0]), flush=True)
     _, sampled = answer_held_out(run, state.source, step, "sampled", samples, temperature)
-    metrics = {
-        "eval_reward": mean_of(row["reward"] for row in sampled),
-        "eval_reward_greedy": mean_of(row["reward"] for row in greedy),
-        "eval_agree": greedy_agreement(state.policy, rollouts, run.config.learning),
-    }
+    metrics = mean_reward("eval_reward", sampled) | mean_reward("eval_reward_greedy", greedy)
+    metrics["eval_agree"] = greedy_agreement(state.policy, rollouts, run.config.learning)
     rows = greedy + sampled
     if state.trainer_alone:
         # This load copies nothing. It checks that the engine has these weights.
@@ -250,8 +247,8 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
         _, alone = answer_held_out(
             run, state.trainer_alone, step, "trainer_alone", samples, temperature)
         rows = rows + alone
-        reward = mean_of(row["reward"] for row in alone)
-        metrics["eval_reward_trainer_alone"] = reward
+        metrics |= mean_reward("eval_reward_trainer_alone", alone)
+        reward = metrics["eval_reward_trainer_alone"]
         if None not in (reward, metrics["eval_reward"]):
             metrics["eval_gap"] = metrics["eval_reward"] - reward
     return metrics | {"eval_reward_errors": sum(row["error"] is not None for row in rows)}
@@ -269,6 +266,12 @@ def answer_held_out(
             for row in run.task.score(problems, rollouts, evaluates=True)]
     records.append_rows(run.out / "samples.jsonl", rows)
     return rollouts, rows
+
+
+def mean_reward(name: str, rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """By this name, and the number of the answers without a reward, which the mean leaves out."""
+    rewards = [row["reward"] for row in rows]
+    return {name: mean_of(rewards), f"{name}_left_out": rewards.count(None)}
 
 
 def greedy_agreement(policy: Policy, rollouts: list[Rollout], learning: LearningConfig) -> float:

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from statistics import fmean as mean
 
 import pytest
 import torch
-from helpers import ROOT, built
+from helpers import ROOT, built, rows
 
 from examples.toys import toy_tokenizer
 from extras.problem_files import load_task, try_reward
@@ -18,7 +19,7 @@ from extras.task_file import TaskFile
 from objectives import group_advantages
 from rollouts import Rollout
 from tasks import Problem, encode
-from train import train_step
+from train import evaluate, train_step
 
 BODY = """
 import collections, ctypes, fractions, itertools, math, os, sys
@@ -198,7 +199,8 @@ def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerpr
 
 def test_a_reward_without_return_is_noticed_before_the_engine_starts(tmp_path, capsys):
     scored(tmp_path, "def reward(problem, response): problem.answer == response", "1")
-    assert "notice: such responses are left out: None on " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("notice: such responses have no reward and are left out: None on ") == 1
 
 
 def test_a_step_gives_no_loss_to_what_is_left_out_not_even_that_of_a_kl(good, tmp_path):
@@ -211,3 +213,8 @@ def test_a_step_gives_no_loss_to_what_is_left_out_not_even_that_of_a_kl(good, tm
     assert [not row.any() for row in done.batch.mask] == left_out
     assert done.metrics["tokens"] == sum(len(each.token_ids) for each in done.batch.rollouts)  # those left out, too
     assert done.metrics["reward"] == mean(each.reward for each in done.batch.rollouts if not math.isnan(each.reward))
+    metrics = evaluate(run, state, 1)
+    found = Counter(row["mode"] for row in rows(tmp_path / "run", "samples") if row["reward"] is None)
+    assert (metrics["eval_reward_left_out"], metrics["eval_reward_greedy_left_out"]) == tuple(
+        found[mode] for mode in ("sampled", "greedy"))
+    assert found

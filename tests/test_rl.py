@@ -271,6 +271,7 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
 
 @pytest.mark.parametrize("options, advantages, keep, skipped", [
     ({}, (0.0, 0.0, 0.0, 0.0), True, 2), ({}, (1.0, -1.0, 0.0, 0.0), True, 1),
+    ({"kl_coef": 0.1}, (0.0, 0.0, 1.0, 0.0), True, 0),
     ({"kl_coef": 0.1}, (1.0, -1.0, 2.0, 0.5), False, 2),
     ({"reject": "binary_tv", "reject_high": 1e-12, "reject_mean": "all"}, (1.0, -1.0, 2.0, 0.5), True, 2),
 ])  # fmt: skip
@@ -278,6 +279,7 @@ def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(options, advanta
     table, batch = torch.nn.Parameter(OLD + MOVED), batch_of_four(torch.tensor(advantages)[:, None], (keep,) * 4)
     metrics = updated(table, batch, LearningConfig(**options), num_minibatches=2)
     assert (metrics["skipped_updates"], metrics["updates"]) == (skipped, 2 - skipped)
+    assert metrics["kl_only_updates"] == (not any((*advantages[:2], skipped)))
     assert (metrics["loss"] is None) == (skipped == 2) == torch.equal(table, OLD + MOVED)
 
 

@@ -33,6 +33,10 @@ NAMES = "reward response_len trunc_frac flat_frac mismatch_kl clip_rate entropy 
 LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
     ({"left_s": 59.4}, "| 59 s left"), ({"left_s": 59.6}, "| 1 min left"),
     ({"left_s": 0, "left_out": 3}, "left | 3 responses LEFT OUT"),
+    ({"reward/right": 0.25, "reward/length": -1}, "| reward 0.000 (right 0.250, length -1.000) | len   0.0 |"),
+    ({"eval_reward": 0.5, "eval_reward_left_out": 0, "eval_reward_greedy": None, "eval_reward_greedy_left_out": 8},
+     " | eval 0.500 greedy - (8 LEFT OUT) agree -"),
+    ({"kl_only_updates": 1}, " | NO SIGNAL in 1 minibatch(es), a step by the KL alone"),
     ({"clip_rate": None, "grad_norm": None, "lr": 1e-3},
      "| clip     - backend     - | entropy 0.00 | gnorm - lr 1.0e-03 |"),
     ({"kl_ref": 0, "kl_ref_max": 40}, " | kl_ref 0.0e+00 max 4.0e+01"),

@@ -283,6 +283,10 @@ STUDIES = {
         REAL, REAL_CELLS, ("eval_greedy_before", "eval_greedy", *LEARNING, *BACKEND, "overflowed"),
         ("parity", "parity-minus-processed", "parity-minus-runtime", "v1-defaults"), steps=20,
         jobs=1),
+    # --train-args: a user's model and task, on the defaults of train.py.
+    "own": Study("", against("parity", REAL_ARMS),
+                 ("mismatch_current", "backend_clip", "eval_agree", "reward"), steps=60, seeds=1,
+                 jobs=1),
     "bench": Study(
         BENCH, BENCH_CELLS, ("step_s", "step_bare", "generate_s", "generate_bare",
                              "old_logprobs_s", "old_logprobs_bare", "update_s", "update_bare",

@@ -80,7 +80,7 @@ STUDENT = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 class Options:
     """What to run, or what to print."""
 
-    study: tyro.conf.Positional[str]  # ladder, real, bench or gpu; with --print, a record.
+    study: tyro.conf.Positional[str]  # ladder, real, own, bench or gpu; with --print, a record.
     out: str | None = None  # Folder of runs, record and picture; if not given, runs/STUDY.
     # Names of cells, or patterns such as 'v1-*'. Their baselines run only if named too.
     cells: tuple[str, ...] = ("*",)
@@ -276,6 +276,7 @@ def in_processes(
             folder = call[1]
             folder.parent.mkdir(parents=True, exist_ok=True)
             Path(f"{folder}.log").touch()
+            print(f"{folder.name} starts; its lines go to {folder}.log", flush=True)
             process = context.Process(target=logged, args=call)
             process.start()
             deadline = min(end, time.monotonic() + limit)
@@ -299,6 +300,9 @@ def in_processes(
         left = min(minutes / done * (len(tasks) - done), (end - time.monotonic()) / 60)
         print(f"[{done}/{len(tasks)}] {folder.name}: {outcome} | {minutes:.1f} min, about"
               f" {left:.1f} left", flush=True)
+        for line in Path(f"{folder}.log").read_text(errors="replace").splitlines():
+            if "WITHOUT EFFECT" in line:
+                print(f"    {line}", flush=True)
         after(folder.name, failed)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, forked, refusal
 
+from config import Config
 from lab.cells import ALONE, METRICS, RUNGS, STUDIES
 from lab.products import widen
 from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, main, paired, text_of
@@ -80,7 +81,7 @@ def test_the_narrow_table_has_the_means_and_their_picture(tmp_path, capsys):
 
 @pytest.mark.parametrize("words, complaint", [
     (["ladder", "--cells", "v2"], "cells must be names of cells or patterns, got v2; there are transformers,"),
-    (["dose"], "study must be one of ladder, real, bench, gpu (a record can only be printed), got dose; try --print"),
+    (["dose"], "must be one of ladder, real, own, bench, gpu (a record can only be printed), got dose; try --print"),
     (["ladder", "--print", "docs/records/claims.json"], "reading the record docs/records/claims.json failed: KeyError"),
 ])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(tmp_path, words, complaint, capsys):
@@ -99,6 +100,14 @@ def test_each_cell_differs_from_its_baseline_and_train_accepts_every_option(name
         if not words <= parsed:
             assert plan.run(each, 0).config.job.steps > 1
             parsed |= words
+
+
+def test_ones_own_ablation_begins_from_the_defaults_of_train(tmp_path):
+    run = Plan(Options("own", out=str(tmp_path), train_args="--model M --lr 1e-6")).run("v1-defaults", 0)
+    off = dict.fromkeys(run.config.parity.off(), False)
+    changed = {"model": "M", "lr": 1e-6, "out": str(run.folder), "parity": Config().flat()["parity"] | off}
+    assert run.config.flat() == Config().flat() | changed
+    assert len(off) == 4
 
 
 def test_the_ladder_adds_one_fix_at_a_time_and_ends_at_parity():
@@ -167,6 +176,8 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     crashing.touch()  # a file where the folder of this run should be
     assert main([*small, "--steps", "2"]) == 1
     printed = capsys.readouterr().out
+    assert f"v1-defaults-seed0 starts; its lines go to {log}\n" in printed
+    assert "    fp32_head is switched WITHOUT EFFECT: the model's dtype is float32" in printed
     assert "[1/2] v1-defaults-seed0: finished" in printed
     assert "[2/2] parity-seed0: CRASHED, exit status 2: error: out must be a writable folder" in printed
     record = json.loads((runs.parent / "ladder.json").read_text())

@@ -1,5 +1,6 @@
 """`--model`: a user's folder or hub name, described without its weights; what is refused there."""
 
+import json
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -32,10 +33,28 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"
                          f" {quantization!s:.100}")
+    refuse_other_weights(Path(path))
     if not stop or not all(type(token) is int and token >= 0 for token in stop):
         raise ValueError("model must name an end-of-sequence token (else no rollout ends),"
                          f" {path} has {stop or None}")
     return text, tokenizer, tuple(sorted(stop))
+
+
+def refuse_other_weights(folder: Path) -> None:
+    """transformers reads one file of weights, else those of the index, and ignores all others.
+
+    Raises: ValueError if the folder also has adapters, or an index that names other files.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(f"model must be without adapters (they would be ignored), {folder} has"
+                         " adapter_config.json; merge them (PEFT: merge_and_unload), or move it"
+                         " away")
+    single, index = (folder / f"model.safetensors{end}" for end in ("", ".index.json"))
+    if single.exists() and index.exists():
+        shards = {*json.loads(index.read_text())["weight_map"].values()} - {single.name}
+        if shards:
+            raise ValueError(f"model must have its weights once, {folder} has {single.name}, which"
+                             f" would be read, and {index.name} with {min(shards)}; move one away")
 
 
 def local_folder(name: str) -> str:

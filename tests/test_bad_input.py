@@ -107,6 +107,7 @@ def test_a_task_file(good, tmp_path, kind, capsys):
 # ------------------------------------------------------------------------------------------------ models
 NORM, HEAD = "model.norm.weight", torch.ones(96, 64)
 CONFIG, WEIGHTS, SETTINGS = "config.json", "model.safetensors", "generation_config.json"
+INDEX = f"{WEIGHTS}.index.json"
 CUSTOM = {"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "nonsense"}
 MODELS = {
     "pickle": (lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "no file named model.safetensors"),
@@ -116,6 +117,9 @@ MODELS = {
     "nan": (tensors(lambda t: t[NORM].fill_(torch.nan)), f"must be finite, it is not in {NORM}"),
     "a head of its own": (tensors(lambda t: t.update({"lm_head.weight": HEAD})), "set tie_word_embeddings to false"),
     "quantised": (rewrite(CONFIG, quantization_config={"quant_method": "gptq"}), "must not be quantised"),
+    "adapters": (lambda f: (f / "adapter_config.json").write_text("{}"), "{folder} has adapter_config.json; merge"),
+    "weights twice": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}'),
+                      "{folder} has model.safetensors, which would be read, and " + INDEX),
     "small vocabulary": (rewrite(CONFIG, vocab_size=8), "outside the vocabulary of 8"),
     "code of its own": (rewrite(CONFIG, **CUSTOM), "reading the model {folder} (toy, a folder or a hub name; code from"
                         " a model's folder is never run) failed: ValueError: The repository"),

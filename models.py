@@ -104,8 +104,11 @@ def write_folder(model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
     """
     from transformers.utils import logging
 
+    from extras.transformers4 import add_old_names
+
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    add_old_names(folder, tokenizer)
     for weights in folder.glob("*.safetensors"):
         copymode(folder / "config.json", weights)

@@ -108,6 +108,10 @@ def prepare(config: Config) -> Run:
     path, model_config, tokenizer, stop_token_ids = find_model(config)
     task = encode(tokenizer, task, stop_token_ids, data.reward_limit_s, data.system_prompt,
                   data.template_args, data.chat_template)
+    if config.job.model != "toy":
+        from extras.model_folder import check_tokens
+
+        check_tokens(path, task)
     largest = max(map(max, [*task.prompts, stop_token_ids]))
     if largest >= model_config.vocab_size:
         raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"

@@ -8,8 +8,11 @@ from typing import Any
 
 from models import read_config
 from records import stage
+from tasks import Task
 
 MODELS = "toy, a folder or a hub name; code from a model's folder is never run"
+# Labels of tokenizers that transformers 4 lets add_bos_token change; others follow tokenizer.json.
+OBEY_ADD_BOS_TOKEN = "Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX"
 
 
 def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
@@ -100,18 +103,58 @@ def _stop_tokens(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The folder's own tokenizer, of the generic fast class if tokenizer_config.json names it.
+    """The tokenizer of the folder's tokenizer.json, whatever class tokenizer_config.json names.
 
-    Raises: ValueError if the folder has no tokenizer.
+    transformers 5 builds many named classes anew, with a pre-tokenizer and a decoder of their own.
+    A folder without the file has the tokenizer of the named class. Raises: ValueError if the folder
+    has no tokenizer.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    named, kind = get_tokenizer_config(path).get("tokenizer_class"), AutoTokenizer
-    if named in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # transformers 5's new name
-        kind = PreTrainedTokenizerFast  # not Qwen's by the type: it loses characters
-    tokenizer = kind.from_pretrained(path, trust_remote_code=False)
+    config, kind, options = get_tokenizer_config(path), AutoTokenizer, {}
+    label = config.get("tokenizer_class")
+    of_file = (Path(path) / "tokenizer.json").exists()
+    if of_file:
+        kind = PreTrainedTokenizerFast
+        options = dict(clean_up_tokenization_spaces=False, split_special_tokens=False,
+                       tokenizer_class=label)  # for the export
+    tokenizer = kind.from_pretrained(path, trust_remote_code=False, **options)
     # Without files AutoTokenizer makes an empty tokenizer for some types.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
+    if of_file and "add_bos_token" in config and str(label).startswith(OBEY_ADD_BOS_TOKEN):
+        tokenizer.add_bos_token = config["add_bos_token"]
     return tokenizer
+
+
+def check_tokens(path: str, task: Task) -> None:
+    """Compare tokens and texts of the questions with the folder's file, read without transformers.
+
+    Without tokenizer.json and tokenizer.model the text must be the question. Raises: ValueError.
+    """
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer
+
+    rust, pieces = None, None
+    if (Path(path) / "tokenizer.json").exists():
+        rust = Tokenizer.from_file(f"{path}/tokenizer.json")
+        rust.no_truncation()
+        rust.no_padding()
+    elif (Path(path) / "tokenizer.model").exists():
+        pieces = SentencePieceProcessor(model_file=f"{path}/tokenizer.model")
+    for problem in (*task.train, *task.held_out):
+        text = problem.question
+        ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
+        made, right = (ids, task.tokenizer.decode(ids)), (ids, text)
+        if rust:
+            ids = rust.encode(text, add_special_tokens=False).ids
+            right = ids, rust.decode(ids, skip_special_tokens=False)
+        elif pieces:
+            ids = pieces.encode(text)
+            right = ids, pieces.decode(ids)
+        if made != right:
+            raise ValueError(
+                f"model must make the tokens of its file, {path} makes {made!s:.200} of"
+                f" {text!r:.80}, and not {right!s:.200}; correct tokenizer_config.json there, or"
+                " save a tokenizer.json with the class that is right")

@@ -1,0 +1,84 @@
+"""A folder that transformers 5 has written, with what transformers 4 reads beside it.
+
+It imports nothing of ours. tests/README.md says how the tests ask version 4.
+"""
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+GENERIC = "PreTrainedTokenizerFast"  # version 5 writes TokenizersBackend, which 4 does not have
+
+
+def add_old_names(folder: Path, tokenizer: Any) -> None:
+    """Complete config.json and tokenizer_config.json.
+
+    The label of the tokenizer's source stays if this transformers makes the same tokens with it.
+    """
+    import transformers
+
+    file = folder / "config.json"
+    # Infinity, of Mamba's time_step_limit
+    text = re.sub(r'{\s*"__float__": "(\S+)"\s*}', r"\1", file.read_text())
+    if re.search('"model_type": "(granitemoehybrid|zamba2?)"', text):
+        text = text.replace('"linear_attention"', '"mamba"')
+        text = text.replace('"full_attention"', '"attention"')
+    config = json.loads(text)
+    write(file, old_names(config) | config)
+    if not (folder / "tokenizer.json").exists():
+        return
+    file = folder / "tokenizer_config.json"
+    splitter = tokenizer.backend_tokenizer.pre_tokenizer
+    config = json.loads(file.read_text()) | {
+        # Else classes of version 4 take their own defaults.
+        "add_bos_token": tokenizer.bos_token_id in tokenizer("")["input_ids"],
+        "add_prefix_space": getattr(splitter, "add_prefix_space", None),
+        "additional_special_tokens": tokenizer.extra_special_tokens,
+    }
+    config.pop("extra_special_tokens", None)
+    ids = [*range(len(tokenizer))]
+    everything = tokenizer.decode(ids)
+    text = " ".join(["", *tokenizer.all_special_tokens, everything])
+    source = tokenizer.init_kwargs.get("tokenizer_class", config["tokenizer_class"])
+    if source == "TokenizersBackend" or not hasattr(transformers, source or GENERIC):
+        source = GENERIC
+    for label in (source, GENERIC):
+        write(file, config | {"tokenizer_class": label})
+        with suppress(Exception):  # the label of another kind of tokenizer
+            other = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            same = other(text)["input_ids"] == tokenizer(text)["input_ids"]
+            if same and other.decode(ids) == everything:
+                return
+    print(f"AutoTokenizer reads other tokens in {folder}; {GENERIC}.from_pretrained reads the right"
+          " ones", flush=True)
+
+
+def write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def old_names(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that version 5 has renamed, or moved to `rope_parameters`."""
+    old = {"torch_dtype": config.get("dtype")}
+    if "num_local_experts" in config:
+        old["num_experts"] = config["num_local_experts"]
+    tables = config.get("rope_parameters")
+    if not tables:
+        return old
+    scaling = dict(tables.get("full_attention", tables))  # one table, or one a kind of layer
+    names = {}
+    if config["model_type"] == "gpt_neox":
+        names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    for key in {"rope_theta", "partial_rotary_factor"} & scaling.keys():
+        old[names.get(key, key)] = scaling.pop(key)
+    if "sliding_attention" in tables:
+        old["rope_local_base_freq"] = tables["sliding_attention"]["rope_theta"]
+    kind, original = scaling.pop("rope_type"), "original_max_position_embeddings"
+    if kind == "longrope":
+        old[original] = scaling[original]
+        if config["model_type"] == "phi3":  # version 4 refuses a fourth key
+            del scaling[original]
+    old["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
+    return old

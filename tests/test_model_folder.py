@@ -57,7 +57,10 @@ def test_tokens_are_those_of_the_file_whatever_the_label_also_in_the_export(
     alone = source(tmp_path / "source", form, kind, label)
     tokenizer = load_tokenizer(str(tmp_path / "source"))
     exported(tokenizer, tmp_path / "policy", model_type=kind)
-    assert json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())["tokenizer_class"] == kept
+    written = json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())
+    assert (written["tokenizer_class"], written["additional_special_tokens"]) == (kept, ["<unk>"])
+    assert written["add_prefix_space"] == {"gpt2": False, "prefix": True}.get(form)
+    assert "extra_special_tokens" not in written  # version 4 does not take a list
     readers = [tokenizer, PreTrainedTokenizerFast.from_pretrained(tmp_path / "policy")]
     named = "reads other tokens" in capsys.readouterr().out
     assert named == (kind == "qwen2" and form != "qwen")  # transformers 5 has one class for this type
@@ -174,6 +177,7 @@ def test_an_exported_folder_has_the_same_logits_and_tokens_in_both_versions(vers
         tokenizer = load_tokenizer(str(tmp_path / "source"))
         write_folder(model, tokenizer, tmp_path / name)
         written[str(tmp_path / name)] = outputs(model, tokenizer, TEXTS)
+        assert '"torch_dtype"' in (tmp_path / name / "config.json").read_text()
     functions = "\n".join(map(inspect.getsource, (outputs, read)))
     script = f"{functions}\nread({[*written]}, {TEXTS}, {str(tmp_path / 'seen.pt')!r})"
     place = {"PYTHONPATH": PLACE_OF_4} if version == "4" else {}

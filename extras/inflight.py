@@ -195,7 +195,6 @@ class InflightEngine(Engine):
             self.counters["tokens_wasted"] += len(rollout.token_ids)
             for sampled in (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.kept):
                 sampled.clear()
-            rollout.prompt_version = None
             self._submit([rollout])
 
     def _note_kept(self) -> None:

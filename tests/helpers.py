@@ -180,7 +180,12 @@ def started(
 
 
 # ------------------------------------------------------------------------------------------------ values of both sides
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13] * 9, [14, 15]]
+def drawn_ids(count: int, generator: torch.Generator | None = None) -> list[int]:
+    """Random ids, with 0 at both ends and the vocabulary's last one: no id stands for padding."""
+    return [*[0, 95, *torch.randint(96, (count,), generator=generator).tolist()][: count - 1], 0][:count]
+
+
+PROMPTS = [[0, 6, 7], [8, 9, 10, 11, 95], [13] * 9, [0]]
 SEEDS = [1000, 2000, 3000, 4000]
 WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
@@ -295,7 +300,8 @@ def over_a_kept_state(old: Policy, new: Policy, rollout: Rollout) -> tuple[torch
 def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> Qwen2ForCausalLM:
     """Random, with logits wide enough (std about 2) that temperature, head dtype and staleness show."""
     torch.manual_seed(seed + SHIFT)
-    model = Qwen2ForCausalLM(Qwen2Config(**DESCRIBED["sizes"] | {"tie_word_embeddings": tied} | changes))
+    model = Qwen2ForCausalLM(Qwen2Config(**DESCRIBED["sizes"] | {"tie_word_embeddings": tied, "pad_token_id": None}
+                                        | changes))  # a token for padding would have an embedding of zeros
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
     return model.to(dtype).eval()
@@ -318,7 +324,7 @@ RECURRENT = ("FalconH1", "Mamba2")
 # process.
 PATCHED = ("Olmo2", "Olmo3", "SmolLM3", "GPTNeoX")
 MIXTURES = ("Qwen3Moe", "Qwen2Moe", "Mixtral")
-MATRIX_PROMPTS = [list(range(5 + i, 29 + i)) for i in range(4)]  # with the responses 56 tokens: a window of 16 cuts
+MATRIX_PROMPTS = [[95, *range(i, 23 + i)] for i in range(4)]  # with the responses 56 tokens: a window of 16 cuts
 MATRIX_SAMPLING = Sampling(temperature=0.7, max_new_tokens=32)
 
 

@@ -19,6 +19,7 @@ from helpers import (
     ROUNDING,
     close_live_engine,
     command,
+    drawn_ids,
     dtypes_of,
     floors,
     forked,
@@ -104,12 +105,11 @@ def test_the_fast_body_and_head_have_the_values_and_gradients_of_the_plain_ones(
     for each in model.parameters():  # biases, too, and the adapters' B
         each.data += 0.02 * torch.randn_like(each)
     model.to(device, torch.float64)
-    draw = lambda count: torch.randint(96, (count,)).tolist()  # noqa: E731
     groups = {40: (28, 7, 1), 1: (5, 20), 13: (9,), 27: (30, 30)}  # the longest row has not the longest response
-    rollouts = [Rollout(list(range(5, 5 + size)), None, draw(length), [0.0] * length)
-                for size, lengths in groups.items() for length in lengths]
+    rollouts = [Rollout(prompt, None, drawn_ids(length), [0.0] * length)
+                for size, lengths in groups.items() for prompt in [drawn_ids(size)] for length in lengths]
     for rollout in rollouts:
-        rollout.kept = [numpy.unique([token, *draw(30)]) for token in rollout.token_ids]
+        rollout.kept = [numpy.unique([token, *drawn_ids(30)]) for token in rollout.token_ids]
     batch = make_batch(rollouts, device).mask_rows([True] * 7 + [False])
     batch = replace(batch, mask=batch.mask.double())
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -133,8 +133,7 @@ def test_a_recurrent_state_sees_neither_padding_nor_other_rows(name):
     """Rows of several lengths and with one prompt, in micro-batches of several rows, beside each row alone."""
     policy = Policy(small_model(name, False))
     assert fast_parts(policy.model).keys() == {"head"}
-    draw = lambda count: torch.randint(96, (count,)).tolist()  # noqa: E731
-    rows = [[5, 6, 7, 8, *draw(length)] for length in (5, 36, 13, 21, 36, 29)]
+    rows = [[0, 95, 7, 0, *drawn_ids(length)] for length in (5, 36, 13, 21, 36, 29)]
     batch = make_batch([Rollout(ids[:4], 0, ids[4:], [0.0] * (len(ids) - 4)) for ids in rows])
     together = frozen_logprobs(policy, batch, batch.minibatches(torch.ones(6) > 0, 1, 120))  # (6, 39)
     for index, ids in enumerate(rows):

@@ -51,7 +51,7 @@ def check_settings(engine: Engine, **without) -> None:
 
 
 def long_prompts(length: int) -> list[list[int]]:
-    return torch.randint(3, 96, (4, length)).tolist()
+    return [helpers.drawn_ids(length) for _ in range(4)]
 
 
 # ------------------------------------------------------------------------------------------------ fixes off

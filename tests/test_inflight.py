@@ -13,6 +13,7 @@ from helpers import (
     PYTHON,
     ROUNDING,
     command,
+    drawn_ids,
     floors,
     floors_of,
     move_and_load,
@@ -37,7 +38,7 @@ RECOMPUTE = replace(ABORT, variants=("recompute",))
 # Lengths differ as in practice: one token in eight of a flat distribution ends the response.
 LONG_TAIL = Sampling(temperature=1.0, max_new_tokens=48, stop_token_ids=tuple(range(2, 12)))
 ENDLESS = Sampling(temperature=1.0, max_new_tokens=100)
-HALF = torch.randint(12, 96, (136,), generator=torch.Generator().manual_seed(0)).tolist()  # a prompt of two chunks
+HALF = drawn_ids(136, torch.Generator().manual_seed(0))  # a prompt of two chunks
 
 
 def named(value) -> str:
@@ -128,11 +129,14 @@ def test_a_checkpoint_brings_back_every_group_in_flight_by_its_prompt(engine_fol
         flight.task = replace(flight.task, train=problems)
         flight.take(3)
         move_and_load(policy, engine)
+        engine.counters["kv_lost"] = 7
         state = flight.state_dict()
         engine.abort()  # as if the process had died
+        engine.counters["kv_lost"] = 0
         restored = in_flight(engine, 2, LONG_TAIL, max_staleness=8)
         restored.task = flight.task
         restored.load_state_dict(state)
+        assert restored.after_update() == {"groups_in_flight": 6, "tokens_wasted": 0, "kv_lost": 7}
         assert [each.problem for each in restored.take(6)] == [each.problem for each in flight.groups]
 
 
@@ -198,14 +202,16 @@ def test_a_kept_cache_that_is_lost_to_preemption_is_counted_and_computed_again(e
     with backend("vllm", engine_folder, **options) as (policy, engine):
         prompts = [[5, 6, 7 + number] for number in range(8)]
         rollouts = [each for n, prompt in enumerate(prompts) for each in engine.submit(prompt, 2, ENDLESS, n)]
-        for _ in range(20):
-            engine.step()
-        move_and_load(policy, engine)
+        kept, lost = [], 0  # a cache is lost once, however often it is looked at
         while engine.num_unfinished:
-            engine.step()
-        move_and_load(policy, engine)
+            for _ in range(20):
+                engine.step()
+            lost += sum(request.num_preemptions > before for request, before in kept)
+            kept = [(request, request.num_preemptions) for request in engine.core.scheduler.running]
+            move_and_load(policy, engine)
         assert all(rollout.finish_reason == "length" for rollout in rollouts)
-        assert (engine.counters["kv_lost"] > 0) == bool(options)
+        assert engine.counters["kv_lost"] == lost
+        assert (lost > 0) == bool(options)
         again = engine.generate(prompts, 2, ENDLESS, list(range(8)))  # preempted, without an update
         assert floors_of(policy, again, 1.0) < AT_PARITY
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import ALWAYS_TIED, SIXTEEN, close_live_engine, policy_of, small_model, started
+from helpers import ALWAYS_TIED, SIXTEEN, close_live_engine, drawn_ids, policy_of, small_model, started
 
 from probe.__main__ import main
 from probe.layers import _row, compare_layers, report
@@ -13,7 +13,7 @@ from rl import Policy
 
 Weights = dict[str, torch.Tensor]
 draw = torch.Generator().manual_seed(0)
-PROMPTS = [torch.randint(3, 96, (length,), generator=draw).tolist() for length in (50, 70, 90)]
+PROMPTS = [drawn_ids(length, draw) for length in (50, 70, 90)]
 REQUESTS = PROMPTS, 40
 
 

@@ -1,17 +1,19 @@
 """A model's folder: tokenizer, stop tokens, export. And what a toy is taught."""
 
 import json
+import math
 import os
 import shutil
 
 import pytest
 import torch
 from helpers import qwen2
+from transformers.utils import logging
 
 from examples.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 from extras.model_folder import describe_model, load_tokenizer
-from models import save_model
-from rollouts import Sampling
+from models import load_model, save_model
+from rollouts import Rollout, Sampling
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
@@ -21,14 +23,33 @@ def test_the_seed_alone_decides_what_a_toy_is_taught():
     assert not any(map(torch.equal, first[:3], other[:3]))
 
 
-def test_an_exported_folder_has_the_umasks_mode_and_no_length_of_the_training(tmp_path):
-    usual = os.umask(0o027)
+def test_an_exported_folder_has_the_umasks_mode_and_the_sampling_of_the_training_without_its_length(tmp_path):
+    usual, mask = os.umask(0o027), dict(top_k=5, top_p=0.9, min_p=0.02)
     try:
-        save_model(qwen2(tied=True), toy_tokenizer(), Sampling(0.7, 4, (EOS,)), tmp_path / "policy")
+        save_model(qwen2(tied=True), toy_tokenizer(), Sampling(0.7, 4, (EOS, 0), **mask), tmp_path / "policy")
     finally:
         os.umask(usual)
     assert (tmp_path / "policy" / "model.safetensors").stat().st_mode == 0o100640
-    assert "max_new_tokens" not in (tmp_path / "policy" / "generation_config.json").read_text()
+    found = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
+    assert found.pop("transformers_version")
+    asked = {"do_sample": True, "temperature": 0.7, "eos_token_id": [EOS, 0], "pad_token_id": 0}
+    assert found == asked | mask
+
+
+def test_a_load_leaves_transformers_as_talkative_as_it_was(good):
+    usual = logging.get_verbosity()
+    for verbosity in (logging.DEBUG, usual):
+        logging.set_verbosity(verbosity)
+        load_model(str(good / "model"), torch.float32)
+        assert logging.get_verbosity() == verbosity
+
+
+def test_a_value_that_is_no_number_among_several_is_refused_and_nothing_is_kept():
+    for logprobs in ([-1.0, math.nan], [-math.inf, -1.0]):
+        rollout = Rollout([0], None)
+        with pytest.raises(FloatingPointError, match=r"log-probabilities are .* for prompt \[0\]"):
+            rollout.append([5, 0], logprobs, 1)
+        assert rollout == Rollout([0], None)
 
 
 def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good, tmp_path):

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import SIXTEEN, config_of, move, qwen2, refusal, started
+from helpers import SIXTEEN, config_of, drawn_ids, move, qwen2, refusal, started
 
 from config import ParityFlags
 from extras.rounded_weights import RoundedWeights
+from probe import causes
 from probe.__main__ import main
 from probe.diagnose import StepProbe, alarms, diagnose
-from probe.search import Probe
+from probe.search import Pass, Probe, Readout
 from probe.traces import Trace, load_traces, save_trace
 from rl import Policy, Scoring
 from rollouts import Rollout, Sampling
@@ -122,8 +123,8 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     with started(place, policy, parity, max_model_len=192, block_size=32, max_num_seqs=128) as engine:
         engine.canary_tolerance = math.inf
     generator = torch.Generator().manual_seed(100)
-    lengths = torch.randint(3, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
-    prompts = [torch.randint(6, 96, (length,), generator=generator).tolist() for length in lengths]
+    lengths = torch.randint(1, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
+    prompts = [drawn_ids(length, generator) for length in lengths]
     seeds = [5000 + 7 * row for row in range(batch)]
     sampling = Sampling(temperature, 40, stop_token_ids=(2, 3, 4, 5), **parameters)
     if "no mask" in faults:
@@ -189,6 +190,15 @@ def test_norms_with_another_epsilon_are_unexplained_in_16_bits_and_the_report_na
     assert verdict.blamed == "unexplained"
     for part in ("\n raw log-probabilities ", "Not tested without earlier weights", "python -m probe layers"):
         assert part in verdict.report
+
+
+def test_a_cause_that_leaves_over_seven_tenths_of_the_error_explains_too_little():
+    readout = Readout(Sampling(1.0, 1), torch.float32)
+    probe = SimpleNamespace(error=lambda found, _: found.precise, now=Pass(torch.ones(2), {}),
+                            distributions={readout.distribution: None})  # fmt: skip
+    for left in (0.0, 0.69, 0.71, 1.0):
+        found = Pass(torch.tensor([left, -left]), {}, causes.PREFIX)
+        assert Probe._each_removes_enough(probe, found, readout) == (left < 0.7)
 
 
 # ------------------------------------------------------------------------------------------------ traces and commands

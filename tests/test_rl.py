@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import DEVICES, ROUNDING, frozen_logprobs, minibatches_of, qwen2
+from helpers import DEVICES, ROUNDING, drawn_ids, frozen_logprobs, minibatches_of, qwen2
 
 import objectives
 from config import LearningConfig
@@ -31,8 +31,8 @@ from rollouts import Rollout, Sampling
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
     generator = torch.Generator().manual_seed(1)
-    draw = lambda n: torch.randint(3, 90, (n,), generator=generator).tolist()  # noqa: E731
-    return [Rollout(draw(p), 0, draw(r), [-0.1 * (i + 1) for i in range(r)]) for p, r in lengths]
+    return [Rollout(drawn_ids(p, generator), 0, drawn_ids(r, generator), [-0.1 * (i + 1) for i in range(r)])
+            for p, r in lengths]  # fmt: skip
 
 
 def plain_logits(model, rollout: Rollout) -> torch.Tensor:
@@ -44,11 +44,11 @@ def plain_logits(model, rollout: Rollout) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------------------ batch
 def test_make_batch_puts_each_value_at_the_position_that_predicts_it():
-    a = Rollout([5, 6], 0, [7, 8], [-0.1, -0.2], trained=[False, True])
-    b = Rollout([9], 0, [4], [-0.3])
+    a = Rollout([0, 6], 0, [7, 0], [-0.1, -0.2], trained=[False, True])
+    b = Rollout([9], 0, [95], [-0.3])
     batch = make_batch([a, b])
-    assert batch.inputs.tolist() == [[5, 6, 7], [9, 4, 0]]
-    assert batch.targets.tolist() == [[6, 7, 8], [4, 0, 0]]
+    assert batch.inputs.tolist() == [[0, 6, 7], [9, 95, 0]]
+    assert batch.targets.tolist() == [[6, 7, 0], [95, 0, 0]]
     assert batch.mask.tolist() == [[0, 0, 1], [1, 0, 0]]
     torch.testing.assert_close(batch.behavior_logprobs, torch.tensor([[0, 0, -0.2], [-0.3, 0, 0]]))
 
@@ -106,7 +106,7 @@ def test_an_untrained_token_has_no_value_and_the_others_keep_theirs_with_their_k
     """Also in a row of its own, and beside a row without a loss. What the values are is in test_sampling_mask.py."""
     rows = rollouts([(3, 4), (5, 3), (2, 5)])
     for rollout in rows:
-        rollout.kept = [numpy.array([token, token + 1, 90 + at]) for at, token in enumerate(rollout.token_ids)]
+        rollout.kept = [numpy.unique([token, token // 2, 90 + at]) for at, token in enumerate(rollout.token_ids)]
     scoring = Scoring(0.7, support=SamplingMask(Sampling(0.7, 8, top_p=0.9)))
     policy = in_chunks(Policy(qwen2(tied=True), scoring))
     whole = policy.logprobs(make_batch(rows))

@@ -34,7 +34,7 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys
     lengths = sorted(map(len, prepare(job()).task.prompts))
     limit = lengths[14]
     longer = sum(length > limit for length in lengths)
-    said = rf"{longer} of 20 prompts are longer than {limit} tokens \(--max-prompt-tokens\): .*task.jsonl, line \d+ has"
+    said = rf"{longer} of 20 prompts are longer than {limit} tokens \(--max-prompt-tokens\): [^;]*.jsonl, line \d+ has"
     with pytest.raises(ValueError, match=rf"{said} {lengths[-1]}; .*; to leave them out, --overlong-prompts drop"):
         prepare(job(max_prompt_tokens=limit))
     run = prepare(job(max_prompt_tokens=limit, overlong_prompts="drop"))
@@ -77,6 +77,20 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
         prepare(job(**both))
     for allowed in (both | {"engine": "transformers"}, dict(min_p=0.02, top_k=6), dict(top_k=6, top_p=0.9)):
         prepare(job(**{"engine": "vllm"} | allowed))
+
+
+def test_vllm_must_be_there_where_it_samples(job, monkeypatch):
+    monkeypatch.setattr("engine_adapter.distributions", lambda name: [])
+    prepare(job(engine="transformers"))
+    with pytest.raises(ValueError, match="vLLM is not installed"):
+        prepare(job())
+
+
+def test_the_peak_of_a_phase_is_that_of_memory_that_was_freed_in_it():
+    clock = records.Clock()
+    with clock("update"):
+        bytearray(2**28)
+    assert clock.figures()["update_gib"] > clock.figures()["memory_gib"] + 0.2
 
 
 def test_a_gpus_process_ends_before_python_does_with_its_status(monkeypatch):

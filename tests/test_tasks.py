@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from examples.toys import addition, digits
 from extras.problem_files import drawn, load_task
-from tasks import Problem, Task, exact_match, split
+from tasks import Problem, Task, exact_match, split, time_limit
 
 
 # ------------------------------------------------------------------------------------------------ the toys
@@ -31,6 +32,12 @@ def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes
 def test_exact_match():
     responses = "42", " 42\n", "042", "42.", "4 2", ""
     assert [exact_match(Problem("", "42", ""), each) for each in responses] == [1, 1, 0, 0, 0, 0]
+
+
+def test_a_time_limit_ends_with_its_block():
+    with time_limit(0.05):
+        pass
+    time.sleep(0.1)
 
 
 # ------------------------------------------------------------------------------------------------ files

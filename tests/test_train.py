@@ -1,7 +1,9 @@
 """Whole runs: learning, evaluation, the live probe, users' models and tasks, the exported policy."""
 
 import json
+import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
@@ -27,9 +29,9 @@ from config import LearningConfig
 from examples.record_vllm import record
 from extras.problem_files import load_task
 from probe.traces import load_traces
-from rl import Policy
+from rl import Policy, make_batch
 from rollouts import Rollout, Sampling, Synchronous, reseed
-from train import evaluate, greedy_agreement, has_loss, train_step
+from train import batch_metrics, evaluate, greedy_agreement, has_loss, train_step
 
 
 # ------------------------------------------------------------------------------------------------ the default job
@@ -69,6 +71,14 @@ def test_options_arrive_where_they_act(good, tmp_path):
     assert torch.equal(first, drawn * first.shape[1] ** -0.5)
 
 
+def test_no_step_is_probed_unasked(good, tmp_path):
+    assert built(good, tmp_path / "no")[1].observers == []
+    run, state, _ = built(good, tmp_path / "planned", probe_every=2)
+    done = train_step(run, state, 2)
+    done.metrics["current_mismatch_kl"] = 9.0  # an alarm
+    assert [observe(done) for observe in state.observers] == [{}]
+
+
 # ------------------------------------------------------------------------------------------------ evaluation
 @torch.no_grad()
 def test_greedy_agreement_is_the_share_of_answers_without_another_token():
@@ -81,6 +91,25 @@ def test_greedy_agreement_is_the_share_of_answers_without_another_token():
                for ids in (likely[2:3], likely[2:], unlikely[:1], [likely[2], unlikely[1]])]
     assert greedy_agreement(policy, answers, LearningConfig()) == 2 / 4
     assert greedy_agreement(policy, answers[:2], LearningConfig()) == 1
+    policy.model.lm_head.weight.zero_()  # each token is a likeliest one
+    assert greedy_agreement(policy, answers, LearningConfig()) == 1
+
+
+def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones():
+    def values(stale: int) -> dict[str, float]:
+        """Three rows of current weights, and so many that are stale."""
+        torch.manual_seed(0)
+        rows = [Rollout([0], None, [5] * 4, (-torch.rand(4)).tolist()) for _ in range(3)]
+        batch = make_batch(rows + [Rollout([0], None, [5] * 4, [-9.0] * 4)] * stale)
+        measured = {"entropy": batch.mask * (batch.behavior_logprobs + 2), "varentropy": batch.mask}
+        batch = replace(batch, old_logprobs=0.7 * batch.behavior_logprobs, advantages=batch.mask)
+        current = batch.mask_rows([True] * 3 + [False] * stale)
+        metrics = batch_metrics(batch, current, measured, LearningConfig())
+        assert (metrics["mismatch_max"] > 1) == bool(stale)
+        return {name: value for name, value in metrics.items() if re.match("current|backend|surprisal", name)}
+
+    assert values(2) == pytest.approx(values(0))
+    assert len(values(0)) == 11
 
 
 def test_a_truncated_response_has_no_loss_if_asked():
@@ -102,10 +131,12 @@ class Signed(Synchronous):
 
 
 def test_a_sources_answer_serves_training_and_evaluation_and_a_function_changes_the_update(good, tmp_path):
-    run, state, _ = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3)
+    run, state, _ = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3,
+                          num_minibatches=1)  # fmt: skip
     state.source = Signed(state.engine, run.task, run.sampling, 4, 2, 0)
     state.before_update = [lambda batch, metrics: {"lr": metrics["lr"] / len(batch.advantages)}]
     metrics, _, batch, _ = train_step(run, state, 1)
+    assert (metrics["updates"], state.engine.weight_version) == (1, 2)
     assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
     assert (batch.advantages != 0).all()
     assert batch.mask.sum() == sum(len(rollout.token_ids) - 1 for rollout in batch.rollouts)

@@ -22,6 +22,7 @@ from rl import (
     Optimizer,
     Policy,
     Scoring,
+    head_chunk,
     longest_first,
     make_batch,
     update,
@@ -139,6 +140,10 @@ def test_the_heads_loss_and_gradients_are_those_of_plain_float64(softcap, scale,
     assert (logprobs - expected).norm() < 1e-5 * expected.norm()
     for gradient, truth in zip(gradients, truths, strict=True):
         assert (gradient - truth).norm() < rounding * truth.norm()
+
+
+def test_the_head_computes_a_64th_of_a_gpus_memory_at_once_and_on_a_cpu_2_to_the_25():
+    assert [head_chunk(gib).bit_length() - 1 for gib in (0, 8, 15.9, 16, 24, 80, 999)] == [25, 25, 25, 26, 26, 28, 28]
 
 
 def test_an_unknown_operation_after_the_head_is_refused():

@@ -1,6 +1,7 @@
 """What is found before a run starts."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from extras.transformers_engine import engine_for
 from records import provenance
 from rl import Policy
 from run import prepare
+from tasks import Problem, Task, exact_match, fitting
 
 
 @pytest.fixture
@@ -46,6 +48,11 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys
         prepare(job(max_new_tokens=256 - limit + 1))
     with pytest.raises(ValueError, match="all of the training problems"):
         prepare(job(max_prompt_tokens=1, overlong_prompts="drop"))
+    one, two = ([Problem("", "", "", [0] * length)] for length in (1, 2))
+    for each, name in ((Task(one, two, exact_match), "held-out"), (Task(two, one, exact_match), "training")):
+        with pytest.raises(ValueError, match=f"1 of 2 prompts .*, all of the {name} problems"):
+            fitting(each, 9, 8, math.inf, drop=True)
+        assert fitting(each, 10, 8, math.inf, drop=True) == each
 
 
 def test_a_switch_that_can_change_nothing_is_named(job, capsys):
@@ -111,3 +118,12 @@ def test_a_machine_without_git_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # a folder without programs
     found = provenance(torch.device("cpu"))
     assert (found["commit"], found["dirty"]) == (None, None)
+    assert sys.version.startswith(found["versions"]["python"])
+
+
+def test_an_error_that_no_check_foresees_leaves_its_traceback(capsys):
+    for error, shown in (KeyError("x"), True), (ValueError("x"), False):
+        with pytest.raises(SystemExit), records.one_sentence(2):
+            raise error
+        assert ("Traceback" in (said := capsys.readouterr().err)) == shown
+        assert said.endswith(("error: KeyError: 'x'\n", "error: x\n"))

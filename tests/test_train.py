@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from hashlib import sha256
 from itertools import product
 from statistics import fmean
 
@@ -242,6 +243,9 @@ def test_the_process_is_seeded_by_run_stream_and_step():
     first, again = ([drawn(*stream) for stream in product((0, 1), ("train", "eval"), range(5))] for _ in range(2))
     assert first == again
     assert all(len(set(values)) == 20 for values in zip(*first, strict=True))
+    reseed(0, "train", 1)
+    assert torch.initial_seed() == (seed := int(sha256(b"(0, 'train', 1)").hexdigest()[:12], 16))
+    assert numpy.random.get_state()[1][0] == seed % 2**32
 
 
 def test_learning_rate_warms_up_and_decays_to_zero():

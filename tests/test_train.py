@@ -1,6 +1,7 @@
 """Whole runs: learning, evaluation, the live probe, users' models and tasks, the exported policy."""
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -32,7 +33,7 @@ from extras.problem_files import load_task
 from probe.traces import load_traces
 from rl import Policy, make_batch
 from rollouts import Rollout, Sampling, Synchronous, reseed
-from train import batch_metrics, evaluate, greedy_agreement, has_loss, train_step
+from train import batch_metrics, evaluate, greedy_agreement, has_loss, rollout_metrics, scores_of, train_step
 
 
 # ------------------------------------------------------------------------------------------------ the default job
@@ -94,6 +95,20 @@ def test_greedy_agreement_is_the_share_of_answers_without_another_token():
     assert greedy_agreement(policy, answers[:2], LearningConfig()) == 1
     policy.model.lm_head.weight.zero_()  # each token is a likeliest one
     assert greedy_agreement(policy, answers, LearningConfig()) == 1
+
+
+def test_the_metrics_of_rollouts_equal_hand_computed_values():
+    """Two groups, one of them flat; one response is left out, one has no token."""
+    values = (([0, 1, 2], "length", 1.0), ([2], "stop", 0.0), ([1, 1], "stop", math.nan), ([], "stop", 0.5))
+    rows = [Rollout([0], None, [5] * len(versions), [-1.0] * len(versions), versions, reason, reward=reward,
+                    score=2 * reward, parts={"form": reward}, reward_error="x" if math.isnan(reward) else None)
+            for versions, reason, reward in values]  # fmt: skip
+    rows[3].parts, rows[2].parts = {}, {}
+    has_signal = torch.tensor([[True, True], [False, False]])
+    assert rollout_metrics(make_batch(rows), scores_of(rows), has_signal, [0, 2, 1, 3], 3) == {
+        "reward": 0.5, "reward/form": 0.5, "reward_errors": 1, "left_out": 1, "score": 1.0, "flat_frac": 0.5,
+        "trunc_frac": 0.25, "response_len": 1.5, "tokens": 6, "staleness_max": 3, "staleness_mean": 3 - 7 / 6,
+    }  # fmt: skip
 
 
 def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones():

@@ -34,7 +34,7 @@ def job(good, tmp_path) -> Callable[..., Config]:
 
 def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys):
     lengths = sorted(map(len, prepare(job()).task.prompts))
-    limit = lengths[14]
+    limit = lengths[10]
     longer = sum(length > limit for length in lengths)
     said = rf"{longer} of 20 prompts are longer than {limit} tokens \(--max-prompt-tokens\): [^;]*.jsonl, line \d+ has"
     with pytest.raises(ValueError, match=rf"{said} {lengths[-1]}; .*; to leave them out, --overlong-prompts drop"):

@@ -157,9 +157,6 @@ def find_task(config: Config) -> Task:
     from extras.problem_files import load_task
 
     task = load_task(config.job.task, config.job.seed, **vars(config.data))
-    for each in (task, task.evaluation):
-        if each and each.in_passes:
-            print(each.columns, flush=True)
     if task.num_repeated:
         print(f"{task.num_repeated} repeated problems MERGED", flush=True)
     return replace(task, reward_errors=config.data.reward_errors)

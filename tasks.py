@@ -29,13 +29,13 @@ class Problem(NamedTuple):
     source: str
     prompt_ids: list[int] = []
     family: str = ""
-    messages: list[dict[str, str]] = []  # the prompt, if it is a chat and no single question
+    messages: list[dict[str, Any]] = []  # the prompt, if it is a chat and no single question
     row: dict[str, Any] = {}  # of a data file: all its columns
 
     @property
     def key(self) -> str:
         """Equal for two problems that ask the same."""
-        return json.dumps(self.messages) if self.messages else self.question.strip()
+        return json.dumps(self.messages, default=str) if self.messages else self.question.strip()
 
     @property
     def split_by(self) -> str:
@@ -68,7 +68,6 @@ class Task:
     evaluation: "Task | None" = None  # of --eval-task: it gives the rewards of `held_out`
     same: Callable[[str, str], bool] = str.__eq__  # whether two answers mean the same
     in_passes: bool = False  # each problem once before any comes twice
-    columns: str = ""  # of rows: a sentence that names those of question and answer
     text: str = ""  # of a task file
     tokenizer: Any = None  # this field and the next are set by `encode`
     stop_token_ids: tuple[int, ...] = ()

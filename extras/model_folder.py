@@ -120,6 +120,9 @@ def load_tokenizer(path: str) -> Any:
         options = dict(clean_up_tokenization_spaces=False, split_special_tokens=False,
                        tokenizer_class=label)  # for the export
     tokenizer = kind.from_pretrained(path, trust_remote_code=False, **options)
+    processors = Path(path) / "chat_template.json"  # which transformers leaves to processors
+    if tokenizer.chat_template is None and processors.exists():
+        tokenizer.chat_template = json.loads(processors.read_text())["chat_template"]
     # Without files AutoTokenizer makes an empty tokenizer for some types.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(f"model must be a folder with a tokenizer, {path} has none")

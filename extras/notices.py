@@ -1,5 +1,6 @@
 """Notices at the start of a run: what is often wrong with prompts, and is no error."""
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +20,12 @@ def notices(tokenizer: Any, task: Task, config: Config) -> list[str]:
     begun = [problem for problem in problems
              if problem.messages and problem.messages[-1]["role"] == "assistant"]
     otherwise = [both for each in begun if (both := both_texts(tokenizer, each, data))]
+    keys = {key for each in problems for message in each.messages for key in message}
+    template = str(tokenizer.chat_template) if data.chat_template else ""
+    hidden = [key for key in sorted(keys - {"role", "content"})
+              if not re.search(rf"\b{re.escape(key)}\b", template)]
     found = {
+        f"the chat template shows no {', '.join(hidden)} of the messages": hidden,
         f"the learning rate is the toy's, {learning.lr:g}, which destroys a pretrained model; try"
         " --lr 1e-6, or 1e-4 with --lora-rank (docs/run.md has measured ones)":
             job.model != "toy" and job.steps and learning.lr == LearningConfig.lr,

@@ -24,9 +24,18 @@ from records import stage
 from rollouts import Rollout
 from tasks import Problem, Task, refuse_or_drop, split
 
-# The usual names of columns: of those that a file has the first is taken.
-QUESTIONS = "question", "problem", "prompt", "input"
-ANSWERS = "answer", "final_answer", "ground_truth", "target"
+# The usual names of columns, also with capitals: of those that a file has the first is taken. The
+# texts of `body` and `question`, say, are joined.
+QUESTIONS = ("body+question", "question", "problem", "prompt", "query", "instruction+input",
+             "input", "instruction")
+ANSWERS = ("answer", "final_answer", "ground_truth", "target", "expected_answer",
+           "reward_model.ground_truth", "solution", "output", "response")
+# Other columns without which a question may not be whole.
+OF_A_QUESTION = (r"(?i)(.*_)?(choices?|options?|endings|distractor|context|passage|body|images?"
+                 r"|tools|system|instruction)(_?\w|_prompt|\..*)?|op[a-d]|sol\d|incorrect.*"
+                 r"|(?-i:[A-E])")
+MESSAGES = r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""  # begins their text
+ROLES = {"human": "user", "gpt": "assistant"}  # of turns with `from` and `value`, ShareGPT's form
 Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
 
 
@@ -75,7 +84,9 @@ def read_task(
         file = TaskFile(path, seed, data.reward_limit_s, data.reward_workers)
     train, held_out = (rows_of(file), []) if from_program else read_rows(name, evaluates)
     rows = held_out + train
-    question, answer = choose_columns(name, rows, data, file is None, strict and not from_program)
+    there = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
+    question, answer = choose_columns(
+        name, rows, there, data, file is None, strict and not from_program)
     answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
     problems, faults = {}, []
     for source, row in rows:
@@ -97,8 +108,10 @@ def read_task(
              for part in (train, held_out)]
     if not any(parts):
         raise ValueError(f"task must have problems, {name} has none")
-    return rewarded(*parts, in_passes=not from_program or file.has_problems(),
-                    columns=f"{name}: questions are in column {question}, answers in {answer}")
+    if not from_program:
+        empty = sum(not problem.answer.strip() for problem in problems.values())
+        name_columns(name, there, question, answer, empty)
+    return rewarded(*parts, in_passes=not from_program or file.has_problems())
 
 
 def try_reward(task: Task) -> None:
@@ -149,10 +162,23 @@ def drawn(file: TaskFile) -> list[Any]:
 
 
 # ---------------------------------------------------------------------------------- rows
+class Written(float):
+    """A JSON number with a fraction or exponent. Its `str` is as in the file: 0.50, not 0.5."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> tuple:  # the process of a reward gets a plain number
+        return float, (float(self),)
+
+
 def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
     """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out."""
-    binary = re.search(r"\.(parquet(\.gz)?|arrow)$", name.lower())
-    if not binary and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
+    no_text = os.path.isdir(name) or re.search(r"\.(parquet(\.gz)?|arrow)$", name.lower())
+    if not no_text and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
         return read_text(name), []
     parts = read_dataset(name)
     held_out = parts.get("test") or parts.get("validation") or []
@@ -164,7 +190,7 @@ def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
     return parts.get("train", []), held_out
 
 
-def read_text(path: str) -> Rows:
+def read_text(path: str, separator: str = ",") -> Rows:
     """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank; of *.gz too."""
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
@@ -173,27 +199,35 @@ def read_text(path: str) -> Rows:
         if path.lower().endswith(".gz"):
             content = gzip.decompress(content)
         text = content.decode("utf-8-sig")
-    separated = re.search(r"\.(csv|tsv)(\.gz)?$", path.lower())
-    if separated:
-        separator = "," if separated[1] == "csv" else "\t"
-        table = csv.DictReader(StringIO(text, newline=""), restkey="", delimiter=separator)
-        with stage(f"reading {path} as {separated[1].upper()}"):
-            return [(f"{path}, line {table.line_num}", row) for row in table]
+    table = re.search(r"\.(csv|tsv)(\.gz)?$", path.lower())
+    if table:
+        csv.field_size_limit(2**31 - 1)  # a cell can contain all tests of a program
+        cells = csv.DictReader(StringIO(text, newline=""), restkey="", strict=True,
+                               delimiter=separator if table[1] == "csv" else "\t")
+        with stage(f"reading {path} (a quote in a cell must be two, and the cell in quotes) as"
+                   f" {table[1].upper()}"):
+            return [(f"{path}, line {cells.line_num}", row) for row in cells]
+    parse = partial(json.loads, parse_float=Written)
     if text.lstrip().startswith("["):
         with stage(f"reading {path} as a JSON array"):
-            rows = json.loads(text)
+            rows = parse(text)
         return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
     rows = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines cuts at U+2028
         if line.strip():
-            with stage(f"reading {path}, line {number} as JSON"):
-                rows.append((f"{path}, line {number}", json.loads(line)))
+            with stage(f"reading {path} (tables end in .csv or .tsv), line {number} as JSON"):
+                rows.append((f"{path}, line {number}", parse(line)))
     return rows
 
 
 def read_dataset(name: str) -> dict[str, Rows]:
-    """The splits of what the library `datasets` reads."""
+    """The splits of what the library `datasets` reads. It would guess the types in CSV and JSON,
+    007 as 7, so of these it only finds the files.
+    """
     import datasets
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.json.json import Json
+    from huggingface_hub import constants, snapshot_download
     from pyarrow import parquet
 
     path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
@@ -209,27 +243,60 @@ def read_dataset(name: str) -> dict[str, Rows]:
         elif os.path.exists(f"{name}/state.json"):  # of save_to_disk
             splits = {"train": datasets.load_from_disk(name)}
         else:
-            splits = datasets.load_dataset(path, config or None)
+            if constants.HF_HUB_OFFLINE and not os.path.exists(path):
+                path = snapshot_download(path, repo_type="dataset")  # what was downloaded before
+            builder = datasets.load_dataset_builder(path, config or None)
+            if isinstance(builder, Csv | Json):
+                files = datasets.DownloadManager().download(builder.config.data_files)
+                separator = getattr(builder.config, "sep", ",")
+                splits = {part: [row for path in paths for _, row in read_text(path, separator)]
+                          for part, paths in files.items()}
+            else:
+                splits = datasets.load_dataset(path, config or None)
     return {part: [(f"{name}, {part} {number}", row) for number, row in enumerate(rows, 1)]
             for part, rows in splits.items()}
 
 
+# ---------------------------------------------------------------------------------- columns
 def choose_columns(
-    name: str, rows: Rows, data: DataConfig, answers_needed: bool, strict: bool
+    name: str, rows: Rows, there: list[str], data: DataConfig, answers_needed: bool, strict: bool
 ) -> list[str | None]:
-    """The columns of question and answer; `strict`: those that are given must be there."""
-    there = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
+    """The columns of question and answer; `strict`: those that are given must be `there`."""
+    known = {each.lower(): each for each in there} | {each: each for each in there}
     chosen = []
-    for option, usual in (("question_column", QUESTIONS), ("answer_column", ANSWERS)):
-        column = getattr(data, option)
-        if column is None or not (strict or column in there):
-            column = next((each for each in usual if each in there), None)
-        needed = column or answers_needed or option == "question_column"
-        if rows and needed and column not in there:
+    for option, usual, hint in (
+            ("question_column", QUESTIONS, " (in .csv and .tsv the first line names them)"),
+            ("answer_column", ANSWERS, "; --reward needs none")):
+        given = getattr(data, option)
+        names = [given] if given else []
+        if not (given and strict):
+            names += ["+".join(known.get(part, part) for part in each.split("+")) for each in usual]
+        column = next((each for each in names if {*each.split("+")} <= {*there}), None)
+        needed = (given and strict) or answers_needed or option == "question_column"
+        if rows and needed and column is None:
             raise ValueError(f"{option} must be a column of {name}, got"
-                             f" {column or f'none of {usual}'}; it has {', '.join(there[:20])}")
+                             f" {given or f'none of {usual}'}; it has {', '.join(there)}{hint}")
         chosen.append(column)
     return chosen
+
+
+def name_columns(
+    name: str, there: list[str], question: str, answer: str | None, empty: int
+) -> None:
+    """Print which columns are read and which are not. `empty`: the number of empty answers."""
+    read = {*question.split("+"), answer, *(each.rpartition(".")[0] for each in there)}
+    others = [each for each in there if each not in read]
+    said = f"{name}: questions are in column {question}, answers in {answer or 'no column'}"
+    if others:
+        said += f"; in no prompt: {', '.join(others)}"
+    lost = [each for each in others if re.fullmatch(OF_A_QUESTION, each)]
+    if lost:
+        said += (f"\nnotice: no prompt contains {', '.join(lost)}, which a question may need: write"
+                 " it into the question (--question-column A+B joins two columns of text)")
+    if empty:
+        said += (f"\nnotice: {empty} answers are empty; --answer-column names one of"
+                 f" {', '.join(there)}")
+    print(said, flush=True)
 
 
 def flat(row: Any, prefix: str = "") -> dict[str, Any]:
@@ -245,33 +312,52 @@ def problem_of(
 ) -> Problem:
     """The problem in a row. Raises: Unreadable."""
     columns = flat(row)
-    question, messages = as_prompt(columns.get(question_column))
+    if isinstance(columns.get(""), list):
+        raise Unreadable(f"it has more cells than columns, the last are {columns['']!s:.80}")
+    parts = [columns[each] for each in question_column.split("+") if columns.get(each)]
+    question, messages = as_prompt(parts)
     answer = "" if any_answer and answer_column is None else columns.get(answer_column)
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
-    if isinstance(answer, float) and answer.is_integer():  # of a CSV column with an empty cell
+    if type(answer) is float and answer.is_integer():  # of parquet, beside an empty cell
         answer = int(answer)
-    if any_answer and isinstance(answer, list | dict):
-        answer = json.dumps(answer, default=str)
-    if answer is None or not (any_answer or isinstance(answer, str | int | float)):
-        raise Unreadable(f"its answer must be a string or a number, it is {answer!s:.80}")
+    if isinstance(answer, bool) or (any_answer and isinstance(answer, list | dict)):
+        answer = json.dumps(answer, default=str, ensure_ascii=False)
+    is_missing = answer is None or answer != answer  # NaN
+    if is_missing or not (any_answer or isinstance(answer, str | int | float)):
+        raise Unreadable(f"its answer must be a string or a number, it is {answer!s:.80}; several"
+                         " need --reward, a part of one --answer-column OUTER.INNER")
     return Problem(question, str(answer), source, messages=messages, row=row)
 
 
-def as_prompt(prompt: Any) -> tuple[str, list[dict[str, str]]]:
+def as_prompt(parts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
     """A question, and no messages, also of a single message; or the user's last message, and all
-    chat messages."""
-    if isinstance(prompt, str) and prompt.strip():
-        return prompt, []
+    chat messages with all that a template can show of them.
+    """
     try:
-        messages = [{"role": each["role"], "content": text_in(each["content"])} for each in prompt]
+        prompt = "\n".join(parts) if len(parts) > 1 else parts[0]
+        if isinstance(prompt, str) and re.match(MESSAGES, prompt):
+            prompt = json.loads(prompt)
+        if isinstance(prompt, str) and prompt.strip():
+            return prompt, []
+        messages = [as_message(each) for each in prompt]
         question = [each["content"] for each in messages if each["role"] == "user"][-1]
-        return question, messages if len(messages) > 1 else []
-    except (TypeError, LookupError):
+        if not question.strip():
+            raise LookupError("no question")
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise Unreadable("its question must be a text, or chat messages with role and content, the"
-                         f" user's among them, it is {prompt!r:.80}") from None
+                         " user's among them (in a text: as JSON), it is"
+                         f" {parts!r:.80}") from None
+    return question, messages if messages[1:] or len(messages[0]) > 2 else []
+
+
+def as_message(turn: dict[str, Any]) -> dict[str, Any]:
+    others = {name: value for name, value in turn.items() if value is not None}
+    role = turn.get("role") or others.pop("from")
+    content = turn["content"] if "content" in turn else others.pop("value")
+    return others | {"role": ROLES.get(role, role), "content": text_in(content)}
 
 
 def text_in(content: Any) -> str:
-    """Of a message: a text, or parts of the form {"type": "text", "text": ...}."""
-    return content if isinstance(content, str) else "".join([part["text"] for part in content])
+    """Of a message: a text, none beside calls of tools, or parts {"type": "text", "text": ...}."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or [])

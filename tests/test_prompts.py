@@ -8,6 +8,7 @@ from helpers import command, config_of, refusal, rows, train_here
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from extras.model_folder import load_tokenizer
 from extras.notices import notices
 from rollouts import Rollout
 from tasks import Problem, Task, encode, exact_match, prompts_record
@@ -112,12 +113,24 @@ def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
     answered = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     assert "1 chats end with an assistant's message" in noticed(CHATML, messages=answered)
+    thought = [{"role": "user", "content": "1+1", "weight": 1, "reasoning": "hm"}]
+    assert noticed(CHATML, messages=thought) == "the chat template shows no reasoning, weight of the messages"
+    assert noticed(CHATML + "{{ messages[0].reasoning }}", messages=thought) == (
+        "the chat template shows no weight of the messages")  # fmt: skip
+    assert "shows no reasoning, weight" in noticed(CHATML, messages=thought, chat_template=False)
     without = CHATML.replace("<turn>{{ m.role }} {{ m.content }}<end>",
                              "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
     assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")
     refuses = CHATML.replace("{{ m.role }}", "{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}")
     assert noticed(refuses) == noticed(CHATML, model="M", lr=1e-6) == noticed(CHATML, model="M", steps=0) == ""
     assert "the learning rate is the toy's, 0.001" in noticed(CHATML, model="M")
+
+
+@pytest.mark.parametrize("own", [None, DATED])
+def test_a_chat_template_that_a_folder_keeps_for_a_processor_is_the_tokenizers(tmp_path, own):
+    tokenizer(own).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert load_tokenizer(str(tmp_path)).chat_template == (own or CHATML)
 
 
 def test_the_record_of_prompts_has_a_digest_of_all():

@@ -3,12 +3,15 @@
 import gzip
 import json
 import random
+import re
 from copy import deepcopy
 from itertools import chain
+from pathlib import Path
 
 import datasets
 import pandas
 import pytest
+from helpers import ROOT
 
 from extras.problem_files import load_task
 from rollouts import Synchronous
@@ -30,7 +33,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_each_kind_of_file_gives_the_same_problems_and_the_reward_reads_the_row(tmp_path, kind):
+def test_each_kind_of_file_gives_the_same_problems_and_the_reward_reads_the_row(tmp_path, kind, capsys):
     path = tmp_path / kind
     WRITERS[kind](path)
     task = load_task(str(path), 0)
@@ -38,43 +41,96 @@ def test_each_kind_of_file_gives_the_same_problems_and_the_reward_reads_the_row(
     assert [(problem.question, problem.answer) for problem in problems] == [
         (row["problem"], str(row["answer"])) for row in ROWS]  # fmt: skip
     assert problems[3].row == (ROWS[3] if "sv" not in kind else {"problem": "3 + 1?", "answer": "4"})
-    assert task.columns == f"{path}: questions are in column problem, answers in answer"
+    others = "" if "sv" in kind else "; in no prompt: level.name, level.digits"
+    assert capsys.readouterr().out == f"{path}: questions are in column problem, answers in answer{others}\n"
     assert len(task.held_out) == 2 and task.in_passes
 
 
-def test_the_cells_of_a_csv_file_stay_texts(tmp_path):
-    """As numbers 0870 would be 870, and NA would be missing."""
-    (tmp_path / "a.csv").write_text('id,question,answer\n1,"a, ""b""\nc",0870\n2,d,1e5\n3,e,NA\n4,f,\n')
-    (tmp_path / "mine.py").write_text("def reward(problem, response): return response == problem.answer")
-    task = load_task(str(tmp_path / "a.csv"), 0, reward=str(tmp_path / "mine.py"))
-    found = sorted((each.source, each.question, each.answer) for each in task.train + task.held_out)
-    assert [each[1:] for each in found] == [('a, "b"\nc', "0870"), ("d", "1e5"), ("e", "NA"), ("f", "")]
-    assert found[0][0] == f"{tmp_path}/a.csv, line 3"
-
-
-CHAT = [{"role": "system", "content": "Count."}, {"role": "user", "content": [{"type": "text", "text": "1+1"}]}]
-COLUMNS = {  # a row, options, and question, number of messages and answer; or what is refused
-    "verl": ({"prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "2"}},
-             {"answer_column": "reward_model.ground_truth"}, ("1+1", 2, "2")),
-    "the first usual name": ({"input": "x", "prompt": "1+1", "target": 3, "final_answer": ["2"]}, {}, ("1+1", 0, "2")),
-    "a single message is a text": ({"prompt": [{"role": "user", "content": "1+1"}], "answer": 2}, {}, ("1+1", 0, "2")),
-    "no user": ({"prompt": CHAT[:1], "answer": 2}, {}, "the user's among them"),
-    "two answers in one": ({"problem": "1", "answer": ["1", "2"]}, {}, "its answer must be a string or a number, it"),
+# The characters of answers that a library with types would change. In JSON the last ones are no strings.
+WRITTEN = ["007", "0.50", "2024-03-01", "12:30", "NA", "None", "null", "true", "1e5", "", " x ", "\u2028é", "1,5",
+           "x" * 140_000,
+           'a "b"\nc', "9007199254740993", "1.10", "-0.0", f"{10**20}.50", "false", "[1, null]", '{"é": "x"}']
+LINES = [f'{{"question": "q{n}", "answer": {each if n > 14 else json.dumps(each)}}}' for n, each in enumerate(WRITTEN)]
+CELLS = ['q{},"{}"'.format(n, each.replace('"', '""')) for n, each in enumerate(WRITTEN)]
+TABLE = "\r\n".join(["question,answer", *CELLS])
+FILES = {
+    "train.csv": TABLE, "train-00000-of-00001.tsv": re.sub(r"(?m)^(\w+),", r"\1\t", TABLE),
+    "data/train/a.jsonl": "\ufeff" + "\r\n".join(LINES), "train.json": f"[{','.join(LINES)}]",
+    "train.jsonl.gz": "\n".join(LINES), "x/cells.csv": re.sub(r"(?m)^(\w+),", r"\1;", TABLE),  # the last by its README
 }  # fmt: skip
+README = '---\nconfigs:\n- {config_name: one, sep: ";", data_files: x/cells.csv}\n---\n'
+SAME = """def reward(problem, response):
+    assert type(problem.row["answer"]).__name__ in ("str", "int", "float", "bool", "list", "dict")
+    return response == problem.answer"""
 
 
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_columns(loaded, kind):
-    row, options, expected = COLUMNS[kind]
-    rows = [row, json.loads(json.dumps(row).replace("1+1", "1+1, or so"))]
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("hub", [False, True])
+def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp_path, monkeypatch, name, hub):
+    folder, kind = tmp_path / "set.jsonl", ":one" if name.startswith("x") else ""
+    if hub:  # what a hub has been asked for before
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        folder = tmp_path / "datasets--me--set" / "snapshots" / "1"
+        (tmp_path / "datasets--me--set" / "refs").mkdir(parents=True)
+        (tmp_path / "datasets--me--set" / "refs" / "main").write_text("1")
+    path = folder / name
+    path.parent.mkdir(parents=True)
+    content = FILES[name].encode()
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    if kind:
+        (folder / "README.md").write_text(README)
+    (tmp_path / "mine.py").write_text(SAME)
+    names = [f"me/set{kind}" if hub else f"{folder}{kind}"] + ([] if kind else [str(path)])
+    for each in names:
+        task = load_task(each, 0, reward=str(tmp_path / "mine.py"))
+        problems = task.train + task.held_out
+        assert {problem.question: problem.answer for problem in problems} == {
+            f"q{n}": answer for n, answer in enumerate(WRITTEN)}  # fmt: skip
+        assert {task.reward(problem, WRITTEN[int(problem.question[1:])]) for problem in problems} == {1.0}
+
+
+# Public forms, a line each: its name, a row, options, and question, number of messages, answer and what is printed; or
+# what is refused.
+FORMS = (ROOT / "tests" / "data" / "forms.txt").read_text().splitlines()
+CALLED = [{"role": "user", "content": "3"}, {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]},
+          {"role": "user", "content": [{"type": "text", "text": "1+1"}]}]  # fmt: skip
+NAMED = {"CHAT": json.dumps([{"role": "system", "content": "Count."}, CALLED[2]]), "CALLED": json.dumps(CALLED),
+         "MINE": '{"reward": "mine.py"}', "MANY": "".join(f'"m{n}": 0, ' for n in range(30))}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.partition(" | ")[0])
+def test_columns(tmp_path, monkeypatch, capsys, form):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def reward(problem, response): return 1.0")
+    for name, text in NAMED.items():
+        form = re.sub(rf"\b{name}\b", lambda _, text=text: text, form)
+    _, row, options, expected = form.split(" | ")
+    Path("rows.jsonl").write_text(f"{row}\n{row.replace('1+1', '1+1, or so')}")
+    options, expected = json.loads(options), json.loads(expected)
     if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            loaded(rows, **options)
+        with pytest.raises(ValueError) as refused:
+            load_task("rows.jsonl", 0, **options)
+        assert expected in str(refused.value)
         return
-    task = loaded(rows, **options)
+    task = load_task("rows.jsonl", 0, **options)
     (problem,) = (each for each in task.train + task.held_out if each.source.endswith("line 1"))
-    assert (problem.question, len(problem.messages), problem.answer) == expected
-    assert problem.row == row
+    assert [problem.question, len(problem.messages), problem.answer] == expected[:3]
+    assert expected[3] in capsys.readouterr().out
+    assert problem.row == json.loads(row)
+    if len(problem.messages) == 3:
+        assert problem.messages[1] == CALLED[1] | {"content": ""}
+
+
+@pytest.mark.parametrize("name, text, complaint", [
+    ("a.tsv", "1+1\t2\n2+1\t3\n", r"it has 1\+1, 2 \(in .csv and .tsv the first line names them\)"),
+    ("a.txt", "question\tanswer\n1+1\t2\n", "tables end in .csv or .tsv"),
+    ("a.csv", "question,answer\nOf 1, 2?,2\n", r"line 2: it has more cells than columns, the last are \['2'\]"),
+    ("a.csv", 'question,answer\n"One" or 2?,2\n', "as CSV failed: _csv.Error: ',' expected after '\"'"),
+])  # fmt: skip
+def test_a_table_that_would_be_misread_is_refused(tmp_path, name, text, complaint):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        load_task(str(tmp_path / name), 0)
 
 
 GOOD = [{"question": f"q{n}", "answer": n} for n in range(10)]
@@ -135,9 +191,10 @@ def test_each_problem_comes_once_in_a_pass_in_a_new_order_and_none_twice_in_a_st
     'def problems(): return [("%d + 1?" % n, str(n + 1), "even" if n % 2 == 0 else "") for n in range(40)]',
     'problems = [{"question": "%d + 1?" % n, "target": n} for n in range(40)]',
 ])  # fmt: skip
-def test_a_task_file_can_list_its_problems(loaded, problems):
+def test_a_task_file_can_list_its_problems(loaded, problems, capsys):
     task = loaded(f'{problems}\ndef reward(problem, response): return problem.row["question"] == problem.question')
     assert task.in_passes and len(task.train + task.held_out) == 40
+    assert capsys.readouterr().out == ""  # columns are of rows
     if "even" in problems:
         assert len({"even" in {problem.family for problem in part} for part in (task.train, task.held_out)}) == 2
     assert task.reward(task.train[0], "") == 1.0

@@ -107,7 +107,7 @@ def load_tokenizer(path: str) -> Any:
 
     transformers 5 builds many named classes anew, with a pre-tokenizer and a decoder of their own.
     A folder without the file has the tokenizer of the named class. Raises: ValueError if the folder
-    has no tokenizer.
+    has no tokenizer, or if the two files number a token differently.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -126,6 +126,10 @@ def load_tokenizer(path: str) -> Any:
     # Without files AutoTokenizer makes an empty tokenizer for some types.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(f"model must be a folder with a tokenizer, {path} has none")
+    for number, token in config.get("added_tokens_decoder", {}).items():
+        if tokenizer.convert_ids_to_tokens(int(number)) != token["content"]:
+            raise ValueError(f"tokenizer_config.json in {path} must number tokens as tokenizer.json"
+                             f" does, {token['content']} is not token {number} there")
     if of_file and "add_bos_token" in config and str(label).startswith(OBEY_ADD_BOS_TOKEN):
         tokenizer.add_bos_token = config["add_bos_token"]
     return tokenizer

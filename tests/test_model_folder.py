@@ -104,6 +104,9 @@ def test_questions_are_compared_with_the_file_itself(tmp_path):
     check(tmp_path, *TEXTS[:-1], "<|end|>")
     with pytest.raises(ValueError, match=r"makes \(\[.*\], 'a<\|end\|>'\) of 'a <\|end\|>', and not \(\["):
         check(tmp_path, "a", "a <|end|>")
+    source(tmp_path, "llama3", "llama", GENERIC, added_tokens_decoder={500: flags | {"content": "<|more|>"}})
+    with pytest.raises(ValueError, match=r"<\|more\|> is not token 500 there"):
+        load_tokenizer(str(tmp_path))
     source(tmp_path, "wordpiece", "gpt2", "BertTokenizer")  # lower case, no spaces: the file's own text
     check(tmp_path, *TEXTS)
 

@@ -38,9 +38,10 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
         "additional_special_tokens": tokenizer.extra_special_tokens,
     }
     config.pop("extra_special_tokens", None)
-    ids = [*range(len(tokenizer))]
-    everything = tokenizer.decode(ids)
-    text = " ".join(["", *tokenizer.all_special_tokens, everything])
+    ids = []  # all tokens, with a special one between
+    for token in range(len(tokenizer)):
+        ids += [token, *tokenizer.all_special_ids[:1]]
+    text = tokenizer.decode(ids)
     source = tokenizer.init_kwargs.get("tokenizer_class", config["tokenizer_class"])
     if source == "TokenizersBackend" or not hasattr(transformers, source or GENERIC):
         source = GENERIC
@@ -49,7 +50,7 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
         with suppress(Exception):  # the label of another kind of tokenizer
             other = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             same = other(text)["input_ids"] == tokenizer(text)["input_ids"]
-            if same and other.decode(ids) == everything:
+            if same and other.decode(ids) == text:
                 return
     print(f"AutoTokenizer reads other tokens in {folder}; {GENERIC}.from_pretrained reads the right"
           " ones", flush=True)

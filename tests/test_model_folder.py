@@ -138,8 +138,9 @@ def test_without_tokenizer_json_tokens_are_those_of_tokenizer_model(tmp_path):
 
 
 @pytest.mark.parametrize("options, old", DATA["old_names"])
-def test_config_json_has_the_old_names_beside_the_new_ones(options, old, tmp_path):
+def test_config_json_has_the_old_names_beside_the_new_ones(options, old, tmp_path, capsys):
     exported(toy_tokenizer(), tmp_path, **options, dtype=torch.float32)
+    assert ("reads other tokens" in capsys.readouterr().out) == (options["model_type"] == "qwen2")
     written = json.loads((tmp_path / "config.json").read_text())
     assert {name: written[name] for name in old} == old
 

@@ -113,7 +113,7 @@ class LearningConfig:
     top_k: int = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
     top_p: float = 1.0  # Keep the fewest likeliest tokens that sum to at least top_p; 1 is off.
     min_p: float = 0.0  # Keep tokens with min_p times the largest probability or more; 0 is off.
-    lr: float = 1e-3  # AdamW's peak, for the toy; a pretrained model needs a thousandth of it.
+    lr: float = 1e-3  # AdamW's peak, for the toy; a pretrained model's is in docs/run.md.
     # Denominator of the ratio: the trainer before the update (three policies), or the engine (two).
     old_policy: Literal["recompute", "rollout"] = "recompute"
     clip_low: float | None = None  # Lower clip distance; if not given, the objective's usual one.
@@ -425,7 +425,8 @@ class MeasureConfig:
     """Evaluations and measurements."""
 
     eval_every: int = 20  # Steps between evaluations, also before the first step and at the end.
-    eval_problems: int = 256  # Held-out problems per evaluation (or all there are).
+    # Held-out problems per evaluation (or all there are): always the same, chosen by the seed.
+    eval_problems: int = 256
     eval_samples: int = 1  # Sampled answers per problem; the greedy evaluation has one.
     eval_trainer_alone: bool = False  # Also sample with the trainer's own modules (eval_gap); slow.
     self_noise_every: int = 0  # Steps between measurements of the noise floor; 0: none.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from config import LoraConfig
-from extras.rounded_weights import LazyWeights, only_linear_layers
+from extras.rounded_weights import only_linear_layers, replaced
 from rl import Send
 
 
@@ -96,12 +96,8 @@ class Adapters(Send):
         self.name = f"{lora.lora_forward} adapters of rank {lora.lora_rank} on {which}"
 
     def __call__(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        adapted = {layer.weight.data_ptr(): layer.merged for layer in self.layers.values()}
-        held = {name: adapted.get(tensor.data_ptr(), tensor)
-                for name, tensor in weights.items() if ".lora_" not in name}
-        found = sum(map(callable, held.values()))
-        assert found == len(adapted), f"{found=} {len(adapted)=}: stored in another form"
-        return LazyWeights(held)
+        own = {name: each for name, each in weights.items() if ".lora_" not in name}
+        return replaced(own, self.layers.values(), AdaptedLinear.merged)
 
     @torch.no_grad()
     def merge(self) -> None:

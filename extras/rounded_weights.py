@@ -5,7 +5,9 @@ mismatch that people choose, for speed. Here it is for its effect on the numbers
 """
 
 from collections import UserDict
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +56,9 @@ def only_linear_layers(
     left = sorted(kind.__name__ for kind in kinds if issubclass(kind, Conv1d))
     others = sorted(kind.__name__ for kind in kinds if not issubclass(kind, (Conv1d, Embedding)))
     if others or not layers:
-        raise ValueError(f"{rule} for models with experts or GPT-2's Conv1D (only linear layers"
-                         f" {reason}), got {type(model).__name__} with {', '.join(others)}")
+        raise ValueError(f"{rule} for models with matrices of other classes than Linear, such as"
+                         f" experts (only linear layers {reason}), got {type(model).__name__} with"
+                         f" {', '.join(others)}")
     which = f"{len(layers)} linear layers"
     if left:
         which += f" (not {', '.join(left)})"
@@ -73,6 +76,22 @@ class LazyWeights(UserDict):
         return held() if callable(held) else held
 
 
+def replaced(
+    weights: dict[str, Tensor], layers: Iterable[Any], of: Callable[[Any], Tensor]
+) -> LazyWeights:
+    """The tensors that the engine gets, `of(layer)` in place of the weight of each layer.
+
+    A weight is found by its memory, because checkpoints have other names (Nemotron-H). Raises:
+    ValueError if a checkpoint stores it in another form.
+    """
+    changes = {each.weight.data_ptr(): partial(of, each) for each in layers}
+    held = {name: changes.get(each.data_ptr(), each) for name, each in weights.items()}
+    if changes.keys() - {each.data_ptr() for each in weights.values()}:
+        raise ValueError("rollout_weights must be own and lora_rank 0 (checkpoints of this class"
+                         " store linear layers in another form)")
+    return LazyWeights(held)
+
+
 class RoundedWeights(Send):
     """The engine gets the tensors of a policy, those of linear layers rounded.
 
@@ -84,12 +103,11 @@ class RoundedWeights(Send):
         self.layers, which = only_linear_layers(model, "rollout_weights must be own", "are rounded")
         self.name = f"{which} rounded to {kind}"
 
-    def __call__(self, weights: dict[str, Tensor]) -> LazyWeights:
-        missing = self.layers.keys() - weights.keys()
-        assert not missing, f"stored in another form: {missing=}"
-        return LazyWeights(weights | {
-            name: partial(rounded, weights[name].detach(), self.kind) for name in self.layers})
+    def rounded(self, layer: Linear) -> Tensor:
+        return rounded(layer.weight.detach(), self.kind)
 
-    @torch.no_grad()
+    def __call__(self, weights: dict[str, Tensor]) -> LazyWeights:
+        return replaced(weights, self.layers.values(), self.rounded)
+
     def engine_parameters(self) -> dict[str, Tensor]:
-        return {name: rounded(each.weight, self.kind) for name, each in self.layers.items()}
+        return {name: self.rounded(each) for name, each in self.layers.items()}

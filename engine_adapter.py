@@ -280,6 +280,8 @@ class Engine:
 
     def _arguments(self, model: str, max_model_len: int, seed: int) -> dict[str, Any]:
         """vLLM's arguments: the options, those that never change, and those of SETTINGS."""
+        from extras.rotary_table import one_table
+
         backend = self.backend
         slots = self.max_num_seqs + CANARY_PROMPTS
         arguments = dict(
@@ -308,6 +310,7 @@ class Engine:
             if key:
                 value = arguments.get(argument, {}) | {key: value}
             arguments[argument] = value
+        arguments["hf_overrides"] |= one_table(self._config, max_model_len)
         return arguments
 
     def _start(self, arguments: dict[str, Any]) -> None:

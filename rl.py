@@ -319,6 +319,7 @@ class Policy:
         pack              cuts rows of a batch into micro-batches
         send              what the engine gets of the weights (extras/lora.py merges adapters)
         has_reference     whether a copy of the weights is kept as they are now
+        longest           tokens of the longest row, for extras/rotary_table.py
     By default extras/fast.py has another body, head and pack.
 
     `logprobs` is for the update (with gradient), `token_metrics` for the measurement before it,
@@ -331,11 +332,14 @@ class Policy:
     def __init__(
         self, model: torch.nn.Module, scoring: Scoring | None = None, *, body: Body = plain_body,
         head: Head | None = None, pack: Pack = longest_first, send: Send | None = None,
-        has_reference: bool = False,
+        has_reference: bool = False, longest: int | None = None,
     ):
         if model.base_model is model:
             raise ValueError(f"{type(model).__name__} must have a body apart from its head (a"
                              " base_model): the head is computed here")
+        from extras.rotary_table import give_one_table
+
+        give_one_table(model, longest)
         self.model = model.eval()  # no dropout
         self.scoring = scoring or Scoring()
         self.body = body
@@ -351,9 +355,11 @@ class Policy:
         self._check_head()
 
     @classmethod
-    def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True) -> "Policy":
+    def load(cls, path: str, dtype: torch.dtype, device: str, fp32_head: bool = True,
+             longest: int | None = None) -> "Policy":
         """From a folder or a hub name. Raises: ValueError, as `models.load_model`."""
-        return cls(load_model(path, dtype).to(device), Scoring(fp32_head=fp32_head))
+        model = load_model(path, dtype).to(device)
+        return cls(model, Scoring(fp32_head=fp32_head), longest=longest)
 
     def changed(self, **parts: Any) -> "Policy":
         """A policy of the same model with other parts."""

@@ -221,7 +221,8 @@ def load_policy(run: Run) -> Policy:
             parts |= fast_parts(model)
         objective = OBJECTIVES[config.learning.objective]
         has_reference = config.learning.kl_coef > 0 or objective.needs_reference
-        return Policy(model, scoring, has_reference=has_reference, **parts)
+        return Policy(model, scoring, has_reference=has_reference, longest=run.max_model_len,
+                      **parts)
 
 
 def start_engine(run: Run, policy: Policy) -> Engine:

@@ -44,9 +44,10 @@ class Layers:
         within(self, 1, MANY, "num_prompts", "prompt_tokens", "max_new_tokens")
 
     def run(self) -> int:
-        policy = load_policy(self.model, self.dtype)
+        longest = self.prompt_tokens + self.max_new_tokens
+        policy = load_policy(self.model, self.dtype, longest)
         engine = Engine(self.model, policy.weights(), ParityFlags(), dtype=policy.model.dtype,
-                        max_model_len=self.prompt_tokens + self.max_new_tokens)
+                        max_model_len=longest)
         engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)
         draw = torch.Generator().manual_seed(0)
@@ -76,8 +77,9 @@ class Diagnose:
     def run(self) -> int:
         traces = groups_of(self.trace, self.group, self.model)
         dtype = self.dtype or traces[0].dtype
-        policy = load_policy(self.model, dtype, self.trainer_head == "float32")
-        earlier = [dict(load_policy(path, dtype).model.named_parameters())
+        longest = traces[0].longest
+        policy = load_policy(self.model, dtype, longest, self.trainer_head == "float32")
+        earlier = [dict(load_policy(path, dtype, longest).model.named_parameters())
                    for path in self.earlier]
         status = 0
         for trace in traces:
@@ -103,7 +105,7 @@ class Compare:
         for pair in same_workload(before, after):
             verdicts = []
             for path, trace in zip(self.traces, pair, strict=True):
-                verdict = diagnose(load(self.model, trace.dtype), trace)
+                verdict = diagnose(load(self.model, trace.dtype, trace.longest), trace)
                 print(f"{Path(path).name}, {trace.name}: {verdict.headline}", flush=True)
                 verdicts.append(verdict)
             word, details = change(*verdicts)
@@ -142,14 +144,14 @@ def groups_of(path: str, group: str | None, model: str) -> list[Trace]:
     return traces
 
 
-def load_policy(path: str, dtype: str, fp32_head: bool = True) -> Policy:
+def load_policy(path: str, dtype: str, longest: int, fp32_head: bool = True) -> Policy:
     """The trainer of the probe. Raises: ValueError for every error in loading it."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
-        policy = Policy.load(path, getattr(torch, dtype), device, fp32_head)
+        policy = Policy.load(path, getattr(torch, dtype), device, fp32_head, longest)
         return policy.changed(**fast_parts(policy.model))  # as a run computes
 
 

@@ -311,8 +311,9 @@ def qwen2(tied: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **chang
 # Of data/classes.json. What follows a comma names a variant of the row before, which is measured untied only.
 ARCHITECTURES = (
     "Llama", "Llama, biases", "Llama, yarn", "Llama, llama3 rope",
-    "Llama, dynamic rope",  # within max_position_embeddings; beyond it both sides would compute something else
-    "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "Gemma3Text, sliding and full", "Phi3", "StableLm", "Granite",
+    "Llama, dynamic rope",
+    "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3Text", "Gemma3Text, sliding and full", "Phi3", "Phi3, longrope",
+    "StableLm", "Granite",
     "Olmo2", "Olmo3", "SmolLM3", "GPTNeoX", "Cohere", "GPT2", "Qwen3Moe", "Qwen2Moe",
     "Qwen3Moe, padded experts",  # vLLM pads them from 48 to 64
     "Mixtral", "FalconH1", "Mamba2",

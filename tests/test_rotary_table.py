@@ -1,0 +1,59 @@
+"""One rotary table for a run, also where transformers chooses it by the longest position of a batch."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import small_model
+
+from extras.decode import decoded_body
+from extras.fast import prompts_once
+from extras.transformers_engine import TransformersEngine
+from probe.replay import Replay
+from probe.traces import Trace
+from rl import Policy, Scoring, make_batch, plain_body
+from rollouts import Sampling
+
+SHORT, LONG = torch.full((16,), 1.1), 1.0 + torch.arange(16)  # factors of 16 angles
+# 256 / 16 tokens scale cosine and sine by sqrt(1 + log 16 / log 16), if no key says otherwise
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+        "short_factor": SHORT.tolist(), "long_factor": LONG.tolist()}  # fmt: skip
+SCALES = {"short_mscale": 1.1, "long_mscale": 1.2}
+BY_LAYERS = {"sliding_attention": ROPE, "full_attention": ROPE}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}  # of a context of 16
+
+
+@pytest.mark.parametrize("name, rope, longest, factors, scale", [
+    ("Phi3", ROPE, None, LONG, 2**0.5), ("Phi3", ROPE, 16, SHORT, 2**0.5), ("Phi3", ROPE, 17, LONG, 2**0.5),
+    ("PhiMoE", ROPE | SCALES, 17, LONG, 1.2), ("Qwen2", ROPE | {"attention_factor": 1.3}, 17, LONG, 1.3),
+    ("Gemma3Text", BY_LAYERS, 17, LONG, 2**0.5), ("Llama", DYNAMIC, 16, torch.ones(16), 1.0),
+])  # fmt: skip
+def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, rope, longest, factors, scale):
+    context = {"original_max_position_embeddings": 16, "max_position_embeddings": 16 if rope is DYNAMIC else 256}
+    model = small_model(name, False, rope_parameters=deepcopy(rope), **context).double()
+    model.set_experts_implementation("eager")  # torch has no grouped float64 product
+    oracle, exported = deepcopy(model), model.config.to_dict()
+    policy = Policy(model, Scoring(fp32_head=False), longest=longest)
+    assert model.config.to_dict() == exported
+
+    def table(states: torch.Tensor, position_ids: torch.Tensor, *_, **__) -> list[torch.Tensor]:
+        angles = (position_ids[..., None] / (factors * 1e4 ** (torch.arange(16) / 16))).repeat(1, 1, 2)
+        return [(scale * each).to(states) for each in (angles.cos(), angles.sin())]
+
+    oracle.base_model.rotary_emb.forward = table
+    engine = TransformersEngine(policy)
+    engine.state = "ready"
+    rollouts = [each for size in (4, 40, 12, 13, 14) for each in engine.generate([[5, 6, 0]], 1, Sampling(1.0, size))]
+    batch = make_batch(rollouts)
+    batch, response = replace(batch, mask=batch.mask.double()), batch.mask > 0
+    replay = Replay(policy, Trace("", rollouts, Sampling(1.0, 1)))
+    with torch.no_grad():
+        alone = torch.cat([oracle(torch.tensor([row.prompt_ids + row.token_ids])).logits[0, 2:-1] for row in rollouts])
+        found = {body.__name__: policy.changed(body=body).logprobs(batch)[response]
+                 for body in (plain_body, prompts_once, decoded_body)}  # fmt: skip
+        logits = policy.logits(replay.hidden(dict(model.named_parameters()), block=2))
+    of_targets = lambda each: each.log_softmax(dim=-1).gather(1, replay.targets[:, None])[:, 0]  # noqa: E731
+    found |= {"replay": of_targets(logits), "sampled": batch.behavior_logprobs[response].double()}
+    for body, logprobs in found.items():
+        torch.testing.assert_close(logprobs, of_targets(alone), atol=1e-5, rtol=0, msg=body)

@@ -34,7 +34,8 @@ def _with_one(
     if not isinstance(rope, dict):
         return rope
     if rope.get("rope_type") != "longrope":  # another type, or one rope for each type of layers
-        return {name: _with_one(config, each, longest, name) for name, each in rope.items()}
+        return {name: _with_one(config, each, longest, name) for name, each in rope.items()
+                if name != "max_trained_positions"}  # of dynamic: only vLLM knows it
     longest = longest or config.max_position_embeddings
     which = "long" if longest > rope["original_max_position_embeddings"] else "short"
     factors, scale = rope[f"{which}_factor"], rope.get(f"{which}_mscale")

@@ -2,10 +2,11 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from shutil import copytree
 
 import pytest
 import torch
-from helpers import small_model
+from helpers import WARM, built, rewrite, small_model
 
 from extras.decode import decoded_body
 from extras.fast import prompts_once
@@ -13,7 +14,7 @@ from extras.transformers_engine import TransformersEngine
 from probe.replay import Replay
 from probe.traces import Trace
 from rl import Policy, Scoring, make_batch, plain_body
-from rollouts import Sampling
+from rollouts import Rollout, Sampling
 
 SHORT, LONG = torch.full((16,), 1.1), 1.0 + torch.arange(16)  # factors of 16 angles
 # 256 / 16 tokens scale cosine and sine by sqrt(1 + log 16 / log 16), if no key says otherwise
@@ -57,3 +58,14 @@ def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, ro
     found |= {"replay": of_targets(logits), "sampled": batch.behavior_logprobs[response].double()}
     for body, logprobs in found.items():
         torch.testing.assert_close(logprobs, of_targets(alone), atol=1e-5, rtol=0, msg=body)
+
+
+def test_a_run_has_the_table_of_its_longest_row_and_a_trace_that_of_its_engine(good, tmp_path):
+    copytree(good / "model", tmp_path / "model")
+    rewrite("config.json", rope_parameters=ROPE)(tmp_path / "model")
+    for new, factors in ((4, SHORT), (16, LONG)):
+        _, state, _ = built(good, tmp_path / str(new), model=str(tmp_path / "model"), max_new_tokens=new)
+        frequencies = state.policy.model.base_model.rotary_emb.inv_freq
+        torch.testing.assert_close(frequencies * factors, 1e4 ** (-torch.arange(16) / 16))
+    metas = {}, {"audit": {"max_model_len": 64}}, {"settings": {"model_config.max_model_len": 65}}
+    assert [Trace("", [Rollout([5], None, [6])], WARM, meta).longest for meta in metas] == [2, 64, 65]

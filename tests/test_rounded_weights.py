@@ -39,11 +39,11 @@ def test_each_value_is_the_nearest_multiple_of_the_scale(kind):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name, dtype", [("Llama, biases", torch.float32), ("Llama, biases", torch.bfloat16),
-                                         ("FalconH1", torch.float32)])  # fmt: skip
+                                         ("FalconH1", torch.float32), ("NemotronH", torch.float32)])  # fmt: skip
 def test_the_engine_holds_the_rounded_weights_bit_by_bit_and_the_canary_scores_with_them(tmp_path, name, dtype):
     model = small_model(name, False).to(dtype)
     model.save_pretrained(tmp_path)
-    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own = {name: tensor.clone() for name, tensor in Policy(model).weights().items()}
     policy = Policy(model, send=RoundedWeights(model, "int3"))
     with started(str(tmp_path), policy, verify_loads=1) as engine:
         sent = policy.weights()

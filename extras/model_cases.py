@@ -27,11 +27,12 @@ def refuse_or_repair(model: Any, dtype: torch.dtype, tensor_names: set[str]) -> 
     if on_cpu and dtype != torch.float32 and recurrent & {"MAMBA1", "MAMBA2"}:
         raise ValueError("its Mamba layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
                          " try float32")
-    # A module of the trainer's own has none.
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if names and "lm_head.bias" in tensor_names - names:
-        raise ValueError("vLLM's Transformers backend drops the bias of the head when it loads"
-                         " into a live engine")
+    if "lm_head.bias" in tensor_names and model.lm_head.bias is None:
+        # vLLM's Transformers backend makes the bias of a head when a load brings one. It drops the
+        # bias again unless the weight has come before and fills the padded vocabulary.
+        with torch.device(model.lm_head.weight.device):
+            model.lm_head._register_bias()
+        model.lm_head.bias.data.zero_()
     if on_cpu:
         _rotate_natively(model)
 

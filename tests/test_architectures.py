@@ -73,7 +73,8 @@ def test_trainer_and_engine_agree_before_and_after_two_loads(name, tmp_path):
 
 @pytest.mark.engine
 def test_trainer_and_engine_agree_where_vllm_patches_the_models_python_class(tmp_path):
-    for name in (*PATCHED, "Starcoder2", "Dots1"):  # of GPT-2's names, untransposed; a buffer that is loaded
+    # Of GPT-2's names, untransposed; a buffer that is loaded; a head with a bias
+    for name in (*PATCHED, "Starcoder2", "Dots1", "Phi"):
         process = forked(check_agreement, tmp_path / name, name)
         process.join()
         assert process.exitcode == 0
@@ -200,7 +201,6 @@ UNGROUPED_NORM = pytest.mark.skipif(version.parse(transformers.__version__) >= v
                                     reason="this transformers computes Mamba 2's groups as vLLM does")
 REFUSED = [
     ("Qwen2", dict(num_attention_heads=4, num_key_value_heads=2), "float32", "cannot start qwen2 .*head_dim=16"),
-    ("Phi", {}, "float32", "cannot start phi .*: .*drops the bias of the head"),
     pytest.param("FalconH1", {}, "bfloat16", "cannot start falcon_h1 .*: its Mamba layers differ", marks=CPU_ONLY),
     pytest.param("GptOss", {}, "float32", "its weight load does not reach the experts of gpt_oss", marks=CPU_ONLY),
     pytest.param("Mamba2", dict(n_groups=2), "float32",

@@ -1,5 +1,6 @@
 """A model's folder: its weights are read and written. extras/model_folder.py describes a user's."""
 
+import re
 from pathlib import Path
 from shutil import copymode
 from typing import Any
@@ -64,17 +65,30 @@ def check_names(
 ) -> None:
     """Print what the checkpoint has and the model has not, except for what is `outside` of it.
 
-    Raises: ValueError if a tensor of the model is missing or wrongly shaped.
+    transformers leaves out of its report what the class ignores. Raises: ValueError if a tensor of
+    the model is missing or wrongly shaped.
     """
+    from extras.further_tokens import for_further_tokens
+    from extras.multimodal import tensor_names
+
     missing, mismatched = report["missing_keys"], report["mismatched_keys"]
     if missing or mismatched:
         raise ValueError(f"the checkpoint in {path} must have every tensor of"
                          f" {type(model).__name__}: missing {sorted(missing)}, wrongly shaped"
                          f" {sorted(mismatched)}")
-    unexpected = sorted(set(report["unexpected_keys"]) - outside)
+    names, held = tensor_names(path), model.state_dict().keys()
+    copied = for_further_tokens(names, model.config)
+    silent = {name for name in names - held
+              if f"{model.base_model_prefix}.{name}" not in held  # a checkpoint may leave it out
+              and any(re.search(each, name) for each in model._keys_to_ignore_on_load_unexpected)}
+    unexpected = (silent | set(report["unexpected_keys"])) - outside
+    unexpected -= for_further_tokens(unexpected, model.config)
+    if copied:
+        print(f"not trained, and copied to an export: {len(copied)} tensors for multi-token"
+              f" prediction, {min(copied)} to {max(copied)}", flush=True)
     if unexpected:
         print(f"tensors of the checkpoint that {type(model).__name__} does not have:"
-              f" {', '.join(unexpected)}", flush=True)
+              f" {', '.join(sorted(unexpected))}", flush=True)
 
 
 def attention_for(config: Any) -> str:

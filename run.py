@@ -400,6 +400,10 @@ def observers(run: Run, state: TrainingState) -> list[Callable[[Any], dict[str, 
 
 def save_policy(run: Run, policy: Policy) -> None:
     """OUT/policy: the model as a Hugging Face folder, with the adapters merged into it."""
+    from extras.further_tokens import copy_untrained
+
     if run.config.lora.lora_rank:
         policy.send.merge()
-    save_model(policy.model, run.task.tokenizer, run.sampling, run.out / "policy")
+    folder = run.out / "policy"
+    save_model(policy.model, run.task.tokenizer, run.sampling, folder)
+    copy_untrained(run.model_path, policy.model.config, folder)

@@ -78,8 +78,8 @@ def left_out(path: str, model: torch.nn.Module) -> set[str]:
     """The names of the towers for pictures and sound, which the model does not have: printed too.
     """
     loaded = model.state_dict().keys()
-    outside = {name for name in tensor_names(path)
-               if not name.startswith((*TEXT_NAMES, "lm_head.")) and name not in loaded}
+    outside = {name for name in tensor_names(path)  # but those of extras/further_tokens.py
+               if not name.startswith((*TEXT_NAMES, "lm_head.", "mtp.")) and name not in loaded}
     if outside:
         parts = sorted({name.removeprefix("model.").partition(".")[0] for name in outside})
         print(f"only the text model is trained, {type(model).__name__}: {len(outside)} tensors are"

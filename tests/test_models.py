@@ -7,13 +7,18 @@ import shutil
 
 import pytest
 import torch
-from helpers import qwen2
+from helpers import config_of, qwen2, small_model
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from examples.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 from extras.model_folder import describe_model, load_tokenizer
+from extras.problem_files import load_task
 from models import load_model, save_model
+from rl import Policy
 from rollouts import Rollout, Sampling
+from run import Run, save_policy
+from tasks import encode
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
@@ -72,3 +77,45 @@ def test_toy_tokenizer_survives_a_folder_and_refuses_what_it_does_not_know(tmp_p
     for text in ("a", "1 2"):  # also after a round trip through a folder: AutoTokenizer would drop them in silence
         with pytest.raises(Exception, match="WordLevel"):
             tokenizer(text)
+
+
+@pytest.mark.parametrize("name, changes, after, shard", [
+    ("Qwen3_5Text", {"mtp_num_hidden_layers": 1}, "mtp.layers.0.", "1GB"),  # the class ignores them
+    ("Glm4Moe", {"num_nextn_predict_layers": 1}, "model.layers.2.", "1GB"),  # transformers reports them
+    ("Qwen2", {"num_mtp_layers": 1}, "model.layers.2.", "60KB"),  # an export of several files
+])  # fmt: skip
+def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as_they_were(
+    name, changes, after, shard, tmp_path, capsys, monkeypatch
+):
+    source, last = tmp_path / "source", "model.layers.1."
+    small_model(name, False, **changes).save_pretrained(source)
+    table = load_file(source / "model.safetensors")
+    more = {after + each.removeprefix(last): tensor + 1 for each, tensor in table.items() if each.startswith(last)}
+    others = {"model.layers.3.mlp.weight": torch.ones(2), "value_head.weight": torch.ones(2)}
+    save_file(table | more | others, source / "model.safetensors", {"format": "pt"})
+    model = load_model(str(source), torch.bfloat16)
+    said = capsys.readouterr().out.splitlines()
+    assert f"an export: {len(more)} tensors for multi-token" in said[-2]
+    assert said[-1].endswith(f"does not have: {', '.join(others)}")
+    save = type(model).save_pretrained
+    monkeypatch.setattr(type(model), "save_pretrained", lambda *each: save(*each, max_shard_size=shard))
+    task = encode(toy_tokenizer(), load_task("digits", 0), (EOS,))
+    save_policy(Run(config_of(), tmp_path, str(source), task, Sampling(0.7, 4, (EOS,))), Policy(model))
+    assert f"has the {len(more)} tensors for multi-token prediction of {source}" in capsys.readouterr().out
+    index, held = json.loads((tmp_path / "policy/model.safetensors.index.json").read_text()), {}
+    for file in {*index["weight_map"].values()}:
+        held |= load_file(tmp_path / "policy" / file)
+    assert held.keys() == index["weight_map"].keys() == table.keys() | more.keys()
+    assert all(torch.equal(held[each], more[each]) for each in more)
+    again = load_model(str(tmp_path / "policy"), torch.bfloat16).state_dict()
+    assert all(torch.equal(again[each], tensor) for each, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name, more", [("Llama", "model.layers.0.self_attn.rotary_emb.inv_freq"), ("GPT2", "")])
+def test_no_tensor_that_the_model_has_or_computes_is_said_to_be_lost(name, more, tmp_path, capsys):
+    small_model(name, False).save_pretrained(tmp_path)
+    table = load_file(tmp_path / "model.safetensors") | ({more: torch.ones(16)} if more else {})
+    table = {each.removeprefix("transformer."): tensor for each, tensor in table.items()}  # as GPT-2 of the hub
+    save_file(table, tmp_path / "model.safetensors", {"format": "pt"})
+    load_model(str(tmp_path), torch.float32)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,48 @@
+"""Tensors for multi-token prediction: no class of the trainer has them, so an export copies them.
+
+They are not trained, but config.json may promise them to an engine. It imports nothing of ours.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from shutil import copymode
+from typing import Any
+
+
+def for_further_tokens(names: Iterable[str], config: Any) -> set[str]:
+    """Those of a module of that name, or of the layers that `config` promises after the last."""
+    promised = [value for key, value in vars(config).items()
+                if re.search("mtp|nextn", key) and type(value) is int]
+    first = config.num_hidden_layers
+    layers = range(first, first + max(promised, default=0))
+    return {name for name in names if "mtp" in name
+            or any(int(number) in layers for number in re.findall(r"\blayers\.(\d+)\.", name))}
+
+
+def copy_untrained(path: str, config: Any, folder: Path) -> None:
+    """Add the tensors of the model in `path` to its export in `folder`, as one file more."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tensors, files = {}, {}
+    for file in Path(path).glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name)
+                        for name in for_further_tokens(opened.keys(), config)}
+    if not tensors:
+        return
+    whole = folder / "model.safetensors"
+    if whole.exists():  # beside it an index would not be read
+        whole.rename(whole.with_stem("model-trained"))
+    untrained = whole.with_stem("model-untrained")
+    save_file(tensors, untrained, {"format": "pt"})
+    copymode(folder / "config.json", untrained)
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file.name)
+    index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+    (folder / "model.safetensors.index.json").write_text(index)
+    print(f"{folder} has the {len(tensors)} tensors for multi-token prediction of {path}, which"
+          " are not trained", flush=True)

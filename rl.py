@@ -457,16 +457,17 @@ class Policy:
 
     @torch.no_grad()
     def response_logprobs(
-        self, sequences: list[list[int]], prompt_length: int, body: Body | None = None
+        self, sequences: list[list[int]], prompt_length: int, body: Body | None = None,
+        **scoring: Any,
     ) -> list[list[float]]:
         """Log-probabilities at temperature 1 of all tokens after the prompt, for the canary.
 
-        With the weights that the engine gets, of sequences of one length; by another `body` if one
-        is given.
+        With the weights that the engine gets, of sequences of one length; by another `body` or
+        `scoring` if one is given.
         """
         found = []
-        at_1 = self.changed(
-            scoring=replace(self.scoring, temperature=1.0), body=body or self.body)
+        at_1 = self.changed(scoring=replace(self.scoring, temperature=1.0, **scoring),
+                            body=body or self.body)
         with self.using(self.send.engine_parameters()):
             for ids in sequences:  # one at a time: the KV cache takes memory now
                 response = ids[prompt_length:]

@@ -58,12 +58,13 @@ def _rotate_natively(model: Any) -> None:
 
 
 def scaled_length(config: Any, longest: int) -> int:
-    """`longest`, tokens, if it passes the model's original context, else 0.
+    """Tokens of a prompt that passes the model's original context, 0 if none of `longest` does.
 
-    Beyond it the rotary angles or the scores are scaled.
+    Beyond it the rotary angles or the scores are scaled. Behind the prompt is room for a response.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     # Gemma has a dictionary of them.
     all_ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     originals = [each.get("original_max_position_embeddings") for each in all_ropes]
-    return longest if any(original and longest > original for original in originals) else 0
+    passed = [original for original in originals if original and longest > original]
+    return max(max(passed) + 1, longest - 6) if passed else 0

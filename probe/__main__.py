@@ -22,7 +22,7 @@ from extras.fast import fast_parts
 from probe.compare import change, same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
-from probe.place import place
+from probe.place import dtype_of, place
 from probe.traces import Trace, load_traces
 from records import one_sentence, stage
 from rl import Policy
@@ -120,10 +120,11 @@ class Place:
 
     # metrics.jsonl of train.py, trainer_state.json of TRL, or JSON lines of TRL, verl or prime-rl.
     log: tyro.conf.Positional[str]
-    dtype: Dtype  # Of the less exact side: most trainers run vLLM in bfloat16.
+    # Of the less exact side; if not given, that of config.json beside the log of train.py.
+    dtype: Dtype | None = None
 
     def run(self) -> int:
-        report, normal = place(self.log, self.dtype)
+        report, normal = place(self.log, dtype_of(self.log, self.dtype))
         print(report)
         return int(not normal)
 

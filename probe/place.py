@@ -81,6 +81,23 @@ def place(path: str, dtype: str) -> tuple[str, bool]:
     return "\n".join([*lines, NEXT]), words == {"normal"}
 
 
+def dtype_of(log: str, given: str | None) -> str:
+    """The given dtype, or that of train.py's config.json beside the log.
+
+    Raises: ValueError if there is none, or if the two differ.
+    """
+    beside, recorded = Path(log).with_name("config.json"), None
+    if beside.exists():
+        with stage(f"reading {beside}"):
+            recorded = json.loads(beside.read_text()).get("config", {}).get("dtype")
+    if given and recorded not in (None, given):
+        raise ValueError(f"dtype must be {recorded}, that of {beside}, got {given}")
+    if not given and not recorded:
+        raise ValueError(f"dtype must be given (no config.json of train.py is beside {log}); try"
+                         " --dtype bfloat16, in which most trainers run vLLM")
+    return given or recorded
+
+
 def placed(value: float, column: int, dtype: str) -> tuple[str, str]:
     """normal, high or very high; this in words, with the limits and the two nearest of ROWS."""
     limits = LIMITS[dtype][column]

@@ -1,6 +1,8 @@
 """Each architecture as a small random model of its real configuration class: trainer and live engine agree."""
 
 import json
+import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from helpers import (
     PATCHED,
     RECURRENT,
     ROUNDING,
+    SIXTEEN,
     close_live_engine,
     command,
     drawn_ids,
@@ -35,11 +38,12 @@ from helpers import (
 from packaging import version
 from torch.overrides import TorchFunctionMode
 
-from config import LoraConfig
+from config import LoraConfig, ParityFlags
 from engine_adapter import CANARY_PROMPT_TOKENS, WeightLoadError
 from examples.toys import toy_tokenizer
 from extras.fast import fast_parts
 from extras.lora import Adapters
+from extras.own_noise import InFloat32
 from extras.sampling_mask import SamplingMask
 from models import attention_for
 from probe.noise import rounded_otherwise
@@ -158,6 +162,36 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("name, dtype, flags", [
+    ("Qwen2", torch.float16, {}), ("Qwen2", SIXTEEN, dict(fp32_head=False)), ("Mixtral", SIXTEEN, {}),
+])  # fmt: skip
+def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, name, dtype, flags):
+    """The noise of the last load is more than 4 times that of the first one."""
+    policy = policy_of(tmp_path, name, dtype=dtype)
+    with started(str(tmp_path), policy, ParityFlags(**flags)) as engine:
+        for seed in range(8):
+            policy.model.get_output_embeddings().weight.data *= 1.3
+            move(policy, 0.005, seed)
+            load_into(engine, policy)
+        difference, limit = map(float, re.findall(r"\S+e-\d+", engine.settings["canary"]))
+        assert 0 < difference <= limit
+
+
+@pytest.mark.engine
+def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alone(tmp_path, capsys):
+    policy = policy_of(tmp_path, "Qwen2", dtype=SIXTEEN)
+
+    def kernel(_module, inputs):
+        assert inputs[0].dtype == SIXTEEN, "16 bits alone"
+
+    policy.model.base_model.layers[0].mlp.register_forward_pre_hook(kernel)
+    with started(str(tmp_path), policy) as engine:
+        assert engine.settings["canary"].endswith("of at most 1.5e-01 nats")
+        assert "noise is NOT MEASURED, AssertionError('16 bits alone')" in capsys.readouterr().out
+        engine.close()
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("window, length", [(16, 17), (4096, CANARY_PROMPT_TOKENS)])
 def test_the_canary_passes_the_window_if_the_runs_rows_do(tmp_path, window, length):
     policy = policy_of(tmp_path, "Mistral", sliding_window=window)
@@ -205,6 +239,10 @@ REFUSED = [
     pytest.param("GptOss", {}, "float32", "its weight load does not reach the experts of gpt_oss", marks=CPU_ONLY),
     pytest.param("Mamba2", dict(n_groups=2), "float32",
                  "after load 1 .*, or vLLM computes mamba2 differently: the canary", marks=UNGROUPED_NORM),
+    ("HunYuanMoEV1", {}, "float32", r"refused the weights.*: AssertionError\(\) in /.*\.py, line \d+: assert "),
+    *(pytest.param(name, {}, dtype, "after load 1 .*, or vLLM computes .* differently: the canary", marks=CPU_ONLY)
+      for name in ("HrmText", "Cohere2Moe, beyond its window", "Cohere2, beyond its window")
+      for dtype in ("bfloat16", "float16")),
 ]  # fmt: skip
 
 
@@ -229,6 +267,9 @@ def test_the_second_path_of_the_noise_floor_differs_by_rounding_alone(name):
             ours = policy.hidden(ids).double()
             with rounded_otherwise(policy):
                 other = policy.hidden(ids).double()
+            with InFloat32():
+                wide = policy.hidden(ids)
+            torch.testing.assert_close(wide, Policy(deepcopy(policy.model).float()).hidden(ids), atol=1e-4, rtol=1e-4)
         # Rounding sends a few tokens of a 16-bit mixture to another expert; a lost window changes a third of the tokens
         apart = ((ours - other).norm(dim=-1) / ours.norm(dim=-1)).quantile(0.9).item()
         low, high = {torch.float32: (1e-9, ROUNDING), torch.bfloat16: (ROUNDING, 0.1)}[dtype]

@@ -1,5 +1,6 @@
 """Before the first step both sides are compared with the stated distribution: what both forget shows in no mismatch."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,15 @@ NO_MASK, BOTH_RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logp
 
 @pytest.mark.parametrize("options", [  # those with which no other test starts a run
     dict(parity=NO_MASK, min_p=0.1), dict(lora_rank=4), dict(parity=BOTH_RAW),
+    dict(dtype="bfloat16", steps=0, num_prompts=999),  # more than there are problems
 ], ids=str)  # fmt: skip
-def test_the_stated_distribution_passes_under_its_name(good, tmp_path, options):
+def test_the_stated_distribution_passes_under_its_name(good, tmp_path, capsys, options):
     close_live_engine()
     _, state, _ = built(good, tmp_path, **{"engine": "vllm", "temperature": 0.7} | options)
-    assert state.policy.audit()["temperature"] == (1.0 if options.get("parity") == BOTH_RAW else 0.7)
+    parity, printed = options.get("parity"), capsys.readouterr().out
+    assert state.policy.audit()["temperature"] == (1.0 if parity == BOTH_RAW else 0.7)
+    assert printed.count("'s distribution is the stated one up to ") == {NO_MASK: 1, BOTH_RAW: 0}.get(parity, 2)
+    assert re.search(r"^engine: .*, canary \S+e-\d+ of at most \S+e-\d+ nats", printed, re.MULTILINE)
     state.engine.close()
 
 

@@ -13,11 +13,11 @@ from probe.place import METRICS, ROWS
 DATA, PAGE = Path(__file__).parent / "data", Path(__file__).parents[1] / "docs" / "probe.md"
 
 
-def place(capsys, log: Path, dtype: str) -> tuple[int, dict[str, str]]:
+def place(capsys, log: Path, *dtype: str) -> tuple[int, dict[str, str]]:
     """The exit status, and what is printed of each metric."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        main(["place", str(log), "--dtype", dtype])
+        main(["place", str(log), *(f"--dtype={each}" for each in dtype)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("next: python -m probe diagnose ")
     return stop.value.code, dict(line.split(": ", 1) for line in lines[:-2])
@@ -39,9 +39,21 @@ def test_a_log_of_trl_is_placed(capsys, name, status, placed):
 @pytest.mark.engine
 def test_a_run_at_parity_is_normal(capsys, good, tmp_path):
     train_here(command(good, f"--out {tmp_path} --steps 2", *SMALL))
-    status, metrics = place(capsys, tmp_path / "metrics.jsonl", "float32")
+    log = tmp_path / "metrics.jsonl"
+    status, metrics = place(capsys, log)  # config.json names the dtype
     assert (status, list(metrics)) == (0, [each for each in METRICS if each.startswith("current_")])
     assert ["; normal for float32" in text for text in metrics.values()] == [True, True, False]
+    assert place(capsys, log, "float32") == (status, metrics)
+    assert "error: dtype must be float32, that of " in refusal(["place", str(log), "--dtype=bfloat16"], capsys, main)
+
+
+@pytest.mark.parametrize("beside", [None, {"dtype": "float32"}, {"config": {}}])  # a model's, which TRL writes there
+def test_a_log_without_a_known_dtype_is_refused(capsys, tmp_path, beside):
+    log = write_log(tmp_path, {"current_mismatch_kl": 1e-5})
+    if beside:
+        (tmp_path / "config.json").write_text(json.dumps(beside))
+    assert "error: dtype must be given (no config.json of train.py is " in refusal(["place", str(log)], capsys, main)
+    assert place(capsys, log, "bfloat16")[0] == 0
 
 
 def write_log(folder: Path, *rows: dict) -> Path:

@@ -166,8 +166,11 @@ def test_the_canary_bears_a_token_that_rounding_sends_to_another_expert_but_no_s
     ("Qwen2", torch.float16, {}), ("Qwen2", SIXTEEN, dict(fp32_head=False)), ("Mixtral", SIXTEEN, {}),
 ])  # fmt: skip
 def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, name, dtype, flags):
-    """The noise of the last load is more than 4 times that of the first one."""
+    """The noise of the last load is more than 4 times that of the first one. The logits of a token have a common part,
+    which a 16-bit head rounds.
+    """
     policy = policy_of(tmp_path, name, dtype=dtype)
+    policy.model.get_output_embeddings().weight.data += 4 * torch.randn(64, generator=torch.Generator().manual_seed(0))
     with started(str(tmp_path), policy, ParityFlags(**flags)) as engine:
         for seed in range(8):
             policy.model.get_output_embeddings().weight.data *= 1.3
@@ -187,7 +190,7 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
     policy.model.base_model.layers[0].mlp.register_forward_pre_hook(kernel)
     with started(str(tmp_path), policy) as engine:
         assert engine.settings["canary"].endswith("of at most 1.5e-01 nats")
-        assert "noise is NOT MEASURED, AssertionError('16 bits alone')" in capsys.readouterr().out
+        assert "noise is NOT MEASURED, AssertionError('16 bits alone" in capsys.readouterr().out
         engine.close()
 
 

@@ -20,12 +20,14 @@ MAY_IMPORT["probe"] = MAY_IMPORT["extras"] | {"extras", "examples"}
 MAY_IMPORT["exercises"] = set()  # a student's functions are his own
 MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe", "exercises"}
 # Files of extras/ that import nothing of ours, and who imports them.
-RARE_CASES = {"engine_adapter": {"extras.decode", "extras.experts", "extras.model_cases", "extras.rotary_table"},
+RARE_CASES = {"engine_adapter": {"extras.decode", "extras.experts", "extras.model_cases", "extras.own_noise",
+                                 "extras.rotary_table"},
               "models": {"extras.further_tokens", "extras.multimodal", "extras.transformers4"},
               "rl": {"extras.rotary_table"},
               "train": {"extras.quiet"}}  # fmt: skip
 MAY_IMPORT |= {name: set() for names in RARE_CASES.values() for name in names}
-FOR_AN_OPTION = {"run": {"extras", "probe", "examples", "extras.further_tokens"}, "extras": {"examples"}} | RARE_CASES
+FOR_AN_OPTION = {"run": {"extras", "probe", "examples", "extras.further_tokens", "extras.own_noise"},
+                 "extras": {"examples"}} | RARE_CASES  # fmt: skip
 VLLM = {"engine_adapter", "proof", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
 FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("extras", "probe", "lab", "examples", "exercises")
                                        for each in sorted((ROOT / room).rglob("*.py")))]  # fmt: skip

@@ -1,49 +1,77 @@
-"""When two answers are equal: numbers by value, letters of a choice, all others by math-verify."""
+"""When two answers are equal: numbers by value, letters of a choice, all others by math-verify.
+
+Tags, bold type, dollar signs, a final full stop and a unit belong to writing, not to the answer. A
+formula is compared as a whole: its last number is no answer.
+"""
 
 import re
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 
+from extras.choices import chosen, last_match, letter
 from extras.task_file import TaskFile
 from records import stage
 from tasks import Problem
 
 TIMES_TEN = r"\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\^"
 # The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2,
-# and not the 000 of 5 000.
-NUMBER = (r"(?<![a-zA-Z\d_.,/^√%)÷\u2044\]])(?<![/^}_]{)(?<!qrt{)(?<!\d[:\u00a0\u2009\u202f])"
-          r"(?<!(?<!\d\d\d)\d (?=\d{3}(?!\d)))(?<![/^][-+\u2212$ ])(?<![\w.%)][-+\u2212\u2013])"
-          r"[-+\u2212]?\\?[$€£]?"  # "-$5" is -5
-          r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
-          r"(?:[eE][-+\u2212]?\d{1,3}|" + TIMES_TEN + r"\{?[-+]?\d{1,3}\}?)?"
-          r"(?!\s?[½¼¾]|[\d_a-zA-Z²³¹⁰-⁹/^÷\u2044])(?=\D*\Z)")
+# and not the 000 of 5 000. Its first group is a sign, in "-$5" and in "- 5".
+NUMBER = rf"""(?x:(?<![a-zA-Z\d_.,/^√%)÷\u2044\]])(?<![/^}}_]{{)(?<!qrt{{)
+    (?<!\d[:\u00a0\u2009\u202f])(?<!(?<!\d\d\d)\d\ (?=\d{{3}}(?!\d)))
+    (?<![/^][-+\u2212$\ ])(?<![\w.%)][-+\u2212\u2013])
+    ((?:(?:[-+\u2212] | (?<==)\u2013 | (?<==\ )\u2013)(?:(?<!nswer\ -)\s)?)?\\?[$€£]?)
+    (?:(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+)
+    (?:[eE][-+\u2212]?\d{{1,3}}|{TIMES_TEN}\{{?[-+]?\d{{1,3}}\}}?)?
+    (?!\s?[½¼¾]|[\d_a-zA-Z²³¹⁰-⁹/^÷\u2044])(?=\D*\Z))"""
+VARIABLE = r"(?<![a-zA-Z\\])(?:[b-zB-HJ-Z]|pi)(?![a-zA-Z])"
+OPERATOR = r"[-+\u2212*/^\u00d7·÷<>≤≥]"
+COMMAND = r"""\\(?:(?:arc)?(?:sin|cos|tan)|log|ln|exp|sqrt|[dt]?frac|binom|cdot|times|div|pm|mp|pi
+    |in|[bp]?mod|[gl]eq?(?:slant)?|neq?|[gl]t|cup|cap|l?dots)(?![a-zA-Z])"""
+# 2x, x + 1, x^2, - x, \sqrt{x} or \frac{x}{2} left of "=", not f(2), x_1, 6 x 7 or 3 m
+UNSOLVED = rf"""(?x:(?:\d(?:\ ?(?!\ [mgshlL]){VARIABLE} | [a-z](?![a-z]))(?!\s*[$(\d])
+    | {VARIABLE}\s*(?:[-+\u2212*/!²³] | \^(?!\{{-1) | \}}\{{\d)
+    | (?:[-+\u2212*/] | \\sqrt\{{?)\s*{VARIABLE})
+    (?:[^a-zA-Z=\n\\,;→⇒] | {VARIABLE} | \\(?:[dt]?frac|cdot|times|left|right)\b)*+=)"""
+# In front of a number, in its line, these show that the number is a part.
+IN_FRONT = rf"""(?x)(?:
+    (?:[\d)\]}}%!²³π] | {VARIABLE} | (?<![a-zA-Z])[aAI](?=\s*{OPERATOR}))\s*
+    (?:{OPERATOR}+ | [±,;≠] | \bx\b | (?<=\s): | ,?\s*\b(?:or|and)\b)\s*  # 5 - 3 or (5, 3)
+  | (?<![\w)^])([a-zA-Z])\s*=[^=]*(?:, | \bor\b | \band\b)\s*\1\s*=\s*  # x = 5 or x = 3
+  | {COMMAND}\s*\{{? | [a-zA-Z0-9)}}]\(\s* | ±\s*  # \log 3 or f(3)
+  | (?i:\b(?:mod|plus|minus|negative|not) | n't)(?:\ equal)?(?:\ to)?\s*  # 5 mod 3, not 3
+  | {UNSOLVED}\s* )[-+\u2212]?[\s€£\\]*\Z"""
+# Behind a number: 3 \pi, 3{}/{}, 3 n but not 3 m, 3 + n, 3 - \pi
+BEHIND = rf"""(?x)[\s$}}]*(?:{COMMAND} | [π√∞±] | \}}?\s*\{{
+  | (?:{OPERATOR}\s*)?{VARIABLE}(?<!\s[gmshlLCFKVWJN]) | {OPERATOR}\s*\\[a-z])"""
+NAME = r"\A(?!.*\\sqrt)[\\a-zA-Z{} _'()|]+=(?!=)"  # x = or AB = in a box
 # A unit such as dollars, cm^2, \text{ miles per hour} or ° at the end; no factor such as million.
-WORDS = (r"(?![^}]{0,40}(?:[mbrz]illion|thousand|hundred|dozen|hal[fv]|third|quarter|percent|less"
-         r"|plus|minus|(?<!mo)[fhnrx]ths))(?:(?:square|cubic|sq\.?) )?(?:[a-zA-Z]{2,20}s|[ckm]m|kg"
-         r"|m[gl]|ft|feet|inch|mph|men|women|people|children|dollar|cent|degree|unit|mile|hour|day"
-         r"|year)(?:(?:/| per | of )[a-z]{1,20})?")
-UNIT = (r"(?<=[\w})!])(?:°|(?:\s|~|\\[ ,;:!])*+(?:\\degree|\\(?:text|mbox|mathrm)\s?\{\s?"
-        r"(?:[a-zA-Z](?:/[a-z])?|" + WORDS + r")\.?\s?\}|(?<=[\s~,;:!])" + WORDS + r"))"
-        r"(?:\^\{?\d\}?|[²³])?[\s.]*\Z")
+WORDS = r"""
+    (?![^}]{0,40}(?:[mbrz]illion|thousand|hundred|dozen|hal[fv]|third|quarter|percent|less
+    |plus|minus|(?<!mo)[fhnrx]ths))(?:(?:square|cubic|sq\.?)\ )?(?:[a-zA-Z]{2,20}s|[ckm]m|kg
+    |m[gl]|ft|feet|inch|mph|men|women|people|children|dollar|cent|degree|unit|mile|hour|day
+    |year|min|hr|sec|mi|yd|lb|oz|gal|in|[kM]?(?:Hz|W|J|V|Pa|N|eV)|rad|mol)
+    (?:(?:/|\ per\ |\ of\ )[a-z]{1,20})?"""
+IN_BRACES = rf"""\\(?:text|mbox|mathrm)\s?\{{[\s~]*(?:(?![ie]\}})[a-zA-Z](?:/[a-z])? | {WORDS})
+    \.?\s?\}}(?:\^\{{?\d\}}?|[²³])?"""
+UNIT = rf"""(?x)(?<=[\w}})!])(?:° | (?:\s|~|\\[\ ,;:!])*+(?:\\degree
+  | {IN_BRACES}(?:\s*(?:/|\\cdot)\s*{IN_BRACES})* | (?<=[\s~,;:!]){WORDS}))
+    (?:\^\{{?\d\}}?|[²³])?[\s.]*\Z"""
 # The last box that is closed: \boxed{...}, \fbox{...} or \boxed 5, with braces in braces.
 INSIDE = r"(?:\\.|[^\\{}])*+"
 for _ in range(8):
     INSIDE = rf"(?:\\.|[^\\{{}}]|\{{{INSIDE}\}})*+"
 BOX = rf"(?s)\\(?:boxed|fbox)(?:\s*\{{(?!\s*\}})({INSIDE})\}}|\s+(-?[\w.,/]*\w))"
-AROUND = r"\\(?:text|math)[a-z]*|[{}$]|\\[ ,;!()[\]]"  # LaTeX around a letter
-# A, (A) or [A] as the last line, or all of A) 5 cm, but not A) 5 cm, B) 6 cm
-LETTER = (r"(?s)\A\s*[(\[]?([A-Z])[]):.](?!\s+(?:is|can)|.*\b[A-Z][]):.]).*\Z"
-          r"|(?:\A|\n)[ (\[*]*([A-Z])[]).* ]*\s*\Z")
-# "Answer: A", "the best option is A", "option A is correct", "so A" at the end, but not A or B
-SAID = (r"(?i:answer|(?:option|choice)(?=\s*:|\s+is\b))"
-        r"(?i:\s|is\b|option|choice|[\[:=*(>\"']){1,20}([A-Z])"
-        r"(?!\)?\s*(?:,|/|-|or\b|and\b)\s*\(?[A-Z]\b|\)?\s+(?:is|was|can)\b)"
-        r"(?=[]).,:;!?*\"'<]|\s*(?:\Z|\n|\(|[-\u2013\u2014]\s|because\b|since\b))"
-        r"|(?i:answer|option|choice) \(?([A-Z])\)? is (?:correct|right)\b"
-        r"|(?i:\b(?:so|thus|therefore|hence)),? \(?([A-Z])\)?\.?\s*\Z")
-MARKED = r"(?<!\w)(?:[(\[]|\*\*\(?)([A-Z])(?:[]).:]|\*\*)"  # counts if no other letter is marked
-DENIED = r"(?i)\bnot\b|n't|cannot|neither|wrong|false|incorrect|rule|exclud|except|eliminat"
+TAG = r"</?(?i:(?:final_?)?answer|b|strong|em|i|p)>"
+TAGGED = rf"(?is)<(?:final_?)?answer>((?:(?!{TAG}).)*)</(?:final_?)?answer>"
+WRITING = rf"(?<![\w)])\*\*|\*\*(?![a-zA-Z\d(\\])|{TAG}"
+DOLLARS = r"(?<!\\)\$([^$]*)\$|\\[()[\]]"
+# A formula in a line of text: all between two words.
+FORMULA = r"""(?x)(?:
+    \\(?:begin|end|text|mathrm|mbox|operatorname)\s*\{[^{}\n]*\} | \\[a-zA-Z]+ | \\[^\s\w]
+  | (?<![a-zA-Z\\'])(?![aAI]\ (?:[\d$\\]|[a-z]{2}))
+    (?:[a-zA-Z]|or|and|not|pi|sqrt|sin|cos|tan|log|ln|exp)(?![a-zA-Z])
+  | [^\w\n\\\#] | [\d_²³π] | (?<=')t\b)++"""
 MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))
 
 
@@ -60,19 +88,25 @@ class Answers:
         self.limit_s, self._math_verify = limit_s, None
 
     def reward(self, problem: Problem, response: str) -> float:
-        """1.0 if the response's last box equals the answer; without a box, if its last number,
-        letter or expression does.
+        """1.0 if the response's last box, else its last <answer>, equals the answer; without both,
+        if its last number, letter or formula does.
 
         Raises: Unreadable if no response can be compared with the answer; ValueError if math-verify
         is needed and cannot be imported.
         """
-        gold, box = last_part(problem.answer), re.sub(UNIT, "", last_match(BOX, response))
+        gold, box = bare(last_part(problem.answer)), bare(last_match(BOX, response))
+        tagged = last_match(TAGGED, response)
+        text = box or tagged or response
         if letter(gold):
-            return float(letter(gold) == chosen(box or response))
+            return float(letter(gold) == chosen(text))
+        if "=" not in gold:
+            box = re.sub(NAME, "", box)
         number = plain_number(gold)
-        found = plain_number(box.rstrip(r"\%. ")) if box else last_number(response)
-        if number is None or (box and found is None):
-            return self._verify(re.sub(UNIT, "", gold), rf"\boxed{{{box}}}" if box else response)
+        found = plain_number(box.rstrip(r"\%. ")) if box else last_number(text)
+        if number is None or ((box or tagged) and found is None):
+            return self._verify(gold, box or last_formula(text))
+        if "." in gold and re.search(r"\d\s*(?:\\?%|percent\b)\D*\Z", text):
+            return float(found in (number, number * 100))
         return float(number == found)
 
     def same(self, one: str, other: str) -> bool:
@@ -82,14 +116,16 @@ class Answers:
                 self.reward(Problem("", one, ""), rf"\boxed{{{last_part(other)}}}"))
         return False
 
-    def _verify(self, gold: str, response: str) -> float:
+    def _verify(self, gold: str, found: str) -> float:
         if self._math_verify is None:
             with stage(f"the answer {gold!r:.40} is no plain number; starting math-verify"
                        " (pip install math-verify)"):
                 self._math_verify = TaskFile(MATH_ANSWERS, 0, self.limit_s)
         problem = Problem("", gold, "")
+        if "=" not in gold and re.search(UNSOLVED + r"[^=]*\Z", found):
+            found = ""
         with suppress(ValueError):
-            return self._math_verify.reward(problem, response)
+            return self._math_verify.reward(problem, found)
         try:  # was it the gold, or the response?
             return self._math_verify.reward(problem, "")
         except ValueError as failed:
@@ -102,13 +138,23 @@ def last_part(answer: str) -> str:
     return last_match(BOX, answer) or answer.rpartition("####")[2].strip()
 
 
+def bare(text: str) -> str:
+    """An answer without what belongs to writing."""
+    text = re.sub(DOLLARS, r"\1", re.sub(WRITING, "", text)).strip("`*_\u3002 \n")
+    return re.sub(UNIT, "", text).rstrip(". ")
+
+
 def last_number(text: str) -> Decimal | None:
-    """42 in "so x is 42."; None if the last digits of a text are something else."""
+    """42 in "so x is 42."; None if the last digits of a text are something else, or a part."""
+    text = re.sub(WRITING, "", text)
     found = re.search(NUMBER, text)
     if found is None:
         return None
+    in_front = text[: found.end(1)][-100:].rpartition("\n")[2].replace("$", "")
+    if re.search(IN_FRONT, in_front) or re.match(BEHIND, text[found.end() :]):
+        return None
     digits = re.sub(TIMES_TEN, "e", found[0])
-    return Decimal(re.sub(r"[\\$€£,{}]", "", digits).replace("\u2212", "-"))
+    return Decimal(re.sub("[\u2212\u2013]", "-", re.sub(r"[\\$€£,{}\s]", "", digits)))
 
 
 def plain_number(text: str) -> Decimal | None:
@@ -116,21 +162,11 @@ def plain_number(text: str) -> Decimal | None:
     return last_number(text) if re.fullmatch(rf"\s*{NUMBER}\s*", text) else None
 
 
-def letter(gold: str) -> str:
-    r"""The A of A, (A), A) or \text{A}, else ""."""
-    return last_match(LETTER, re.sub(AROUND, "", gold))
-
-
-def chosen(text: str) -> str:
-    """The last letter after "answer", else alone in the last line, else the one that is marked."""
-    plain = re.sub(AROUND, "", text)
-    said = last_match(SAID, plain) or last_match(LETTER, plain)
-    if said or re.search(DENIED, plain):
-        return said
-    return "".join(set(re.findall(MARKED, plain)))  # two letters are no letter of a choice
-
-
-def last_match(pattern: str, text: str) -> str:
-    """The group of the last match, else ""."""
-    found = re.findall(pattern, text)
-    return "".join(found[-1]) if found else ""
+def last_formula(text: str) -> str:
+    """3/4 in "so x = 3/4 of it."; of a list such as "3/4 or 4/3" all."""
+    text = re.sub(WRITING, "", text[-2000:]).rstrip(".\u3002 \n")
+    for run in reversed(re.findall(FORMULA, text)):
+        formula = re.split(r"(?<!\s)[.:;?!]\s+(?!\$*\Z|\\[])])", run)[-1].strip(" ,:;?!=≈")
+        if re.search(r"[\d\\$]|[a-z]\s*[-+*/^=_(]", formula):
+            return bare(formula)
+    return ""

@@ -36,6 +36,7 @@ OF_A_QUESTION = (r"(?i)(.*_)?(choices?|options?|endings|distractor|context|passa
                  r"|(?-i:[A-E])")
 MESSAGES = r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""  # begins their text
 ROLES = {"human": "user", "gpt": "assistant"}  # of turns with `from` and `value`, ShareGPT's form
+ENOUGH_FAULTS = 20  # to refuse a file: math-verify needs minutes for the answers of a large one
 Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
 
 
@@ -96,10 +97,14 @@ def read_task(
                 answers.reward(problem, "")
         except Unreadable as fault:
             faults.append(f"{source}: {fault}")
+            if len(faults) == ENOUGH_FAULTS and data.unreadable_answers == "refuse":
+                break
             continue
         family = row.get("family") if from_program else None
         problems[source] = problem._replace(family=str(family or ""))
-    refuse_or_drop(faults, f"of {len(rows)} rows of {name} have no question or no readable answer",
+    checked = len(problems) + len(faults)
+    refuse_or_drop(faults, f"of {'the first ' if checked < len(rows) else ''}{checked} rows of"
+                   f" {name} have no question or no readable answer",
                    data.unreadable_answers == "drop")
     rewarded = partial(Task, reward=answers.reward, same=answers.same)
     if file:

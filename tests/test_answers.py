@@ -84,6 +84,135 @@ def test_a_response_is_right_by_its_last_box_or_its_end(answers, answer):
             assert answers.reward(problem(answer), response) == reward, response
 
 
+# A line is: answer => right responses, or answer =/= wrong ones. The wrong ones are near to right ones.
+PAIRS = r"""
+# sign
+-3 => x = - 3 ~ x = − 3. ~ The answer is - 3 ~ $x = - 3$ ~ \boxed{- 3} ~ - 3 ~ it becomes - 3 ~ x = –3
+-3 => 所以 x = - 3。
+-3 =/= x = 3 ~ 5 - 3 ~ 2x - 3 ~ x = 3 or -3 ~ x = 3 or x = - 3 ~ (2, -3) ~ x - 3 ~ not -3 ~ ± 3
+3 => x = + 3 ~ x = 3 ~ Answer - 3 ~ Answer – 3
+3 =/= x = - 3 ~ $x = - 3$ ~ \boxed{- 3} ~ x = − 3 ~ The answer is - 3.
+-1/2 => x = - 1/2 ~ $x = - \frac{1}{2}$ ~ so it is - 1/2.
+-1/2 =/= x = 1/2 ~ $\frac{1}{2}$ ~ 1 - 1/2
+1/2 => x = 1/2
+1/2 =/= x = - 1/2 ~ 3 - 1/2 ~ 2x - 1/2 ~ $- \frac{1}{2}$
+- 3 a => $-3a$ ~ \boxed{- 3 a}
+- 3 a =/= $3a$ ~ -3
+# part
+1 => it is (1) ~ In box 2 is 1.
+1 =/= 2x - 1 ~ (3, 1) ~ x + 1 ~ 3 and 1 ~ 3 or 1 ~ [0, 1] ~ x > 1 ~ x \geq 1 ~ x = 2, 1 ~ 2 * 1 ~ f(1) ~ x^2 + 1
+1 =/= between 0 and 1 ~ x \cdot 1 ~ 3 : 1 ~ \frac{1}{x} ~ $\log 1$ ~ 5 mod 1 ~ 1 - x ~ 1 + y ~ $1 + \sqrt{x}$ ~ 1/x
+1 =/= {2, 1} ~ 3; 1 ~ a + 1 ~ x**1 ~ isn't 1
+3 => so 3 m ~ 3 h. ~ 3 kg ~ It costs $3 ~ 3, which is odd ~ 6 x 3 = 18 and 18 / 6 = 3
+3 =/= $3\pi$ ~ 3π ~ 3 n ~ 3n ~ $2\sqrt{3}$ ~ $3\sqrt{x}$ ~ x = 3y ~ 5 x 3 ~ x ≡ 5 (mod 3) ~ is not 3
+2 => 7-5=2 ~ $7 - 5 = 2$ ~ x = 2
+2 =/= 2 n ~ 5, 2 ~ x < 2 ~ either 1 or 2 ~ $x \in \{1, 2\}$
+5 => m = 5 ~ f(2) = 5 ~ x_1 = 5 ~ S_{10} = 5 ~ 3 x 2 - 1 = 5 ~ Cost of 3 apples = 5
+5 =/= 2x + 1 = 5 ~ x^2 = 5 ~ 3y = 5 ~ x - 1 = 5 ~ x/2 = 5
+4/3 => x = 4/3
+4/3 =/= 3/4 or 4/3 ~ between 1/3 and 4/3 ~ (1, 4/3) ~ x > 4/3 ~ 5 + 4/3 ~ not 4/3 ~ 2x = 4/3
+# tags, bold, full stop
+3/4 => <answer>3/4</answer> ~ <answer> 3/4. </answer> ~ The answer is **3/4**. ~ **3/4** ~ **Answer: 3/4**
+3/4 => **Answer:** 3/4. ~ Answer: 3/4 ~ so 3/4. ~ It is 3/4 ~ <answer>$\frac{3}{4}$</answer>
+3/4 => <answer>\boxed{3/4}</answer> ~ **$\frac{3}{4}$**. ~ \boxed{3/4.} ~ \boxed{\frac{3}{4}.}
+3/4 => <answer>x = 3/4</answer> ~ <answer>0.75</answer> ~ <b>3/4</b> ~ <answer>**3/4**</answer>
+3/4 => <think>1/2</think>⏎<answer>⏎3/4⏎</answer> ~ The answer is 3/4! ~ a 3/4 chance ~ $\frac{3}{4}.$
+3/4 => \(\frac{3}{4}\). ~ #### 3/4 ~ is \[\frac{3}{4}.\] ~ <final_answer>3/4</final_answer> ~ `3/4` ~ ***3/4***
+3/4 => 3/4。 ~ The final answer is $\frac{3}{4}$. I hope it is correct.
+3/4 =/= <answer>4/3</answer> ~ The answer is **4/3**. ~ <answer>3/4</answer> <answer>1/4</answer> ~ **3/4** or **4/3**
+3/4 =/= 13/4. ~ 3/4 + 1 ~ <answer>not 3/4</answer> ~ 3/45 ~ <answer>3/4 or 4/3</answer> ~ <answer>(3/4, 1)</answer>
+3/4 =/= 3/4 - x ~ $x\frac{3}{4}$ ~ <answer>2x = 3/4</answer> ~ <answer></answer> 34 ~ The answer is **3**/**5**.
+9/14 => 9/14. ~ x = 9/14. ~ The probability is 9/14.
+9/14 =/= 9/15. ~ 9.14. ~ 9/1.4 ~ 1 - 9/14.
+7 => <answer>7</answer> ~ **7**. ~ <answer>**7.**</answer> ~ \boxed{7.} ~ The answer is **7**
+7 => <answer>The answer is 7</answer>
+7 =/= <answer>8</answer> 7 ~ **7**/**2** ~ <answer>x - 7</answer>
+x + 1 => <answer>x+1</answer> ~ The answer is **x + 1**. ~ $1 + x$. ~ <answer>\(x + 1\)</answer>
+x + 1 =/= <answer>x - 1</answer> ~ **x + 1/2**. ~ <answer>2(x + 1)</answer>
+# equation
+5 => \boxed{x=5} ~ \boxed{x = 5.} ~ \boxed{f(2) = 5} ~ \boxed{x_1 = 5} ~ \boxed{AB = 5} ~ \boxed{Area = 5}
+5 => \boxed{\frac{a}{b} = 5} ~ \boxed{\angle A = 5} ~ \boxed{2 + 3 = 5} ~ \boxed{S_{10} = 5} ~ \boxed{x = 2 + 3 = 5}
+5 => \boxed{\text{Area} = 5}
+5 =/= \boxed{2x+1=5} ~ \boxed{2x=5} ~ \boxed{x-5=0} ~ \boxed{x^2=5} ~ \boxed{\frac{x}{2}=5} ~ \boxed{\sqrt{x}=5}
+5 =/= \boxed{x+1=5} ~ \boxed{-x=5} ~ \boxed{2(x+1)=5} ~ \boxed{x=6, x=5} ~ so 2x + 1 = 5 ~ <answer>3x = 5</answer>
+2x+1 => \boxed{y = 2x+1} ~ \boxed{f(x) = 2x+1} ~ $y = 2x + 1$
+2x+1 =/= \boxed{2y = 2x+1} ~ \boxed{y^2 = 2x+1}
+y=1-x => \boxed{y=1-x} ~ \boxed{x + y = 1}
+y=1-x =/= \boxed{y=1+x}
+# letters
+B => Option B ~ Option B. ~ **Option B** ~ I choose B. ~ B is the answer ~ (B) is the correct answer.
+B => So B is correct. ~ B is correct ~ Therefore, B is the right option. ~ Thus the answer is option (B).
+B => The answer would be B. ~ A is wrong, so B is correct. ~ <answer>Option B</answer> ~ My choice: B
+B => \boxed{\text{Option B}} ~ The correct choice is B ~ A is too small. Option B ~ the answer must be B ~ ANS: B
+B =/= not B ~ between A and B ~ Option A or B ~ Option A or Option B ~ B is not the answer ~ B is wrong
+B =/= Neither A nor B is correct ~ I do not think B is correct. ~ It is not option B ~ If B is correct, x = 2
+B =/= A and B is the answer ~ Either A or B is correct ~ vitamin B ~ plan B is good ~ B is the wrong answer
+B =/= It is unlikely that B is correct. ~ The answer isn't B ~ Option C ~ Option B is wrong ~ BB is correct
+B =/= rule out option B ~ The answer is A, not B. ~ point B
+D => D is the answer ~ Hence D is correct.
+D =/= Vitamin D is the best
+A => A is the answer. ~ Option A
+A =/= A dog is the answer ~ A right answer is hard to find ~ An answer
+# letters in other languages
+B => 所以答案是B。 ~ 答案：B ~ 答案为 B。 ~ 故选B． ~ 因此选择B。 ~ 正确答案是（B）。 ~ 正确选项为B项 ~ B是正确的。
+B => 所以B正确。 ~ 选项B是正确的 ~ 应该选B ~ A错误，故选B。 ~ B选项正确 ~ 本题答案选 **B** ~ 答えはBです。
+B => 정답은 B입니다. ~ الإجابة هي B. ~ الإجابة الصحيحة هي B ~ الجواب: B ~ الجواب الصحيح هو (B). ~ الخيار B
+B => B هي الإجابة الصحيحة ~ الخيار B هو الصحيح ~ Ответ: B ~ La respuesta es B. ~ La réponse est B.
+B => Die Antwort ist B.
+B =/= 答案不是B。 ~ 不选B ~ 不应该选择B。 ~ B错误。 ~ B不正确。 ~ 选项B错误。 ~ 答案是A或B。 ~ A和B都正确 ~ A、B正确
+B =/= 同时选择景点B的概率 ~ 点B ~ 维生素B ~ 答案是C。 ~ 答案是AB。 ~ 排除B ~ الإجابة ليست B. ~ ليست الإجابة B
+B =/= الخيار B خاطئ ~ الإجابة هي A أو B ~ الإجابة غير B ~ La respuesta no es B. ~ 选择A和B
+# percent
+0.25 => \boxed{25\%} ~ \boxed{25%} ~ 25% ~ $25\%$ ~ 25 percent ~ \boxed{0.25} ~ <answer>25%</answer>
+0.25 =/= \boxed{2.5\%} ~ \boxed{25} ~ 2500% ~ 25 ~ 25 percent more is 30
+25\% => \boxed{0.25} ~ \boxed{25} ~ 25% ~ \boxed{25\%} ~ 0.25
+25\% =/= \boxed{2.5} ~ \boxed{0.25\%} ~ 2500 ~ \boxed{52\%}
+25% => \boxed{0.25} ~ 1/4
+25% =/= 4
+25 => \boxed{25\%} ~ 25%
+25 =/= \boxed{0.25} ~ 0.25 ~ 2500%
+12.5 => 12.5%
+12.5 =/= 125%
+1/4 => \boxed{25\%} ~ 25%
+1/4 =/= \boxed{4\%} ~ 4%
+# answers that were refused
+$18 \mathrm{~min}$ => \boxed{18} ~ 18 min ~ \boxed{18 \mathrm{~min}} ~ 18 minutes ~ $18$
+$18 \mathrm{~min}$ =/= 81 ~ \boxed{1.8} ~ 20 - 18
+$y=1-x+x^{2}$. => \boxed{y=1-x+x^2} ~ $y = x^2 - x + 1$
+$y=1-x+x^{2}$. =/= \boxed{y=1+x+x^2} ~ \boxed{y=x^2}
+$5.13 \mathrm{ft} / \mathrm{sec}$ => 5.13 ~ \boxed{5.13\text{ ft/sec}}
+$5.13 \mathrm{ft} / \mathrm{sec}$ =/= 5.31
+$\frac{9}{14}$. => 9/14
+$\frac{9}{14}$. =/= 14/9
+$2,365,200$ beats/lifetime => 2365200
+$2,365,200$ beats/lifetime =/= 2,365,201
+$45 \mathrm{mph}$ => 45 mph
+$45 \mathrm{mph}$ =/= 54
+- 7 => -7
+- 7 =/= 7
+**8** => 8
+**8** =/= 9
+$3630 \mathrm{ft}^{2}$ => 3630
+$3630 \mathrm{ft}^{2}$ =/= 3600
+$5 \frac{1}{4} \mathrm{~min}$ => \boxed{\frac{21}{4}} ~ $5.25$
+$5 \frac{1}{4} \mathrm{~min}$ =/= \boxed{\frac{5}{4}}
+<answer>6</answer> => 6
+<answer>6</answer> =/= 5
+$\left[\begin{array}{rr}1 & 2 \\ 3 & 4\end{array}\right]$ => \boxed{\begin{bmatrix}1 & 2 \\ 3 & 4\end{bmatrix}}
+$\left[\begin{array}{rr}1 & 2 \\ 3 & 4\end{array}\right]$ =/= \boxed{\begin{bmatrix}1 & 2 \\ 3 & 5\end{bmatrix}}
+3\mathrm{i} =/= \boxed{3}
+"""  # noqa: RUF001
+KINDS = dict(zip(*[iter(re.split(r"\n# (.*)\n", PAIRS)[1:])] * 2, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_response_is_graded_as_people_grade_it(answers, kind):
+    for line in KINDS[kind].strip().split("\n"):
+        answer, sign, responses = re.split(" (=>|=/=) ", line)
+        for response in responses.replace("⏎", "\n").split(" ~ "):
+            assert answers.reward(problem(answer), response) == (sign == "=>"), (answer, response)
+
+
 READ = [
     r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"3 \pm 2\sqrt{2}", r"3 \times 10^{8}", r"15\mbox{ cm}", r"8x^2-3xy+y^2",
     r"\frac{ab}{3}", "2t", "4abc", "52_8", r"1\,000", "(3,4]", r"\log_2 5", "D",

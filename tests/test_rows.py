@@ -139,6 +139,7 @@ OTHERS = [{"question": "q3 ", "answer": 5}, {"question": "q3", "answer": 6}]
 
 
 @pytest.mark.parametrize("rows, complaint, left", [
+    ([*GOOD, *BAD[:1] * 30], r"^20 of the first 30 rows of ", 10),
     ([*GOOD, *BAD], r"^3 of 13 rows of .* readable answer: .*line 11: its answer 'diverges' is no .*; .*line 12: .*;"
                     r" .*line 13: .*; to leave them out, --unreadable-an", 10),
     ([*GOOD, *OTHERS], "^1 of 10 questions have two answers: .*line 4 has '3' and .*line 11 has '5'", 9),

@@ -7,6 +7,7 @@ formula is compared as a whole: its last number is no answer.
 import re
 from contextlib import suppress
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 
 from extras.choices import chosen, last_match, letter
@@ -64,7 +65,7 @@ for _ in range(8):
 BOX = rf"(?s)\\(?:boxed|fbox)(?:\s*\{{(?!\s*\}})({INSIDE})\}}|\s+(-?[\w.,/]*\w))"
 TAG = r"</?(?i:(?:final_?)?answer|b|strong|em|i|p)>"
 TAGGED = rf"(?is)<(?:final_?)?answer>((?:(?!{TAG}).)*)</(?:final_?)?answer>"
-WRITING = rf"(?<![\w)])\*\*|\*\*(?![a-zA-Z\d(\\])|{TAG}"
+WRITING = rf"\*\*(?:(?<![\w)]\*\*)|(?![a-zA-Z\d(\\]))|{TAG}"  # ** between is a power
 DOLLARS = r"(?<!\\)\$([^$]*)\$|\\[()[\]]"
 # A formula in a line of text: all between two words.
 FORMULA = r"""(?x)(?:
@@ -94,16 +95,15 @@ class Answers:
         Raises: Unreadable if no response can be compared with the answer; ValueError if math-verify
         is needed and cannot be imported.
         """
-        gold, box = bare(last_part(problem.answer)), bare(last_match(BOX, response))
-        tagged = last_match(TAGGED, response)
-        text = box or tagged or response
-        if letter(gold):
-            return float(letter(gold) == chosen(text))
+        gold, right_letter, number = parts(problem.answer)
+        box = bare(last_match(BOX, response))
+        text = box or last_match(TAGGED, response) or response
+        if right_letter:
+            return float(right_letter == chosen(text))
         if "=" not in gold:
             box = re.sub(NAME, "", box)
-        number = plain_number(gold)
         found = plain_number(box.rstrip(r"\%. ")) if box else last_number(text)
-        if number is None or ((box or tagged) and found is None):
+        if number is None or (found is None and text != response):
             return self._verify(gold, box or last_formula(text))
         if "." in gold and re.search(r"\d\s*(?:\\?%|percent\b)\D*\Z", text):
             return float(found in (number, number * 100))
@@ -131,6 +131,13 @@ class Answers:
         except ValueError as failed:
             raise Unreadable(f"its answer {gold!r:.40} is no number and no letter (other"
                              f" answers need --reward), and {failed}") from failed
+
+
+@lru_cache(10_000)
+def parts(answer: str) -> tuple[str, str, Decimal | None]:
+    """What there is to compare with: all of it, its letter or "", its number or None."""
+    gold = bare(last_part(answer))
+    return gold, letter(gold), plain_number(gold)
 
 
 def last_part(answer: str) -> str:

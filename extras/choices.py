@@ -6,7 +6,7 @@ AROUND = r"\\(?:text|math)[a-z]*|[{}$]|\\[ ,;!()[\]]"  # LaTeX around a letter
 # A, (A) or [A] as the last line, or all of A) 5 cm, but not A) 5 cm, B) 6 cm
 LETTER = r"""(?xs)\A\s*[(\[]?([A-Z])[]):.](?!\s+(?:is|can) | .*\b[A-Z][]):.]).*\Z
   | (?:\A|\n)[\ (\[*]*([A-Z])[]).*\ ]*\s*\Z"""
-SAID = r"""(?x)
+SAID = r"""(?x)(?=[acohprstA-Z(\u0400-\uffff])(?:  # fast: no other letter begins one of these
     # "Answer: A", "the best option is A", but not "answer: A or B", "the answer is A dog"
     (?i:answer | \bans\b | (?:option|choice) (?=\s*: | \s+(?:is|would|must)\b))
     (?i:\s | (?:is|(?:would|must|should|will)\ be)\b | option | choice | [\[:=*(>"'-]){1,20}([A-Z])
@@ -33,7 +33,7 @@ SAID = r"""(?x)
   | (?:الإجابة|الاجابة|إجابة|الجواب|جواب|الخيار|الاختيار|الحل|الحرف)
     (?:[\s:(\["“*] | \u0647[وي]\b | الصحيحة? | الخيار | الحرف){0,12}(?<![a-zA-Z\d])([A-Z])
     (?=[)\]"”*]*\s*(?:\Z | [\n.,:!؟،؛] | \u0647[وي]\ الصحيح | لأن))(?!،?\s*[A-Z]\b)
-  | (?<![a-zA-Z\d])([A-Z])\)?\ \u0647[وي]\ (?:الإجابة|الجواب|الخيار|الاختيار|الحل|الصحيح)"""
+  | (?<![a-zA-Z\d])([A-Z])\)?\ \u0647[وي]\ (?:الإجابة|الجواب|الخيار|الاختيار|الحل|الصحيح))"""
 MARKED = r"(?<!\w)(?:[(\[]|\*\*\(?)([A-Z])(?:[]).:]|\*\*)"  # counts if no other letter is marked
 DENIED = r"(?i:\bnot\b|n't|cannot|neither|wrong|false|incorrect|rule|exclud|except|eliminat)"
 # In front of a letter that is said, in the same clause, these take it back.

@@ -59,7 +59,8 @@ def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     policy = Policy(qwen2(tied=False))
     with started(engine_folder, policy, ParityFlags(uncached_runtime=False)) as engine:
-        check_settings(engine, enable_prefix_caching=True, async_scheduling=True, generation_config="auto")
+        check_settings(engine, enable_prefix_caching=True, async_scheduling=True, generation_config="auto",
+                       prefix_cache="V1's default, not cleared by a load")  # fmt: skip
         assert len(engine.sample_canary()[0].prompt_ids) == CANARY_PROMPT_TOKENS  # it would read stale blocks
         assert "repetition_penalty" in engine.settings["sampling_defaults"]  # of generation_config.json
         prompts = long_prompts(140)

@@ -11,12 +11,12 @@ import torch
 
 from config import LearningConfig
 from objectives import (
+    OBJECTIVES,
     REJECTIONS,
     WEIGHTS,
     backend_metrics,
     correct,
     correction_metrics,
-    group_advantages,
     kl_loss,
     mismatch_metrics,
     surprisal_z,
@@ -24,19 +24,18 @@ from objectives import (
 )
 
 
-def advantages(rewards: list[float], group_size: int, divide_by_std: bool = True) -> list[float]:
-    scores = torch.tensor(rewards, dtype=torch.float64)
-    return group_advantages(scores, group_size, None, divide_by_std)[:, 0].tolist()
+def advantages(rewards: list[float], group_size: int, objective: str = "grpo") -> list[float]:
+    return OBJECTIVES[objective].advantages(torch.tensor(rewards, dtype=torch.float64), group_size, None)[:, 0].tolist()
 
 
-@pytest.mark.parametrize("divide_by_std", [True, False])
-def test_group_advantages_equal_hand_computed_values_and_equal_rewards_have_none(divide_by_std):
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_group_advantages_equal_hand_computed_values_and_equal_rewards_have_none(objective):
     for value, group_size in product([0.1, 0.7, 1 / 3, -0.6, 1e-8, 1e6 + 0.3], range(2, 70, 3)):
-        assert not any(advantages([value] * 2 * group_size, group_size, divide_by_std)), (value, group_size)
+        assert not any(advantages([value] * 2 * group_size, group_size, objective)), (value, group_size)
     for value, apart in ((0.1, 1e-6), (0.0, 1.0), (1e8, 1.0)):  # and a group of equal rewards beside
         std = apart / math.sqrt(8)  # of seven equal numbers and one that is `apart` from them
-        unit = apart / 8 / (std + 1e-4 if divide_by_std else 1)
-        found = advantages([value] * 7 + [value + apart] + [value] * 8, 8, divide_by_std)
+        unit = apart / 8 / (1 if objective == "dr_grpo" else std + 1e-4)
+        found = advantages([value] * 7 + [value + apart] + [value] * 8, 8, objective)
         assert found == pytest.approx([-unit] * 7 + [7 * unit] + [0] * 8, rel=1e-6)
 
 

@@ -24,7 +24,10 @@ def notices(tokenizer: Any, task: Task, config: Config) -> list[str]:
     template = str(tokenizer.chat_template) if data.chat_template else ""
     hidden = [key for key in sorted(keys - {"role", "content"})
               if not re.search(rf"\b{re.escape(key)}\b", template)]
+    lost = {key for each in begun for key in each.messages[-1]} - {"role", "content", *hidden}
     found = {
+        "a response begins with the content of the assistant's last message alone, not with its"
+        f" {', '.join(sorted(lost))}": lost,
         f"the chat template shows no {', '.join(hidden)} of the messages": hidden,
         f"the learning rate is the toy's, {learning.lr:g}, which destroys a pretrained model; try"
         " --lr 1e-6, or 1e-4 with --lora-rank (docs/run.md has measured ones)":

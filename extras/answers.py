@@ -36,14 +36,14 @@ UNSOLVED = rf"""(?x:(?:\d(?:\ ?(?!\ [mgshlL]){VARIABLE} | [a-z](?![a-z]))(?!\s*[
     (?:[^a-zA-Z=\n\\,;→⇒] | {VARIABLE} | \\(?:[dt]?frac|cdot|times|left|right)\b)*+=)"""
 # In front of a number, in its line, these show that the number is a part.
 IN_FRONT = rf"""(?x)(?:
-    (?:[\d)\]}}%!²³π] | {VARIABLE} | (?<![a-zA-Z])[aAI](?=\s*{OPERATOR}))\s*
+    (?:[\d)\]}}%!²³π∞] | \\infty | {VARIABLE} | (?<![a-zA-Z])[aAI](?=\s*{OPERATOR}))\s*
     (?:{OPERATOR}+ | [±,;≠] | \bx\b | (?<=\s): | ,?\s*\b(?:or|and)\b)\s*  # 5 - 3 or (5, 3)
   | (?<![\w)^])([a-zA-Z])\s*=[^=]*(?:, | \bor\b | \band\b)\s*\1\s*=\s*  # x = 5 or x = 3
   | {COMMAND}\s*\{{? | [a-zA-Z0-9)}}]\(\s* | ±\s*  # \log 3 or f(3)
   | (?i:\b(?:mod|plus|minus|negative|not) | n't)(?:\ equal)?(?:\ to)?\s*  # 5 mod 3, not 3
   | {UNSOLVED}\s* )[-+\u2212]?[\s€£\\]*\Z"""
 # Behind a number: 3 \pi, 3{}/{}, 3 n but not 3 m, 3 + n, 3 - \pi
-BEHIND = rf"""(?x)[\s$}}]*(?:{COMMAND} | [π√∞±] | \}}?\s*\{{
+BEHIND = rf"""(?x)[\s$}}]*(?:{COMMAND} | \\end\{{(?:array|\w?matrix|cases) | [π√∞±] | \}}?\s*\{{
   | (?:{OPERATOR}\s*)?{VARIABLE}(?<!\s[gmshlLCFKVWJN]) | {OPERATOR}\s*\\[a-z])"""
 NAME = r"\A(?!.*\\sqrt)[\\a-zA-Z{} _'()|]+=(?!=)"  # x = or AB = in a box
 # A unit such as dollars, cm^2, \text{ miles per hour} or ° at the end; no factor such as million.

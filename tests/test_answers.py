@@ -102,7 +102,7 @@ PAIRS = r"""
 1 => it is (1) ~ In box 2 is 1.
 1 =/= 2x - 1 ~ (3, 1) ~ x + 1 ~ 3 and 1 ~ 3 or 1 ~ [0, 1] ~ x > 1 ~ x \geq 1 ~ x = 2, 1 ~ 2 * 1 ~ f(1) ~ x^2 + 1
 1 =/= between 0 and 1 ~ x \cdot 1 ~ 3 : 1 ~ \frac{1}{x} ~ $\log 1$ ~ 5 mod 1 ~ 1 - x ~ 1 + y ~ $1 + \sqrt{x}$ ~ 1/x
-1 =/= {2, 1} ~ 3; 1 ~ a + 1 ~ x**1 ~ isn't 1
+1 =/= (-\infty,-1) ~ $\begin{array}{c}2 \\ 1\end{array}$ ~ {2, 1} ~ 3; 1 ~ a + 1 ~ x**1 ~ isn't 1
 3 => so 3 m ~ 3 h. ~ 3 kg ~ It costs $3 ~ 3, which is odd ~ 6 x 3 = 18 and 18 / 6 = 3
 3 =/= $3\pi$ ~ 3π ~ 3 n ~ 3n ~ $2\sqrt{3}$ ~ $3\sqrt{x}$ ~ x = 3y ~ 5 x 3 ~ x ≡ 5 (mod 3) ~ is not 3
 2 => 7-5=2 ~ $7 - 5 = 2$ ~ x = 2

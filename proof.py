@@ -5,7 +5,10 @@ process with vLLM (examples/prove_remote.py: another one); it imports torch and 
 
     print(proof.differing(llm, model.state_dict()))  # after the load
 
-The weights go by the names of the checkpoint, and vLLM's own renaming leads to its tensors.
+The weights go by the names of the checkpoint, and vLLM's own renaming leads to its tensors. Of a
+mixture `state_dict` of transformers 5 has all experts in one tensor, which is unpacked here. Print
+the whole report: a tensor that it calls not compared may differ. If a class has other names in
+memory than in its checkpoint, transformers' `revert_weight_conversion` leads back.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +44,7 @@ class Held(NamedTuple):
     name: str  # vLLM's for the tensor of the checkpoint
     values: Tensor
     sent: Tensor  # the same, as it was sent
+    part: str = ""  # which expert of a tensor that has all of them
 
 
 class Sent:
@@ -113,7 +117,7 @@ def differing(
                 modules_done.add(module)
                 storages_given.add(storage(module, held.parameter))
                 if not same_bits(held.values, held.sent.to(held.values.device, held.values.dtype)):
-                    differ.append(name)
+                    differ.append(name + held.part)
     if not compared and modules == slice(None):
         raise ValueError(f"the engine has none of the names that were sent: {[*weights][:3]} ...")
     not_given = sorted(names_of[each] for each in names_of.keys() - storages_given)
@@ -251,18 +255,32 @@ def experts(path: str, module: Any, sent: Sent) -> Iterator[Held]:
     kernel = kernel or getattr(method, "cpu_fused_moe", None)  # vLLM 0.26
     if not hasattr(kernel, "isa"):
         return
-    for gate, up, down in EXPERT_PARTS:
-        if f"{path}.0.{gate}.weight" not in sent:
-            continue
-        for number in range(len(module.w13_weight)):
-            names = [f"{path}.{number}.{part}.weight" for part in (gate, up, down)]
-            inner, width = sent[names[0]].shape
-            both = unpacked(module.w13_weight[number], (-1, width), kernel.isa)
-            halves = *both.chunk(2), unpacked(module.w2_weight[number], (width, -1), kernel.isa)
-            kinds = "w13_weight", "w13_weight", "w2_weight"
-            for kind, name, held in zip(kinds, names, halves, strict=True):
-                rows = held[:, :inner] if kind == "w2_weight" else held[:inner]  # vLLM pads them
-                yield Held(kind, name, rows, sent[name])
+    kinds = "w13_weight", "w13_weight", "w2_weight"
+    for number, (names, tensors, part) in enumerate(sent_experts(path, module, sent)):
+        inner, width = tensors[0].shape
+        both = unpacked(module.w13_weight[number], (-1, width), kernel.isa)
+        halves = *both.chunk(2), unpacked(module.w2_weight[number], (width, -1), kernel.isa)
+        for kind, name, held, tensor in zip(kinds, names, halves, tensors, strict=True):
+            rows = held[:, :inner] if kind == "w2_weight" else held[:inner]  # vLLM pads them
+            yield Held(kind, name, rows, tensor, part)
+
+
+def sent_experts(
+    path: str, module: Any, sent: Sent
+) -> Iterator[tuple[list[str], list[Tensor], str]]:
+    """Names and tensors of each expert's gate, up and down projection, and which expert it is."""
+    fused, down = f"{path}.gate_up_proj", f"{path}.down_proj"
+    # (E, 2 I, H) and (E, H, I). Some classes have them transposed: not compared.
+    if {fused, down} <= sent.original.keys() and sent[fused].shape[2] == sent[down].shape[1]:
+        for number, (both, last) in enumerate(zip(sent[fused], sent[down], strict=True)):
+            yield [fused, fused, down], [*both.chunk(2), last], f"[{number}]"
+        return
+    for parts in EXPERT_PARTS:
+        experts = [[f"{path}.{number}.{part}.weight" for part in parts]
+                   for number in range(len(module.w13_weight))]
+        if all(name in sent for names in experts for name in names):  # else none is compared
+            for names in experts:
+                yield names, [sent[name] for name in names], ""
 
 
 def unpacked(packed: Tensor, shape: tuple[int, int], isa: str) -> Tensor:

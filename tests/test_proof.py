@@ -128,6 +128,51 @@ def test_a_tensor_that_a_load_never_touches_is_still_blank(tmp_path, name, missi
         engine.close()
 
 
+@pytest.mark.engine
+@pytest.mark.parametrize("name, dtype", [
+    ("Qwen3Moe, padded experts", torch.float32), ("Qwen2Moe", torch.bfloat16)])  # fmt: skip
+def test_a_swapped_expert_is_named_where_state_dict_has_all_of_a_layer_in_one_tensor(tmp_path, name, dtype):
+    policy = policy_of(tmp_path, name, dtype=dtype)
+    with started(str(tmp_path), policy) as engine:
+        weights = policy.model.state_dict()
+        assert differing(engine.llm, weights) == ([], [], [])
+        up, down = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
+        for packed in (up, down):
+            weights[packed][[0, 3]] = weights[packed][[3, 0]]
+        named = [f"{packed}[{number}]" for packed in (up, down) for number in (0, 3)]
+        assert differing(engine.llm, weights) == (named, [], [])
+        held = [f"model.layers.1.mlp.experts.routed_experts.{each}_weight" for each in ("w13", "w2")]
+        assert differing(engine.llm, {each: weights[each] for each in weights if each != down}) == (
+            named[:2], [down.replace("down", "gate_up")], held)
+        engine.close()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name, missing, layer, alone", [
+    ("Qwen2", "self_attn.k_proj.weight", "self_attn.qkv_proj.weight", 2),
+    ("Qwen3Moe", "mlp.experts.3.up_proj.weight", "mlp.experts.routed_experts.w13_weight", 11),
+])  # fmt: skip
+def test_a_layer_that_is_sent_in_part_is_named_as_not_compared(tmp_path, name, missing, layer, alone):
+    policy, layers = policy_of(tmp_path, name), "model.layers.0."
+    with started(str(tmp_path), policy) as engine:
+        rest = {each: tensor for each, tensor in policy.weights().items() if each != layers + missing}
+        found = differing(engine.llm, rest)
+        assert (found.differing, len(found.not_compared)) == ([], alone)
+        assert all(each.startswith(layers + missing[:9]) for each in found.not_compared)
+        assert layers + layer in found.not_given
+
+
+@pytest.mark.engine
+def test_a_recurrent_layers_a_log_is_compared_as_the_negative_exponential_that_vllm_holds(tmp_path):
+    policy, name = policy_of(tmp_path, "FalconH1"), "model.layers.1.mamba.A_log"
+    with started(str(tmp_path), policy) as engine:
+        weights = policy.weights()
+        changed = weights | {name: weights[name] + torch.tensor([0.0, 0.0, 0.0, 1e-3])}
+        assert differing(engine.llm, changed) == ([name], [], [])
+        rest = {each: tensor for each, tensor in weights.items() if each != name}
+        assert differing(engine.llm, rest) == ([], [], ["model.layers.1.mamba.mamba.A"])
+
+
 def test_equal_bits_are_those_of_equal_values_and_of_nan():
     largest = torch.finfo(torch.float32).max
     assert same_bits(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))

@@ -141,5 +141,6 @@ def test_the_faults_of_vllms_reload_are_those_of_the_page(tmp_path, capfd):
     for seed in (0, 1):
         qwen2(tied=True, seed=seed).save_pretrained(tmp_path / str(seed))
     run_script(str(tmp_path / "reload_faults.py"), tmp_path / "0", tmp_path / "1")
-    printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[")]
-    assert printed == ["['lm_head.weight']", "['model.layers.0.mlp.gate_proj.weight']"]
+    printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("Report")]
+    assert printed == [f"Report(differing=['{name}'], not_compared=[], not_given=[])"
+                       for name in ("lm_head.weight", "model.layers.0.mlp.gate_proj.weight")]

@@ -68,6 +68,8 @@ def old_names(config: dict[str, Any]) -> dict[str, Any]:
     tables = config.get("rope_parameters")
     if not tables:
         return old
+    if "full_attention" in tables and not config["model_type"].startswith(("gemma3", "olmo3")):
+        return old  # version 4 does not know the class, and 5 would read a table without a base
     scaling = dict(tables.get("full_attention", tables))  # one table, or one a kind of layer
     names = {}
     if config["model_type"] == "gpt_neox":

@@ -113,7 +113,7 @@ class LearningConfig:
     top_k: int = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
     top_p: float = 1.0  # Keep the fewest likeliest tokens that sum to at least top_p; 1 is off.
     min_p: float = 0.0  # Keep tokens with min_p times the largest probability or more; 0 is off.
-    lr: float = 1e-3  # AdamW's peak, for the toy; a pretrained model's is in docs/run.md.
+    lr: float = 1e-3  # AdamW's peak, for the toy; docs/run.md has rates of pretrained models.
     # Denominator of the ratio: the trainer before the update (three policies), or the engine (two).
     old_policy: Literal["recompute", "rollout"] = "recompute"
     clip_low: float | None = None  # Lower clip distance; if not given, the objective's usual one.
@@ -344,7 +344,7 @@ class BackendConfig:
     # Loads within which each tensor of the engine is compared with what was sent, bit for bit. The
     # first two loads compare all.
     verify_loads: int = 16
-    # Largest mean |trainer - engine| of the canary; if not given, 1e-4, in 16 bits measured.
+    # Largest mean |trainer - engine| of the canary; if not given, 1e-4; in 16 bits it is measured.
     canary_nats: float | None = None
     allow_untested_vllm: bool = False  # Try another version than 0.26 to 0.33.
 

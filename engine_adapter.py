@@ -23,7 +23,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import distributions, version
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import torch
@@ -47,14 +47,7 @@ CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 CANARY_NATS = 1e-4
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
 Collect = Callable[[Rollout, numpy.ndarray, numpy.ndarray], None]
-
-
-class TrainerLogprobs(Protocol):
-    """`Policy.response_logprobs`."""
-
-    def __call__(
-        self, sequences: list[list[int]], prompt_length: int, body: Any = None, **scoring: Any
-    ) -> list[list[float]]: ...
+TrainerLogprobs = Callable[..., list[list[float]]]  # Policy.response_logprobs
 
 
 class EngineStateError(RuntimeError):

@@ -228,7 +228,7 @@ def train(options: Options):
     if config.get_text_config() is not config:
         raise ValueError(f"{options.model} is multimodal; train.py trains its text model")
     if re.search("longrope|dynamic", str(getattr(config, "rope_parameters", ""))):
-        raise ValueError(f"{options.model}: its rotary table depends on a batch; train.py fixes it")
+        raise ValueError(f"{options.model} chooses a rotary table by the batch; train.py keeps one")
     tokenizer = Tokenizer.from_pretrained(options.model)
     problems = read_problems(options.problems, tokenizer)
     shuffled = random.Random(options.seed).sample(problems, len(problems))

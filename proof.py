@@ -5,10 +5,10 @@ process with vLLM (examples/prove_remote.py: another one); it imports torch and 
 
     print(proof.differing(llm, model.state_dict()))  # after the load
 
-The weights go by the names of the checkpoint, and vLLM's own renaming leads to its tensors. Of a
-mixture `state_dict` of transformers 5 has all experts in one tensor, which is unpacked here. Print
-the whole report: a tensor that it calls not compared may differ. If a class has other names in
-memory than in its checkpoint, transformers' `revert_weight_conversion` leads back.
+The weights go by the names of the checkpoint, and vLLM's own renaming leads to its tensors. The
+`state_dict` of a mixture in transformers 5 has all experts in one tensor; each expert is compared.
+Print the whole report, because a tensor that it lists as not compared may differ. If a class has
+other names in memory than in its checkpoint, transformers' `revert_weight_conversion` leads back.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -150,8 +150,8 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     get = metrics.get
 
     def of(name: str, form: str) -> str:
-        """The figure in this format, or a dash of its width if it was not measured. The number of
-        responses that it leaves out, if there are some.
+        """The figure in this format, or a dash of its width if it was not measured; then the number
+        of responses that it leaves out, if there are any.
         """
         left_out = get(f"{name}_left_out")
         text = "-".rjust(int(form.partition(".")[0] or 1))

@@ -1,6 +1,7 @@
 """Tensors for multi-token prediction: no class of the trainer has them, so an export copies them.
 
-They are not trained, but config.json may promise them to an engine. It imports nothing of ours.
+They are not trained, but config.json may promise them to an engine. The file imports nothing of
+ours.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def for_further_tokens(names: Iterable[str], config: Any) -> set[str]:
-    """Those of a module of that name, or of the layers that `config` promises after the last."""
+    """Names of such tensors: of a module mtp, or of layers that `config` promises at the end."""
     promised = [value for key, value in vars(config).items()
                 if re.search("mtp|nextn", key) and type(value) is int]
     first = config.num_hidden_layers
@@ -22,7 +23,7 @@ def for_further_tokens(names: Iterable[str], config: Any) -> set[str]:
 
 
 def copy_untrained(path: str, config: Any, folder: Path) -> None:
-    """Add the tensors of the model in `path` to its export in `folder`, as one file more."""
+    """Add the tensors of the model in `path` to its export in `folder`, as one more file."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -34,7 +35,7 @@ def copy_untrained(path: str, config: Any, folder: Path) -> None:
     if not tensors:
         return
     whole = folder / "model.safetensors"
-    if whole.exists():  # beside it an index would not be read
+    if whole.exists():  # an index beside it would not be read
         whole.rename(whole.with_stem("model-trained"))
     untrained = whole.with_stem("model-untrained")
     save_file(tensors, untrained, {"format": "pt"})
@@ -44,5 +45,3 @@ def copy_untrained(path: str, config: Any, folder: Path) -> None:
             files |= dict.fromkeys(opened.keys(), file.name)
     index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
     (folder / "model.safetensors.index.json").write_text(index)
-    print(f"{folder} has the {len(tensors)} tensors for multi-token prediction of {path}, which"
-          " are not trained", flush=True)

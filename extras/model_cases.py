@@ -28,7 +28,7 @@ def refuse_or_repair(model: Any, dtype: torch.dtype, tensor_names: set[str]) -> 
         raise ValueError("its Mamba layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
                          " try float32")
     if "lm_head.bias" in tensor_names and model.lm_head.bias is None:
-        # vLLM's Transformers backend makes the bias of a head when a load brings one. It drops the
+        # vLLM's Transformers backend makes the bias of a head when a load brings one. It drops this
         # bias again unless the weight has come before and fills the padded vocabulary.
         with torch.device(model.lm_head.weight.device):
             model.lm_head._register_bias()
@@ -58,9 +58,9 @@ def _rotate_natively(model: Any) -> None:
 
 
 def scaled_length(config: Any, longest: int) -> int:
-    """Tokens of a prompt that passes the model's original context, 0 if none of `longest` does.
+    """Length of a prompt that passes the model's original context; 0 if `longest` tokens do not.
 
-    Beyond it the rotary angles or the scores are scaled. Behind the prompt is room for a response.
+    Beyond this context rotary angles or scores are scaled. The prompt leaves room for a response.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     # Gemma has a dictionary of them.

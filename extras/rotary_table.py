@@ -1,8 +1,8 @@
 """One rotary table for a run, as in vLLM, for the rope types longrope and dynamic.
 
-With these transformers chooses a table by the longest position of a forward pass. So a row would
-depend on the rows beside it, and keys in a cache would have another table than later tokens. It
-imports nothing of ours.
+For these types transformers chooses the table by the longest position of a forward pass. A row
+would then depend on the rows beside it, and cached keys would have another table than later
+tokens. The file imports nothing of ours.
 """
 
 import re
@@ -14,11 +14,11 @@ import torch
 
 
 def one_table(config: Any, longest: int | None) -> dict[str, Any]:
-    """What to change in a configuration: longrope has the factors of rows of `longest` tokens only.
+    """The changes of a configuration: longrope keeps only the factors for rows of `longest` tokens.
 
-    If `longest` is None, those of rows as long as the context. Both sides get it. vLLM alone
-    chooses the same factors by its max_model_len, but not in its Transformers backend, and it
-    ignores `factor` and `attention_factor`.
+    If `longest` is None, those for rows as long as the context. Both sides get the changes: vLLM
+    itself chooses the same factors by its max_model_len, but not in its Transformers backend, and
+    it ignores `factor` and `attention_factor`.
     """
     ropes = getattr(config, "rope_parameters", None)
     if not re.search("longrope|dynamic", str(ropes)):
@@ -33,9 +33,9 @@ def _with_one(
 
     if not isinstance(rope, dict):
         return rope
-    if rope.get("rope_type") != "longrope":  # another type, or one rope for each type of layers
+    if rope.get("rope_type") != "longrope":  # another type, or a rope for each type of layer
         return {name: _with_one(config, each, longest, name) for name, each in rope.items()
-                if name != "max_trained_positions"}  # of dynamic: only vLLM knows it
+                if name != "max_trained_positions"}  # vLLM's option of dynamic
     longest = longest or config.max_position_embeddings
     which = "long" if longest > rope["original_max_position_embeddings"] else "short"
     factors, scale = rope[f"{which}_factor"], rope.get(f"{which}_mscale")
@@ -46,7 +46,7 @@ def _with_one(
 
 
 def give_one_table(model: torch.nn.Module, longest: int | None) -> None:
-    """The trainer's model gets `one_table`. Its configuration stays, because it is exported."""
+    """Give the trainer's model that table. Its configuration stays, because it is exported."""
     config = deepcopy(model.config)
     changes = one_table(config, longest)
     if changes:
@@ -54,5 +54,5 @@ def give_one_table(model: torch.nn.Module, longest: int | None) -> None:
         for name, module in [*model.named_modules(remove_duplicate=False)]:
             if hasattr(module, "rope_type"):  # transformers' name in each class
                 table = type(module)(config).to(model.device)
-                table.rope_type = defaultdict(str)  # its forward pass chooses nothing anew
+                table.rope_type = defaultdict(str)  # so its forward pass chooses no other table
                 model.set_submodule(name, table)

@@ -1,6 +1,6 @@
-"""A folder that transformers 5 has written, with what transformers 4 reads beside it.
+"""A folder that transformers 5 has written gets what transformers 4 reads.
 
-It imports nothing of ours. tests/README.md says how the tests ask version 4.
+The file imports nothing of ours. tests/README.md says how the tests run version 4.
 """
 
 import json
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-GENERIC = "PreTrainedTokenizerFast"  # version 5 writes TokenizersBackend, which 4 does not have
+GENERIC = "PreTrainedTokenizerFast"  # version 5 writes TokenizersBackend, new in 5
 
 
 def add_old_names(folder: Path, tokenizer: Any) -> None:
@@ -20,7 +20,7 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
     import transformers
 
     file = folder / "config.json"
-    # Infinity, of Mamba's time_step_limit
+    # Mamba's time_step_limit can be Infinity.
     text = re.sub(r'{\s*"__float__": "(\S+)"\s*}', r"\1", file.read_text())
     if re.search('"model_type": "(granitemoehybrid|zamba2?)"', text):
         text = text.replace('"linear_attention"', '"mamba"')
@@ -32,13 +32,13 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
     file = folder / "tokenizer_config.json"
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
     config = json.loads(file.read_text()) | {
-        # Else classes of version 4 take their own defaults.
+        # Without these entries classes of version 4 take their own defaults.
         "add_bos_token": tokenizer.bos_token_id in tokenizer("")["input_ids"],
         "add_prefix_space": getattr(splitter, "add_prefix_space", None),
         "additional_special_tokens": tokenizer.extra_special_tokens,
     }
     config.pop("extra_special_tokens", None)
-    ids = []  # all tokens, with a special one between
+    ids = []  # all tokens, each before a special one
     for token in range(len(tokenizer)):
         ids += [token, *tokenizer.all_special_ids[:1]]
     text = tokenizer.decode(ids)
@@ -47,7 +47,7 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
         source = GENERIC
     for label in (source, GENERIC):
         write(file, config | {"tokenizer_class": label})
-        with suppress(Exception):  # the label of another kind of tokenizer
+        with suppress(Exception):  # a label can belong to another kind of tokenizer
             other = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             same = other(text)["input_ids"] == tokenizer(text)["input_ids"]
             if same and other.decode(ids) == text:
@@ -70,7 +70,7 @@ def old_names(config: dict[str, Any]) -> dict[str, Any]:
         return old
     if "full_attention" in tables and not config["model_type"].startswith(("gemma3", "olmo3")):
         return old  # version 4 does not know the class, and 5 would read a table without a base
-    scaling = dict(tables.get("full_attention", tables))  # one table, or one a kind of layer
+    scaling = dict(tables.get("full_attention", tables))  # one table, or one for each kind of layer
     names = {}
     if config["model_type"] == "gpt_neox":
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}

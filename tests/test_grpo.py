@@ -195,7 +195,7 @@ MODELS = {
     "fewer layers": (rewrite("config.json", num_hidden_layers=1, layer_types=None), "untied=False, {'model.layers.1."),
     "a tensor missing": (tensors(lambda table: table.pop("model.norm.weight")), "untied=False, {'model.norm.weight'}"),
     "multimodal": (lambda f: (f / "config.json").write_text('{"model_type": "gemma3"}'), "trains its text model"),
-    "dynamic": (rewrite("config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "its rotary table"),
+    "dynamic": (rewrite("config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "a rotary table by"),
 }
 OFF = dict(fp32_head=False), dict(uncached_runtime=False), dict(processed_logprobs=False), dict(two_policy=True)
 WRONG = dict(steps=0), dict(clip=math.nan), dict(lr=math.inf)

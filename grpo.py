@@ -225,10 +225,8 @@ def update(model, optimizer, batch, advantages, denominator, weights, options) -
 def train(options: Options):
     """Yields metrics and outputs of each step; saves the policy after the last one."""
     config = AutoConfig.from_pretrained(options.model)
-    if config.get_text_config() is not config:
-        raise ValueError(f"{options.model} is multimodal; train.py trains its text model")
-    if re.search("longrope|dynamic", str(getattr(config, "rope_parameters", ""))):
-        raise ValueError(f"{options.model} chooses a rotary table by the batch; train.py keeps one")
+    if config.get_text_config() is not config or re.search('"(longrope|dynamic)"', str(config)):
+        raise ValueError(f"{options.model} is multimodal or its rotary tables vary: see train.py")
     tokenizer = Tokenizer.from_pretrained(options.model)
     problems = read_problems(options.problems, tokenizer)
     shuffled = random.Random(options.seed).sample(problems, len(problems))

@@ -194,8 +194,8 @@ MODELS = {
     "a head of its own": (rewrite("config.json", tie_word_embeddings=True), "not of config.json, untied=True, set()"),
     "fewer layers": (rewrite("config.json", num_hidden_layers=1, layer_types=None), "untied=False, {'model.layers.1."),
     "a tensor missing": (tensors(lambda table: table.pop("model.norm.weight")), "untied=False, {'model.norm.weight'}"),
-    "multimodal": (lambda f: (f / "config.json").write_text('{"model_type": "gemma3"}'), "trains its text model"),
-    "dynamic": (rewrite("config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "a rotary table by"),
+    "multimodal": (lambda f: (f / "config.json").write_text('{"model_type": "gemma3"}'), "is multimodal or"),
+    "dynamic": (rewrite("config.json", rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "tables vary"),
 }
 OFF = dict(fp32_head=False), dict(uncached_runtime=False), dict(processed_logprobs=False), dict(two_policy=True)
 WRONG = dict(steps=0), dict(clip=math.nan), dict(lr=math.inf)

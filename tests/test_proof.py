@@ -18,7 +18,7 @@ from helpers import (
 )
 
 from engine_adapter import WeightLoadError
-from proof import blank, differing, same_bits, untouched
+from proof import blank, differing, same_bits, storage, untouched
 from rl import Policy
 
 # Each class in one dtype; then what a dtype or a tied head changes: how vLLM packs linear layers, experts and the head.
@@ -180,6 +180,18 @@ def test_equal_bits_are_those_of_equal_values_and_of_nan():
     for one, other in ((torch.inf, largest), (torch.nan, 0.0), (1.0, torch.nan), (1.0, 1.0 + 2**-23)):
         assert not same_bits(torch.tensor([one]), torch.tensor([other]))
     assert not same_bits(torch.zeros(2), torch.zeros(3))
+
+
+def test_a_storage_is_that_of_all_its_names_and_not_that_of_a_packed_copy_or_of_an_empty_weight():
+    embedding, head, other = (torch.nn.Linear(2, 3) for _ in range(3))
+    head.weight = torch.nn.Parameter(embedding.weight.data)  # tied
+    assert storage(embedding, "weight") == storage(head, "weight") != storage(other, "weight")
+    head.bias, head.cpu_linear = embedding.bias, lambda: None  # vLLM's CPU build packs the weight
+    assert storage(embedding, "bias") == storage(head, "bias")
+    assert storage(embedding, "weight") != storage(head, "weight")
+    for layer in (embedding, other):
+        layer.weight.data = torch.empty(0)  # and may then empty it
+    assert storage(embedding, "weight") != storage(other, "weight")
 
 
 @pytest.mark.engine

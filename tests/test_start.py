@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, SMALL, command, refusal, train_here
 
 import engine_adapter
 from engine_adapter import check_vllm_version
@@ -71,6 +71,19 @@ def test_a_tracker_gets_every_number_of_each_row_under_its_name(tmp_path, monkey
     track("wandb", tmp_path / "mine", ROWS)
     assert given == [{"project": "grpo", "name": "mine", "config": {"lr": 0.5}}, (0, {"eval_reward": 0.5}),
                      (1, {"reward": 0.25}), "finished"]
+
+
+def test_a_missing_tracker_is_refused_and_a_run_closes_the_one_that_it_has(good, tmp_path, monkeypatch, capsys):
+    logged, closed = [], []
+    library = SimpleNamespace(init=lambda **_: None, log=lambda _, step: logged.append(step), __spec__="is installed",
+                              finish=lambda: closed.append([*logged]))  # fmt: skip
+    arguments = command(good, "--engine transformers --steps 1 --tracker wandb --out", str(tmp_path), *SMALL)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "tracker must be installed, wandb is not: pip install wandb" in refusal(arguments, capsys)
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.setenv("WANDB_DIR", "")
+    train_here(arguments)
+    assert closed == [[0, 1]]
 
 
 def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path):

@@ -16,7 +16,7 @@ PRINTED = ["".join(output["text"]) for cell in CODE for output in cell["outputs"
 
 def tables(printed: list[str]) -> tuple[list[list[str]], dict[str, list[str]]]:
     """Rows of the responses, and by backend those of the summary."""
-    responses, summary = printed
+    *_, responses, summary = printed  # the first line names the columns
     rows = re.findall(rf"^({'|'.join(BACKENDS)}) +(.*)", summary, re.M)
     return [row.split() for row in responses.splitlines()[1:]], {name: values.split() for name, values in rows}
 

@@ -18,7 +18,7 @@ from helpers import (
 )
 
 from engine_adapter import WeightLoadError
-from proof import blank, differing, same_bits, storage, untouched
+from proof import blank, differing, same_bits, storage, unpacked, untouched
 from rl import Policy
 
 # Each class in one dtype; then what a dtype or a tied head changes: how vLLM packs linear layers, experts and the head.
@@ -145,6 +145,14 @@ def test_a_swapped_expert_is_named_where_state_dict_has_all_of_a_layer_in_one_te
         assert differing(engine.llm, {each: weights[each] for each in weights if each != down}) == (
             named[:2], [down.replace("down", "gate_up")], held)
         engine.close()
+
+
+@pytest.mark.engine
+def test_an_expert_of_more_than_2_16_values_comes_back_from_its_packing():
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    values = torch.arange(96 * 1024.0).view(96, 1024)
+    assert torch.equal(unpacked(cpu_prepack_moe_weight(values[None], "vec")[0], (96, 1024), "vec"), values)
 
 
 @pytest.mark.engine

@@ -22,9 +22,7 @@ ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "dig
 
 FRAME = pandas.DataFrame(ROWS)
 WRITERS = {
-    "a.jsonl": lambda path: path.write_text("\n".join(map(json.dumps, ROWS))),
     "a.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(ROWS, indent=1).encode())),
-    "a.csv": lambda path: FRAME.drop(columns="level").to_csv(path, index=False),
     "a.tsv.gz": lambda path: FRAME.drop(columns="level").to_csv(path, index=False, sep="\t"),  # packs it by its name
     "a.parquet": FRAME.to_parquet,
     "a.parquet.gz": lambda path: path.write_bytes(gzip.compress(FRAME.to_parquet())),

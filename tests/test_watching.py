@@ -1,5 +1,6 @@
 """What one sees of a run while it goes on: curves.png, answers, the time that is left."""
 
+import json
 import time
 
 import pytest
@@ -36,15 +37,15 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     assert shown == [*map(answer_line, greedy[::4])]  # the first of each evaluation
 
 
-MEASURED = dict(
-    reward=0.5, response_len=12.34, trunc_frac=1.0, flat_frac=0.5, mismatch_kl=1e-05, clip_rate=0.01,
-    backend_clip_rate=0.02, entropy=0.12, grad_norm=0.34, lr=0.001, generate_s=1, update_s=2, sync_s=3,
-    left_s=7260.4, kl_ref=0, kl_ref_max=40, groups_in_flight=3, staleness_mean=0.5, staleness_max=2,
-    tokens_wasted=9, kv_lost=4, skipped_updates=1, kl_only_updates=1, overflowed_updates=2, rejected_frac=0.25,
-    kept_mass=0.8, engine_kept_mass=0.9, outside_frac=0.01, reward_errors=5, left_out=6, eval_reward=0.7,
-    eval_reward_left_out=0, eval_reward_greedy=0.9, eval_reward_greedy_left_out=8, eval_agree=1,
-    eval_reward_trainer_alone=0, **{"reward/right": 0.25, "reward/length": -1},
-)  # fmt: skip
+MEASURED = json.loads("""{
+ "reward": 0.5, "response_len": 12.34, "trunc_frac": 1.0, "flat_frac": 0.5, "mismatch_kl": 1e-05, "clip_rate": 0.01,
+ "backend_clip_rate": 0.02, "entropy": 0.12, "grad_norm": 0.34, "lr": 0.001, "generate_s": 1, "update_s": 2,
+ "sync_s": 3, "left_s": 7260.4, "kl_ref": 0, "kl_ref_max": 40, "groups_in_flight": 3, "staleness_mean": 0.5,
+ "staleness_max": 2, "tokens_wasted": 9, "kv_lost": 4, "skipped_updates": 1, "kl_only_updates": 1,
+ "overflowed_updates": 2, "rejected_frac": 0.25, "kept_mass": 0.8, "engine_kept_mass": 0.9, "outside_frac": 0.01,
+ "reward_errors": 5, "left_out": 6, "eval_reward": 0.7, "eval_reward_left_out": 0, "eval_reward_greedy": 0.9,
+ "eval_reward_greedy_left_out": 8, "eval_agree": 1, "eval_reward_trainer_alone": 0, "reward/right": 0.25,
+ "reward/length": -1}""")
 LINE = (
     "| reward 0.500 (right 0.250, length -1.000) | len  12.3 | trunc 100% | flat  50% | mismatch_kl  1.0e-05 | clip"
     "  1.0% backend  2.0% | entropy 0.12 | gnorm 0.34 lr 1.0e-03 | gen 1.00 upd 2.00 sync 3.00 s | 121 min left |"

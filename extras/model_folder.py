@@ -13,6 +13,7 @@ from tasks import Task
 MODELS = "toy, a folder or a hub name; code from a model's folder is never run"
 # Labels of tokenizers that transformers 4 lets add_bos_token change; others follow tokenizer.json.
 OBEY_ADD_BOS_TOKEN = "Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX"
+BEGIN = "Llama", "CodeLlama", "Gemma"  # whose prompts begin with it unless a file says otherwise
 
 
 def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
@@ -130,8 +131,12 @@ def load_tokenizer(path: str) -> Any:
         if tokenizer.convert_ids_to_tokens(int(number)) != token["content"]:
             raise ValueError(f"tokenizer_config.json in {path} must number tokens as tokenizer.json"
                              f" does, {token['content']} is not token {number} there")
-    if of_file and "add_bos_token" in config and str(label).startswith(OBEY_ADD_BOS_TOKEN):
-        tokenizer.add_bos_token = config["add_bos_token"]
+    begins = tokenizer.bos_token_id in tokenizer("")["input_ids"]
+    default = begins if of_file else str(label).startswith(BEGIN)
+    asked = config.get("add_bos_token", default)
+    # Only then: a new post-processor drops what else the file's adds.
+    if asked != begins and str(label).startswith(OBEY_ADD_BOS_TOKEN):
+        tokenizer.add_bos_token = asked
     return tokenizer
 
 
@@ -148,8 +153,16 @@ def check_tokens(path: str, task: Task) -> None:
         rust = Tokenizer.from_file(f"{path}/tokenizer.json")
         rust.no_truncation()
         rust.no_padding()
+        if getattr(rust.model, "dropout", None):
+            raise ValueError(f"tokenizer.json in {path} must be without dropout (a text would have"
+                             " other tokens each time); set it to null there")
+        made = task.tokenizer.backend_tokenizer
+        rust.post_processor = made.post_processor  # load_tokenizer may have changed it
+        if made.to_str() == rust.to_str():
+            return  # the file itself; 10,000 long questions would take minutes
     elif (Path(path) / "tokenizer.model").exists():
-        pieces = SentencePieceProcessor(model_file=f"{path}/tokenizer.model")
+        with stage(f"reading {path}/tokenizer.model as SentencePiece's"):
+            pieces = SentencePieceProcessor(model_file=f"{path}/tokenizer.model")
     for problem in (*task.train, *task.held_out):
         text = problem.question
         ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 GENERIC = "PreTrainedTokenizerFast"  # version 5 writes TokenizersBackend, new in 5
+TWO_ROPES = "gemma3_text", "gemma3n_text", "olmo3"  # of version 4, by kind of layer
 
 
 def add_old_names(folder: Path, tokenizer: Any) -> None:
@@ -30,18 +31,21 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
     if not (folder / "tokenizer.json").exists():
         return
     file = folder / "tokenizer_config.json"
-    splitter = tokenizer.backend_tokenizer.pre_tokenizer
+    pipeline, special = tokenizer.backend_tokenizer, tokenizer.all_special_ids
+    # All tokens, each before a special one, and side by side, where a class can split otherwise.
+    ids = [each for token in range(len(tokenizer)) for each in (token, *special[:1])]
+    sequences = ids, [token for token in range(len(tokenizer)) if token not in special]
+    texts = [tokenizer.decode(each) for each in sequences]
+    right = [tokenizer(text)["input_ids"] for text in texts]
     config = json.loads(file.read_text()) | {
         # Without these entries classes of version 4 take their own defaults.
-        "add_bos_token": tokenizer.bos_token_id in tokenizer("")["input_ids"],
-        "add_prefix_space": getattr(splitter, "add_prefix_space", None),
+        "add_bos_token": right[1][0] == tokenizer.bos_token_id,
+        "add_eos_token": right[1][-1] == tokenizer.eos_token_id,
+        "add_prefix_space": getattr(pipeline.pre_tokenizer, "add_prefix_space", None),
         "additional_special_tokens": tokenizer.extra_special_tokens,
     }
-    config.pop("extra_special_tokens", None)
-    ids = []  # all tokens, each before a special one
-    for token in range(len(tokenizer)):
-        ids += [token, *tokenizer.all_special_ids[:1]]
-    text = tokenizer.decode(ids)
+    for name in ("extra_special_tokens", "from_slow"):  # version 4 cannot read these
+        config.pop(name, None)
     source = tokenizer.init_kwargs.get("tokenizer_class", config["tokenizer_class"])
     if source == "TokenizersBackend" or not hasattr(transformers, source or GENERIC):
         source = GENERIC
@@ -49,8 +53,9 @@ def add_old_names(folder: Path, tokenizer: Any) -> None:
         write(file, config | {"tokenizer_class": label})
         with suppress(Exception):  # a label can belong to another kind of tokenizer
             other = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            same = other(text)["input_ids"] == tokenizer(text)["input_ids"]
-            if same and other.decode(ids) == text:
+            same = str(other.backend_tokenizer.normalizer) == str(pipeline.normalizer)
+            same &= right == [other(text)["input_ids"] for text in texts]
+            if same and texts == [other.decode(each) for each in sequences]:
                 return
     print(f"AutoTokenizer reads other tokens in {folder}; {GENERIC}.from_pretrained reads the right"
           " ones", flush=True)
@@ -66,9 +71,7 @@ def old_names(config: dict[str, Any]) -> dict[str, Any]:
     if "num_local_experts" in config:
         old["num_experts"] = config["num_local_experts"]
     tables = config.get("rope_parameters")
-    if not tables:
-        return old
-    if "full_attention" in tables and not config["model_type"].startswith(("gemma3", "olmo3")):
+    if not tables or ("rope_type" not in tables and config["model_type"] not in TWO_ROPES):
         return old  # version 4 does not know the class, and 5 would read a table without a base
     scaling = dict(tables.get("full_attention", tables))  # one table, or one for each kind of layer
     names = {}
@@ -81,7 +84,9 @@ def old_names(config: dict[str, Any]) -> dict[str, Any]:
     kind, original = scaling.pop("rope_type"), "original_max_position_embeddings"
     if kind == "longrope":
         old[original] = scaling[original]
-        if config["model_type"] == "phi3":  # version 4 refuses a fourth key
+        if config["model_type"] == "phi3":
             del scaling[original]
+    if config["model_type"] != "phi3":  # version 4 refuses a fourth key there
+        scaling["rope_type"] = kind
     old["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
     return old

@@ -54,13 +54,13 @@ def exported(tokenizer: PreTrainedTokenizerFast, folder: Path, **config) -> None
 def test_tokens_are_those_of_the_file_whatever_the_label_also_in_the_export(
     form, kind, label, kept, tmp_path, capsys
 ):
-    alone = source(tmp_path / "source", form, kind, label)
+    alone = source(tmp_path / "source", form, kind, label, from_slow=True)
     tokenizer = load_tokenizer(str(tmp_path / "source"))
     exported(tokenizer, tmp_path / "policy", model_type=kind)
     written = json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())
     assert (written["tokenizer_class"], written["additional_special_tokens"]) == (kept, ["<unk>"])
     assert written["add_prefix_space"] == {"gpt2": False, "prefix": True}.get(form)
-    assert "extra_special_tokens" not in written  # version 4 does not take a list
+    assert not {"extra_special_tokens", "from_slow"} & written.keys()  # version 4 takes no list, and has no slow class
     readers = [tokenizer, PreTrainedTokenizerFast.from_pretrained(tmp_path / "policy")]
     named = "reads other tokens" in capsys.readouterr().out
     assert named == (kind == "qwen2" and form != "qwen")  # transformers 5 has one class for this type
@@ -90,6 +90,19 @@ def test_add_bos_token_is_obeyed_for_labels_whose_class_obeys_it_in_transformers
     assert json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())["add_bos_token"] == bool(first)
 
 
+def test_what_the_file_adds_stays_if_add_bos_token_asks_for_no_change(tmp_path):
+    alone = source(tmp_path / "source", "llama3", "llama", "LlamaTokenizer", add_bos_token=True)
+    for template, added in (("<|begin|> $A <|end|>", (True, True)), ("$A <|begin|>", (False, False))):
+        alone.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)])
+        alone.save(str(tmp_path / "source" / "tokenizer.json"))
+        tokenizer = load_tokenizer(str(tmp_path / "source"))
+        assert tokenizer("0")["input_ids"] == alone.encode("0").ids
+        exported(tokenizer, tmp_path / "policy", model_type="llama")
+        written = json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())
+        assert (written["add_bos_token"], written["add_eos_token"]) == added
+
+
 def check(folder: Path, *questions: str) -> None:
     problems = [Problem(each, "", "") for each in questions]
     check_tokens(str(folder), Task(problems, problems[:1], exact_match, tokenizer=load_tokenizer(str(folder))))
@@ -107,6 +120,11 @@ def test_questions_are_compared_with_the_file_itself(tmp_path):
     source(tmp_path, "llama3", "llama", GENERIC, added_tokens_decoder={500: flags | {"content": "<|more|>"}})
     with pytest.raises(ValueError, match=r"<\|more\|> is not token 500 there"):
         load_tokenizer(str(tmp_path))
+    alone = source(tmp_path, "llama3", "llama", GENERIC)
+    alone.model.dropout = 0.1
+    alone.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="must be without dropout"):
+        check(tmp_path, "a")
     source(tmp_path, "wordpiece", "gpt2", "BertTokenizer")  # lower case, no spaces: the file's own text
     check(tmp_path, *TEXTS)
 
@@ -135,6 +153,11 @@ def test_without_tokenizer_json_tokens_are_those_of_tokenizer_model(tmp_path):
                                    vocab_size=320, model_type="bpe", byte_fallback=True, minloglevel=2)  # fmt: skip
         with nullcontext() if right else pytest.raises(ValueError, match="must make the tokens of its file"):
             check(folder, TEXTS[0])
+        tokenizer = load_tokenizer(str(folder))
+        assert tokenizer("")["input_ids"] == [tokenizer.bos_token_id]  # as in transformers 4
+    (folder / "tokenizer.model").write_text("IQ== 0\n")  # tiktoken's form
+    with pytest.raises(ValueError, match=r"tokenizer\.model as SentencePiece's failed"):
+        check(folder, TEXTS[0])
 
 
 @pytest.mark.parametrize("options, old", DATA["old_names"])

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from multiprocessing import Process, get_context
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small lose more by waking threads than they gain
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a hub: what asks for one fails at once
@@ -53,7 +54,13 @@ from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, 
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
-DESCRIBED = json.loads((ROOT / "tests" / "data" / "classes.json").read_text())
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+DESCRIBED = read_json(ROOT / "tests" / "data" / "classes.json")
 CLASSES = DESCRIBED["classes"]
 
 
@@ -380,7 +387,7 @@ def policy_of(
 def rewrite(name: str, **changes) -> Callable[[Path], None]:
     """Change a JSON file of the folder."""
     def change(folder: Path) -> None:
-        known = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        known = read_json(folder / name) if (folder / name).exists() else {}
         (folder / name).write_text(json.dumps(known | changes))
 
     return change

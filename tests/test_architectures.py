@@ -1,6 +1,5 @@
 """Each architecture as a small random model of its real configuration class: trainer and live engine agree."""
 
-import json
 import re
 from copy import deepcopy
 from dataclasses import replace
@@ -30,6 +29,7 @@ from helpers import (
     load_into,
     move,
     policy_of,
+    read_json,
     rows,
     small_model,
     started,
@@ -230,7 +230,7 @@ def test_ten_steps_of_training_stay_at_parity_and_reach_every_tensor(good, tmp_p
     assert sum(at_parity) >= (6 if name == "Qwen3Moe" else 10)
     trained = Policy.load(str(out / "policy"), torch.float32, "cpu").weights()
     assert all((trained[each] != tensor).any() for each, tensor in first.items())  # expert by expert
-    assert json.loads((out / "config.json").read_text())["trainer"]["body"] == body
+    assert read_json(out / "config.json")["trainer"]["body"] == body
 
 
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU build's fault, or untried on a GPU")

@@ -1,13 +1,12 @@
 """What the pages name exists: links, functions, commands, options. Whether a command works is not shown here."""
 
-import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import tyro
-from helpers import ROOT
+from helpers import ROOT, read_json
 
 import probe.__main__ as probe
 from config import Config
@@ -40,7 +39,7 @@ def read(page: Path) -> str:
     """The text of a page; of a notebook its Markdown cells."""
     if page.suffix == ".md":
         return page.read_text()
-    cells = json.loads(page.read_text())["cells"]
+    cells = read_json(page)["cells"]
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
@@ -71,7 +70,7 @@ def test_each_page_that_the_code_names_exists():
 
 
 def test_each_test_that_the_table_of_faults_names_exists():
-    rows = json.loads((ROOT / "docs" / "records" / "vllm-rl.json").read_text())["rows"]
+    rows = read_json(ROOT / "docs" / "records" / "vllm-rl.json")["rows"]
     named = {name for row in rows for name in row["noticed"]["tests"]}
     assert [name for name in named if not defines(name.rpartition("::")[2], ROOT / name.partition("::")[0])] == []
 

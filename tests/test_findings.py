@@ -1,18 +1,17 @@
 """Each figure of the findings is computed again from its record. docs/records/claims.json says which it is."""
 
-import json
 import re
 from functools import cache, reduce
 from operator import getitem
 from statistics import fmean, median
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, read_json
 
 from lab.study import RECORDS, by_seed, paired
 
 # By page, in its order: [text, "RECORD CELL METRIC [REFERENCE]"], or [text, [RECORD, KEY, ...]].
-CLAIMS = json.loads((RECORDS / "claims.json").read_text())
+CLAIMS = read_json(RECORDS / "claims.json")
 # Numbers that are no figures.
 NAMES = r"\b([vV][01]('s)?|0\.(8\.5|18\.1)|0\.1 million|b?float\d\d|fp32|SmolLM2|seeds 10 to 19)\b|95%"
 
@@ -23,7 +22,7 @@ def words(text: str) -> str:
 
 @cache
 def read(record: str) -> dict:
-    return json.loads((RECORDS / f"{record}.json").read_text())
+    return read_json(RECORDS / f"{record}.json")
 
 
 def measured(source: str | list) -> tuple[dict, dict]:

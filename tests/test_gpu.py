@@ -1,6 +1,5 @@
 """On a GPU: `pytest -m gpu tests` selects these and a few more. Their thresholds are those of 16 bits, not of fp32."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, command, rows
+from helpers import ROOT, command, read_json, rows
 
 from examples.toys import toy_tokenizer
 from lab import study
@@ -31,7 +30,7 @@ def test_a_run_in_bf16_with_offload_sleeps_at_level_2_and_has_no_more_mismatch_t
     steps = rows(good / "gpu")[1:]
     assert len(steps) == 2
     assert all(0 < step["mismatch_abs_mean"] < 3 * step["self_noise_abs_mean"] for step in steps)
-    assert json.loads((good / "gpu" / "config.json").read_text())["audit"]["sleep"] == "level 2"
+    assert read_json(good / "gpu" / "config.json")["audit"]["sleep"] == "level 2"
 
 
 @pytest.mark.gpu
@@ -40,7 +39,7 @@ def test_the_study_for_a_gpu_frees_memory_in_sleep_and_ends_without_an_error(goo
     size = "--num-prompts 4 --max-new-tokens 8 --kv-cache-gib 2"
     run("-m", "lab.study", "gpu", "--cells", "parity", "--steps", "3", "--out", tmp_path,
         f"--train-args=--model {good / 'model'} {size}")  # fmt: skip
-    measured = json.loads((tmp_path / "gpu.json").read_text())["cells"]["parity"]["metrics"]
+    measured = read_json(tmp_path / "gpu.json")["cells"]["parity"]["metrics"]
     assert measured["freed"][0] > 1.9
 
 
@@ -104,7 +103,7 @@ def test_a_run_that_hangs_dies_or_raises_costs_itself_alone_and_the_study_ends_i
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ['PYTHONPATH']}"}
     printed = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
     assert printed.count("    reward, last 5 steps 0.50; ") == 4  # after each run that made a step
-    record = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    record = read_json(tmp_path / "out" / "gpu.json")
     assert {name: cell["metrics"]["reward"][0] for name, cell in record["cells"].items()} == dict.fromkeys(
         ["first", "hangs", "killed", "hangs to the end"], 0.5)  # fmt: skip
     assert record["outcomes"] == {f"{name}-seed0": outcome for name, outcome in OUTCOMES.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, ROUNDING, small_model
+from helpers import ROOT, ROUNDING, read_json, small_model
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
@@ -24,7 +24,7 @@ from extras.transformers4 import add_old_names
 from models import write_folder
 from tasks import Problem, Task, exact_match
 
-DATA = json.loads((ROOT / "tests" / "data" / "tokenizers.json").read_text())
+DATA = read_json(ROOT / "tests" / "data" / "tokenizers.json")
 TEXTS = DATA["texts"]
 GENERIC = "PreTrainedTokenizerFast"
 
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_the_file_whatever_the_label_also_in_the_export(
     alone = source(tmp_path / "source", form, kind, label, from_slow=True)
     tokenizer = load_tokenizer(str(tmp_path / "source"))
     exported(tokenizer, tmp_path / "policy", model_type=kind)
-    written = json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())
+    written = read_json(tmp_path / "policy" / "tokenizer_config.json")
     assert (written["tokenizer_class"], written["additional_special_tokens"]) == (kept, ["<unk>"])
     assert written["add_prefix_space"] == {"gpt2": False, "prefix": True}.get(form)
     assert not {"extra_special_tokens", "from_slow"} & written.keys()  # version 4 takes no list, and has no slow class
@@ -87,7 +87,7 @@ def test_add_bos_token_is_obeyed_for_labels_whose_class_obeys_it_in_transformers
     exported(tokenizer, tmp_path / "policy", model_type="llama")
     assert tokenizer("")["input_ids"] == first
     assert AutoTokenizer.from_pretrained(tmp_path / "policy")("")["input_ids"] == first
-    assert json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())["add_bos_token"] == bool(first)
+    assert read_json(tmp_path / "policy" / "tokenizer_config.json")["add_bos_token"] == bool(first)
 
 
 def test_what_the_file_adds_stays_if_add_bos_token_asks_for_no_change(tmp_path):
@@ -164,7 +164,7 @@ def test_without_tokenizer_json_tokens_are_those_of_tokenizer_model(tmp_path):
 def test_config_json_has_the_old_names_beside_the_new_ones(options, old, tmp_path, capsys):
     exported(toy_tokenizer(), tmp_path, **options, dtype=torch.float32)
     assert ("reads other tokens" in capsys.readouterr().out) == (options["model_type"] == "qwen2")
-    written = json.loads((tmp_path / "config.json").read_text())
+    written = read_json(tmp_path / "config.json")
     assert {name: written[name] for name in old} == old
     AutoConfig.from_pretrained(tmp_path)  # version 5 bears them, also where 4 does not know the class
 

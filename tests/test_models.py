@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import config_of, qwen2, small_model
+from helpers import config_of, qwen2, read_json, small_model
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
@@ -35,7 +35,7 @@ def test_an_exported_folder_has_the_umasks_mode_and_the_sampling_of_the_training
     finally:
         os.umask(usual)
     assert (tmp_path / "policy" / "model.safetensors").stat().st_mode == 0o100640
-    found = json.loads((tmp_path / "policy" / "generation_config.json").read_text())
+    found = read_json(tmp_path / "policy" / "generation_config.json")
     assert found.pop("transformers_version")
     asked = {"do_sample": True, "temperature": 0.7, "eos_token_id": [EOS, 0], "pad_token_id": 0}
     assert found == asked | mask
@@ -59,7 +59,7 @@ def test_a_value_that_is_no_number_among_several_is_refused_and_nothing_is_kept(
 
 def test_stop_tokens_are_those_of_the_tokenizer_and_of_both_configurations(good, tmp_path):
     folder = shutil.copytree(good / "model", tmp_path / "model")
-    text = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 7}
+    text = read_json(folder / "config.json") | {"eos_token_id": 7}
     multimodal = {"model_type": "gemma3", "text_config": text, "eos_token_id": 5}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
     for changes, stop in (({"eos_token_id": [5, 6]}, (EOS, 5, 6, 8)), (multimodal, (EOS, 5, 7, 8))):
@@ -101,7 +101,7 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as
     monkeypatch.setattr(type(model), "save_pretrained", lambda *each: save(*each, max_shard_size=shard))
     task = encode(toy_tokenizer(), load_task("digits", 0), (EOS,))
     save_policy(Run(config_of(), tmp_path, str(source), task, Sampling(0.7, 4, (EOS,))), Policy(model))
-    index, held = json.loads((tmp_path / "policy/model.safetensors.index.json").read_text()), {}
+    index, held = read_json(tmp_path / "policy/model.safetensors.index.json"), {}
     for file in {*index["weight_map"].values()}:
         held |= load_file(tmp_path / "policy" / file)
     assert held.keys() == index["weight_map"].keys() == table.keys() | more.keys()

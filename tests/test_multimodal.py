@@ -12,6 +12,7 @@ from helpers import (
     ROUNDING,
     command,
     dtypes_of,
+    read_json,
     rows,
     small_model,
     train_here,
@@ -39,14 +40,14 @@ def test_the_text_of_a_multimodal_folder_is_trained_and_exported_as_a_text_model
                        "--dtype", str(dtype).removeprefix("torch.")))  # fmt: skip
     limit = {torch.float32: ROUNDING, torch.bfloat16: 0.1}[dtype]
     assert all(row["mismatch_abs_mean"] < limit for row in rows(out)[1:])
-    assert json.loads((out / "config.json").read_text())["audit"]["not_proven"] == []
+    assert read_json(out / "config.json")["audit"]["not_proven"] == []
     exported, report = AutoModelForCausalLM.from_pretrained(out / "policy", output_loading_info=True, dtype=dtype)
     assert not any(report[each] for each in NAMES_OF)
     kind = type(exported).__name__
     others = {each for each in load_file(tmp_path / "model" / "model.safetensors")
               if re.match(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|visual)\.", each)}  # fmt: skip
     assert f"only the text model is trained, {kind}: {len(others)} tensors are left out (" in capsys.readouterr().out
-    assert json.loads((out / "policy" / "config.json").read_text())["architectures"] == [kind]
+    assert read_json(out / "policy" / "config.json")["architectures"] == [kind]
     saved = torch.load(checkpoints(out)[-1], weights_only=False)["policy"]
     exported = dict(exported.named_parameters())
     assert saved.keys() == exported.keys()
@@ -75,7 +76,7 @@ def test_head_and_embedding_are_tied_if_both_configurations_say_so_or_there_is_n
     head, whole, text, tied, tmp_path
 ):
     small_model("Mistral3", not head).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": whole}
+    config = read_json(tmp_path / "config.json") | {"tie_word_embeddings": whole}
     config["text_config"]["tie_word_embeddings"] = text
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(str(tmp_path)).tie_word_embeddings is tied

@@ -1,14 +1,13 @@
 """docs/one-step.ipynb: what its outputs say follows from each other, and its cells compute such outputs again."""
 
-import json
 import re
 from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
-from helpers import ROOT, ROUNDING
+from helpers import ROOT, ROUNDING, read_json
 
-STORED = json.loads((ROOT / "docs" / "one-step.ipynb").read_text())["cells"]
+STORED = read_json(ROOT / "docs" / "one-step.ipynb")["cells"]
 CODE = [cell for cell in STORED if cell["cell_type"] == "code"]
 BACKENDS = "parity", "raw log-probabilities", "stale prefix cache"
 PRINTED = ["".join(output["text"]) for cell in CODE for output in cell["outputs"] if "text" in output]

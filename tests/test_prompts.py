@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from helpers import command, config_of, refusal, rows, train_here
+from helpers import command, config_of, read_json, refusal, rows, train_here
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -162,7 +162,7 @@ def test_the_first_prompt_is_printed_and_stored_and_a_date_in_the_template_is_fo
     today = "{{ date_string | default('%s') }}={%% for m in messages %%}{{ m.content }}{%% endfor %%}"
     words = with_template(good, tmp_path, today % "26")
     train_here(command(good, words))
-    first = json.loads((tmp_path / "run" / "config.json").read_text())["prompts"]["first"]
+    first = read_json(tmp_path / "run" / "config.json")["prompts"]["first"]
     assert first.startswith("26=")
     assert f"first prompt: {json.dumps(first)}\n" in capsys.readouterr().out
 

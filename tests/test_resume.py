@@ -3,7 +3,6 @@
 tests/long/kills.py of commit aae883d kills whole jobs with a real engine at random moments.
 """
 
-import json
 import os
 import pickle
 import re
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import command, forked, outcome, refusal, tensors, train_here
+from helpers import command, forked, outcome, read_json, refusal, tensors, train_here
 
 import train
 
@@ -80,7 +79,7 @@ def test_a_hub_model_is_that_of_one_commit(good, tmp_path, monkeypatch, capsys):
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text(first.name)
     train_here(words)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["trainer"]["model_path"] == str(first)
+    assert read_json(tmp_path / "run" / "config.json")["trainer"]["model_path"] == str(first)
     (cache / "refs" / "main").write_text(second.name)
     assert "changed are org/name/model.safetensors; try" in refusal([*words, "--resume"], capsys)
 
@@ -121,7 +120,7 @@ def test_with_a_constant_rate_a_run_goes_on_for_more_steps(root, tmp_path, capsy
     assert "steps must be at least 2" in refusal(options(root, out, "--steps", "1", "--resume"), capsys)
     train_here(options(root, out, "--resume"))
     assert outcome(out) == outcome(root / "run")
-    record = json.loads((out / "config.json").read_text())
+    record = read_json(out / "config.json")
     assert (record["config"]["steps"], record["resumed"][0]["config"]["steps"]) == (2, 4)
 
 

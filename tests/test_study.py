@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import ROOT, forked, refusal
+from helpers import ROOT, forked, read_json, refusal
 
 from config import Config
 from lab.cells import ALONE, METRICS, RUNGS, STUDIES
@@ -56,7 +56,7 @@ def test_all_finished_runs_are_in_the_record_and_what_none_has_measured_is_left_
              "--metrics", "reward", "eval_trainer_alone", "tokens_s"]  # fmt: skip
     assert main(words) == 0
     table = capsys.readouterr().out
-    record = json.loads((tmp_path / "ladder.json").read_text())
+    record = read_json(tmp_path / "ladder.json")
     assert {name: cell["seeds"] for name, cell in record["cells"].items()} == {"transformers": [1, 4], "parity": [0, 1]}
     metrics = record["cells"]["parity"]["metrics"]
     assert (metrics["reward"], metrics["eval_trainer_alone"]) == ([0.25, 0.25], [None, None])
@@ -138,13 +138,13 @@ def test_metrics_skip_steps_without_a_value():
     assert (METRICS["update_s"].measure(times), METRICS["update_bare"].measure(times)) == (4.0, 2.0)
 
 
-STORED = sorted(path for path in RECORDS.glob("*.json") if "study" in json.loads(path.read_text()))
+STORED = sorted(path for path in RECORDS.glob("*.json") if "study" in read_json(path))
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
 def test_a_stored_record_is_printed_whole(path, capsys):
     """Also if its study is gone; then with the columns that it has."""
-    record = json.loads(path.read_text())
+    record = read_json(path)
     assert main([path.stem, "--print"]) == 0
     printed = capsys.readouterr().out
     for name, cell in record["cells"].items():
@@ -180,7 +180,7 @@ def test_a_killed_study_takes_its_run_along_and_a_second_call_repeats_what_has_n
     assert "    fp32_head is switched WITHOUT EFFECT: the model's dtype is float32" in printed
     assert "[1/2] v1-defaults-seed0: finished" in printed
     assert "[2/2] parity-seed0: CRASHED, exit status 2: error: out must be a writable folder" in printed
-    record = json.loads((runs.parent / "ladder.json").read_text())
+    record = read_json(runs.parent / "ladder.json")
     assert set(record["cells"]) == {"v1-defaults"}
     assert set(record["crashed"]) == {"parity-seed0"}
     assert record["cells"]["v1-defaults"]["engine"]["logprobs_mode"] == "raw_logprobs"

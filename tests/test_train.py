@@ -1,6 +1,5 @@
 """Whole runs: learning, evaluation, the live probe, users' models and tasks, the exported policy."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -22,6 +21,7 @@ from helpers import (
     config_of,
     floors_of,
     qwen2,
+    read_json,
     rows,
     run_script,
     train_here,
@@ -173,7 +173,7 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, c
     assert max(row.get("current_mismatch_abs_mean") or 0 for row in (first, second)) < ROUNDING
     assert first["probe"] == "parity"
     assert 0 < first["self_noise_abs_mean"] < ROUNDING
-    record = json.loads((tmp_path / "config.json").read_text())
+    record = read_json(tmp_path / "config.json")
     assert record["versions"]["vllm"] is None
     assert record["audit"]["engine"] == "transformers"
 
@@ -214,7 +214,7 @@ def test_a_users_task_is_trained_on_with_gspo_kl_and_tis_in_float16_and_failures
     assert 0 < sum(row["trunc_frac"] for row in steps) < 3
     assert any(row.get("grad_norm") is not None for row in steps)  # fp16 may lose steps until its scale fits
     assert sum(row["reward_errors"] for row in steps) > 0
-    problems = json.loads((out / "config.json").read_text())["problems"]
+    problems = read_json(out / "config.json")["problems"]
     assert (problems["dropped"], problems["train"] + problems["held_out"]) == (1, 54)
     samples = rows(out, "samples")
     answers = {"greedy": 1, "sampled": 2, "trainer_alone": 2}  # to each held-out problem

@@ -19,7 +19,7 @@ def notices(tokenizer: Any, task: Task, config: Config) -> list[str]:
     inside = sum(any(token in problem.question for token in stop.values()) for problem in problems)
     begun = [problem for problem in problems
              if problem.messages and problem.messages[-1]["role"] == "assistant"]
-    otherwise = [both for each in begun if (both := both_texts(tokenizer, each, data))]
+    continued = [both for each in begun if (both := both_texts(tokenizer, each, data))]
     keys = {key for each in problems for message in each.messages for key in message}
     template = str(tokenizer.chat_template) if data.chat_template else ""
     hidden = [key for key in sorted(keys - {"role", "content"})
@@ -37,8 +37,8 @@ def notices(tokenizer: Any, task: Task, config: Config) -> list[str]:
         f"{inside} questions contain a stop token ({', '.join(stop.values())})": inside,
         f"{len(begun)} chats end with an assistant's message, with which the response begins: it"
         " must not be the answer": begun,
-        f"the chat template itself would continue {len(otherwise)} of these chats otherwise:"
-        f" {''.join(otherwise[:1])}": otherwise,
+        f"the chat template itself would continue {len(continued)} of these chats differently:"
+        f" {''.join(continued[:1])}": continued,
     }
     prompt = tokenizer.decode(problems[0].prompt_ids)
     if tokenizer.chat_template and data.chat_template:

@@ -75,7 +75,7 @@ def test_a_response_begins_right_after_the_generation_prompt_and_both_texts_are_
         begun = chat("user: 1", "assistant: " + beginning)
         prompt = f"<turn>system Add.<end><turn>user 1<end><turn>assistant {opens}{beginning}"
         assert prompts(begun, template=template, system_prompt="Add.") == [prompt]
-        said = noticed(template, messages=begun.messages, system_prompt="Add.").partition("these chats otherwise: ")[2]
+        said = noticed(template, messages=begun.messages, system_prompt="Add.").partition("chats differently: ")[2]
         assert bool(said) == bool(other)
         assert (other or "") in said
 

@@ -4,7 +4,6 @@ tests/long/kills.py of commit aae883d kills whole jobs with a real engine at ran
 """
 
 import os
-import pickle
 import re
 import resource
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import command, forked, outcome, read_json, refusal, tensors, train_here
 
 import train
@@ -88,7 +88,7 @@ def test_a_hub_model_is_that_of_one_commit(good, tmp_path, monkeypatch, capsys):
 REFUSED = {
     "no config": (lambda f: (f / "config.json").unlink(), "has a run's files without config.json"),
     "no checkpoints": (lambda f: shutil.rmtree(f / "checkpoints"), "must have its checkpoints"),
-    "a pickle": (lambda f: checkpoint(f, 5).write_bytes(pickle.dumps(Path("x"), 2)),
+    "a pickle": (lambda f: torch.save({"step": Path("x")}, checkpoint(f, 5)),
                  "checkpoints must be readable, {root}/run/checkpoints/step_000005.pt is not; move it away"),
     "a broken line": (lambda f: change(f / "samples.jsonl", lambda c: c[9:]), "run/samples.jsonl failed: json.decoder"),
     "a gone file": (lambda f: (f.parent / "model" / "generation_config.json").unlink(),

@@ -66,7 +66,7 @@ def check_names(
     """Print what the checkpoint has and the model has not, except for what is `outside` of it.
 
     transformers leaves out of its report what the class ignores. Raises: ValueError if a tensor of
-    the model is missing or wrongly shaped.
+    the model is missing, wrongly shaped, or beside a scale of its own.
     """
     from extras.further_tokens import for_further_tokens
     from extras.multimodal import tensor_names
@@ -83,6 +83,10 @@ def check_names(
               and any(re.search(each, name) for each in model._keys_to_ignore_on_load_unexpected)}
     unexpected = (silent | set(report["unexpected_keys"])) - outside
     unexpected -= for_further_tokens(unexpected, model.config)
+    scales = [each for each in unexpected if re.sub("_scale(_inv)?$", "", each) in names - {each}]
+    if scales:
+        raise ValueError(f"model must not be quantised (it is trained), the checkpoint in {path}"
+                         f" has {min(scales)} and {len(scales) - 1} more scales")
     if copied:
         print(f"not trained, and copied to an export: {len(copied)} tensors for multi-token"
               f" prediction, {min(copied)} to {max(copied)}", flush=True)

@@ -123,3 +123,13 @@ def test_no_tensor_that_the_model_has_or_computes_is_said_to_be_lost(name, more,
     save_file(table, tmp_path / "model.safetensors", {"format": "pt"})
     load_model(str(tmp_path), torch.float32)
     assert capsys.readouterr().out.partition("checkpoint that ")[2] == said
+
+
+@pytest.mark.parametrize("end", ["_scale", "_scale_inv"])
+def test_weights_with_scales_are_refused_without_a_quantization_config_too(end, tmp_path):
+    small_model("Llama", False).save_pretrained(tmp_path)
+    table, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    changes = {name: table[name].to(torch.float8_e4m3fn), f"{name}{end}": torch.ones(1, 1)}
+    save_file(table | changes, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"must not be quantised .*{name}{end} and 0 more scales"):
+        load_model(str(tmp_path), torch.float32)

@@ -13,7 +13,7 @@ from tasks import Task
 MODELS = "toy, a folder or a hub name; code from a model's folder is never run"
 # Labels of tokenizers that transformers 4 lets add_bos_token change; others follow tokenizer.json.
 OBEY_ADD_BOS_TOKEN = "Llama", "CodeLlama", "Gemma", "Cohere", "GPTNeoX"
-BEGIN = "Llama", "CodeLlama", "Gemma"  # whose prompts begin with it unless a file says otherwise
+BEGIN = "Llama", "CodeLlama", "Gemma"  # begin prompts with bos unless a file says otherwise
 
 
 def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
@@ -134,7 +134,7 @@ def load_tokenizer(path: str) -> Any:
     begins = tokenizer.bos_token_id in tokenizer("")["input_ids"]
     default = begins if of_file else str(label).startswith(BEGIN)
     asked = config.get("add_bos_token", default)
-    # Only then: a new post-processor drops what else the file's adds.
+    # Only where it must change: a new post-processor drops all else that the file's own adds.
     if asked != begins and str(label).startswith(OBEY_ADD_BOS_TOKEN):
         tokenizer.add_bos_token = asked
     return tokenizer

@@ -15,6 +15,7 @@ from extras.task_file import TaskFile
 from records import stage
 from tasks import Problem
 
+GLUED = r"(?:[ckm]m|kg|m[gl]|mph|min)(?![a-zA-Z])"  # units without a space: 5cm
 TIMES_TEN = r"\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\^"
 # The last digits of a text if they are a plain number, not the 2 of 3/2, 10^-2, 3,2, 3:2, 5-2, x_2,
 # and not the 000 of 5 000. Its first group is a sign, in "-$5" and in "- 5".
@@ -24,7 +25,7 @@ NUMBER = rf"""(?x:(?<![a-zA-Z\d_.,/^√%)÷\u2044\]])(?<![/^}}_]{{)(?<!qrt{{)
     ((?:(?:[-+\u2212] | (?<==)\u2013 | (?<==\ )\u2013)(?:(?<!nswer\ -)\s)?)?\\?[$€£]?)
     (?:(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+)
     (?:[eE][-+\u2212]?\d{{1,3}}|{TIMES_TEN}\{{?[-+]?\d{{1,3}}\}}?)?
-    (?!\s?[½¼¾]|[\d_a-zA-Z²³¹⁰-⁹/^÷\u2044])(?=\D*\Z))"""
+    (?!\s?[½¼¾]|(?!{GLUED})[a-zA-Z]|[\d_²³¹⁰-⁹/^÷\u2044])(?=\D*\Z))"""
 VARIABLE = r"(?<![a-zA-Z\\])(?:[b-zB-HJ-Z]|pi)(?![a-zA-Z])"
 OPERATOR = r"[-+\u2212*/^\u00d7·÷<>≤≥]"
 COMMAND = r"""\\(?:(?:arc)?(?:sin|cos|tan)|log|ln|exp|sqrt|[dt]?frac|binom|cdot|times|div|pm|mp|pi
@@ -36,7 +37,8 @@ UNSOLVED = rf"""(?x:(?:\d(?:\ ?(?!\ [mgshlL]){VARIABLE} | [a-z](?![a-z]))(?!\s*[
     (?:[^a-zA-Z=\n\\,;→⇒] | {VARIABLE} | \\(?:[dt]?frac|cdot|times|left|right)\b)*+=)"""
 # In front of a number, in its line, these show that the number is a part.
 IN_FRONT = rf"""(?x)(?:
-    (?:[\d)\]}}%!²³π∞] | \\infty | {VARIABLE} | (?<![a-zA-Z])[aAI](?=\s*{OPERATOR}))\s*
+    (?:[\d)\]}}%!²³π∞] | \d\ ?{GLUED} | \\infty | {VARIABLE}
+      | (?<![a-zA-Z])[aAI](?=\s*{OPERATOR}))\s*
     (?:{OPERATOR}+ | [±,;≠] | \bx\b | (?<=\s): | ,?\s*\b(?:or|and)\b)\s*  # 5 - 3 or (5, 3)
   | (?<![\w)^])([a-zA-Z])\s*=[^=]*(?:, | \bor\b | \band\b)\s*\1\s*=\s*  # x = 5 or x = 3
   | {COMMAND}\s*\{{? | [a-zA-Z0-9)}}]\(\s* | ±\s*  # \log 3 or f(3)
@@ -56,8 +58,11 @@ WORDS = r"""
 IN_BRACES = rf"""\\(?:text|mbox|mathrm)\s?\{{[\s~]*(?:(?![ie]\}})[a-zA-Z](?:/[a-z])? | {WORDS})
     \.?\s?\}}(?:\^\{{?\d\}}?|[²³])?"""
 UNIT = rf"""(?x)(?<=[\w}})!])(?:° | (?:\s|~|\\[\ ,;:!])*+(?:\\degree
-  | {IN_BRACES}(?:\s*(?:/|\\cdot)\s*{IN_BRACES})* | (?<=[\s~,;:!]){WORDS}))
+  | {IN_BRACES}(?:\s*(?:/|\\cdot)\s*{IN_BRACES})* | (?<=[\s~,;:!]){WORDS} | (?<=\d){GLUED}))
     (?:\^\{{?\d\}}?|[²³])?[\s.]*\Z"""
+# A unit, and its power
+SQUARE = (r"((?:\b|\d)[ckm]m|\bft|\bunits|\\(?:text|mathrm)\{[^{}\d]*?(?:[a-z]{2}|\bm)\})"
+          r"\^\{?[23]\}?")
 # The last box that is closed: \boxed{...}, \fbox{...} or \boxed 5, with braces in braces.
 INSIDE = r"(?:\\.|[^\\{}])*+"
 for _ in range(8):
@@ -72,7 +77,9 @@ FORMULA = r"""(?x)(?:
     \\(?:begin|end|text|mathrm|mbox|operatorname)\s*\{[^{}\n]*\} | \\[a-zA-Z]+ | \\[^\s\w]
   | (?<![a-zA-Z\\'])(?![aAI]\ (?:[\d$\\]|[a-z]{2}))
     (?:[a-zA-Z]|or|and|not|pi|sqrt|sin|cos|tan|log|ln|exp)(?![a-zA-Z])
-  | [^\w\n\\\#] | [\d_²³π] | (?<=')t\b)++"""
+  | (?!(?<=[a-z]{2}\ )(?:[-=]>|→) | (?<=[a-z]{2}\ [-=])> | (?<!\d)\uff1a
+      | [⇒⟹\u2600-\u27bf\U0001f000-\U0001ffff])
+    [^\w\n\\\#] | [\d_²³π] | (?<=')t\b)++"""
 MATH_ANSWERS = str(Path(__file__).with_name("math_answers.py"))
 
 
@@ -121,7 +128,7 @@ class Answers:
             with stage(f"the answer {gold!r:.40} is no plain number; starting math-verify"
                        " (pip install math-verify)"):
                 self._math_verify = TaskFile(MATH_ANSWERS, 0, self.limit_s)
-        problem = Problem("", gold, "")
+        problem, found = Problem("", gold, ""), found[:1001]  # no longer text is read
         if "=" not in gold and re.search(UNSOLVED + r"[^=]*\Z", found):
             found = ""
         with suppress(ValueError):
@@ -153,7 +160,7 @@ def bare(text: str) -> str:
 
 def last_number(text: str) -> Decimal | None:
     """42 in "so x is 42."; None if the last digits of a text are something else, or a part."""
-    text = re.sub(WRITING, "", text)
+    text = re.sub(SQUARE, r"\1", re.sub(WRITING, "", text))
     found = re.search(NUMBER, text)
     if found is None:
         return None
@@ -171,9 +178,10 @@ def plain_number(text: str) -> Decimal | None:
 
 def last_formula(text: str) -> str:
     """3/4 in "so x = 3/4 of it."; of a list such as "3/4 or 4/3" all."""
-    text = re.sub(WRITING, "", text[-2000:]).rstrip(".\u3002 \n")
+    text = re.sub(WRITING, "", text[-2000:].rpartition("</think>")[2]).rstrip(".\u3002 \n")
     for run in reversed(re.findall(FORMULA, text)):
-        formula = re.split(r"(?<!\s)[.:;?!]\s+(?!\$*\Z|\\[])])", run)[-1].strip(" ,:;?!=≈")
+        formula = re.split(r"(?<!\s)[.:;?!]\s+(?!\$*\Z|\\[])])", run)[-1].strip(" ,:;?!=≈“”")
+        formula = formula.lstrip(") ").rstrip("( ")  # of "(so) 3/4 (see above)"
         if re.search(r"[\d\\$]|[a-z]\s*[-+*/^=_(]", formula):
             return bare(formula)
     return ""

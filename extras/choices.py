@@ -5,13 +5,13 @@ import re
 AROUND = r"\\(?:text|math)[a-z]*|[{}$]|\\[ ,;!()[\]]"  # LaTeX around a letter
 # A, (A) or [A] as the last line, or all of A) 5 cm, but not A) 5 cm, B) 6 cm
 LETTER = r"""(?xs)\A\s*[(\[]?([A-Z])[]):.](?!\s+(?:is|can) | .*\b[A-Z][]):.]).*\Z
-  | (?:\A|\n)[\ (\[*]*([A-Z])[]).*\ ]*\s*\Z"""
+  | (?:\A|\n)[\ (\[*\#`]*([A-Z])[]).*`\ ]*\s*\Z"""
 SAID = r"""(?x)(?=[acohprstA-Z(\u0400-\uffff])(?:  # fast: no other letter begins one of these
     # "Answer: A", "the best option is A", but not "answer: A or B", "the answer is A dog"
     (?i:answer | \bans\b | (?:option|choice) (?=\s*: | \s+(?:is|would|must)\b))
-    (?i:\s | (?:is|(?:would|must|should|will)\ be)\b | option | choice | [\[:=*(>"'-]){1,20}([A-Z])
-    (?!\)?\s*(?:,|/|-|or\b|and\b)\s*\(?[A-Z]\b | \)?\s+(?:is|was|can)\b)
-    (?=[]).,:;!?*"'<。] | \s*(?:\Z|\n|\(|[-\u2013\u2014]\s|because\b|since\b))
+    (?i:\s | (?:is|(?:would|must|should|will)\ be)\b | option | choice | [\[:=*(>"'`-]){1,20}([A-Z])
+    (?![)"'*`]*\s*(?:,|/|-|or\b|and\b)\s*[("'*`]*[A-Z]\b | \)?\s+(?:is|was|can)\b)
+    (?=[]).,:;!?*"'`<。] | \s*(?:\Z|\n|\(|[-\u2013\u2014]\s|because\b|since\b))
     # "option A is correct", and at the end of a line "so A", "Option A"
   | (?i:answer|option|choice)\ \(?([A-Z])\)?\ is\ (?:correct|right)\b
   | (?i:\b(?:so|thus|therefore|hence)),?\ \(?([A-Z])\)?\.?\s*\Z

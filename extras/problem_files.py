@@ -34,7 +34,9 @@ ANSWERS = ("answer", "final_answer", "ground_truth", "target", "expected_answer"
 OF_A_QUESTION = (r"(?i)(.*_)?(choices?|options?|endings|distractor|context|passage|body|images?"
                  r"|tools|system|instruction)(_?\w|_prompt|\..*)?|op[a-d]|sol\d|incorrect.*"
                  r"|(?-i:[A-E])")
-MESSAGES = r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:"""  # begins their text
+# A text of messages, not a question that begins with other JSON.
+MESSAGES = r"""(?sx)\s*\[\s*\{\s*["'](?:(?:role|from)["']\s*:.*["'](?:content|value)
+    |(?:content|value)["']\s*:.*["'](?:role|from))["']\s*:.*\}\s*\]\s*\Z"""
 ROLES = {"human": "user", "gpt": "assistant"}  # of turns with `from` and `value`, ShareGPT's form
 ENOUGH_FAULTS = 20  # to refuse a file: math-verify needs minutes for the answers of a large one
 Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
@@ -195,8 +197,11 @@ def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
     return parts.get("train", []), held_out
 
 
-def read_text(path: str, separator: str = ",") -> Rows:
-    """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank; of *.gz too."""
+def read_text(path: str, separator: str | None = None, field: str | None = None) -> Rows:
+    """CSV, whose cells stay texts, a JSON array, or JSON lines that are not blank; of *.gz too.
+
+    Without a `separator` the name says whether the file is a table. `field` of JSON has the rows.
+    """
     if not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file, and exist (a pipe can be endless)")
     with stage(f"reading the task file {path} as UTF-8"):
@@ -204,18 +209,19 @@ def read_text(path: str, separator: str = ",") -> Rows:
         if path.lower().endswith(".gz"):
             content = gzip.decompress(content)
         text = content.decode("utf-8-sig")
-    table = re.search(r"\.(csv|tsv)(\.gz)?$", path.lower())
-    if table:
+    if separator is None and (table := re.search(r"\.(csv|tsv)(\.gz)?$", path.lower())):
+        separator = "," if table[1] == "csv" else "\t"
+    if separator:
         csv.field_size_limit(2**31 - 1)  # a cell can contain all tests of a program
-        cells = csv.DictReader(StringIO(text, newline=""), restkey="", strict=True,
-                               delimiter=separator if table[1] == "csv" else "\t")
+        cells = csv.DictReader(
+            StringIO(text, newline=""), restkey="", strict=True, delimiter=separator)
         with stage(f"reading {path} (a quote in a cell must be two, and the cell in quotes) as"
-                   f" {table[1].upper()}"):
+                   " CSV"):
             return [(f"{path}, line {cells.line_num}", row) for row in cells]
     parse = partial(json.loads, parse_float=Written)
-    if text.lstrip().startswith("["):
+    if field or text.lstrip().startswith("["):
         with stage(f"reading {path} as a JSON array"):
-            rows = parse(text)
+            rows = parse(text)[field] if field else parse(text)
         return [(f"{path}, row {number}", row) for number, row in enumerate(rows, 1)]
     rows = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines cuts at U+2028
@@ -252,14 +258,28 @@ def read_dataset(name: str) -> dict[str, Rows]:
                 path = snapshot_download(path, repo_type="dataset")  # what was downloaded before
             builder = datasets.load_dataset_builder(path, config or None)
             if isinstance(builder, Csv | Json):
-                files = datasets.DownloadManager().download(builder.config.data_files)
-                separator = getattr(builder.config, "sep", ",")
-                splits = {part: [row for path in paths for _, row in read_text(path, separator)]
+                manager = datasets.DownloadManager()
+                files = manager.download_and_extract(builder.config.data_files)
+                splits = {str(part): [row for path in manager.iter_files(paths)
+                                      for row in read_as_told(path, builder.config)]
                           for part, paths in files.items()}
             else:
                 splits = datasets.load_dataset(path, config or None)
     return {part: [(f"{name}, {part} {number}", row) for number, row in enumerate(rows, 1)]
             for part, rows in splits.items()}
+
+
+def read_as_told(path: str, config: Any) -> list[Any]:
+    """The rows of a file of a dataset, whose README can say more than where the files are."""
+    if not hasattr(config, "sep"):
+        return [row for _, row in read_text(path, "", config.field)]
+    import pandas
+
+    told = config.pd_read_csv_kwargs
+    if told == type(config)(sep=config.sep).pd_read_csv_kwargs:
+        return [row for _, row in read_text(path, config.sep)]
+    text = {"dtype": str, "keep_default_na": False, "chunksize": None}
+    return pandas.read_csv(path, **told | text).to_dict("records")
 
 
 # ---------------------------------------------------------------------------------- columns
@@ -317,7 +337,7 @@ def problem_of(
 ) -> Problem:
     """The problem in a row. Raises: Unreadable."""
     columns = flat(row)
-    if isinstance(columns.get(""), list):
+    if isinstance(columns.get(""), list) and any(columns[""]):
         raise Unreadable(f"it has more cells than columns, the last are {columns['']!s:.80}")
     parts = [columns[each] for each in question_column.split("+") if columns.get(each)]
     question, messages = as_prompt(parts)
@@ -359,7 +379,8 @@ def as_prompt(parts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
 def as_message(turn: dict[str, Any]) -> dict[str, Any]:
     others = {name: value for name, value in turn.items() if value is not None}
     role = turn.get("role") or others.pop("from")
-    content = turn["content"] if "content" in turn else others.pop("value")
+    has_none = "content" in turn or "tool_calls" in others
+    content = turn.get("content") if has_none else others.pop("value")
     return others | {"role": ROLES.get(role, role), "content": text_in(content)}
 
 

@@ -177,6 +177,18 @@ B => Die Antwort ist B.
 B =/= 答案不是B。 ~ 不选B ~ 不应该选择B。 ~ B错误。 ~ B不正确。 ~ 选项B错误。 ~ 答案是A或B。 ~ A和B都正确 ~ A、B正确
 B =/= 同时选择景点B的概率 ~ 点B ~ 维生素B ~ 答案是C。 ~ 答案是AB。 ~ 排除B ~ الإجابة ليست B. ~ ليست الإجابة B
 B =/= الخيار B خاطئ ~ الإجابة هي A أو B ~ الإجابة غير B ~ La respuesta no es B. ~ 选择A和B
+B => Answer: `B` ~ #### B ~ Answer: **B**, since C fails
+B =/= Answer: `B` or `C` ~ Answer: "B" or "C" ~ Answer: `AB`
+# around
+3/4 => Result → 3/4 ~ it is -> 3/4 ~ “3/4” ~ 3/4 ✓ ~ 答案：3/4 ~ <think>1/2</think>3/4 ~ 3/4 (see above) ~ (So) 3/4
+3/4 =/= > 3/4 ~ the answer > 3/4 ~ “1/4” and “3/4” ~ 3/4 (x+1) ~ 2(3/4 ~ 1/4，3/4 ~ <think>3/4</think>1/4 ~ x→3/4
+x+1 => The answer is x+1 (for all x)
+x+1 =/= 2(x+1) ~ (x+1)^2 (for all x)
+5 => It is 5cm long. ~ \boxed{5cm} ~ 3cm + 2cm = 5cm
+5 =/= 2 - 5cm ~ 3 cm, 5 cm ~ 5mgh ~ 5mm or 6mm
+5cm => 5 ~ \boxed{5 cm} ~ 5cm.
+18\text{ cm}^2 => 18\text{ cm}^2. ~ 18 cm^2 ~ 18 ft^{2}, as required ~ $18 \text{m}^2$
+18\text{ cm}^2 =/= 18 \text{x}^2 ~ 18 x^2 ~ $18\pi$ cm^2 ~ 3 cm + 18 cm^2
 # percent
 0.25 => \boxed{25\%} ~ \boxed{25%} ~ 25% ~ $25\%$ ~ 25 percent ~ \boxed{0.25} ~ <answer>25%</answer>
 0.25 =/= \boxed{2.5\%} ~ \boxed{25} ~ 2500% ~ 25 ~ 25 percent more is 30
@@ -258,7 +270,7 @@ def test_answers_that_mean_the_same(answers):
 
 @pytest.mark.parametrize("response", [
     "\\boxed{" + "{" * 50_000 + "}" * 50_001, "1" * 100_000 + "x", "1," * 50_000, "\\boxed{5" + " " * 100_000 + "x}",
-    "answer is " * 10_000, "A)" * 50_000,
+    "answer is " * 10_000, "A)" * 50_000, "\\boxed{" + "x+" * 20_000 + "1}",
 ])  # fmt: skip
 def test_a_long_response_is_wrong_within_seconds(answers, response):
     start = perf_counter()

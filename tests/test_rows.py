@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import lzma
 import random
 import re
 from copy import deepcopy
@@ -129,6 +130,24 @@ def test_a_table_that_would_be_misread_is_refused(tmp_path, name, text, complain
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=complaint):
         load_task(str(tmp_path / name), 0)
+
+
+ROWS_007 = b'{"question": "\xc3\xa9 1", "answer": "007"}\n{"question": "2", "answer": "1.50"}\n'
+TOLD = {  # what a README says, a file, and its bytes
+    "skiprows: 1": ("a.csv", "comment\nquestion,answer\né 1,007\n2,1.50".encode()),
+    "names: [question, answer], encoding: latin-1": ("a.csv", "é 1,007\n2,1.50".encode("latin-1")),
+    "field: data": ("a.json", b'{"data": [' + ROWS_007.strip().replace(b"\n", b",") + b"]}"),
+    "data_dir: .": ("a.jsonl.xz", lzma.compress(ROWS_007)),
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_a_dataset_is_read_as_its_readme_says_also_if_it_is_packed(tmp_path, told):
+    name, content = TOLD[told]
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- {{config_name: one, data_files: {name}, {told}}}\n---\n")
+    task = load_task(str(tmp_path), 0)
+    assert {each.question: each.answer for each in task.train + task.held_out} == {"é 1": "007", "2": "1.50"}
 
 
 GOOD = [{"question": f"q{n}", "answer": n} for n in range(10)]

@@ -662,7 +662,7 @@ class Engine:
             self._measured_tolerance.setdefault(length, limit)
         if self.weight_version == 1:
             where = f"canary after {length} tokens" if length else "canary"
-            self.settings[where] = f"{difference:.1e} of at most {limit:.1e} nats"
+            self.settings[where] = f"{difference:.1e} nats (limit {limit:.1e})"
         if difference <= limit:
             return
         fault = "the engine does not hold the trainer's weights"

@@ -326,7 +326,7 @@ def announce(run: Run, policy: Policy, engine: Engine) -> None:
     if 0 < steps <= learning.lr_warmup_steps:
         largest = max(run.config.lr_at(step) for step in range(1, steps + 1))
         print(f"a warm-up of {learning.lr_warmup_steps} steps in a run of {steps}: the learning"
-              f" rate reaches {largest:.1e} at most, NOT {learning.lr:.1e}", flush=True)
+              f" rate ends at {largest:.1e}, below its peak of {learning.lr:.1e}", flush=True)
     if run.config.parity.off():
         from extras.idle_switches import name_idle_switches
 
@@ -380,8 +380,8 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
             raise AuditError(f"the {side}'s log-probabilities are not those of the stated"
                              f" distribution ({sampling}): they differ by {difference:.2e} nats,"
                              f" more than {limit:.1e}")
-        print(f"the {side}'s distribution is the stated one up to {difference:.1e} of at most"
-              f" {limit:.1e} nats", flush=True)
+        print(f"the {side} differs from the stated distribution by {difference:.1e} nats (limit"
+              f" {limit:.1e})", flush=True)
 
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:

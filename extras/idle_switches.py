@@ -14,8 +14,8 @@ def name_idle_switches(run: Any, block: int) -> None:
 
     # The last token is always computed.
     if parity.stale_cache and max(map(len, run.task.prompts)) <= block:
-        name_idle("uncached_runtime: the prefix cache",
-                  f"no prompt is longer than a block of {block} tokens; try --block-size")
+        name_idle("uncached_runtime: of its settings the prefix cache",
+                  f"no prompt is longer than a block of {block} tokens; try --block-size 32")
     without_effect = learning.temperature == 1 and not has_sampling_mask(learning)
     if not parity.processed_logprobs and without_effect:
         name_idle("processed_logprobs", "raw values are processed at temperature 1 without a mask")

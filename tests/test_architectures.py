@@ -189,7 +189,7 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
 
     policy.model.base_model.layers[0].mlp.register_forward_pre_hook(kernel)
     with started(str(tmp_path), policy) as engine:
-        assert engine.settings["canary"].endswith("of at most 1.5e-01 nats")
+        assert engine.settings["canary"].endswith("nats (limit 1.5e-01)")
         assert "noise is NOT MEASURED, AssertionError('16 bits alone" in capsys.readouterr().out
         engine.close()
 

@@ -160,7 +160,9 @@ def bare(text: str) -> str:
 
 def last_number(text: str) -> Decimal | None:
     """42 in "so x is 42."; None if the last digits of a text are something else, or a part."""
-    text = re.sub(SQUARE, r"\1", re.sub(WRITING, "", text))
+    text = re.sub(WRITING, "", text)
+    if "^" in text:  # most texts have none, and the pattern takes a third of the time
+        text = re.sub(SQUARE, r"\1", text)
     found = re.search(NUMBER, text)
     if found is None:
         return None

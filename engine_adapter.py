@@ -647,7 +647,9 @@ class Engine:
             from extras.experts import canary
 
             average, attempts = canary(self.dtype)
-        limit = self.canary_tolerance or self._measured_tolerance.get(length, 0.0)
+        limit = self.canary_tolerance
+        if limit is None:  # then `measure` has other prompts
+            limit, attempts = self._measured_tolerance.get(length, 0.0), 1
         for prompt_seed in range(attempts):
             rollouts = self.sample_canary(prompt_seed, length)
             of_trainer, trainers, engines = self.both_sides(trainer_logprobs, rollouts)

@@ -142,6 +142,25 @@ def locked(out: str) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------- log and files
+# What a step's line also says, if this figure is there and not 0. The counts of tokens_wasted and
+# kv_lost are from the start of the run.
+ENDINGS = {
+    "groups_in_flight":
+        "in flight {groups_in_flight} stale {staleness_mean:.2f} max {staleness_max}",
+    "tokens_wasted": "{tokens_wasted} tokens thrown away",
+    "kv_lost": "{kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
+    "skipped_updates":
+        "NO SIGNAL in {skipped_updates} minibatch(es): flat, masked or rejected rows, no step",
+    "kl_only_updates": "NO SIGNAL in {kl_only_updates} minibatch(es), a step by the KL alone",
+    "overflowed_updates": "fp16 OVERFLOW in {overflowed_updates} minibatch(es): scale halved",
+    "rejected_frac": "{rejected_frac:.1%} of tokens rejected by {reject}",
+    "engine_kept_mass": "kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
+    "outside_frac": "{outside_frac:.2%} of tokens outside the trainer's own mask",
+    "reward_errors": "{reward_errors} rewards FAILED",
+    "left_out": "{left_out} responses LEFT OUT (no reward)",
+}
+
+
 def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
     """One line per step in fixed columns; a degenerate batch and an evaluation are named after.
 
@@ -176,31 +195,8 @@ def log_line(metrics: dict[str, Any], steps: int, reject: str) -> str:
             f" sync {of('sync_s', '.2f')} s | {left} left")
     if "kl_ref" in metrics:
         line += f" | kl_ref {of('kl_ref', '.1e')} max {of('kl_ref_max', '.1e')}"
-    if get("groups_in_flight"):
-        line += (f" | in flight {get('groups_in_flight')} stale {of('staleness_mean', '.2f')}"
-                 f" max {get('staleness_max')}")
-    # The next two count from the start of the run.
-    if get("tokens_wasted"):
-        line += f" | {get('tokens_wasted')} tokens thrown away"
-    if get("kv_lost"):
-        line += f" | {get('kv_lost')} kept KV caches LOST to preemption: raise --kv-cache-gib"
-    if get("skipped_updates"):
-        line += (f" | NO SIGNAL in {get('skipped_updates')} minibatch(es): flat, masked or"
-                 " rejected rows, no step")
-    if get("kl_only_updates"):
-        line += f" | NO SIGNAL in {get('kl_only_updates')} minibatch(es), a step by the KL alone"
-    if get("overflowed_updates"):
-        line += f" | fp16 OVERFLOW in {get('overflowed_updates')} minibatch(es): scale halved"
-    if get("rejected_frac"):
-        line += f" | {of('rejected_frac', '.1%')} of tokens rejected by {reject}"
-    if get("engine_kept_mass"):
-        line += f" | kept mass {of('kept_mass', '.3f')} engine {of('engine_kept_mass', '.3f')}"
-    if get("outside_frac"):
-        line += f" | {of('outside_frac', '.2%')} of tokens outside the trainer's own mask"
-    if get("reward_errors"):
-        line += f" | {get('reward_errors')} rewards FAILED"
-    if get("left_out"):
-        line += f" | {get('left_out')} responses LEFT OUT (no reward)"
+    figures = metrics | {"reject": reject}
+    line += "".join(f" | {said.format_map(figures)}" for name, said in ENDINGS.items() if get(name))
     if get("trunc_frac") == 1:
         line += " | ALL TRUNCATED: raise --max-new-tokens"
     if "eval_reward" in metrics:

@@ -10,6 +10,7 @@ from helpers import WARM, built, rewrite, small_model
 
 from extras.decode import decoded_body
 from extras.fast import prompts_once
+from extras.rotary_table import one_table
 from extras.transformers_engine import TransformersEngine
 from probe.replay import Replay
 from probe.traces import Trace
@@ -22,7 +23,7 @@ ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embed
         "short_factor": SHORT.tolist(), "long_factor": LONG.tolist()}  # fmt: skip
 SCALES = {"short_mscale": 1.1, "long_mscale": 1.2}
 BY_LAYERS = {"sliding_attention": ROPE, "full_attention": ROPE}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}  # of a context of 16
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0, "max_trained_positions": 8}  # of a context of 16
 
 
 @pytest.mark.parametrize("name, rope, longest, factors, scale", [
@@ -37,6 +38,7 @@ def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, ro
     oracle, exported = deepcopy(model), model.config.to_dict()
     policy = Policy(model, Scoring(fp32_head=False), longest=longest)
     assert model.config.to_dict() == exported
+    assert "max_trained_positions" not in str(one_table(model.config, longest))  # which only vLLM would follow
 
     def table(states: torch.Tensor, position_ids: torch.Tensor, *_, **__) -> list[torch.Tensor]:
         angles = (position_ids[..., None] / (factors * 1e4 ** (torch.arange(16) / 16))).repeat(1, 1, 2)

@@ -216,3 +216,12 @@ def test_a_task_file_can_list_its_problems(loaded, problems, capsys):
     if "even" in problems:
         assert len({"even" in {problem.family for problem in part} for part in (task.train, task.held_out)}) == 2
     assert task.reward(task.train[0], "") == 1.0
+
+
+def test_an_empty_cell_too_many_is_no_answer_and_a_folder_needs_a_split_to_train_on(tmp_path):
+    file = tmp_path / "test.csv"
+    file.write_text("question,answer\n1+1?,2,\n2+2?,4\n")
+    task = load_task(str(file), 0)
+    assert {problem.answer for problem in task.train + task.held_out} == {"2", "4"}
+    with pytest.raises(ValueError, match=r"^task must have a split train, .* has test; --eval-task takes any"):
+        load_task(str(tmp_path), 0)

@@ -169,6 +169,7 @@ def test_the_reference_backend_runs_the_same_loop_without_vllm(good, tmp_path, c
     train_here(command(good, "--task {root}/task.py --steps 2 --inflight-groups 3 --engine transformers", *SMALL,
                        "--probe-every", "2", "--self-noise-every", "2", "--out", str(tmp_path)))  # fmt: skip
     assert "a warm-up of 5 steps in a run of 2: the learning rate ends at " in capsys.readouterr().out
+    assert "chosen by the seed" in read_json(tmp_path / "config.json")["problems"]["evaluated"]
     first, second = rows(tmp_path)[1:]
     assert max(row.get("current_mismatch_abs_mean") or 0 for row in (first, second)) < ROUNDING
     assert first["probe"] == "parity"

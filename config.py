@@ -58,7 +58,7 @@ def printable(options: Any, *names: str) -> None:
 
 
 def check_mask(options: Any) -> None:
-    """The rules of top_k, top_p and min_p, of LearningConfig and of rollouts.Sampling."""
+    """The rules of top_k, top_p and min_p, of LearningConfig and of engine_adapter.Sampling."""
     within(options, 0, MANY, "top_k")
     within(options, 1e-6, 1, "top_p")  # in float32 less keeps no token
     within(options, 0, 1, "min_p")
@@ -378,7 +378,7 @@ class DataConfig:
     # dataset, else a tenth of the problems.
     eval_task: str | None = None
     # Columns of rows; `outer.inner` is a column of a nested row, A+B joins the texts of two. If not
-    # given, the first of the usual names, which extras/problem_files.py lists.
+    # given, the first of the usual names, which tasks/problem_files.py lists.
     question_column: str | None = None
     answer_column: str | None = None
     # Refuse the run, or drop: rows without a question or a readable answer, and questions with two

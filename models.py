@@ -1,4 +1,4 @@
-"""A model's folder: its weights are read and written. extras/model_folder.py describes a user's."""
+"""A model's folder: its weights are read and written. tasks/model_folder.py describes a user's."""
 
 import re
 from pathlib import Path
@@ -104,7 +104,7 @@ def attention_for(config: Any) -> str:
 
 
 def save_model(model: torch.nn.Module, tokenizer: Any, sampling: Any, folder: Path) -> None:
-    """`write_folder`, with `sampling` (rollouts.Sampling) except for its `max_new_tokens`."""
+    """`write_folder`, with `sampling` (engine_adapter.Sampling) except for its `max_new_tokens`."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig(

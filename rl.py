@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from config import LearningConfig
+from engine_adapter import Rollout
 from models import load_model
 from objectives import (
     OBJECTIVES,
@@ -29,7 +30,6 @@ from objectives import (
     loss_weights,
     update_sums,
 )
-from rollouts import Rollout
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import records
 from config import Config, has_sampling_mask
 from engine_adapter import (
     CANARY_NATS,
@@ -20,10 +19,15 @@ from engine_adapter import (
     CANARY_SAMPLING,
     AuditError,
     Engine,
+    Sampling,
+    Synchronous,
     check_vllm_version,
 )
 from models import load_model, save_model
 from objectives import OBJECTIVES
+from report.errors import replace_file, stage
+from report.files import TABLES, checkpoints, digest_of, provenance
+from report.log import shown
 from rl import (
     VOCABULARY,
     Batch,
@@ -33,7 +37,6 @@ from rl import (
     at_targets,
     make_batch,
 )
-from rollouts import Sampling, Synchronous
 from tasks import Task, encode, fitting, prompts_record
 
 
@@ -60,7 +63,7 @@ class Run:
         files = {task: self.task.fingerprint}
         for path in Path(self.model_path).glob("*"):
             if path.is_file() and path.suffix != ".md":
-                files[f"{job.model}/{path.name}"] = records.digest_of(path)
+                files[f"{job.model}/{path.name}"] = digest_of(path)
         return files
 
 
@@ -100,7 +103,7 @@ def prepare(config: Config) -> Run:
     """Check all that can be checked without the model's weights. Raises: ValueError."""
     check_machine(config)
     out = Path(config.job.out).absolute()
-    holds_run = (out / "config.json").exists() or records.checkpoints(out)
+    holds_run = (out / "config.json").exists() or checkpoints(out)
     if holds_run and not config.job.resume:
         raise ValueError(f"out must be a new folder, {config.job.out} holds a run; go on with"
                          " --resume or choose another --out")
@@ -110,7 +113,7 @@ def prepare(config: Config) -> Run:
     task = encode(tokenizer, task, stop_token_ids, data.reward_limit_s, data.system_prompt,
                   data.template_args, data.chat_template)
     if config.job.model != "toy":
-        from extras.model_folder import check_tokens
+        from tasks.model_folder import check_tokens
 
         check_tokens(path, task)
     largest = max(map(max, [*task.prompts, stop_token_ids]))
@@ -121,12 +124,12 @@ def prepare(config: Config) -> Run:
     task = fitting(task, context, learning.max_new_tokens, data.max_prompt_tokens or math.inf,
                    drop=data.overlong_prompts == "drop")
     from extras.notices import notices
-    from extras.problem_files import try_reward
+    from tasks.problem_files import try_reward
 
     for notice in notices(tokenizer, task, config):
         print(f"notice: {notice}", flush=True)
     try_reward(task)
-    print(f"first prompt: {records.shown(prompts_record(task)['first'])}", flush=True)
+    print(f"first prompt: {shown(prompts_record(task)['first'])}", flush=True)
     groups = learning.num_prompts + config.backend.inflight_groups
     if config.job.steps and groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
@@ -155,7 +158,7 @@ def check_machine(config: Config) -> None:
 
 def find_task(config: Config) -> Task:
     """The task that `--task` names. Raises: ValueError that says what is wrong with it."""
-    from extras.problem_files import load_task
+    from tasks.problem_files import load_task
 
     task = load_task(config.job.task, config.job.seed, **vars(config.data))
     if task.num_repeated:
@@ -174,7 +177,7 @@ def find_model(config: Config) -> tuple[str, Any, Any, tuple[int, ...]]:
 
         path = str(toy_folder(job.cache_dir, job.seed, job.task))
         return path, toy_config(job.task), toy_tokenizer(), (EOS,)
-    from extras.model_folder import describe_model, local_folder
+    from tasks.model_folder import describe_model, local_folder
 
     path = local_folder(job.model)
     return path, *describe_model(path)
@@ -202,7 +205,7 @@ def load_policy(run: Run) -> Policy:
         support = SamplingMask(run.sampling)
     temperature = config.learning.temperature if config.parity.trainer_temperature else 1.0
     scoring = Scoring(temperature, config.parity.trainer_fp32_head, support)
-    with records.stage(f"loading the model in {run.model_path}"):
+    with stage(f"loading the model in {run.model_path}"):
         model = load_model(run.model_path, getattr(torch, config.job.dtype)).to(device)
         if config.lora.lora_rank:
             from extras.lora import Adapters
@@ -294,8 +297,8 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         first_step = checkpoint["step"] + 1
         drop_rows_after(checkpoint["step"], run.out)
     else:
-        for table in records.TABLES:
-            records.replace_file(run.out / table, "")
+        for table in TABLES:
+            replace_file(run.out / table, "")
     engine.load(policy.weights(), policy.response_logprobs)
     if run.config.backend.engine != "transformers":
         check_distribution(run, policy, engine)
@@ -305,7 +308,7 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         from extras.resume import added
 
         record = added(record, first_step, run.out)
-    records.replace_file(run.out / "config.json", json.dumps(record, indent=2))
+    replace_file(run.out / "config.json", json.dumps(record, indent=2))
     announce(run, policy, engine)
     if run.config.job.tracker != "none":
         from extras.tracker import Tracker
@@ -342,8 +345,8 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
 
     Raises: AuditError that names the side whose distribution is not the stated one.
     """
-    from extras.own_noise import InFloat32, unmeasured
     from extras.sampling_mask import masked_logits
+    from verify.own_noise import InFloat32, unmeasured
 
     parity = run.config.parity
     sampling = replace(run.sampling, max_new_tokens=CANARY_SAMPLING.max_new_tokens)
@@ -385,7 +388,7 @@ def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
 
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:
-    task, record = run.task, records.provenance(policy.device)
+    task, record = run.task, provenance(policy.device)
     record["versions"]["vllm"] = engine.vllm_version
     evaluated = min(len(task.held_out), run.config.measure.eval_problems)
     return record | {

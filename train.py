@@ -26,8 +26,8 @@ import torch
 import tyro
 from torch import Tensor
 
-import records
 from config import Config, LearningConfig
+from engine_adapter import Rollout, Synchronous, reseed
 from objectives import (
     OBJECTIVES,
     backend_metrics,
@@ -35,8 +35,12 @@ from objectives import (
     mismatch_metrics,
     surprisal_z,
 )
+from report.clock import Clock
+from report.curves import draw_at_evaluation
+from report.errors import end_of_process, locked, one_sentence, stage
+from report.files import append_rows, save_checkpoint
+from report.log import answer_line, log_line
 from rl import Batch, Policy, in_micro_batches, make_batch, update
-from rollouts import Rollout, Synchronous, reseed
 from run import (
     Run,
     TrainingState,
@@ -60,7 +64,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         log(run, state, {"step": 0} | evaluate(run, state, 0))
     started = time.perf_counter()
     for step in range(first_step, job.steps + 1):
-        with records.stage(f"step {step}"):
+        with stage(f"step {step}"):
             done = train_step(run, state, step)
         for observe in state.observers:
             done.metrics.update(observe(done))
@@ -70,7 +74,7 @@ def train(run: Run, state: TrainingState, first_step: int) -> None:
         a_step = (time.perf_counter() - started) / (step - first_step + 1)
         log(run, state, done.metrics | {"left_s": a_step * (job.steps - step)})
         if last or step % job.checkpoint_every == 0:
-            records.save_checkpoint(run.out, step, state.state_dict())
+            save_checkpoint(run.out, step, state.state_dict())
     save_policy(run, state.policy)
     state.engine.close()
     if state.tracker:
@@ -94,7 +98,7 @@ class Step(NamedTuple):
 def train_step(run: Run, state: TrainingState, step: int) -> Step:
     """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
     learning, policy = run.config.learning, state.policy
-    clock = records.Clock()
+    clock = Clock()
     with clock("generate"):
         problems, rollouts = state.source.next(step)  # P, B = P * G rows
     with clock("sleep"):
@@ -236,7 +240,7 @@ def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
     """
     samples, temperature = run.config.measure.eval_samples, run.sampling.temperature
     rollouts, greedy = answer_held_out(run, state.source, step, "greedy", 1, 0.0)
-    print(records.answer_line(greedy[0]), flush=True)
+    print(answer_line(greedy[0]), flush=True)
     _, sampled = answer_held_out(run, state.source, step, "sampled", samples, temperature)
     metrics = mean_reward("eval_reward", sampled) | mean_reward("eval_reward_greedy", greedy)
     metrics["eval_agree"] = greedy_agreement(state.policy, rollouts, run.config.learning)
@@ -264,7 +268,7 @@ def answer_held_out(
     rollouts = source.answer(problems, num_samples, sampling)
     rows = [{"step": step, "mode": mode} | row
             for row in run.task.score(problems, rollouts, evaluates=True)]
-    records.append_rows(run.out / "samples.jsonl", rows)
+    append_rows(run.out / "samples.jsonl", rows)
     return rollouts, rows
 
 
@@ -285,10 +289,10 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], learning: Learning
 
 def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
     """All of it to metrics.jsonl, the pictures and the tracker, one line to the terminal."""
-    records.append_rows(run.out / "metrics.jsonl", [metrics])
+    append_rows(run.out / "metrics.jsonl", [metrics])
     config = run.config
-    print(records.log_line(metrics, config.job.steps, config.learning.reject), flush=True)
-    records.draw_at_evaluation(run.out, metrics)
+    print(log_line(metrics, config.job.steps, config.learning.reject), flush=True)
+    draw_at_evaluation(run.out, metrics)
     if state.tracker:
         state.tracker.log(metrics)
 
@@ -299,25 +303,25 @@ def main(arguments: list[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
-    with records.one_sentence(2):
+    with one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
     out = config.job.out
-    with records.one_sentence(2), records.locked(out):
+    with one_sentence(2), locked(out):
         run = prepare(config)
         teach_toy(run)
         checkpoint = find_checkpoint(run)
         # The run is accepted: from here on files are written, an error's traceback too.
-        with records.one_sentence(2, out):
+        with one_sentence(2, out):
             policy = load_policy(run)
             engine = start_engine(run, policy)
             state = build(run, policy, engine)
             first_step = begin(run, state, checkpoint)
-        with records.one_sentence(1, out):
+        with one_sentence(1, out):
             train(run, state, first_step)
 
 
 if __name__ == "__main__":
-    from extras.quiet import harmless_left_out
+    from report.quiet import harmless_left_out
 
-    with records.end_of_process(), harmless_left_out():
+    with end_of_process(), harmless_left_out():
         main()

@@ -10,7 +10,7 @@ import random
 
 from reasoning_gym import create_dataset, get_score_answer_fn
 
-from extras.answers import last_number
+from tasks.answers import last_number
 
 LARGEST = 20  # 441 problems; SmolLM2-135M-Instruct (4-bit rounded) solves 0.43 of them greedily
 SIZE = 2**31 - 1  # problems are computed when they are asked for

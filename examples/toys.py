@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import tasks
 from models import write_folder
-from records import stage
+from report.errors import stage
 from tasks import Problem, Task, exact_match, split
 
 # ---------------------------------------------------------------------------------- tasks

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine_adapter import Engine, EngineStateError, TrainerLogprobs
-from rollouts import Rollout, Synchronous, reseed
+from engine_adapter import Engine, EngineStateError, Rollout, Synchronous, TrainerLogprobs, reseed
 from tasks import Problem
 
 

@@ -5,7 +5,8 @@ from contextlib import suppress
 from typing import Any
 
 from config import Config, DataConfig, LearningConfig
-from records import one_line, shown
+from report.errors import one_line
+from report.log import shown
 from tasks import Problem, Task, time_limit
 
 

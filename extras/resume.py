@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from records import TABLES, checkpoints, read_rows, replace_file, stage
+from report.errors import replace_file, stage
+from report.files import TABLES, checkpoints, read_rows
 from tasks import prompts_record
 
 

@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from engine_adapter import Rollout, Sampling
 from rl import Batch, Support, at_targets
-from rollouts import Rollout, Sampling
 
 
 def masked_logits(logits: Tensor, sampling: Any) -> Tensor:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from engine_adapter import Engine, TrainerLogprobs, WeightLoadError
+from engine_adapter import Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
 from extras.fast import left_padded, states_after
 from extras.sampling_mask import collect_kept_sets, masked_logits
 from rl import Policy, at_targets
-from rollouts import Rollout, Sampling
 
 
 @torch.no_grad()

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from config import Config, LearningConfig
-from engine_adapter import Engine
+from engine_adapter import Engine, Sampling
 from lab.memory import GIB, phases
-from records import Clock, append_rows
+from report.clock import Clock
+from report.files import append_rows
 from rl import Batch
-from rollouts import Sampling
 from run import begin, build, load_policy, prepare, start_engine, teach_toy
 from train import train_step
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from config import Config
 from models import read_config
-from records import one_sentence, stage
+from report.errors import one_sentence, stage
 from rl import head_chunk
 
 GIB = 2**30

@@ -51,15 +51,8 @@ from engine_adapter import prepare_environment
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
-from records import (
-    end_of_process,
-    locked,
-    one_sentence,
-    provenance,
-    read_rows,
-    replace_file,
-    stage,
-)
+from report.errors import end_of_process, locked, one_sentence, replace_file, stage
+from report.files import provenance, read_rows
 
 Record = dict[str, Any]  # as JSON has it
 Errors = dict[str, str]  # of runs, by the name of their folder

@@ -24,7 +24,7 @@ from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
 from probe.place import dtype_of, place
 from probe.traces import Trace, load_traces
-from records import one_sentence, stage
+from report.errors import one_sentence, stage
 from rl import Policy
 
 Dtype = Literal["float32", "bfloat16", "float16"]

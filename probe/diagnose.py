@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from engine_adapter import Engine
+from engine_adapter import Engine, Rollout, Sampling
 from probe import causes
 from probe.causes import Cause
 from probe.replay import Weights
 from probe.search import Explanation, Probe, size_of
 from probe.traces import Trace, first_tokens, save_trace
 from rl import Policy
-from rollouts import Rollout, Sampling
 
 FIGURES = "mean |mismatch| {} nats, error of the engine {}, of the trainer {}"
 

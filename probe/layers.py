@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from engine_adapter import Engine
+from engine_adapter import Engine, Sampling
 from probe.noise import precisely, rounded_otherwise, twice_precise
 from rl import Policy
-from rollouts import Sampling
 
 HALVES = {  # by module of a layer
     "self_attn": "attention", "attn": "attention", "attention": "attention",

@@ -9,7 +9,7 @@ from math import isfinite, log
 from pathlib import Path
 from statistics import fmean
 
-from records import stage
+from report.errors import stage
 
 # Columns of both tables, in nats: the mean |mismatch| of tokens; their mean k3, an estimate of
 # KL(engine || trainer).

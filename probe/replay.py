@@ -6,10 +6,10 @@ All values are flat: N response tokens of B sequences, row after row. Log-probab
 import torch
 from torch import Tensor
 
+from engine_adapter import Sampling
 from extras.sampling_mask import masked_logits
 from probe.traces import Trace
 from rl import Head, Policy, make_batch
-from rollouts import Sampling
 
 MICRO_BATCH_TOKENS = 16_384  # per forward pass, so that memory does not grow with the trace
 NEVER_FULL = 2**40  # tokens: a KV block that no prompt fills

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_adapter import Sampling
 from examples.record_vllm import NEUTRAL
 from extras.rounded_weights import linear_layers, rounded
 from probe import causes
@@ -22,7 +23,6 @@ from probe.noise import precisely, twice_precise
 from probe.replay import NEVER_FULL, Replay, Weights
 from probe.traces import Trace
 from rl import Policy
-from rollouts import Sampling
 
 TIMES, SPREADS = 1.3, 3.0  # see `limit`
 ROUNDING = 1e-6  # nats: a float32 step of a log-probability between 8 and 16

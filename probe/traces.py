@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy
 
+from engine_adapter import Rollout, Sampling
 from examples.record_vllm import NEUTRAL, check_sampling, save
-from rollouts import Rollout, Sampling
 
 SECTIONS = ("versions", "settings", "audit", "environment")  # of meta; compared entry by entry
 VALUES = ("logprobs", "trainer_logprobs")  # columns of a group beside its tokens

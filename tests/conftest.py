@@ -19,8 +19,8 @@ from helpers import OWN_PROCESS, PYTHON, SHIFT, TASK, qwen2  # before torch: it 
 from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
-from extras.problem_files import load_task
 from tasks import Task
+from tasks.problem_files import load_task
 
 collect_ignore = [] if RUNNER == "v2" else ["test_runner_v2.py"]
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size that an engine is given

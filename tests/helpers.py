@@ -44,12 +44,11 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
 from config import BackendConfig, Config, ParityFlags
-from engine_adapter import Engine, prepare_environment
+from engine_adapter import Engine, Rollout, Sampling, prepare_environment
 from extras.inflight import InflightEngine
 from extras.sampling_mask import collect_kept_sets
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
-from rollouts import Rollout, Sampling
 from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine, teach_toy
 
 logging.disable_progress_bar()
@@ -97,7 +96,7 @@ def train_here(arguments: list[str]) -> None:
     """train.py in this process, without pictures, which take more time than a small run. test_watching.py draws."""
     close_live_engine()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("records.draw_at_evaluation", lambda *_: None)
+        patch.setattr("train.draw_at_evaluation", lambda *_: None)
         train.main(arguments)
 
 

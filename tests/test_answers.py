@@ -6,8 +6,8 @@ from time import perf_counter
 
 import pytest
 
-from extras.answers import Answers, Unreadable, last_number, plain_number
 from tasks import Problem
+from tasks.answers import Answers, Unreadable, last_number, plain_number
 
 # text => its last number
 PLAIN = (
@@ -280,7 +280,7 @@ def test_a_long_response_is_wrong_within_seconds(answers, response):
 
 def test_without_math_verify_answers_are_numbers_and_letters(loaded, tmp_path, monkeypatch):
     (tmp_path / "absent.py").write_text("import no_such_module")
-    monkeypatch.setattr("extras.answers.MATH_ANSWERS", str(tmp_path / "absent.py"))
+    monkeypatch.setattr("tasks.answers.MATH_ANSWERS", str(tmp_path / "absent.py"))
     rows = [{"question": f"{answer}?", "answer": answer} for answer in (1, "$1,200", "#### -7", "B", "1/2")]
     assert len(loaded(rows[:4]).train) == 3
     with pytest.raises(ValueError, match=r"'1/2' is no plain number.*pip install math-verify.*ModuleNotFoundError"):

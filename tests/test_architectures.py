@@ -39,16 +39,15 @@ from packaging import version
 from torch.overrides import TorchFunctionMode
 
 from config import LoraConfig, ParityFlags
-from engine_adapter import CANARY_PROMPT_TOKENS, Engine, WeightLoadError
+from engine_adapter import CANARY_PROMPT_TOKENS, Engine, Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
 from extras.fast import fast_parts
 from extras.lora import Adapters
-from extras.own_noise import InFloat32
 from extras.sampling_mask import SamplingMask
 from models import attention_for
 from probe.noise import rounded_otherwise
 from rl import Policy, Scoring, make_batch
-from rollouts import Rollout, Sampling
+from verify.own_noise import InFloat32
 
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count
 # Of Lfm2 and DeepseekV3 queries have the shape (tokens, heads, head), which vLLM's CPU kernel for rotary angles cannot

@@ -7,10 +7,10 @@ import torch
 from helpers import close_live_engine, command, config_of, qwen2, rows, train_here
 from torch.utils.flop_counter import FlopCounterMode
 
+from engine_adapter import Rollout
 from lab.bench import bare_training, main
 from lab.cells import METRICS, STUDIES
 from rl import Policy, make_batch
-from rollouts import Rollout
 
 
 def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses():

@@ -10,9 +10,8 @@ import tyro
 from helpers import config_of
 
 from config import BackendConfig, Config, LearningConfig, ParityFlags
-from engine_adapter import SETTINGS, Setting, check_vllm_version, wanted_settings
+from engine_adapter import SETTINGS, Sampling, Setting, check_vllm_version, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
-from rollouts import Sampling
 
 
 def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():

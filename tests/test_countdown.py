@@ -69,7 +69,7 @@ def test_hostile_text_takes_no_time(text):
 
 
 def test_countdown_is_a_built_in_task(monkeypatch):
-    monkeypatch.setattr("extras.problem_files.drawn", lambda file: [file.sample() for _ in range(20)])
+    monkeypatch.setattr("tasks.problem_files.drawn", lambda file: [file.sample() for _ in range(20)])
     task = find_task(config_of(task="countdown"))
     assert (len(task.train), len(task.held_out)) == (18, 2)
     assert task.reward(task.train[0], "") == 0.0

@@ -10,10 +10,10 @@ from helpers import ROOT, read_json
 
 import probe.__main__ as probe
 from config import Config
-from extras.task_file import TaskFile
+from engine_adapter import Rollout
 from lab import memory, study
-from rollouts import Rollout
 from tasks import Problem
+from tasks.task_file import TaskFile
 
 README = ROOT / "README.md"
 FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md"),

@@ -32,10 +32,11 @@ from engine_adapter import (
     AuditError,
     Engine,
     EngineStateError,
+    Sampling,
     WeightLoadError,
+    reseed,
 )
 from rl import Policy, Scoring
-from rollouts import Sampling, reseed
 
 pytestmark = pytest.mark.engine
 IN_FORCE = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,

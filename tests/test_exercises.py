@@ -10,11 +10,10 @@ import torch
 
 import objectives
 import rl
-from engine_adapter import observed_head_dtype
+from engine_adapter import Rollout, observed_head_dtype
 from exercises import functions, mystery
 from exercises import test_functions as student
 from extras.sampling_mask import mask_outside
-from rollouts import Rollout
 
 
 # ------------------------------------------------------------------------------------------------ the core's functions

@@ -74,7 +74,7 @@ def check_kl_in_reward(done):
 @contextmanager
 def fork(name: str, folder: Path) -> Iterator[None]:
     """The product's files with the patch applied, in place of those that this process has imported."""
-    rooms = [*ROOT.glob("*.py"), ROOT / "extras", ROOT / "examples"]
+    rooms = [*ROOT.glob("*.py"), *(ROOT / each for each in ("tasks", "verify", "report", "extras", "examples"))]
     for room in rooms:
         copy = shutil.copytree if room.is_dir() else shutil.copy
         copy(room, folder / room.name)

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from config import ParityFlags
 from examples.toys import toy_tokenizer
-from extras.answers import last_number
 from rl import plain_body
+from tasks.answers import last_number
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 

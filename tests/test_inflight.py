@@ -26,11 +26,10 @@ from helpers import (
 )
 
 from config import ParityFlags
-from engine_adapter import CANARY_PROMPT_TOKENS, Engine
+from engine_adapter import CANARY_PROMPT_TOKENS, Engine, Sampling
 from extras.inflight import Group, GroupsInFlight
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
-from rollouts import Sampling
 from tasks import Problem, Task, exact_match
 
 KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)

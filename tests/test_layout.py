@@ -7,11 +7,12 @@ from helpers import ROOT
 
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
-    "grpo": "", "objectives": "", "records": "", "config": "objectives", "models": "", "tasks": "records",
-    "rollouts": "config tasks", "proof": "", "engine_adapter": "config models proof rollouts",
-    "rl": "config engine_adapter models objectives rollouts",
-    "run": "config engine_adapter models objectives records rl rollouts tasks",
-    "train": "config objectives records rl rollouts run tasks",
+    "grpo": "", "objectives": "", "report": "", "config": "objectives", "models": "",
+    "tasks": "config engine_adapter models report",
+    "verify": "", "engine_adapter": "config models tasks verify",
+    "rl": "config engine_adapter models objectives",
+    "run": "config engine_adapter models objectives report rl tasks",
+    "train": "config engine_adapter objectives report rl run tasks",
 }  # fmt: skip
 MAY_IMPORT = {name: set(others.split()) for name, others in CORE.items()}
 MAY_IMPORT["examples"] = set(CORE) - {"grpo"} | {"extras"}
@@ -20,16 +21,16 @@ MAY_IMPORT["probe"] = MAY_IMPORT["extras"] | {"extras", "examples"}
 MAY_IMPORT["exercises"] = set()  # a student's functions are his own
 MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe", "exercises"}
 # Files of extras/ that import nothing of ours, and who imports them.
-RARE_CASES = {"engine_adapter": {"extras.decode", "extras.experts", "extras.model_cases", "extras.own_noise",
-                                 "extras.rotary_table"},
+RARE_CASES = {"engine_adapter": {"extras.rotary_table"},
               "models": {"extras.further_tokens", "extras.multimodal", "extras.transformers4"},
-              "rl": {"extras.rotary_table"},
-              "train": {"extras.quiet"}}  # fmt: skip
+              "rl": {"extras.rotary_table"}}  # fmt: skip
 MAY_IMPORT |= {name: set() for names in RARE_CASES.values() for name in names}
-FOR_AN_OPTION = {"run": {"extras", "probe", "examples", "extras.further_tokens", "extras.own_noise"},
+FOR_AN_OPTION = {"run": {"extras", "probe", "examples", "extras.further_tokens", "verify"},
+                 "tasks": {"examples"},
                  "extras": {"examples"}} | RARE_CASES  # fmt: skip
-VLLM = {"engine_adapter", "proof", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
-FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("extras", "probe", "lab", "examples", "exercises")
+VLLM = {"engine_adapter", "verify", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
+FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("tasks", "verify", "report", "extras", "probe", "lab",
+                                                                "examples", "exercises")
                                        for each in sorted((ROOT / room).rglob("*.py")))]  # fmt: skip
 
 

@@ -11,12 +11,12 @@ from helpers import RECURRENT, at, built, load_into, qwen2, small_model, started
 from transformers import AutoModelForCausalLM
 
 from config import LoraConfig
+from engine_adapter import Rollout
 from extras.lora import Adapters
-from proof import differing
 from rl import Policy, make_batch
-from rollouts import Rollout
 from run import Run, TrainingState, save_policy
 from train import train_step
+from verify.proof import differing
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH = make_batch([Rollout([5 + row, 6, 7], None, [8, 9 + row, 10], [0.0] * 3) for row in range(4)])

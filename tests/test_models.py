@@ -11,14 +11,14 @@ from helpers import config_of, qwen2, read_json, small_model
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+from engine_adapter import Rollout, Sampling
 from examples.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
-from extras.model_folder import describe_model, load_tokenizer
-from extras.problem_files import load_task
 from models import load_model, save_model
 from rl import Policy
-from rollouts import Rollout, Sampling
 from run import Run, save_policy
 from tasks import encode
+from tasks.model_folder import describe_model, load_tokenizer
+from tasks.problem_files import load_task
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.toys import toy_tokenizer
 from models import load_model, read_config
-from records import checkpoints
+from report.files import checkpoints
 
 CASES = [(name, name in ALWAYS_TIED) for name in MULTIMODAL] + [("Gemma3", True)]
 NAMES_OF = "missing_keys", "unexpected_keys", "mismatched_keys"

@@ -9,9 +9,8 @@ from helpers import MATRIX_PROMPTS, WARM, load_into, mismatch, move, policy_of, 
 from torch.nn.functional import linear
 
 from config import ParityFlags
-from engine_adapter import Engine, EngineStateError, WeightLoadError
-from extras import experts
-from rollouts import Sampling
+from engine_adapter import Engine, EngineStateError, Sampling, WeightLoadError
+from verify import experts
 
 BLOCK = 32  # the CPU build's smallest; the canary's prompts then have 33 tokens
 

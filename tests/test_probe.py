@@ -12,6 +12,7 @@ import torch
 from helpers import SIXTEEN, config_of, drawn_ids, move, qwen2, refusal, started
 
 from config import ParityFlags
+from engine_adapter import Rollout, Sampling
 from extras.rounded_weights import RoundedWeights
 from probe import causes
 from probe.__main__ import main
@@ -19,7 +20,6 @@ from probe.diagnose import StepProbe, alarms, diagnose
 from probe.search import Pass, Probe, Readout
 from probe.traces import Trace, load_traces, save_trace
 from rl import Policy, Scoring
-from rollouts import Rollout, Sampling
 
 DATA = Path(__file__).parent / "data"
 MODEL, DEFAULT = str(DATA / "tiny-qwen2"), str(DATA / "v1_0.32.0_fp32_default.npz")

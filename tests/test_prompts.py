@@ -8,10 +8,10 @@ from helpers import command, config_of, read_json, refusal, rows, train_here
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from extras.model_folder import load_tokenizer
+from engine_adapter import Rollout
 from extras.notices import notices
-from rollouts import Rollout
 from tasks import Problem, Task, encode, exact_match, prompts_record
+from tasks.model_folder import load_tokenizer
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
 CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endfor %}"

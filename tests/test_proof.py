@@ -18,8 +18,8 @@ from helpers import (
 )
 
 from engine_adapter import WeightLoadError
-from proof import blank, differing, same_bits, storage, unpacked, untouched
 from rl import Policy
+from verify.proof import blank, differing, same_bits, storage, unpacked, untouched
 
 # Each class in one dtype; then what a dtype or a tied head changes: how vLLM packs linear layers, experts and the head.
 CASES = [(name, name in ALWAYS_TIED, dtypes_of(name)[-1], "cpu")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import ROOT, close_live_engine, qwen2, run_script
 
+sys.path.insert(0, str(ROOT / "verify"))  # a stranger has proof.py beside these
 from engine_adapter import prepare_environment
 from examples.prove_remote import differing
 from examples.prove_trl import proven
@@ -122,6 +123,7 @@ def test_a_changed_bit_is_named_in_another_process(tmp_path, monkeypatch, starte
     close_live_engine()
     prepare_environment()
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "verify"), prepend=os.pathsep)
     model = qwen2(tied=True)
     model.save_pretrained(tmp_path)
     with started(str(tmp_path)) as engine:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from helpers import ROOT, built, rows
 
+from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
-from extras.problem_files import load_task, try_reward
-from extras.task_file import TaskFile
 from objectives import group_advantages
-from rollouts import Rollout
 from tasks import Problem, encode
+from tasks.problem_files import load_task, try_reward
+from tasks.task_file import TaskFile
 from train import evaluate, train_step
 
 BODY = """
@@ -76,7 +76,7 @@ def test_no_process_of_a_file_outlives_the_run_and_a_signal_does_not_wait_for_re
                                       f" if response == 'first': {code}\n return 1.0")  # fmt: skip
     program = """if True:
         import signal
-        from extras.task_file import TaskFile
+        from tasks.task_file import TaskFile
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         file = TaskFile("mine.py", 0, 60, num_processes=2)
         file.grade([(None, ["first", *"later"], [None] * 6)])

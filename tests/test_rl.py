@@ -12,6 +12,7 @@ from helpers import DEVICES, ROUNDING, drawn_ids, frozen_logprobs, minibatches_o
 
 import objectives
 from config import LearningConfig
+from engine_adapter import Rollout, Sampling
 from extras.fast import FastHead, fast_parts
 from extras.offload import OffloadedOptimizer
 from extras.sampling_mask import SamplingMask
@@ -27,7 +28,6 @@ from rl import (
     make_batch,
     update,
 )
-from rollouts import Rollout, Sampling
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:

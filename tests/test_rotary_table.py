@@ -8,14 +8,14 @@ import pytest
 import torch
 from helpers import WARM, built, rewrite, small_model
 
-from extras.decode import decoded_body
+from engine_adapter import Rollout, Sampling
 from extras.fast import prompts_once
 from extras.rotary_table import one_table
 from extras.transformers_engine import TransformersEngine
 from probe.replay import Replay
 from probe.traces import Trace
 from rl import Policy, Scoring, make_batch, plain_body
-from rollouts import Rollout, Sampling
+from verify.decode import decoded_body
 
 SHORT, LONG = torch.full((16,), 1.1), 1.0 + torch.arange(16)  # factors of 16 angles
 # 256 / 16 tokens scale cosine and sine by sqrt(1 + log 16 / log 16), if no key says otherwise

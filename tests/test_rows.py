@@ -14,9 +14,9 @@ import pandas
 import pytest
 from helpers import ROOT
 
-from extras.problem_files import load_task
-from rollouts import Synchronous
+from engine_adapter import Synchronous
 from tasks import Problem, Task, exact_match
+from tasks.problem_files import load_task
 
 ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "digits": len(str(n))}} for n in range(20)]
 

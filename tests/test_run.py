@@ -13,11 +13,12 @@ import pytest
 import torch
 from helpers import config_of
 
-import records
 from config import Config, ParityFlags
 from extras.idle_switches import name_idle_switches
 from extras.transformers_engine import engine_for
-from records import provenance
+from report.clock import Clock
+from report.errors import end_of_process, one_sentence
+from report.files import provenance
 from rl import Policy
 from run import prepare
 from tasks import Problem, Task, exact_match, fitting
@@ -94,7 +95,7 @@ def test_vllm_must_be_there_where_it_samples(job, monkeypatch):
 
 
 def test_the_peak_of_a_phase_is_that_of_memory_that_was_freed_in_it():
-    clock = records.Clock()
+    clock = Clock()
     with clock("update"):
         bytearray(2**28)
     assert clock.figures()["update_gib"] > clock.figures()["memory_gib"] + 0.2
@@ -104,7 +105,7 @@ def test_a_gpus_process_ends_before_python_does_with_its_status(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def last_block() -> None:
-        with suppress(SystemExit), records.end_of_process():
+        with suppress(SystemExit), end_of_process():
             sys.exit(2)
         os._exit(3)
 
@@ -123,7 +124,7 @@ def test_a_machine_without_git_is_no_error(tmp_path, monkeypatch):
 
 def test_an_error_that_no_check_foresees_leaves_its_traceback(capsys):
     for error, shown in (KeyError("x"), True), (ValueError("x"), False):
-        with pytest.raises(SystemExit), records.one_sentence(2):
+        with pytest.raises(SystemExit), one_sentence(2):
             raise error
         assert ("Traceback" in (said := capsys.readouterr().err)) == shown
         assert said.endswith(("error: KeyError: 'x'\n", "error: x\n"))

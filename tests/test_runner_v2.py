@@ -16,10 +16,10 @@ from helpers import (
     train_here,
 )
 
+from engine_adapter import Sampling, reseed
 from extras.sampling_mask import SamplingMask, masked_logits
 from probe.diagnose import ALARMS, alarms
 from rl import Policy, Scoring, make_batch
-from rollouts import Sampling, reseed
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(RUNNER != "v2", reason="needs RUNNER=v2")]
 ENDLESS = Sampling(0.7, 24)

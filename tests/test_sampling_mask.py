@@ -18,12 +18,11 @@ from helpers import (
 )
 
 from config import ParityFlags
-from engine_adapter import Engine
+from engine_adapter import Engine, Rollout, Sampling, reseed
 from extras.sampling_mask import SamplingMask, masked_logits
 from extras.transformers_engine import TransformersEngine
 from objectives import mismatch_metrics
 from rl import Policy, Scoring, in_micro_batches, make_batch
-from rollouts import Rollout, Sampling, reseed
 from train import answer_held_out
 
 MASKS = [dict(top_k=5, top_p=0.9), dict(min_p=0.05), dict(min_p=0.02, top_k=20, top_p=0.95)]

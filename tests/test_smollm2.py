@@ -9,8 +9,8 @@ import pytest
 from helpers import ROOT
 
 from examples.smollm2 import make
-from extras.problem_files import load_task
 from tasks import Problem
+from tasks.problem_files import load_task
 
 
 def test_a_wheel_without_the_file_is_refused_and_a_folder_that_is_there_is_kept(tmp_path, capsys):

@@ -12,9 +12,8 @@ from helpers import (
     train_here,
 )
 
-from engine_adapter import CANARY_PROMPTS, EngineStateError
+from engine_adapter import CANARY_PROMPTS, EngineStateError, Sampling
 from rl import Policy
-from rollouts import Sampling
 
 pytestmark = pytest.mark.engine
 

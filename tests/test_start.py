@@ -15,7 +15,7 @@ from extras.tracker import Tracker
 
 WRITES = """
 import os, sys
-from extras.quiet import harmless_left_out
+from report.quiet import harmless_left_out
 with harmless_left_out():
     os.write(2, b"[W] NUMA binding: Using MEMBIND policy\\n")
     os.write(2, b"\\0\\xff\\n")  # not text

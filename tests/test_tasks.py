@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from examples.toys import addition, digits
-from extras.problem_files import drawn, load_task
 from tasks import Problem, Task, exact_match, split, time_limit
+from tasks.problem_files import drawn, load_task
 
 
 # ------------------------------------------------------------------------------------------------ the toys

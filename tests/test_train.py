@@ -28,11 +28,11 @@ from helpers import (
 )
 
 from config import LearningConfig
+from engine_adapter import Rollout, Sampling, Synchronous, reseed
 from examples.record_vllm import record
-from extras.problem_files import load_task
 from probe.traces import load_traces
 from rl import Policy, make_batch
-from rollouts import Rollout, Sampling, Synchronous, reseed
+from tasks.problem_files import load_task
 from train import batch_metrics, evaluate, greedy_agreement, has_loss, rollout_metrics, scores_of, train_step
 
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, qwen2, small_model
 
-from engine_adapter import EngineStateError, WeightLoadError
+from engine_adapter import EngineStateError, Sampling, Synchronous, WeightLoadError
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
-from rollouts import Sampling, Synchronous
 from tasks import Problem, Task, exact_match
 
 

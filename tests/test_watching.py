@@ -7,7 +7,7 @@ import pytest
 from helpers import built, rows
 from matplotlib.figure import Figure
 
-from records import answer_line, log_line
+from report.log import answer_line, log_line
 from train import train
 
 ROW = {"question": "What is 3 + 2?", "response": " 5\nor 6", "reward": 1.0}

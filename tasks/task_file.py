@@ -28,7 +28,7 @@ from threading import Event, Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-PROGRAM = "import sys; sys.path = sys.argv[2:]; from extras.task_file import serve; serve()"
+PROGRAM = "import sys; sys.path = sys.argv[2:]; from tasks.task_file import serve; serve()"
 # The fields that a reward can read. Their classes stay here, because they would import torch.
 PROBLEM = ("question", "answer", "source", "row")
 ROLLOUT = ("token_ids", "logprobs", "finish_reason", "versions")

@@ -1,6 +1,6 @@
 """Problems, prompts and rewards: what a task is, its held-out problems, a model's prompts.
 
-`--task` names one of examples/toys.py, or a file or dataset that extras/problem_files.py reads.
+`--task` names one of examples/toys.py, or a file or dataset that tasks/problem_files.py reads.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from records import one_line, stage
+from report.errors import one_line, stage
 
 
 class Problem(NamedTuple):
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 Reward = Callable[..., float | dict[str, float] | None]
 
 
-# A problem, the texts of its responses, and their rollouts.Rollout.
+# A problem, the texts of its responses, and their engine_adapter.Rollout.
 Answered = tuple[Problem, list[str], Sequence[Any]]
 
 
@@ -107,7 +107,7 @@ class Task:
     ) -> list[dict[str, Any]]:
         """Give a reward to each rollout that has none, and a score where none is set: the reward.
 
-        `rollouts` are rollouts.Rollout: G of each problem, group-major. The reward of a response
+        `rollouts` are Rollouts: G of each problem, group-major. The reward of a response
         that is left out is NaN. `evaluates`: the problems are held out. Returns a row for each, as
         in samples.jsonl. Raises: ValueError if a reward fails, unless such responses are left out.
         """

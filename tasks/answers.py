@@ -10,10 +10,10 @@ from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
 
-from extras.choices import chosen, last_match, letter
-from extras.task_file import TaskFile
-from records import stage
+from report.errors import stage
 from tasks import Problem
+from tasks.choices import chosen, last_match, letter
+from tasks.task_file import TaskFile
 
 GLUED = r"(?:[ckm]m|kg|m[gl]|mph|min)(?![a-zA-Z])"  # units without a space: 5cm
 TIMES_TEN = r"\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\^"

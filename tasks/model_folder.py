@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models import read_config
-from records import stage
+from report.errors import stage
 from tasks import Task
 
 MODELS = "toy, a folder or a hub name; code from a model's folder is never run"

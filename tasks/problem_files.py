@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from config import BUILT_IN, DataConfig
-from extras.answers import Answers, Unreadable
-from extras.model_folder import reach_hub
-from extras.task_file import TaskFile
-from records import stage
-from rollouts import Rollout
+from engine_adapter import Rollout
+from report.errors import stage
 from tasks import Problem, Task, refuse_or_drop, split
+from tasks.answers import Answers, Unreadable
+from tasks.model_folder import reach_hub
+from tasks.task_file import TaskFile
 
 # The usual names of columns, also with capitals: of those that a file has the first is taken. The
 # texts of `body` and `question`, say, are joined.

@@ -1,0 +1,32 @@
+"""The pictures of a run."""
+
+from pathlib import Path
+from typing import Any
+
+from report.files import read_rows
+
+PANELS = {  # of curves.png: titles, and figures of metrics.jsonl
+    "reward": ("reward", "eval_reward", "eval_reward_greedy"), "clip rate": ("clip_rate",),
+    "KL(old, new), nats": ("kl_old_new",), "entropy, nats": ("entropy",),
+    "mismatch, nats (log)": ("mismatch_abs_mean", "mismatch_max"),
+    "seconds": ("generate_s", "old_logprobs_s", "update_s", "sync_s"),
+}  # fmt: skip
+
+
+def draw_at_evaluation(out: Path, metrics: dict[str, Any]) -> None:
+    """Draw curves.png of the run in `out` anew, if `metrics` are those of an evaluation."""
+    from matplotlib.figure import Figure
+
+    if not metrics["step"] or "eval_reward" not in metrics:
+        return
+    rows = read_rows(out / "metrics.jsonl")
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axis, (title, names) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+        for name in names:
+            measured = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+            axis.plot(list(measured), list(measured.values()), label=name)
+        axis.set(title=title, xlabel="step")
+        if "(log)" in title:
+            axis.set_yscale("symlog", linthresh=1e-9)  # linear below, so that 0 is on the axis
+        axis.legend(fontsize=8)
+    figure.savefig(out / "curves.png", dpi=110)

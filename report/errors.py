@@ -1,0 +1,101 @@
+"""Errors as sentences, the exit status of a command, and the lock of a run's folder."""
+
+import fcntl
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and text in one line that can be printed."""
+    text = "".join(traceback.format_exception_only(error))  # also if the error's own __str__ fails
+    return escaped(" ".join(text.split())[:1000])
+
+
+def escaped(text: str) -> str:
+    """The text with characters that the terminal cannot show written as their numbers."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, errors="backslashreplace").decode(encoding)
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Turns an exception of a library into a ValueError that names what failed."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} failed: {one_line(error)}") from error
+
+
+@contextmanager
+def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
+    """A command's boundary: an exception or a signal's KeyboardInterrupt becomes a sentence and a
+    status.
+
+    `out`: the folder of an accepted run, for the traceback. Without it, the traceback is printed,
+    unless the exception is a ValueError, which the checks of this program raise.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(OSError):  # the terminal may be gone
+            print("stopped by a signal; with --resume a run goes on from its newest checkpoint, or"
+                  " begins anew if it has none; a study deletes and repeats its unfinished runs",
+                  file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        where = ""
+        if out:
+            path = Path(out).absolute() / "error.txt"
+            with suppress(OSError):  # the disk may be full
+                replace_file(path, traceback.format_exc())
+                where = f" (traceback: {path})"
+        elif not isinstance(error, ValueError):
+            traceback.print_exc()
+        print(f"error: {one_line(error).removeprefix('ValueError: ')}{where}", file=sys.stderr)
+        sys.exit(status)
+
+
+@contextmanager
+def end_of_process() -> Iterator[None]:
+    """The last block of a process. On a GPU vLLM's allocator may abort it where Python ends."""
+    import torch  # here: a process of a task's file imports this module, and no torch
+
+    status = 0
+    try:
+        yield
+    except SystemExit as stop:
+        status = stop.code
+    if torch.cuda.is_available():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    if status:
+        sys.exit(status)
+
+
+@contextmanager
+def locked(out: str) -> Iterator[None]:
+    """Make the folder of a run and lock it until the block ends. No file in it is touched."""
+    try:
+        os.makedirs(out, exist_ok=True)
+        folder = os.open(out, os.O_DIRECTORY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"out must not be in use, another process holds {out}") from None
+    except OSError as error:
+        raise ValueError(f"out must be a writable folder, got {out}: {error}") from None
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file anew: a kill leaves the old text or the new one, never a part."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_text(text, errors="backslashreplace")
+    unfinished.replace(path)

@@ -1,0 +1,69 @@
+"""The files of a run: tables, the record of where it comes from, checkpoints."""
+
+import json
+import subprocess
+import sys
+from hashlib import file_digest
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from report.errors import stage
+
+TABLES = "metrics.jsonl", "samples.jsonl"
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Versions, commit (None outside a repository), whether tracked files were changed, device."""
+    command = "git describe --always --abbrev=40 --exclude='*' --dirty"  # COMMIT[-dirty] or none
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, check=False,
+                         capture_output=True, text=True)
+    commit, _, dirty = git.stdout.strip().partition("-")
+    versions = {name: version(name) for name in ("torch", "transformers", "einops", "tyro")}
+    versions["python"] = sys.version.split()[0]
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    return {"versions": versions, "device": name, "commit": commit or None,
+            "dirty": bool(dirty) if commit else None}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table, without a last one that a kill has cut off; none without a table."""
+    with stage(f"reading {path}"):
+        lines = path.read_text().split("\n") if path.exists() else [""]
+        return [json.loads(line) for line in lines[:-1]]
+
+
+def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    with open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The files of this program in checkpoints/, the oldest first."""
+    return sorted(out.glob(f"checkpoints/step_{'[0-9]' * 6}.pt"))
+
+
+def save_checkpoint(out: Path, step: int, state: dict[str, Any]) -> None:
+    """checkpoints/step_N.pt. The newest two are kept; files of other names are left alone."""
+    folder = out / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    unfinished = folder / "unfinished"  # renamed when it is complete
+    with stage(f"writing a checkpoint in {folder}"):
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(state | {"step": step}, file)
+        except RuntimeError as error:  # torch hides the file's own error, such as a full disk
+            raise error.__context__ or error from None
+        unfinished.replace(folder / f"step_{step:06d}.pt")
+    for old in checkpoints(out)[:-2]:
+        old.unlink()
+
+
+def digest_of(path: Path) -> str:
+    """The first 16 digits of the file's SHA-256."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()[:16]

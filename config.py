@@ -5,13 +5,14 @@ line is flat; the comment of an option is its text in --help.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import exp, inf
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from engine_adapter import ParityFlags, check_mask, has_sampling_mask
 from objectives import (
     MAX_LOG_WEIGHT,
     NO_REJECTION,
@@ -21,57 +22,19 @@ from objectives import (
     Clip,
     Rejection,
 )
+from report.errors import LARGEST, MANY, SMALLEST, printable, within
 
-# A fix that is off means V1's default. With one of --parity.variants it means something else: only
-# a part of it is off, or the trainer has the fault too (both-...). By name: the variant's fix.
-VARIANTS = {
-    "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
-    "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
-    "recompute": "inflight_keep", "both-heads": "fp32_head", "both-raw": "processed_logprobs",
-}  # fmt: skip
 ROUNDINGS = ("int8", "fp8", "int6", "int4", "int3")  # of --rollout-weights
 BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
-MANY = 2**31 - 1
-SMALLEST, LARGEST = 1e-30, 1e30  # in float32
 MAX_SEED = 2**32 - 1  # numpy's
 # May change at --resume; the prompts have a digest of their own.
 NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "reward_workers", "chat_template_args",
                          "tracker"}
 
 
-def within(options: Any, low: float, high: float, *names: str) -> None:
-    """Raises: ValueError that names the first of these options that is outside. None (not given)
-    passes.
-    """
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"{name} must be in [{low}, {high}], got {value}")
-
-
-def printable(options: Any, *names: str) -> None:
-    """Raises: ValueError that names the first of these options that is empty or unprintable."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not (value and value.isprintable()):
-            raise ValueError(f"{name} must be a printable name, got {value!a}")
-
-
-def check_mask(options: Any) -> None:
-    """The rules of top_k, top_p and min_p, of LearningConfig and of engine_adapter.Sampling."""
-    within(options, 0, MANY, "top_k")
-    within(options, 1e-6, 1, "top_p")  # in float32 less keeps no token
-    within(options, 0, 1, "min_p")
-
-
 def given_or(value: Any, usual: Any) -> Any:
     """The user's value, or the usual one if there is none."""
     return usual if value is None else value
-
-
-def has_sampling_mask(options: Any) -> bool:
-    """Whether top-k, top-p or min-p can cut a token off."""
-    return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -243,81 +206,6 @@ class LoraConfig:
         if not self.lora_rank and (self.lora_alpha, self.lora_forward) != (32.0, "merged"):
             raise ValueError("lora_alpha and lora_forward need lora_rank (without it there are no"
                              " adapters), got 0; try --lora-rank 16")
-
-
-@dataclass(frozen=True)
-class ParityFlags:
-    """The five fixes. Off is V1's default; without sampling_mask: that of most trainers."""
-
-    # Semantics, engine. On: log-probabilities of the distribution that the sampler drew from
-    # (temperature applied). Off: raw ones.
-    processed_logprobs: bool = True
-    # Inference path, engine. On: no prefix caching, async scheduling, cascade attention or
-    # generation_config.json of the model. Off: V1's defaults, and a load does not clear the cache
-    # (on a GPU the sleep before it does). --prefix-cache versioned is not V1's cache.
-    uncached_runtime: bool = True
-    # Inference path, engine. On: a weight update keeps unfinished requests and their KV cache. Off:
-    # V1's pause, which aborts them; they start again. (V1 also clears the prefix cache; here only
-    # uncached_runtime controls the cache.)
-    inflight_keep: bool = True
-    # Numerics, both sides. On: the final projection in fp32. Off: the engine's in the model's
-    # dtype, V1's default, and the trainer's still in fp32.
-    fp32_head: bool = True
-    # Semantics, trainer, with top-k, top-p or min-p. On: its softmax is over the tokens that the
-    # sampler kept, which travel with each token. Off: over the vocabulary, as in most trainers.
-    sampling_mask: bool = True
-    # In place of V1's defaults. prefix-cache, async-scheduling, cascade-attention,
-    # generation-config: without uncached_runtime these alone go back to V1's defaults. recompute:
-    # without inflight_keep, unfinished requests stay and their KV cache is computed again under the
-    # new weights. both-heads: without fp32_head, the trainer's head in the model's dtype too.
-    # both-raw: without processed_logprobs, the trainer forgets the temperature too: no mismatch.
-    variants: tuple[Literal[tuple(VARIANTS)], ...] = ()
-
-    def __post_init__(self):
-        for variant in self.variants:
-            flag = VARIANTS[variant]
-            if getattr(self, flag):
-                raise ValueError(f"variants must not have {variant} with {flag} (it would do"
-                                 f" nothing); try --parity.no-{flag.replace('_', '-')}")
-        if self.stale_cache and self.inflight_update == "recompute":
-            raise ValueError("variants must not have recompute while V1's prefix cache is on"
-                             " (recompute clears the cache too, and so repairs the other fault)")
-
-    def in_force(self, flag: str, variant: str | None = None) -> bool:
-        """Whether a fix is on; with `variant`, whether that part of it is.
-
-        With the variant prefix-cache, say, only that part of uncached_runtime is off.
-        """
-        named = [each for each in self.variants if VARIANTS[each] == flag]
-        if variant and named:
-            return variant not in named
-        return getattr(self, flag)
-
-    @property
-    def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
-        """What a weight update does to unfinished requests."""
-        if self.inflight_keep:
-            return "keep"
-        return "recompute" if "recompute" in self.variants else "abort"
-
-    @property
-    def trainer_fp32_head(self) -> bool:
-        return "both-heads" not in self.variants
-
-    @property
-    def trainer_temperature(self) -> bool:
-        """Whether the trainer applies the temperature of the sampling."""
-        return "both-raw" not in self.variants
-
-    @property
-    def stale_cache(self) -> bool:
-        """Whether V1's own prefix cache is on, which a load does not clear."""
-        return not self.in_force("uncached_runtime", "prefix-cache")
-
-    def off(self) -> list[str]:
-        """The fixes that are off; a flag that is off by default, such as a fork's, is no fix."""
-        flags = [each for each in fields(self) if each.type is bool and each.default]
-        return [each.name for each in flags if not getattr(self, each.name)]
 
 
 @dataclass(frozen=True)

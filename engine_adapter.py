@@ -22,24 +22,36 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import distributions, version
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy
 import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from config import LARGEST, MANY, SMALLEST, BackendConfig, ParityFlags, check_mask, within
 from models import read_config
+from report.errors import LARGEST, MANY, SMALLEST, within
 from tasks import Problem, Task
 from verify.proof import differing, renaming
 
 
 # ---------------------------------------------------------------------------------- rollouts
+def check_mask(options: Any) -> None:
+    """The rules of top_k, top_p and min_p, of LearningConfig and of engine_adapter.Sampling."""
+    within(options, 0, MANY, "top_k")
+    within(options, 1e-6, 1, "top_p")  # in float32 less keeps no token
+    within(options, 0, 1, "min_p")
+
+
+def has_sampling_mask(options: Any) -> bool:
+    """Whether top-k, top-p or min-p can cut a token off."""
+    return options.top_k > 0 or options.top_p < 1 or options.min_p > 0
+
+
 @dataclass(frozen=True)
 class Sampling:
     """All that shapes the sampled distribution; the rest stays at vLLM's neutral defaults.
@@ -148,6 +160,90 @@ class AuditError(RuntimeError):
 
 
 # ------------------------------------------------------------ the fixes as settings of vLLM
+# A fix that is off means V1's default. With one of --parity.variants it means something else: only
+# a part of it is off, or the trainer has the fault too (both-...). By name: the variant's fix.
+VARIANTS = {
+    "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
+    "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
+    "recompute": "inflight_keep", "both-heads": "fp32_head", "both-raw": "processed_logprobs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ParityFlags:
+    """The five fixes. Off is V1's default; without sampling_mask: that of most trainers."""
+
+    # Semantics, engine. On: log-probabilities of the distribution that the sampler drew from
+    # (temperature applied). Off: raw ones.
+    processed_logprobs: bool = True
+    # Inference path, engine. On: no prefix caching, async scheduling, cascade attention or
+    # generation_config.json of the model. Off: V1's defaults, and a load does not clear the cache
+    # (on a GPU the sleep before it does). --prefix-cache versioned is not V1's cache.
+    uncached_runtime: bool = True
+    # Inference path, engine. On: a weight update keeps unfinished requests and their KV cache. Off:
+    # V1's pause, which aborts them; they start again. (V1 also clears the prefix cache; here only
+    # uncached_runtime controls the cache.)
+    inflight_keep: bool = True
+    # Numerics, both sides. On: the final projection in fp32. Off: the engine's in the model's
+    # dtype, V1's default, and the trainer's still in fp32.
+    fp32_head: bool = True
+    # Semantics, trainer, with top-k, top-p or min-p. On: its softmax is over the tokens that the
+    # sampler kept, which travel with each token. Off: over the vocabulary, as in most trainers.
+    sampling_mask: bool = True
+    # In place of V1's defaults. prefix-cache, async-scheduling, cascade-attention,
+    # generation-config: without uncached_runtime these alone go back to V1's defaults. recompute:
+    # without inflight_keep, unfinished requests stay and their KV cache is computed again under the
+    # new weights. both-heads: without fp32_head, the trainer's head in the model's dtype too.
+    # both-raw: without processed_logprobs, the trainer forgets the temperature too: no mismatch.
+    variants: tuple[Literal[tuple(VARIANTS)], ...] = ()
+
+    def __post_init__(self):
+        for variant in self.variants:
+            flag = VARIANTS[variant]
+            if getattr(self, flag):
+                raise ValueError(f"variants must not have {variant} with {flag} (it would do"
+                                 f" nothing); try --parity.no-{flag.replace('_', '-')}")
+        if self.stale_cache and self.inflight_update == "recompute":
+            raise ValueError("variants must not have recompute while V1's prefix cache is on"
+                             " (recompute clears the cache too, and so repairs the other fault)")
+
+    def in_force(self, flag: str, variant: str | None = None) -> bool:
+        """Whether a fix is on; with `variant`, whether that part of it is.
+
+        With the variant prefix-cache, say, only that part of uncached_runtime is off.
+        """
+        named = [each for each in self.variants if VARIANTS[each] == flag]
+        if variant and named:
+            return variant not in named
+        return getattr(self, flag)
+
+    @property
+    def inflight_update(self) -> Literal["keep", "abort", "recompute"]:
+        """What a weight update does to unfinished requests."""
+        if self.inflight_keep:
+            return "keep"
+        return "recompute" if "recompute" in self.variants else "abort"
+
+    @property
+    def trainer_fp32_head(self) -> bool:
+        return "both-heads" not in self.variants
+
+    @property
+    def trainer_temperature(self) -> bool:
+        """Whether the trainer applies the temperature of the sampling."""
+        return "both-raw" not in self.variants
+
+    @property
+    def stale_cache(self) -> bool:
+        """Whether V1's own prefix cache is on, which a load does not clear."""
+        return not self.in_force("uncached_runtime", "prefix-cache")
+
+    def off(self) -> list[str]:
+        """The fixes that are off; a flag that is off by default, such as a fork's, is no fix."""
+        flags = [each for each in fields(self) if each.type is bool and each.default]
+        return [each.name for each in flags if not getattr(self, each.name)]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -234,7 +330,7 @@ SETTINGS = [
 
 
 def wanted_settings(
-    parity: ParityFlags, dtype: torch.dtype, backend: BackendConfig
+    parity: ParityFlags, dtype: torch.dtype, prefix_cache: str = "off", cuda_graphs: bool = False
 ) -> dict[str, Any]:
     """What the start asks for and `Engine.audit` must then find; None leaves it to vLLM."""
     wanted = {}
@@ -243,9 +339,9 @@ def wanted_settings(
         wanted[setting.name] = setting.fixed if is_fixed else setting.default
     if wanted["head_dtype"] == "model":
         wanted["head_dtype"] = dtype_name(dtype)
-    if backend.prefix_cache == "versioned":
+    if prefix_cache == "versioned":
         wanted["enable_prefix_caching"] = True
-    wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if backend.cuda_graphs else "NONE"
+    wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
     wanted["model_dtype"] = dtype_name(dtype)
     return wanted
 
@@ -314,14 +410,15 @@ class Engine:
 
     def __init__(
         self, model: str, tensor_names: Iterable[str], parity: ParityFlags, *, max_model_len: int,
-        backend: BackendConfig | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
-        collect: Collect = collect_nothing,
+        dtype: torch.dtype = torch.float32, seed: int = 0, kv_cache_gib: float = 0.25,
+        max_num_seqs: int = 512, block_size: int | None = None, prefix_cache: str = "off",
+        cuda_graphs: bool = False, verify_loads: int = 16, canary_nats: float | None = None,
+        allow_untested_vllm: bool = False, collect: Collect = collect_nothing,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
                                    " Engine.live.close()")
-        backend = backend or BackendConfig()
-        self.vllm_version = check_vllm_version(backend.allow_untested_vllm)
+        self.vllm_version = check_vllm_version(allow_untested_vllm)
         prepare_environment()
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.platforms import current_platform
@@ -332,10 +429,10 @@ class Engine:
                                " fresh .venv")
         self.tensor_names = set(tensor_names)
         self.parity = parity
-        self.backend = backend
+        self.prefix_cache, self.verify_loads = prefix_cache, verify_loads
         self.dtype = dtype
-        self.max_num_seqs = backend.max_num_seqs
-        self.canary_tolerance = backend.canary_nats  # None: measured, by the length of a prompt
+        self.max_num_seqs = max_num_seqs
+        self.canary_tolerance = canary_nats  # None: measured, by the length of a prompt
         if dtype == torch.float32:
             self.canary_tolerance = self.canary_tolerance or CANARY_NATS
         self._measured_tolerance: dict[int, float] = {}
@@ -347,25 +444,28 @@ class Engine:
         self._memory_released = False  # by vLLM's sleep
         self._request_ids = map(str, itertools.count())
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
-        self._wanted = wanted_settings(parity, dtype, backend)
+        self._wanted = wanted_settings(parity, dtype, prefix_cache, cuda_graphs)
         torch.cuda.empty_cache()  # what the trainer has freed while it was built
         try:
-            self._start(self._arguments(model, max_model_len, seed))
+            self._start(self._arguments(
+                model, max_model_len, seed, kv_cache_gib, block_size, cuda_graphs))
         except Exception as error:  # a model that vLLM cannot run fails anywhere in here
             cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
-            sizes = (f"kv_cache_gib {backend.kv_cache_gib}, block_size {backend.block_size},"
-                     f" prefix_cache {backend.prefix_cache}")
+            sizes = (f"kv_cache_gib {kv_cache_gib}, block_size {block_size},"
+                     f" prefix_cache {prefix_cache}")
             device = current_platform.device_name
             raise ValueError(f"vLLM {self.vllm_version} ({device}) cannot start"
                              f" {self._config.model_type} ({sizes}): {_reason(error)}") from error
         Engine.live = self  # before the audit: an engine that fails it can be closed
         self.settings = self.audit()
 
-    def _arguments(self, model: str, max_model_len: int, seed: int) -> dict[str, Any]:
+    def _arguments(
+        self, model: str, max_model_len: int, seed: int, kv_cache_gib: float,
+        block_size: int | None, cuda_graphs: bool,
+    ) -> dict[str, Any]:
         """vLLM's arguments: the options, those that never change, and those of SETTINGS."""
         from extras.rotary_table import one_table
 
-        backend = self.backend
         slots = self.max_num_seqs + CANARY_PROMPTS
         arguments = dict(
             model=model, seed=seed, dtype=dtype_name(self.dtype), load_format="dummy",
@@ -373,15 +473,15 @@ class Engine:
             max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_SAMPLING.max_new_tokens),
             max_num_batched_tokens=max(8192, max_model_len),
             enable_chunked_prefill=self.on_gpu,  # a CPU cannot split the prompt of a seeded request
-            enable_sleep_mode=self.on_gpu, enforce_eager=not backend.cuda_graphs,
-            block_size=backend.block_size,
-            kv_cache_memory_bytes=int(backend.kv_cache_gib * 2**30),
+            enable_sleep_mode=self.on_gpu, enforce_eager=not cuda_graphs,
+            block_size=block_size,
+            kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
             # vLLM only checks at start that this share is free; kv_cache_memory_bytes is the size.
             gpu_memory_utilization=0.1,
             # Autotuning is slow, and its choice of kernels is not reproducible.
             enable_flashinfer_autotune=False,
         )
-        if backend.cuda_graphs:  # of whole decode steps, not compiled
+        if cuda_graphs:  # of whole decode steps, not compiled
             sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
             arguments["compilation_config"] = dict(
                 mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
@@ -501,7 +601,7 @@ class Engine:
     @property
     def _cache_salt(self) -> str | None:
         """Of a versioned prefix cache: the key of each block has the version of its weights."""
-        return str(self.weight_version) if self.backend.prefix_cache == "versioned" else None
+        return str(self.weight_version) if self.prefix_cache == "versioned" else None
 
     def sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
         """vLLM's SamplingParams of one request."""
@@ -634,7 +734,7 @@ class Engine:
         The first two loads compare all of them, later loads a part, so that each tensor is compared
         again within `verify_loads` loads. Raises: WeightLoadError that names those that differ.
         """
-        every = self.backend.verify_loads if self._loads >= 2 else 1
+        every = self.verify_loads if self._loads >= 2 else 1
         part = slice(self._loads % every, None, every)  # of vLLM's modules
         self._loads += 1
         found = differing(self.llm, weights, part)
@@ -785,7 +885,7 @@ class Engine:
         config = self.llm.vllm_config
         model = config.model_config
         layers = [module for module in self.vllm_model.modules() if hasattr(module, "impl")]
-        prefix_cache = self.backend.prefix_cache
+        prefix_cache = self.prefix_cache
         if self.parity.stale_cache:
             prefix_cache = "V1's default, not cleared by a load"
         found = {setting.name: setting.read(self) for setting in SETTINGS} | {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, has_sampling_mask
+from config import Config
 from engine_adapter import (
     CANARY_NATS,
     CANARY_PROMPTS,
@@ -22,6 +22,7 @@ from engine_adapter import (
     Sampling,
     Synchronous,
     check_vllm_version,
+    has_sampling_mask,
 )
 from models import load_model, save_model
 from objectives import OBJECTIVES
@@ -236,8 +237,10 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         from extras.transformers_engine import engine_for
 
         return engine_for(run, policy)
-    options = dict(backend=backend, max_model_len=run.max_model_len, dtype=policy.model.dtype,
-                   seed=config.job.seed)
+    names = ("kv_cache_gib", "max_num_seqs", "block_size", "prefix_cache", "cuda_graphs",
+             "verify_loads", "canary_nats", "allow_untested_vllm")
+    options = {name: getattr(backend, name) for name in names} | dict(
+        max_model_len=run.max_model_len, dtype=policy.model.dtype, seed=config.job.seed)
     if has_sampling_mask(config.learning):
         from extras.sampling_mask import collect_kept_sets
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from config import has_sampling_mask
+from engine_adapter import has_sampling_mask
 
 
 def name_idle_switches(run: Any, block: int) -> None:

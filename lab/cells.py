@@ -12,7 +12,7 @@ from statistics import fmean as mean
 from statistics import median
 from typing import Any, NamedTuple
 
-from config import VARIANTS
+from engine_adapter import VARIANTS
 
 Rows = list[dict[str, Any]]  # of metrics.jsonl; step 0 is the evaluation before training
 

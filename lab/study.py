@@ -46,12 +46,12 @@ import torch
 import tyro
 
 import lab
-from config import MANY, Config, within
+from config import Config
 from engine_adapter import prepare_environment
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
-from report.errors import end_of_process, locked, one_sentence, replace_file, stage
+from report.errors import MANY, end_of_process, locked, one_sentence, replace_file, stage, within
 from report.files import provenance, read_rows
 
 Record = dict[str, Any]  # as JSON has it

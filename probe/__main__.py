@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 import tyro
 
-from config import MANY, ParityFlags, within
-from engine_adapter import Engine
+from engine_adapter import Engine, ParityFlags
 from examples.record_vllm import weights_of
 from extras.fast import fast_parts
 from probe.compare import change, same_workload
@@ -24,7 +23,7 @@ from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
 from probe.place import dtype_of, place
 from probe.traces import Trace, load_traces
-from report.errors import one_sentence, stage
+from report.errors import MANY, one_sentence, stage, within
 from rl import Policy
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -43,8 +43,8 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
-from config import BackendConfig, Config, ParityFlags
-from engine_adapter import Engine, Rollout, Sampling, prepare_environment
+from config import Config
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling, prepare_environment
 from extras.inflight import InflightEngine
 from extras.sampling_mask import collect_kept_sets
 from objectives import mismatch_metrics
@@ -166,8 +166,6 @@ def started(
     parity = parity or ParityFlags()
     options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype} | options
     options["collect"] = collect_kept_sets
-    names = options.keys() & {option.name for option in fields(BackendConfig)}
-    options["backend"] = BackendConfig(**{name: options.pop(name) for name in names})
     key = repr((folder, shapes, parity, in_flight, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:

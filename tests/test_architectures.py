@@ -38,8 +38,8 @@ from helpers import (
 from packaging import version
 from torch.overrides import TorchFunctionMode
 
-from config import LoraConfig, ParityFlags
-from engine_adapter import CANARY_PROMPT_TOKENS, Engine, Rollout, Sampling, WeightLoadError
+from config import LoraConfig
+from engine_adapter import CANARY_PROMPT_TOKENS, Engine, ParityFlags, Rollout, Sampling, WeightLoadError
 from examples.toys import toy_tokenizer
 from extras.fast import fast_parts
 from extras.lora import Adapters

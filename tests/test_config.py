@@ -9,8 +9,8 @@ import torch
 import tyro
 from helpers import config_of
 
-from config import BackendConfig, Config, LearningConfig, ParityFlags
-from engine_adapter import SETTINGS, Sampling, Setting, check_vllm_version, wanted_settings
+from config import Config, LearningConfig
+from engine_adapter import SETTINGS, ParityFlags, Sampling, Setting, check_vllm_version, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
 
 
@@ -47,7 +47,7 @@ def test_every_correction_is_allowed_with_all_fixes_and_refused_with_two_policie
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
     parity = ParityFlags(uncached_runtime=False, variants=("prefix-cache",))
-    wanted = wanted_settings(parity, torch.float32, BackendConfig())
+    wanted = wanted_settings(parity, torch.float32)
     assert {setting.variant: wanted[setting.name] for setting in SETTINGS if setting.variant} == {
         "prefix-cache": True, "async-scheduling": False, "cascade-attention": True, "generation-config": "vllm"}
     for variants, fp32 in (((), True), (("both-heads",), False)):
@@ -63,7 +63,7 @@ def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_i
     row = Setting("fcfs", "scheduling_policy", "fcfs", "priority", lambda engine: None)
     monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, row])
     for fcfs, value in (True, "fcfs"), (False, "priority"):
-        assert wanted_settings(Fork(fcfs=fcfs), torch.float32, BackendConfig())["scheduling_policy"] == value
+        assert wanted_settings(Fork(fcfs=fcfs), torch.float32)["scheduling_policy"] == value
     assert Fork(fcfs=False).off() == ["fcfs"]
     config_of(Fork(), tis="token")
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers import built, close_live_engine
 
-from config import ParityFlags
-from engine_adapter import AuditError, Engine
+from engine_adapter import AuditError, Engine, ParityFlags
 from rl import Policy
 
 pytestmark = pytest.mark.engine

@@ -26,12 +26,12 @@ from helpers import (
 )
 
 import engine_adapter
-from config import ParityFlags
 from engine_adapter import (
     CANARY_PROMPT_TOKENS,
     AuditError,
     Engine,
     EngineStateError,
+    ParityFlags,
     Sampling,
     WeightLoadError,
     reseed,

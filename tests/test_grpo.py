@@ -19,7 +19,7 @@ from helpers import ROOT, ROUNDING, built, close_live_engine, qwen2, rewrite, ru
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from config import ParityFlags
+from engine_adapter import ParityFlags
 from examples.toys import toy_tokenizer
 from rl import plain_body
 from tasks.answers import last_number

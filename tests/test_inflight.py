@@ -25,8 +25,7 @@ from helpers import (
     train_here,
 )
 
-from config import ParityFlags
-from engine_adapter import CANARY_PROMPT_TOKENS, Engine, Sampling
+from engine_adapter import CANARY_PROMPT_TOKENS, Engine, ParityFlags, Sampling
 from extras.inflight import Group, GroupsInFlight
 from extras.transformers_engine import TransformersEngine
 from rl import Policy

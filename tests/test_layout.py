@@ -7,9 +7,9 @@ from helpers import ROOT
 
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
-    "grpo": "", "objectives": "", "report": "", "config": "objectives", "models": "",
+    "grpo": "", "objectives": "", "report": "", "config": "engine_adapter objectives report", "models": "",
     "tasks": "config engine_adapter models report",
-    "verify": "", "engine_adapter": "config models tasks verify",
+    "verify": "", "engine_adapter": "models report tasks verify",
     "rl": "config engine_adapter models objectives",
     "run": "config engine_adapter models objectives report rl tasks",
     "train": "config engine_adapter objectives report rl run tasks",

@@ -8,8 +8,7 @@ import torch
 from helpers import MATRIX_PROMPTS, WARM, load_into, mismatch, move, policy_of, started
 from torch.nn.functional import linear
 
-from config import ParityFlags
-from engine_adapter import Engine, EngineStateError, Sampling, WeightLoadError
+from engine_adapter import Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError
 from verify import experts
 
 BLOCK = 32  # the CPU build's smallest; the canary's prompts then have 33 tokens

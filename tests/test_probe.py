@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers import SIXTEEN, config_of, drawn_ids, move, qwen2, refusal, started
 
-from config import ParityFlags
-from engine_adapter import Rollout, Sampling
+from engine_adapter import ParityFlags, Rollout, Sampling
 from extras.rounded_weights import RoundedWeights
 from probe import causes
 from probe.__main__ import main

@@ -13,7 +13,8 @@ import pytest
 import torch
 from helpers import config_of
 
-from config import Config, ParityFlags
+from config import Config
+from engine_adapter import ParityFlags
 from extras.idle_switches import name_idle_switches
 from extras.transformers_engine import engine_for
 from report.clock import Clock

@@ -17,8 +17,7 @@ from helpers import (
     train_here,
 )
 
-from config import ParityFlags
-from engine_adapter import Engine, Rollout, Sampling, reseed
+from engine_adapter import Engine, ParityFlags, Rollout, Sampling, reseed
 from extras.sampling_mask import SamplingMask, masked_logits
 from extras.transformers_engine import TransformersEngine
 from objectives import mismatch_metrics

@@ -4,7 +4,6 @@ Each group checks itself, and `Config` has a table of the rules that concern two
 line is flat; the comment of an option is its text in --help.
 """
 
-import json
 from dataclasses import asdict, dataclass, field
 from math import exp, inf
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+import tasks.options
 from engine_adapter import ParityFlags, check_mask, has_sampling_mask
 from objectives import (
     MAX_LOG_WEIGHT,
@@ -25,7 +25,6 @@ from objectives import (
 from report.errors import LARGEST, MANY, SMALLEST, printable, within
 
 ROUNDINGS = ("int8", "fp8", "int6", "int4", "int3")  # of --rollout-weights
-BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 MAX_SEED = 2**32 - 1  # numpy's
 # May change at --resume; the prompts have a digest of their own.
 NOT_OF_THE_EXPERIMENT = {"resume", "out", "cache_dir", "reward_workers", "chat_template_args",
@@ -259,56 +258,6 @@ class BackendConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Problems, prompts and rewards."""
-
-    # Task to evaluate on, named as `task` is; if not given: the test or validation split of a
-    # dataset, else a tenth of the problems.
-    eval_task: str | None = None
-    # Columns of rows; `outer.inner` is a column of a nested row, A+B joins the texts of two. If not
-    # given, the first of the usual names, which tasks/problem_files.py lists.
-    question_column: str | None = None
-    answer_column: str | None = None
-    # Refuse the run, or drop: rows without a question or a readable answer, and questions with two
-    # answers.
-    unreadable_answers: Literal["refuse", "drop"] = "refuse"
-    # First message of each prompt; refused without a chat template, or if a prompt has its own.
-    system_prompt: str | None = None
-    # Variables of the chat template as JSON, such as {"enable_thinking": false}. They may change at
-    # --resume, if the prompts do not.
-    chat_template_args: str | None = None
-    chat_template: bool = True  # Off: the prompt is the question alone, as for a base model.
-    max_prompt_tokens: int | None = None  # If not given, the context minus max_new_tokens.
-    overlong_prompts: Literal["refuse", "drop"] = "refuse"  # Refuse the run, or drop and count.
-    # Python file with `reward` or `rewards`, for the rows of a file or dataset; for those of
-    # eval_task too.
-    reward: str | None = None
-    reward_workers: int = 1  # Processes that compute rewards at the same time.
-    # Seconds for one call of a task file's function, its import, math-verify, or a chat template.
-    reward_limit_s: float = 10.0
-    # If a reward raises, hangs, or is no finite number, dictionary of these or None: stop the run,
-    # or leave the response out of the loss and of its group's baseline.
-    reward_errors: Literal["stop", "leave-out"] = "stop"
-
-    def __post_init__(self):
-        printable(self, "eval_task", "question_column", "answer_column", "reward")
-        within(self, 1, MANY, "max_prompt_tokens")
-        within(self, 1, 1024, "reward_workers")
-        try:
-            is_object = isinstance(self.template_args, dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            raise ValueError("chat_template_args must be a JSON object, such as"
-                             f' {{"enable_thinking": false}}, got {self.chat_template_args}')
-        within(self, SMALLEST, 1e6, "reward_limit_s")
-
-    @property
-    def template_args(self) -> dict[str, Any]:
-        return json.loads(self.chat_template_args or "{}")
-
-
-@dataclass(frozen=True)
 class MeasureConfig:
     """Evaluations and measurements."""
 
@@ -339,7 +288,7 @@ class Config:
     lora: Annotated[LoraConfig, Flat] = field(default_factory=LoraConfig)
     parity: ParityFlags = field(default_factory=ParityFlags)
     backend: Annotated[BackendConfig, Flat] = field(default_factory=BackendConfig)
-    data: Annotated[DataConfig, Flat] = field(default_factory=DataConfig)
+    data: Annotated[tasks.options.Options, Flat] = field(default_factory=tasks.options.Options)
     measure: Annotated[MeasureConfig, Flat] = field(default_factory=MeasureConfig)
 
     def __post_init__(self):

@@ -1,12 +1,12 @@
 """A run: what stays the same, what changes, and building both sides before the first step."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ from engine_adapter import (
 from models import load_model, save_model
 from objectives import OBJECTIVES
 from report.errors import replace_file, stage
-from report.files import TABLES, checkpoints, digest_of, provenance
-from report.log import shown
+from report.files import TABLES, checkpoints, provenance
 from rl import (
     VOCABULARY,
     Batch,
@@ -38,7 +37,9 @@ from rl import (
     at_targets,
     make_batch,
 )
-from tasks import Task, encode, fitting, prompts_record
+from tasks import Task
+from tasks.job import digests, find_job
+from tasks.prompts import prompts_record
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,18 @@ class Run:
     @cached_property
     def files(self) -> dict[str, str]:
         """Digests of the model's files and of the task, by name."""
-        job, data = self.config.job, self.config.data
-        task = " with ".join(filter(None, [job.task, data.reward, data.eval_task]))
-        files = {task: self.task.fingerprint}
-        for path in Path(self.model_path).glob("*"):
-            if path.is_file() and path.suffix != ".md":
-                files[f"{job.model}/{path.name}"] = digest_of(path)
-        return files
+        job = self.config.job
+        return digests(job.task, self.config.data, self.task, job.model, self.model_path)
+
+    @property
+    def seen_by_extras(self) -> Any:
+        """This run with the options by their own names, without groups."""
+        usual, config = Config().flat(), self.config
+        options = config.flat()
+        given = {name for name, value in options.items() if value != usual[name]}
+        flat = SimpleNamespace(**options | {"parity": config.parity, "data": config.data},
+                               given=given, lr_at=config.lr_at)
+        return SimpleNamespace(config=flat, task=self.task, sampling=self.sampling)
 
 
 @dataclass
@@ -108,36 +114,21 @@ def prepare(config: Config) -> Run:
     if holds_run and not config.job.resume:
         raise ValueError(f"out must be a new folder, {config.job.out} holds a run; go on with"
                          " --resume or choose another --out")
-    learning, data = config.learning, config.data
-    task = find_task(config)
-    path, model_config, tokenizer, stop_token_ids = find_model(config)
-    task = encode(tokenizer, task, stop_token_ids, data.reward_limit_s, data.system_prompt,
-                  data.template_args, data.chat_template)
-    if config.job.model != "toy":
-        from tasks.model_folder import check_tokens
-
-        check_tokens(path, task)
-    largest = max(map(max, [*task.prompts, stop_token_ids]))
-    if largest >= model_config.vocab_size:
-        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
-                         f" vocabulary of {model_config.vocab_size}")
-    context = getattr(model_config, "max_position_embeddings", math.inf)
-    task = fitting(task, context, learning.max_new_tokens, data.max_prompt_tokens or math.inf,
-                   drop=data.overlong_prompts == "drop")
-    from extras.notices import notices
-    from tasks.problem_files import try_reward
-
-    for notice in notices(tokenizer, task, config):
-        print(f"notice: {notice}", flush=True)
-    try_reward(task)
-    print(f"first prompt: {shown(prompts_record(task)['first'])}", flush=True)
+    learning = config.learning
+    job = find_job(config.job.task, config.job.seed, config.data, config.job.model,
+                   config.job.cache_dir, learning.max_new_tokens)
+    task = job.task
     groups = learning.num_prompts + config.backend.inflight_groups
     if config.job.steps and groups > len(task.train):
         raise ValueError(f"num_prompts + inflight_groups must be at most {len(task.train)} (all"
                          f" there are), got {groups}")
-    sampling = Sampling(learning.temperature, learning.max_new_tokens, stop_token_ids,
+    sampling = Sampling(learning.temperature, learning.max_new_tokens, job.stop_token_ids,
                         learning.top_k, learning.top_p, learning.min_p, max_kept=config.max_kept)
-    return Run(config, out, path, task, sampling)
+    run = Run(config, out, job.folder, task, sampling)
+    from extras import notices
+
+    notices.check_task(run.seen_by_extras, None)
+    return run
 
 
 def check_machine(config: Config) -> None:
@@ -157,43 +148,7 @@ def check_machine(config: Config) -> None:
         check_vllm_version(config.backend.allow_untested_vllm)
 
 
-def find_task(config: Config) -> Task:
-    """The task that `--task` names. Raises: ValueError that says what is wrong with it."""
-    from tasks.problem_files import load_task
-
-    task = load_task(config.job.task, config.job.seed, **vars(config.data))
-    if task.num_repeated:
-        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
-    return replace(task, reward_errors=config.data.reward_errors)
-
-
-def find_model(config: Config) -> tuple[str, Any, Any, tuple[int, ...]]:
-    """Folder, text configuration, tokenizer and stop tokens of the model that `--model` names.
-
-    The toy's folder is there after `teach_toy`.
-    """
-    job = config.job
-    if job.model == "toy":
-        from examples.toys import EOS, toy_config, toy_folder, toy_tokenizer
-
-        path = str(toy_folder(job.cache_dir, job.seed, job.task))
-        return path, toy_config(job.task), toy_tokenizer(), (EOS,)
-    from tasks.model_folder import describe_model, local_folder
-
-    path = local_folder(job.model)
-    return path, *describe_model(path)
-
-
 # ---------------------------------------------------------------------------------- both sides
-def teach_toy(run: Run) -> None:
-    """With `--model toy`: teach it if the cache does not have it. Raises: ValueError."""
-    job = run.config.job
-    if job.model == "toy":
-        from examples.toys import toy_model
-
-        toy_model(job.cache_dir, job.seed, job.task)
-
-
 def load_policy(run: Run) -> Policy:
     """The policy of `--model`, with what the options change of it."""
     config = run.config
@@ -313,6 +268,12 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
         record = added(record, first_step, run.out)
     replace_file(run.out / "config.json", json.dumps(record, indent=2))
     announce(run, policy, engine)
+    from extras import idle_switches
+
+    parts = SimpleNamespace(at_begin=[])
+    idle_switches.install(run.seen_by_extras, None, parts)
+    for at_begin in parts.at_begin:
+        at_begin(state, record, first_step)
     if run.config.job.tracker != "none":
         from extras.tracker import Tracker
 
@@ -324,19 +285,10 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
 
 
 def announce(run: Run, policy: Policy, engine: Engine) -> None:
-    """Print what is in force on both sides, and what will not act."""
+    """Print what is in force on both sides."""
     for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
         in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(f"{side}: {in_force}", flush=True)
-    steps, learning = run.config.job.steps, run.config.learning
-    if 0 < steps <= learning.lr_warmup_steps:
-        largest = max(run.config.lr_at(step) for step in range(1, steps + 1))
-        print(f"a warm-up of {learning.lr_warmup_steps} steps in a run of {steps}: the learning"
-              f" rate ends at {largest:.1e}, below its peak of {learning.lr:.1e}", flush=True)
-    if run.config.parity.off():
-        from extras.idle_switches import name_idle_switches
-
-        name_idle_switches(run, engine.settings.get("block_size", 0))  # transformers has no blocks
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ One step: sample, sleep, score, update, wake, load. `train_step` is the whole al
 
 from importlib.util import find_spec
 
-# Checked first, so that the user gets one sentence. vLLM is checked later: not all engines need it.
-NEEDED = "torch", "transformers", "tyro", "einops", "matplotlib", "datasets"
+# Checked first, so that the user gets one sentence. What not all runs need is checked later.
+NEEDED = "torch", "transformers", "tyro", "einops"
 if missing := [name for name in NEEDED if find_spec(name) is None]:
     raise SystemExit(f"error: this Python has no {', '.join(missing)}: install what is missing (the"
                      " versions that are tested are in requirements.txt), or run `make setup`,"
@@ -51,9 +51,9 @@ from run import (
     prepare,
     save_policy,
     start_engine,
-    teach_toy,
 )
 from tasks import Problem
+from tasks.job import teach_toy
 
 
 # ---------------------------------------------------------------------------------- the loop
@@ -308,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
     out = config.job.out
     with one_sentence(2), locked(out):
         run = prepare(config)
-        teach_toy(run)
+        teach_toy(config.job.task, config.job.seed, config.job.model, config.job.cache_dir)
         checkpoint = find_checkpoint(run)
         # The run is accepted: from here on files are written, an error's traceback too.
         with one_sentence(2, out):

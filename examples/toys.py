@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import tasks
+import tasks.split
 from models import write_folder
 from report.errors import stage
-from tasks import Problem, Task, exact_match, split
+from tasks import Problem, Task, exact_match
 
 # ---------------------------------------------------------------------------------- tasks
 NUM_SUMS = 20_000  # of a million
@@ -41,7 +41,7 @@ def addition(seed: int) -> Task:
     pairs = [divmod(number, 1000) for number in random.Random(seed).sample(range(10**6), NUM_SUMS)]
     problems = [Problem(f"{a:03}+{b:03}=", f"{a + b:04}"[::-1], f"{a:03}+{b:03}")
                 for a, b in pairs]
-    return split(Task(problems, [], exact_match), "toy", seed)
+    return tasks.split.split(Task(problems, [], exact_match), "toy", seed)
 
 
 def forget_the_carry(problem: Problem, rng: random.Random) -> str:
@@ -152,7 +152,7 @@ def toy_config(task: str) -> Qwen3Config:
 def toy_folder(cache_dir: str, seed: int, task: str) -> Path:
     """Where the cache has the model of a task once it is taught."""
     # These two files decide the model.
-    code = Path(__file__).read_bytes() + Path(tasks.__file__).read_bytes()
+    code = Path(__file__).read_bytes() + Path(tasks.split.__file__).read_bytes()
     return Path(cache_dir) / f"{toy_for(task)}-seed{seed}-{hashlib.sha256(code).hexdigest()[:8]}"
 
 

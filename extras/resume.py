@@ -9,7 +9,7 @@ import torch
 
 from report.errors import replace_file, stage
 from report.files import TABLES, checkpoints, read_rows
-from tasks import prompts_record
+from tasks.prompts import prompts_record
 
 
 def newest_checkpoint(run: Any) -> dict[str, Any] | None:

@@ -22,7 +22,8 @@ from lab.memory import GIB, phases
 from report.clock import Clock
 from report.files import append_rows
 from rl import Batch
-from run import begin, build, load_policy, prepare, start_engine, teach_toy
+from run import begin, build, load_policy, prepare, start_engine
+from tasks.job import teach_toy
 from train import train_step
 
 
@@ -82,7 +83,7 @@ def whole_groups(
 def main(arguments: list[str]) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     run = prepare(config)
-    teach_toy(run)
+    teach_toy(config.job.task, config.job.seed, config.job.model, config.job.cache_dir)
     run.out.mkdir(parents=True)
     policy = load_policy(run)
     started = time.perf_counter()

@@ -6,7 +6,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from models import read_config
 from report.errors import stage
 from tasks import Task
 
@@ -21,14 +20,24 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
 
     Raises: ValueError if something is missing, cannot be read, or cannot be trained here.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from models import read_config
+
+    folder = Path(path)
     with stage(f"reading the model {path} ({MODELS})"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         text = read_config(path)
         tokenizer = load_tokenizer(path)
-        stop = _stop_tokens(path, tokenizer, config)
+        ends = [tokenizer, config, config.get_text_config()]  # they declare end-of-sequence tokens
+        if (folder / "generation_config.json").exists():
+            ends.append(GenerationConfig.from_pretrained(path))
+        stop = set()
+        for source in ends:
+            declared = getattr(source, "eos_token_id", None)
+            stop |= set(declared if isinstance(declared, list) else [declared])
+        stop -= {None}
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError("model must be a causal language model that transformers"
                          f" {version('transformers')} knows, {path} is a {text.model_type}")
@@ -37,28 +46,21 @@ def describe_model(path: str) -> tuple[Any, Any, tuple[int, ...]]:
     if quantization:
         raise ValueError(f"model must not be quantised (it is trained), {path} is:"
                          f" {quantization!s:.100}")
-    refuse_other_weights(Path(path))
-    if not stop or not all(type(token) is int and token >= 0 for token in stop):
-        raise ValueError("model must name an end-of-sequence token (else no rollout ends),"
-                         f" {path} has {stop or None}")
-    return text, tokenizer, tuple(sorted(stop))
-
-
-def refuse_other_weights(folder: Path) -> None:
-    """transformers reads one file of weights, else those of the index, and ignores all others.
-
-    Raises: ValueError if the folder also has adapters, or an index that names other files.
-    """
+    # transformers reads one file of weights, else those of the index, and ignores all others.
     if (folder / "adapter_config.json").exists():
         raise ValueError(f"model must be without adapters (they would be ignored), {folder} has"
                          " adapter_config.json; merge them (PEFT: merge_and_unload), or move it"
                          " away")
-    single, index = (folder / f"model.safetensors{end}" for end in ("", ".index.json"))
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() and index.exists():
         shards = {*json.loads(index.read_text())["weight_map"].values()} - {single.name}
         if shards:
             raise ValueError(f"model must have its weights once, {folder} has {single.name}, which"
                              f" would be read, and {index.name} with {min(shards)}; move one away")
+    if not stop or not all(type(token) is int and token >= 0 for token in stop):
+        raise ValueError("model must name an end-of-sequence token (else no rollout ends),"
+                         f" {path} has {stop or None}")
+    return text, tokenizer, tuple(sorted(stop))
 
 
 def local_folder(name: str) -> str:
@@ -87,20 +89,6 @@ def reach_hub(name: str, limit_s: float = 5) -> None:
         with stage(f"{name} is no folder, and reaching {constants.ENDPOINT} (HF_HUB_OFFLINE=1 reads"
                    " what was downloaded before)"):
             get_session().head(constants.ENDPOINT, timeout=limit_s)
-
-
-def _stop_tokens(path: str, tokenizer: Any, config: Any) -> set[int]:
-    """The end-of-sequence tokens of the tokenizer, config.json and generation_config.json."""
-    from transformers import GenerationConfig
-
-    sources = [tokenizer, config, config.get_text_config()]
-    if (Path(path) / "generation_config.json").exists():
-        sources.append(GenerationConfig.from_pretrained(path))
-    stop = set()
-    for source in sources:
-        declared = getattr(source, "eos_token_id", None)
-        stop |= set(declared if isinstance(declared, list) else [declared])
-    return stop - {None}
 
 
 def load_tokenizer(path: str) -> Any:
@@ -163,7 +151,7 @@ def check_tokens(path: str, task: Task) -> None:
     elif (Path(path) / "tokenizer.model").exists():
         with stage(f"reading {path}/tokenizer.model as SentencePiece's"):
             pieces = SentencePieceProcessor(model_file=f"{path}/tokenizer.model")
-    for problem in (*task.train, *task.held_out):
+    for problem in task.problems:
         text = problem.question
         ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
         made, right = (ids, task.tokenizer.decode(ids)), (ids, text)

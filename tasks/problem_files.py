@@ -14,16 +14,18 @@ from functools import partial
 from glob import escape
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from config import BUILT_IN, DataConfig
-from engine_adapter import Rollout
 from report.errors import stage
-from tasks import Problem, Task, refuse_or_drop, split
+from tasks import Problem, Task
 from tasks.answers import Answers, Unreadable
 from tasks.model_folder import reach_hub
+from tasks.options import Options
+from tasks.split import refuse_or_drop, split
 from tasks.task_file import TaskFile
 
+BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
 # The usual names of columns, also with capitals: of those that a file has the first is taken. The
 # texts of `body` and `question`, say, are joined.
 QUESTIONS = ("body+question", "question", "problem", "prompt", "query", "instruction+input",
@@ -42,26 +44,29 @@ ENOUGH_FAULTS = 20  # to refuse a file: math-verify needs minutes for the answer
 Rows = list[tuple[str, Any]]  # each with its source, such as a file and the number of a line
 
 
-def load_task(name: str, seed: int, **options: Any) -> Task:
-    """The task `name`, split by the seed; `options` as in config.DataConfig."""
-    data = DataConfig(**options)
-    names = [each for each in (name, data.eval_task) if each]
+def load_task(name: str, seed: int, data: Options) -> Task:
+    """The task `name`, split by the seed. Raises: ValueError that says what is wrong with it."""
+    names = [name, data.eval_task] if data.eval_task else [name]
     for option in ("reward", "question_column", "answer_column"):
         if getattr(data, option) and all(map(is_program, names)):
             raise ValueError(f"{option} must be given with a data file only, {name} has its own")
     task = read_task(name, seed, data)
+    evaluation = None
     if data.eval_task:
-        other = read_task(data.eval_task, seed, data, evaluates=True, strict=is_program(name))
-        task = replace(task, held_out=other.held_out or other.train, evaluation=other)
+        evaluation = read_task(data.eval_task, seed, data, evaluates=True, strict=is_program(name))
+        held_out = evaluation.held_out or evaluation.train
+        task = replace(task, held_out=held_out, evaluation=evaluation)
     if data.eval_task or name not in BUILT_IN:
         # An evaluation has the first of them, and a file may be sorted by subject.
         held_out = random.Random(seed).sample(task.held_out, len(task.held_out))
         task = replace(task, held_out=held_out)
-    graded = [each for each in (task, task.evaluation) if each and each.grade]
-    if data.reward_workers > 1 and not graded:
+    if data.reward_workers > 1 and not (task.grade or (evaluation and evaluation.grade)):
         raise ValueError("reward_workers must be 1 without a reward of a file, got"
                          f" {data.reward_workers}")
-    return split(task, name, seed, data.unreadable_answers == "drop")
+    task = split(task, name, seed, data.unreadable_answers == "drop")
+    if task.num_repeated:
+        print(f"{task.num_repeated} repeated problems MERGED", flush=True)
+    return replace(task, reward_errors=data.reward_errors)
 
 
 def is_program(name: str) -> bool:
@@ -69,7 +74,7 @@ def is_program(name: str) -> bool:
 
 
 def read_task(
-    name: str, seed: int, data: DataConfig, evaluates: bool = False, strict: bool = True
+    name: str, seed: int, data: Options, evaluates: bool = False, strict: bool = True
 ) -> Task:
     """The task `name`. Its problems are all in `train`, unless it says itself which to hold out.
 
@@ -87,9 +92,11 @@ def read_task(
         file = TaskFile(path, seed, data.reward_limit_s, data.reward_workers)
     train, held_out = (rows_of(file), []) if from_program else read_rows(name, evaluates)
     rows = held_out + train
-    there = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
-    question, answer = choose_columns(
-        name, rows, there, data, file is None, strict and not from_program)
+    columns = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
+    question, answer = None, None
+    if rows:
+        question, answer = choose_columns(
+            name, columns, data, file is None, strict and not from_program)
     answers = Answers(data.reward_limit_s)  # without a file it gives the rewards
     problems, faults = {}, []
     for source, row in rows:
@@ -108,17 +115,17 @@ def read_task(
     refuse_or_drop(faults, f"of {'the first ' if checked < len(rows) else ''}{checked} rows of"
                    f" {name} have no question or no readable answer",
                    data.unreadable_answers == "drop")
-    rewarded = partial(Task, reward=answers.reward, same=answers.same)
-    if file:
-        rewarded = partial(Task, reward=file.reward, grade=file.grade, text=str(file.text))
-    parts = [[problems[source] for source, _ in part if source in problems]
-             for part in (train, held_out)]
-    if not any(parts):
+    if not problems:
         raise ValueError(f"task must have problems, {name} has none")
     if not from_program:
         empty = sum(not problem.answer.strip() for problem in problems.values())
-        name_columns(name, there, question, answer, empty)
-    return rewarded(*parts, in_passes=not from_program or file.has_problems())
+        name_columns(name, columns, question, answer, empty)
+    rewards = dict(reward=answers.reward, same=answers.same)
+    if file:
+        rewards = dict(reward=file.reward, grade=file.grade, text=str(file.text))
+    train, held_out = ([problems[source] for source, _ in part if source in problems]
+                       for part in (train, held_out))
+    return Task(train, held_out, **rewards, in_passes=not from_program or file.has_problems())
 
 
 def try_reward(task: Task) -> None:
@@ -127,19 +134,21 @@ def try_reward(task: Task) -> None:
     for problem, part in ((task.train[0], task), (task.held_out[0], task.evaluation)):
         if part is None or part.grade is None:
             continue
-        ids, text = problem.prompt_ids, task.tokenizer.decode(problem.prompt_ids)
-        rollout = Rollout(ids, None, ids, [0.0] * len(ids), [1] * len(ids), "length")
+        ids = problem.prompt_ids
+        rollout = SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids),
+                                  versions=[1] * len(ids), finish_reason="length")
         for size in (1, 2):
-            result, *_ = part.grade([(problem, [text] * size, [rollout] * size)])[0]
-            found = (f"{result} on {problem.source}, in a trial with the prompt as the response, of"
-                     f" a group of {size}")
+            texts = [task.tokenizer.decode(ids)] * size
+            result, *_ = part.grade([(problem, texts, [rollout] * size)])[0]
+            said = (f"{result} on {problem.source}, in a trial with the prompt as the response, of"
+                    f" a group of {size}")
             failed = isinstance(result, ValueError)
             if failed and task.reward_errors == "stop":
-                raise ValueError(found)
+                raise ValueError(said)
             if failed or result is None:
-                left_out.setdefault(str(result), found)
-    for found in left_out.values():
-        print(f"notice: such responses have no reward and are left out: {found}", flush=True)
+                left_out.setdefault(str(result), said)
+    for said in left_out.values():
+        print(f"notice: such responses have no reward and are left out: {said}", flush=True)
 
 
 def rows_of(file: TaskFile) -> Rows:
@@ -149,23 +158,24 @@ def rows_of(file: TaskFile) -> Rows:
     """
     problems = file.problems() if file.has_problems() else drawn(file)
     rows = []
-    for number, each in enumerate(problems, 1):
-        is_tuple = isinstance(each, tuple | list) and len(each) in (2, 3)
-        if not is_tuple and not isinstance(each, dict):
+    for number, problem in enumerate(problems, 1):
+        row = problem
+        if isinstance(problem, tuple | list) and len(problem) in (2, 3):
+            row = dict(zip(("question", "answer", "family"), problem, strict=False))
+        if not isinstance(row, dict):
             raise ValueError(f"a problem of {file.path} must be a question, an answer and perhaps a"
-                             f" family, or a row with columns, it is {each!r:.80}")
-        row = dict(zip(("question", "answer", "family"), each, strict=False)) if is_tuple else each
+                             f" family, or a row with columns, it is {row!r:.80}")
         rows.append((f"{file.path}, problem {number}", row))
     return rows
 
 
 def drawn(file: TaskFile) -> list[Any]:
-    found, misses = {}, 0
-    while len(found) < 10_000 and misses < 1_000:
+    problems, misses = {}, 0
+    while len(problems) < 10_000 and misses < 1_000:
         problem = file.sample()
-        misses = misses + 1 if str(problem) in found else 0
-        found[str(problem)] = problem
-    return [*found.values()]
+        misses = misses + 1 if str(problem) in problems else 0
+        problems[str(problem)] = problem
+    return [*problems.values()]
 
 
 # ---------------------------------------------------------------------------------- rows
@@ -187,14 +197,14 @@ def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
     no_text = os.path.isdir(name) or re.search(r"\.(parquet(\.gz)?|arrow)$", name.lower())
     if not no_text and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
         return read_text(name), []
-    parts = read_dataset(name)
-    held_out = parts.get("test") or parts.get("validation") or []
+    splits = read_dataset(name)
+    held_out = splits.get("test") or splits.get("validation") or []
     if evaluates and not held_out:
-        held_out = parts.get("train") or next(iter(parts.values()))
-    elif not evaluates and "train" not in parts:
-        raise ValueError(f"task must have a split train, {name} has {', '.join(parts)}; --eval-task"
-                         " takes any")
-    return parts.get("train", []), held_out
+        held_out = splits.get("train") or next(iter(splits.values()))
+    elif not evaluates and "train" not in splits:
+        raise ValueError(f"task must have a split train, {name} has {', '.join(splits)};"
+                         " --eval-task takes any")
+    return splits.get("train", []), held_out
 
 
 def read_text(path: str, separator: str | None = None, field: str | None = None) -> Rows:
@@ -235,12 +245,13 @@ def read_dataset(name: str) -> dict[str, Rows]:
     """The splits of what the library `datasets` reads. It would guess the types in CSV and JSON,
     007 as 7, so of these it only finds the files.
     """
-    import datasets
-    from datasets.packaged_modules.csv.csv import Csv
-    from datasets.packaged_modules.json.json import Json
     from huggingface_hub import constants, snapshot_download
-    from pyarrow import parquet
 
+    with stage(f"reading {name}, which is no file of rows in text (pip install datasets)"):
+        import datasets
+        from datasets.packaged_modules.csv.csv import Csv
+        from datasets.packaged_modules.json.json import Json
+        from pyarrow import parquet
     path, _, config = (name, "", "") if os.path.exists(name) else name.partition(":")
     reach_hub(path)
     with stage(f"loading the dataset {name} (task must be toy, digits, countdown, a .py file, a"
@@ -284,10 +295,10 @@ def read_as_told(path: str, config: Any) -> list[Any]:
 
 # ---------------------------------------------------------------------------------- columns
 def choose_columns(
-    name: str, rows: Rows, there: list[str], data: DataConfig, answers_needed: bool, strict: bool
+    name: str, there: list[str], data: Options, answers_needed: bool, strict: bool
 ) -> list[str | None]:
     """The columns of question and answer; `strict`: those that are given must be `there`."""
-    known = {each.lower(): each for each in there} | {each: each for each in there}
+    known = {column.lower(): column for column in there} | {column: column for column in there}
     chosen = []
     for option, usual, hint in (
             ("question_column", QUESTIONS, " (in .csv and .tsv the first line names them)"),
@@ -295,10 +306,11 @@ def choose_columns(
         given = getattr(data, option)
         names = [given] if given else []
         if not (given and strict):
-            names += ["+".join(known.get(part, part) for part in each.split("+")) for each in usual]
-        column = next((each for each in names if {*each.split("+")} <= {*there}), None)
+            names += ["+".join(known.get(part, part) for part in column.split("+"))
+                      for column in usual]
+        column = next((column for column in names if {*column.split("+")} <= {*there}), None)
         needed = (given and strict) or answers_needed or option == "question_column"
-        if rows and needed and column is None:
+        if needed and column is None:
             raise ValueError(f"{option} must be a column of {name}, got"
                              f" {given or f'none of {usual}'}; it has {', '.join(there)}{hint}")
         chosen.append(column)
@@ -309,12 +321,12 @@ def name_columns(
     name: str, there: list[str], question: str, answer: str | None, empty: int
 ) -> None:
     """Print which columns are read and which are not. `empty`: the number of empty answers."""
-    read = {*question.split("+"), answer, *(each.rpartition(".")[0] for each in there)}
-    others = [each for each in there if each not in read]
+    read = {*question.split("+"), answer, *(column.rpartition(".")[0] for column in there)}
+    others = [column for column in there if column not in read]
+    lost = [column for column in others if re.fullmatch(OF_A_QUESTION, column)]
     said = f"{name}: questions are in column {question}, answers in {answer or 'no column'}"
     if others:
         said += f"; in no prompt: {', '.join(others)}"
-    lost = [each for each in others if re.fullmatch(OF_A_QUESTION, each)]
     if lost:
         said += (f"\nnotice: no prompt contains {', '.join(lost)}, which a question may need: write"
                  " it into the question (--question-column A+B joins two columns of text)")
@@ -339,8 +351,8 @@ def problem_of(
     columns = flat(row)
     if isinstance(columns.get(""), list) and any(columns[""]):
         raise Unreadable(f"it has more cells than columns, the last are {columns['']!s:.80}")
-    parts = [columns[each] for each in question_column.split("+") if columns.get(each)]
-    question, messages = as_prompt(parts)
+    texts = [columns[name] for name in question_column.split("+") if columns.get(name)]
+    question, messages = as_prompt(texts)
     answer = "" if any_answer and answer_column is None else columns.get(answer_column)
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
@@ -355,35 +367,32 @@ def problem_of(
     return Problem(question, str(answer), source, messages=messages, row=row)
 
 
-def as_prompt(parts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
+def as_prompt(texts: list[Any]) -> tuple[str, list[dict[str, Any]]]:
     """A question, and no messages, also of a single message; or the user's last message, and all
     chat messages with all that a template can show of them.
     """
+    messages = []
     try:
-        prompt = "\n".join(parts) if len(parts) > 1 else parts[0]
+        prompt = "\n".join(texts) if len(texts) > 1 else texts[0]
         if isinstance(prompt, str) and re.match(MESSAGES, prompt):
             prompt = json.loads(prompt)
         if isinstance(prompt, str) and prompt.strip():
             return prompt, []
-        messages = [as_message(each) for each in prompt]
-        question = [each["content"] for each in messages if each["role"] == "user"][-1]
+        for turn in prompt:
+            message = {name: value for name, value in turn.items() if value is not None}
+            role = turn.get("role") or message.pop("from")
+            if "content" in turn or "tool_calls" in message:
+                content = turn.get("content")
+            else:
+                content = message.pop("value")
+            if not isinstance(content, str):  # texts in parts, or none beside calls of tools
+                content = "".join(part["text"] for part in content or [])
+            messages.append(message | {"role": ROLES.get(role, role), "content": content})
+        question = [message["content"] for message in messages if message["role"] == "user"][-1]
         if not question.strip():
             raise LookupError("no question")
     except (AttributeError, LookupError, TypeError, ValueError):
         raise Unreadable("its question must be a text, or chat messages with role and content, the"
                          " user's among them (in a text: as JSON), it is"
-                         f" {parts!r:.80}") from None
+                         f" {texts!r:.80}") from None
     return question, messages if messages[1:] or len(messages[0]) > 2 else []
-
-
-def as_message(turn: dict[str, Any]) -> dict[str, Any]:
-    others = {name: value for name, value in turn.items() if value is not None}
-    role = turn.get("role") or others.pop("from")
-    has_none = "content" in turn or "tool_calls" in others
-    content = turn.get("content") if has_none else others.pop("value")
-    return others | {"role": ROLES.get(role, role), "content": text_in(content)}
-
-
-def text_in(content: Any) -> str:
-    """Of a message: a text, none beside calls of tools, or parts {"type": "text", "text": ...}."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content or [])

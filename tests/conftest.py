@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 from gpu_path import RUNNER
-from helpers import OWN_PROCESS, PYTHON, SHIFT, TASK, qwen2  # before torch: it sets the number of threads
+from helpers import OWN_PROCESS, PYTHON, SHIFT, TASK, qwen2, task_of  # before torch: it sets the number of threads
 from torch import cuda, manual_seed
 
 from examples.toys import toy_tokenizer
 from tasks import Task
-from tasks.problem_files import load_task
 
 collect_ignore = [] if RUNNER == "v2" else ["test_runner_v2.py"]
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size that an engine is given
@@ -124,6 +123,6 @@ def loaded(tmp_path) -> Callable[..., Task]:
     def load(content: str | list[dict], seed: int = 0, **options) -> Task:
         path = tmp_path / ("task.py" if isinstance(content, str) else "rows.jsonl")
         path.write_text(content if isinstance(content, str) else "\n".join(map(json.dumps, content)))
-        return load_task(str(path), seed, **options)
+        return task_of(path, seed, **options)
 
     return load

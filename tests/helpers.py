@@ -49,7 +49,11 @@ from extras.inflight import InflightEngine
 from extras.sampling_mask import collect_kept_sets
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
-from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine, teach_toy
+from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
+from tasks import Task
+from tasks.job import teach_toy
+from tasks.options import Options
+from tasks.problem_files import load_task
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -142,7 +146,8 @@ def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
                  engine="transformers", seed=SHIFT)  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(config_of(**usual | options))
-    teach_toy(run)
+    job = run.config.job
+    teach_toy(job.task, job.seed, job.model, job.cache_dir)
     policy = load_policy(run)
     state = build(run, policy, start_engine(run, policy))
     return run, state, begin(run, state, find_checkpoint(run))
@@ -402,6 +407,11 @@ def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 # ------------------------------------------------------------------------------------------------ a small run
 TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
+def task_of(name: str | Path, seed: int = 0, **options) -> Task:
+    """The task of --task `name`."""
+    return load_task(str(name), seed, Options(**options))
+
+
 PYTHON = '''
 import itertools, os, time
 calls = itertools.count(1)

@@ -6,10 +6,9 @@ import time
 from fractions import Fraction
 
 import pytest
-from helpers import config_of
+from helpers import task_of
 
 from examples.countdown import reward, sample
-from run import find_task
 from tasks import Problem
 
 
@@ -70,6 +69,6 @@ def test_hostile_text_takes_no_time(text):
 
 def test_countdown_is_a_built_in_task(monkeypatch):
     monkeypatch.setattr("tasks.problem_files.drawn", lambda file: [file.sample() for _ in range(20)])
-    task = find_task(config_of(task="countdown"))
+    task = task_of("countdown")
     assert (len(task.train), len(task.held_out)) == (18, 2)
     assert task.reward(task.train[0], "") == 0.0

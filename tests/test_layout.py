@@ -7,8 +7,8 @@ from helpers import ROOT
 
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
-    "grpo": "", "objectives": "", "report": "", "config": "engine_adapter objectives report", "models": "",
-    "tasks": "config engine_adapter models report",
+    "grpo": "", "objectives": "", "report": "", "config": "engine_adapter objectives report tasks", "models": "",
+    "tasks": "report",
     "verify": "", "engine_adapter": "models report tasks verify",
     "rl": "config engine_adapter models objectives",
     "run": "config engine_adapter models objectives report rl tasks",
@@ -26,7 +26,7 @@ RARE_CASES = {"engine_adapter": {"extras.rotary_table"},
               "rl": {"extras.rotary_table"}}  # fmt: skip
 MAY_IMPORT |= {name: set() for names in RARE_CASES.values() for name in names}
 FOR_AN_OPTION = {"run": {"extras", "probe", "examples", "extras.further_tokens", "verify"},
-                 "tasks": {"examples"},
+                 "tasks": {"examples", "models"},
                  "extras": {"examples"}} | RARE_CASES  # fmt: skip
 VLLM = {"engine_adapter", "verify", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
 FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("tasks", "verify", "report", "extras", "probe", "lab",

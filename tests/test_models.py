@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import config_of, qwen2, read_json, small_model
+from helpers import config_of, qwen2, read_json, small_model, task_of
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
@@ -16,9 +16,9 @@ from examples.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 from models import load_model, save_model
 from rl import Policy
 from run import Run, save_policy
-from tasks import encode
 from tasks.model_folder import describe_model, load_tokenizer
-from tasks.problem_files import load_task
+from tasks.options import Options
+from tasks.prompts import encode
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():
@@ -99,7 +99,7 @@ def test_tensors_for_multi_token_prediction_are_said_at_the_load_and_exported_as
     assert said[-1].endswith(f"does not have: {', '.join(others)}")
     save = type(model).save_pretrained
     monkeypatch.setattr(type(model), "save_pretrained", lambda *each: save(*each, max_shard_size=shard))
-    task = encode(toy_tokenizer(), load_task("digits", 0), (EOS,))
+    task = encode(toy_tokenizer(), task_of("digits"), (EOS,), Options())
     save_policy(Run(config_of(), tmp_path, str(source), task, Sampling(0.7, 4, (EOS,))), Policy(model))
     index, held = read_json(tmp_path / "policy/model.safetensors.index.json"), {}
     for file in {*index["weight_map"].values()}:

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
 
 import pytest
 from helpers import command, config_of, read_json, refusal, rows, train_here
@@ -9,9 +12,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
-from extras.notices import notices
-from tasks import Problem, Task, encode, exact_match, prompts_record
+from extras.notices import check_task
+from run import Run
+from tasks import Problem, Task, exact_match
 from tasks.model_folder import load_tokenizer
+from tasks.options import Options
+from tasks.prompts import encode, prompts_record
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
 CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endfor %}"
@@ -30,9 +36,13 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     return made
 
 
+def encoded(template: str | None, *problems: Problem, stop: tuple[int, ...] = (1,), **options) -> Task:
+    return encode(tokenizer(template), Task([*problems], [], exact_match), stop, Options(**options))
+
+
 def prompts(*problems: Problem, template: str | None = CHATML, **options) -> list[str]:
-    made = tokenizer(template)
-    return [made.decode(ids) for ids in encode(made, Task([*problems], [], exact_match), (1,), **options).prompts]
+    task = encoded(template, *problems, **options)
+    return [task.tokenizer.decode(ids) for ids in task.prompts]
 
 
 def chat(*turns: str) -> Problem:
@@ -51,8 +61,8 @@ def test_a_prompt_is_a_question_or_a_chat_in_the_models_template_or_plain_text()
         "<turn>system Think.<end><turn>user 1+1<end><turn>assistant "]  # fmt: skip
     assert prompts(chat("user: 1", "assistant: 2", "user: 3"), system_prompt="Add.") == [
         "<turn>system Add.<end><turn>user 1<end><turn>assistant 2<end><turn>user 3<end><turn>assistant "]
-    assert prompts(QUESTION, use_template=False) == prompts(QUESTION, template=None) == ["1+1"]
-    assert prompts(QUESTION, template=DATED, template_args={"date_string": "1 Jan"})[0].startswith("1 Jan<turn>")
+    assert prompts(QUESTION, chat_template=False) == prompts(QUESTION, template=None) == ["1+1"]
+    assert prompts(QUESTION, template=DATED, chat_template_args='{"date_string": "1 Jan"}')[0].startswith("1 Jan<turn>")
 
 
 LAST = "loop.last and m.role == 'assistant'"
@@ -85,10 +95,10 @@ LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 @pytest.mark.parametrize("problem, options, complaint", [
     (chat("system: Add.", "user: 1+1"), {"system_prompt": "x"}, "of line 1 failed: ValueError: system_prompt must not"),
-    (chat("system: Add.", "user: 1+1"), {"use_template": False}, "2 chat messages need a chat template"),
+    (chat("system: Add.", "user: 1+1"), {"chat_template": False}, "2 chat messages need a chat template"),
     (QUESTION, {"template": None, "system_prompt": "x"}, "need a chat template, the model has none"),
-    (QUESTION, {"template_args": {"enable_thinking": False}}, "it has no enable_thinking"),
-    (QUESTION, {"template": LOOP, "limit_s": 0.2}, "question of line 1 failed: TimeoutError: no answer within 0.2 s"),
+    (QUESTION, {"chat_template_args": '{"enable_thinking": false}'}, "it has no enable_thinking"),
+    (QUESTION, {"template": LOOP, "reward_limit_s": 0.2}, "of line 1 failed: TimeoutError: no answer within 0.2 s"),
 ])  # fmt: skip
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
     with pytest.raises(ValueError, match=complaint):
@@ -98,10 +108,12 @@ def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
 def noticed(
     template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), messages: tuple = (), **options
 ) -> str:
-    made, system_prompt = tokenizer(template), options.get("system_prompt")
-    problem = Problem(question, "2", "", messages=[*messages])
-    task = encode(made, Task([problem], [], exact_match), stop, 10, system_prompt)
-    return " ".join(notices(made, task, config_of(**options)))
+    config, problem = config_of(**options), Problem(question, "2", "", messages=[*messages])
+    task = encoded(template, problem, stop=stop, system_prompt=config.data.system_prompt)
+    printed = StringIO()
+    with redirect_stdout(printed):
+        check_task(Run(config, Path(), "", task, None).seen_by_extras, None)
+    return " ".join(line.removeprefix("notice: ") for line in printed.getvalue().splitlines())
 
 
 def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
@@ -136,8 +148,7 @@ def test_a_chat_template_that_a_folder_keeps_for_a_processor_is_the_tokenizers(t
 
 
 def test_the_record_of_prompts_has_a_digest_of_all():
-    one, other = (prompts_record(encode(tokenizer(), Task([QUESTION], [Problem(text, "", "")], exact_match)))
-                  for text in ("a", "b"))  # fmt: skip
+    one, other = (prompts_record(encoded(CHATML, QUESTION, Problem(text, "", ""))) for text in ("a", "b"))
     assert one["first"] == other["first"]
     assert one["digest"] != other["digest"]
 

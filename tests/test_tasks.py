@@ -7,10 +7,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from helpers import task_of
 
 from examples.toys import addition, digits
-from tasks import Problem, Task, exact_match, split, time_limit
-from tasks.problem_files import drawn, load_task
+from tasks import Problem, Task, exact_match
+from tasks.problem_files import drawn
+from tasks.prompts import time_limit
+from tasks.split import split
 
 
 # ------------------------------------------------------------------------------------------------ the toys
@@ -48,10 +51,10 @@ def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second
     path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")  # with a byte-order mark
-    task = load_task(str(path), seed=0)
+    task = task_of(path)
     assert (len(task.train), len(task.held_out), task.num_repeated) == (36, 4, 40)
     held_out.write_text("\n".join(lines[-5:]))
-    task = load_task(str(path), 0, eval_task=str(held_out))
+    task = task_of(path, eval_task=str(held_out))
     assert sorted(p.question for p in task.held_out) == sorted(row["question"] for row in rows[-5:])
     assert len({p.question.strip() for p in task.train + task.held_out}) == len(task.train) + 5 == 40
 
@@ -61,12 +64,12 @@ def test_an_evaluations_first_problems_are_a_sample_that_the_seed_draws_and_a_to
     test.parent.mkdir()
     test.write_text("\n".join(json.dumps({"question": str(n), "answer": n // 100}) for n in range(400)))  # by subject
     (tmp_path / "mine" / "train.jsonl").write_text(json.dumps({"question": "one", "answer": 1}))
-    one, again, other = (load_task("toy", seed, eval_task=str(test)).held_out for seed in (0, 0, 1))
+    one, again, other = (task_of("toy", seed, eval_task=str(test)).held_out for seed in (0, 0, 1))
     assert one == again != other
-    for held_out in (one, load_task(str(test.parent), 0).held_out):
+    for held_out in (one, task_of(test.parent).held_out):
         assert {problem.answer for problem in held_out[:20]} == {"0", "1", "2", "3"}
         assert len({problem.question for problem in held_out}) == 400
-    assert load_task("digits", 3).held_out == digits(3).held_out
+    assert task_of("digits", 3).held_out == digits(3).held_out
 
 
 def test_problems_of_one_family_are_held_out_together_and_the_seed_decides_which(loaded):

@@ -24,6 +24,7 @@ from helpers import (
     read_json,
     rows,
     run_script,
+    task_of,
     train_here,
 )
 
@@ -32,7 +33,6 @@ from engine_adapter import Rollout, Sampling, Synchronous, reseed
 from examples.record_vllm import record
 from probe.traces import load_traces
 from rl import Policy, make_batch
-from tasks.problem_files import load_task
 from train import batch_metrics, evaluate, greedy_agreement, has_loss, rollout_metrics, scores_of, train_step
 
 
@@ -66,7 +66,7 @@ def test_options_arrive_where_they_act(good, tmp_path):
                           lora_rank=2)  # fmt: skip
     assert state.optimizer.adamw.defaults["weight_decay"] == 0.1
     assert (state.source.seed, state.source.max_staleness) == (7, 3)
-    split = load_task(str(good / "task.jsonl"), 7)
+    split = task_of(good / "task.jsonl", 7)
     assert [each.question for each in run.task.held_out] == [each.question for each in split.held_out]
     first = next(iter(state.policy.send.layers.values())).lora_A
     drawn = 2 * torch.rand(first.shape, generator=torch.Generator().manual_seed(7)) - 1

@@ -1,0 +1,70 @@
+"""What a run works on: a task, the folder of a model, and the task's prompts in its tokens."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from report.log import shown
+from tasks import Task
+from tasks.model_folder import check_tokens, describe_model, local_folder
+from tasks.options import Options
+from tasks.problem_files import load_task, try_reward
+from tasks.prompts import encode, fitting, prompts_record
+
+
+class Job(NamedTuple):
+    """The prompts of `task` fit into the context of the model in `folder`."""
+
+    task: Task
+    folder: str  # the toy's is there after `teach_toy`
+    config: Any  # of the language model
+    stop_token_ids: tuple[int, ...]
+
+
+def find_job(
+    task: str, seed: int, data: Options, model: str, cache_dir: str, max_new_tokens: int
+) -> Job:
+    """The job that --task and --model name; without the model's weights.
+
+    Raises: ValueError that says what is wrong with the task, with the model, or with both.
+    """
+    problems = load_task(task, seed, data)
+    if model == "toy":
+        from examples.toys import EOS, toy_config, toy_folder, toy_tokenizer
+
+        folder = str(toy_folder(cache_dir, seed, task))
+        config, tokenizer, stop = toy_config(task), toy_tokenizer(), (EOS,)
+    else:
+        folder = local_folder(model)
+        config, tokenizer, stop = describe_model(folder)
+    problems = encode(tokenizer, problems, stop, data)
+    if model != "toy":
+        check_tokens(folder, problems)
+    largest = max(map(max, [*problems.prompts, stop]))
+    if largest >= config.vocab_size:
+        raise ValueError(f"the tokenizer must be the model's, its token {largest} is outside the"
+                         f" vocabulary of {config.vocab_size}")
+    context = getattr(config, "max_position_embeddings", math.inf)
+    problems = fitting(problems, context, max_new_tokens, data)
+    try_reward(problems)
+    print(f"first prompt: {shown(prompts_record(problems)['first'])}", flush=True)
+    return Job(problems, folder, config, stop)
+
+
+def teach_toy(task: str, seed: int, model: str, cache_dir: str) -> None:
+    """With `--model toy`: teach it if the cache does not have it. Raises: ValueError."""
+    if model == "toy":
+        from examples.toys import toy_model
+
+        toy_model(cache_dir, seed, task)
+
+
+def digests(name: str, data: Options, task: Task, model: str, folder: str) -> dict[str, str]:
+    """Of the task and of the model's files, by the names that the user has given."""
+    from report.files import digest_of
+
+    files = {" with ".join(filter(None, [name, data.reward, data.eval_task])): task.fingerprint}
+    for path in Path(folder).glob("*"):
+        if path.is_file() and path.suffix != ".md":
+            files[f"{model}/{path.name}"] = digest_of(path)
+    return files

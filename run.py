@@ -10,21 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from config import Config
-from engine_adapter import (
-    CANARY_NATS,
-    CANARY_PROMPTS,
-    CANARY_SAMPLING,
-    AuditError,
-    Engine,
-    Sampling,
-    Synchronous,
-    check_vllm_version,
-    has_sampling_mask,
-)
-from models import load_model, save_model
+from engine_adapter import Engine, Sampling, Synchronous, has_sampling_mask
+from models import load_model, read_config, save_model
 from objectives import OBJECTIVES
 from report.errors import replace_file, stage
 from report.files import TABLES, checkpoints, provenance
@@ -34,12 +23,13 @@ from rl import (
     Optimizer,
     Policy,
     Scoring,
-    at_targets,
     make_batch,
 )
 from tasks import Task
 from tasks.job import digests, find_job
 from tasks.prompts import prompts_record
+from verify import distribution
+from verify.start import check_vllm_version
 
 
 @dataclass(frozen=True)
@@ -163,6 +153,9 @@ def load_policy(run: Run) -> Policy:
     scoring = Scoring(temperature, config.parity.trainer_fp32_head, support)
     with stage(f"loading the model in {run.model_path}"):
         model = load_model(run.model_path, getattr(torch, config.job.dtype)).to(device)
+        from extras.rotary_table import give_one_table
+
+        give_one_table(model, run.max_model_len)
         if config.lora.lora_rank:
             from extras.lora import Adapters
 
@@ -181,8 +174,7 @@ def load_policy(run: Run) -> Policy:
             parts |= fast_parts(model)
         objective = OBJECTIVES[config.learning.objective]
         has_reference = config.learning.kl_coef > 0 or objective.needs_reference
-        return Policy(model, scoring, has_reference=has_reference, longest=run.max_model_len,
-                      **parts)
+        return Policy(model, scoring, has_reference=has_reference, **parts)
 
 
 def start_engine(run: Run, policy: Policy) -> Engine:
@@ -192,10 +184,15 @@ def start_engine(run: Run, policy: Policy) -> Engine:
         from extras.transformers_engine import engine_for
 
         return engine_for(run, policy)
-    names = ("kv_cache_gib", "max_num_seqs", "block_size", "prefix_cache", "cuda_graphs",
-             "verify_loads", "canary_nats", "allow_untested_vllm")
-    options = {name: getattr(backend, name) for name in names} | dict(
-        max_model_len=run.max_model_len, dtype=policy.model.dtype, seed=config.job.seed)
+    from extras import cuda_graphs, prefix_cache
+    from extras.rotary_table import with_one_table
+
+    options = {name: getattr(backend, name)
+               for name in ("kv_cache_gib", "max_num_seqs", "block_size")} | dict(
+        max_model_len=run.max_model_len, dtype=policy.model.dtype, seed=config.job.seed,
+        checks=backend, config=with_one_table(read_config(run.model_path), run.max_model_len))
+    for extra in (cuda_graphs, prefix_cache):
+        extra.install(run, backend, SimpleNamespace(engine=options))
     if has_sampling_mask(config.learning):
         from extras.sampling_mask import collect_kept_sets
 
@@ -259,7 +256,9 @@ def begin(run: Run, state: TrainingState, checkpoint: dict[str, Any] | None = No
             replace_file(run.out / table, "")
     engine.load(policy.weights(), policy.response_logprobs)
     if run.config.backend.engine != "transformers":
-        check_distribution(run, policy, engine)
+        prompts = [problem.prompt_ids for problem in run.task.train]
+        batch = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
+        distribution.check(policy, engine, batch, stated(run.sampling))
     state.observers = observers(run, state)  # after the load: the probe copies the first weights
     record = _record(run, policy, engine)
     if checkpoint:
@@ -291,55 +290,11 @@ def announce(run: Run, policy: Policy, engine: Engine) -> None:
         print(f"{side}: {in_force}", flush=True)
 
 
-@torch.no_grad()
-def check_distribution(run: Run, policy: Policy, engine: Engine) -> None:
-    """Compare both sides with softmax(logits / temperature) under the mask, computed separately.
-
-    The canary samples at temperature 1 and without a mask, and if both sides forget the temperature
-    the mismatch is 0 and shows nothing. A side that a switched-off fix changes is not compared.
-
-    Raises: AuditError that names the side whose distribution is not the stated one.
-    """
+def stated(sampling: Sampling) -> Callable[[Any], Any]:
+    """(N, V) logits, as the sampling changes them before its softmax."""
     from extras.sampling_mask import masked_logits
-    from verify.own_noise import InFloat32, unmeasured
 
-    parity = run.config.parity
-    sampling = replace(run.sampling, max_new_tokens=CANARY_SAMPLING.max_new_tokens)
-    # Too short to fill a block of V1's prefix cache.
-    length = min(32, engine.settings["block_size"]) - 1
-    prompts = [problem.prompt_ids[:length] for problem in run.task.train[:CANARY_PROMPTS]]
-    batch = make_batch(engine.sample_beside(prompts, sampling), policy.device)
-    response = batch.mask > 0  # (B, T)
-
-    def stated() -> Tensor:  # (N,), by transformers' own head, no code of Policy
-        logits = policy.model(input_ids=batch.inputs, use_cache=False).logits[response]  # (N, V)
-        masked = masked_logits(logits.float() / sampling.temperature, sampling)
-        return at_targets(masked.log_softmax(dim=-1), batch.targets[response])
-
-    with policy.using(policy.send.engine_parameters()):
-        scored = policy.logprobs(batch)  # (B, T)
-        precise = rounded = stated()
-        try:
-            with InFloat32():
-                precise = stated()
-            # Medians, because in 16 bits single tokens can differ more. A right side's, of 12
-            # tokens, is up to 8 times the noise (in 2,000 trials).
-            limit = max(CANARY_NATS, 8 * (rounded - precise).abs().median().item())
-        except Exception as error:
-            limit = unmeasured(error)
-    compared = {}
-    if parity.trainer_temperature and parity.sampling_mask:
-        compared["trainer"] = scored
-    if parity.processed_logprobs:
-        compared["engine"] = batch.behavior_logprobs
-    for side, logprobs in compared.items():
-        difference = (logprobs[response] - precise).abs().median().item()
-        if not difference <= limit:
-            raise AuditError(f"the {side}'s log-probabilities are not those of the stated"
-                             f" distribution ({sampling}): they differ by {difference:.2e} nats,"
-                             f" more than {limit:.1e}")
-        print(f"the {side} differs from the stated distribution by {difference:.1e} nats (limit"
-              f" {limit:.1e})", flush=True)
+    return lambda logits: masked_logits(logits / sampling.temperature, sampling)
 
 
 def _record(run: Run, policy: Policy, engine: Engine) -> dict[str, Any]:

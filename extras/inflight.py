@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine_adapter import Engine, EngineStateError, Rollout, Synchronous, TrainerLogprobs, reseed
+from engine_adapter import Engine, Rollout, Synchronous, reseed
 from tasks import Problem
+from verify.errors import EngineStateError
 
 
 @dataclass(eq=False)  # `in` compares identity
@@ -155,7 +156,7 @@ class InflightEngine(Engine):
             super().sleep()
 
     def load(
-        self, weights: Mapping[str, Tensor], trainer_logprobs: TrainerLogprobs, changed: bool = True
+        self, weights: Mapping[str, Tensor], trainer_logprobs: Any, changed: bool = True
     ) -> dict[str, float]:
         """As `Engine.load`, between an interruption and a restart of what is unfinished.
 
@@ -177,8 +178,9 @@ class InflightEngine(Engine):
         # Not `num_unfinished`: on a GPU vLLM's sleep has paused its scheduler, which then counts 0.
         elif self._requests and not self.llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineStateError("vLLM did not give up the KV cache of the running requests")
-        if self._cache_salt:
-            self._renew_cache_keys()
+        new_key = self.cache_salt(self.weight_version + 1)
+        if new_key is not None:
+            self._renew_cache_keys(new_key)
         return []
 
     def abort(self) -> list[Rollout]:
@@ -212,12 +214,12 @@ class InflightEngine(Engine):
             if half_computed and rollout.prompt_version is None:
                 rollout.prompt_version = self.weight_version
 
-    def _renew_cache_keys(self) -> None:
+    def _renew_cache_keys(self, new_key: str) -> None:
         """Prompts that will be computed under the new weights get the key of the new version."""
         for request in self.core.scheduler.requests.values():
             if not request.num_computed_tokens:
                 # vLLM has hashed its blocks with the old salt.
-                request.cache_salt, request.block_hashes = str(self.weight_version + 1), []
+                request.cache_salt, request.block_hashes = new_key, []
                 request.update_block_hashes()
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 For these types transformers chooses the table by the longest position of a forward pass. A row
 would then depend on the rows beside it, and cached keys would have another table than later
-tokens. The file imports nothing of ours.
+tokens. Both sides get one configuration, made here. The file imports nothing of ours.
 """
 
 import re
@@ -13,17 +13,25 @@ from typing import Any
 import torch
 
 
-def one_table(config: Any, longest: int | None) -> dict[str, Any]:
-    """The changes of a configuration: longrope keeps only the factors for rows of `longest` tokens.
+def install(run: Any, options: None, parts: Any) -> None:
+    """The table of the run's longest row, on both sides."""
+    give_one_table(parts.model, run.max_model_len)
+    parts.engine["config"] = with_one_table(parts.engine["config"], run.max_model_len)
 
-    If `longest` is None, those for rows as long as the context. Both sides get the changes: vLLM
-    itself chooses the same factors by its max_model_len, but not in its Transformers backend, and
-    it ignores `factor` and `attention_factor`.
+
+def with_one_table(config: Any, longest: int | None) -> Any:
+    """The configuration, where longrope has only the factors for rows of `longest` tokens.
+
+    If `longest` is None, those for rows as long as the context. vLLM itself chooses the same
+    factors by its max_model_len, but not in its Transformers backend, and it ignores `factor` and
+    `attention_factor`.
     """
     ropes = getattr(config, "rope_parameters", None)
     if not re.search("longrope|dynamic", str(ropes)):
-        return {}
-    return {"rope_parameters": _with_one(config, ropes, longest)}
+        return config
+    changed = deepcopy(config)
+    changed.update({"rope_parameters": _with_one(config, ropes, longest)})
+    return changed
 
 
 def _with_one(
@@ -34,7 +42,7 @@ def _with_one(
     if not isinstance(rope, dict):
         return rope
     if rope.get("rope_type") != "longrope":  # another type, or a rope for each type of layer
-        return {name: _with_one(config, each, longest, name) for name, each in rope.items()
+        return {name: _with_one(config, value, longest, name) for name, value in rope.items()
                 if name != "max_trained_positions"}  # vLLM's option of dynamic
     longest = longest or config.max_position_embeddings
     which = "long" if longest > rope["original_max_position_embeddings"] else "short"
@@ -47,10 +55,8 @@ def _with_one(
 
 def give_one_table(model: torch.nn.Module, longest: int | None) -> None:
     """Give the trainer's model that table. Its configuration stays, because it is exported."""
-    config = deepcopy(model.config)
-    changes = one_table(config, longest)
-    if changes:
-        config.update(changes)
+    config = with_one_table(model.config, longest)
+    if config is not model.config:
         for name, module in [*model.named_modules(remove_duplicate=False)]:
             if hasattr(module, "rope_type"):  # transformers' name in each class
                 table = type(module)(config).to(model.device)

@@ -14,18 +14,22 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from engine_adapter import Engine, Rollout, Sampling, TrainerLogprobs, WeightLoadError
+from engine_adapter import Engine, Rollout, Sampling
 from extras.fast import left_padded, states_after
 from extras.sampling_mask import collect_kept_sets, masked_logits
 from rl import Policy, at_targets
+from verify.errors import WeightLoadError
+from verify.head import check_head
 
 
 @torch.no_grad()
 def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
     """With as many sequences at once as kv_cache_gib holds; `run` is a run.Run.
 
-    Raises: ValueError if transformers' KV cache cannot serve the model.
+    Raises: ValueError if transformers' KV cache cannot serve the model, or if its head is another
+    one than the policy's.
     """
+    check_head(policy)
     if policy.model._is_stateful:
         raise ValueError("engine must be vllm and eval_trainer_alone off with recurrent layers"
                          " (transformers cannot drop a row of their state);"
@@ -49,7 +53,7 @@ class TransformersEngine(Engine):
     vllm_version = None
     holds_unfinished = True  # in its queue
     on_gpu = _memory_released = False  # sleep has nothing to release
-    state = "empty"
+    state = "awake"
     weight_version = 0
 
     def __init__(self, policy: Policy, max_num_seqs: int = 256):
@@ -108,13 +112,13 @@ class TransformersEngine(Engine):
         self._queue = queue
 
     def load(
-        self, weights: Mapping[str, Tensor], _: TrainerLogprobs, changed: bool = True
+        self, weights: Mapping[str, Tensor], _: Any, changed: bool = True
     ) -> dict[str, float]:
         """Count one weight version up if the weights have `changed`.
 
         Raises: WeightLoadError if the weights are not the policy's own.
         """
-        self._require("load", "empty", "ready")
+        self._require("load", "awake", "ready")
         # Of fused experts copies, so their addresses would prove nothing.
         own = self.policy.weights()
         same = own.keys() == weights.keys()

@@ -5,7 +5,6 @@ Exit status: 0 parity (compare: the second is not worse; place: normal), 1 misma
 worse; not normal), 2 bad input, or an error of the probe itself (with a traceback).
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +14,12 @@ from typing import Literal
 import torch
 import tyro
 
+import verify
 from engine_adapter import Engine, ParityFlags
 from examples.record_vllm import weights_of
 from extras.fast import fast_parts
+from extras.rotary_table import give_one_table, with_one_table
+from models import read_config
 from probe.compare import change, same_workload
 from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
@@ -25,6 +27,7 @@ from probe.place import dtype_of, place
 from probe.traces import Trace, load_traces
 from report.errors import MANY, one_sentence, stage, within
 from rl import Policy
+from verify.head import check_head
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -45,9 +48,10 @@ class Layers:
     def run(self) -> int:
         longest = self.prompt_tokens + self.max_new_tokens
         policy = load_policy(self.model, self.dtype, longest)
-        engine = Engine(self.model, policy.weights(), ParityFlags(), dtype=policy.model.dtype,
-                        max_model_len=longest)
-        engine.canary_tolerance = math.inf  # a wrong engine is to be measured, not refused
+        engine = Engine(
+            self.model, policy.weights(), ParityFlags(), dtype=policy.model.dtype,
+            max_model_len=longest, config=with_one_table(read_config(self.model), longest),
+            checks=verify.Options(canary_nats=100))  # a wrong one is to be measured, not refused
         engine.load(policy.weights(), policy.response_logprobs)
         draw = torch.Generator().manual_seed(0)
         shape = self.num_prompts, self.prompt_tokens
@@ -151,7 +155,9 @@ def load_policy(path: str, dtype: str, longest: int, fp32_head: bool = True) -> 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with stage(f"loading the model in {path}"):
-        policy = Policy.load(path, getattr(torch, dtype), device, fp32_head, longest)
+        policy = Policy.load(path, getattr(torch, dtype), device, fp32_head)
+        give_one_table(policy.model, longest)
+        check_head(policy)
         return policy.changed(**fast_parts(policy.model))  # as a run computes
 
 

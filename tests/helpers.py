@@ -43,10 +43,13 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train
+import verify
 from config import Config
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, prepare_environment
 from extras.inflight import InflightEngine
+from extras.rotary_table import give_one_table, with_one_table
 from extras.sampling_mask import collect_kept_sets
+from models import read_config
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
 from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
@@ -169,13 +172,16 @@ def started(
     """
     shapes = {name: tensor.shape for name, tensor in policy.weights().items()}
     parity = parity or ParityFlags()
-    options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype} | options
+    checks = {name: options.pop(name) for name in ("verify_loads", "canary_nats") if name in options}
+    options = {"max_model_len": 160, "max_num_seqs": 64, "dtype": policy.model.dtype,
+               "checks": verify.Options(**checks)} | options  # fmt: skip
     options["collect"] = collect_kept_sets
+    options["config"] = with_one_table(read_config(folder), options["max_model_len"])
     key = repr((folder, shapes, parity, in_flight, options))
     live = Engine.live
     if shared.get(live) == key and in_flight:
         live.abort()  # left unfinished
-    if shared.get(live) != key or live.state not in ("ready", "empty") or live._requests:
+    if shared.get(live) != key or live.state not in ("ready", "awake") or live._requests:
         close_live_engine()
         made = InflightEngine if in_flight else Engine
         shared[made(folder, shapes, parity, **options)] = key
@@ -196,6 +202,7 @@ def drawn_ids(count: int, generator: torch.Generator | None = None) -> list[int]
 
 PROMPTS = [[0, 6, 7], [8, 9, 10, 11, 95], [13] * 9, [0]]
 SEEDS = [1000, 2000, 3000, 4000]
+VERSIONED = {"further": {"enable_prefix_caching": True}, "cache_salt": str}  # as of --prefix-cache versioned
 WARM = Sampling(temperature=0.7, max_new_tokens=12, stop_token_ids=(2,))
 
 
@@ -382,7 +389,9 @@ def policy_of(
 ) -> Policy:
     """The policy of a small model that is saved in the folder."""
     small_model(name, tied or name in ALWAYS_TIED, **changes).save_pretrained(folder)
-    return Policy.load(str(folder), dtype, device)
+    policy = Policy.load(str(folder), dtype, device)
+    give_one_table(policy.model, None)
+    return policy
 
 
 # ------------------------------------------------------------------------------------------------ a spoilt model folder

@@ -39,7 +39,7 @@ from packaging import version
 from torch.overrides import TorchFunctionMode
 
 from config import LoraConfig
-from engine_adapter import CANARY_PROMPT_TOKENS, Engine, ParityFlags, Rollout, Sampling, WeightLoadError
+from engine_adapter import ParityFlags, Rollout, Sampling
 from examples.toys import toy_tokenizer
 from extras.fast import fast_parts
 from extras.lora import Adapters
@@ -47,6 +47,8 @@ from extras.sampling_mask import SamplingMask
 from models import attention_for
 from probe.noise import rounded_otherwise
 from rl import Policy, Scoring, make_batch
+from verify import canary
+from verify.errors import WeightLoadError
 from verify.own_noise import InFloat32
 
 BY_LAYERS = "GraniteMoeHybrid, attention only"  # its Mamba layers are refused in 16 bits: layers count
@@ -168,8 +170,8 @@ def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, monkeypatch, nam
     """The noise of the last load is more than 4 times that of the first one. The logits of a token have a common part,
     which a 16-bit head rounds. The first load counts no prompt twice.
     """
-    usual, seeds = Engine.sample_canary, {version: [] for version in range(10)}
-    monkeypatch.setattr(Engine, "sample_canary", lambda engine, seed=0, *rest: (
+    usual, seeds = canary.sample, {version: [] for version in range(10)}
+    monkeypatch.setattr(canary, "sample", lambda engine, seed=0, *rest: (
         seeds[engine.weight_version].append(seed), usual(engine, seed, *rest))[1])  # fmt: skip
     policy = policy_of(tmp_path, name, dtype=dtype)
     policy.model.get_output_embeddings().weight.data += 4 * torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -198,12 +200,12 @@ def test_the_canary_has_a_constant_limit_beside_a_kernel_that_takes_16_bits_alon
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("window, length", [(16, 17), (4096, CANARY_PROMPT_TOKENS)])
+@pytest.mark.parametrize("window, length", [(16, 17), (4096, canary.PROMPT_TOKENS)])
 def test_the_canary_passes_the_window_if_the_runs_rows_do(tmp_path, window, length):
     policy = policy_of(tmp_path, "Mistral", sliding_window=window)
     with started(str(tmp_path), policy, max_model_len=32, block_size=32) as engine:
         load_into(engine, policy)
-        assert len(engine.sample_canary()[0].prompt_ids) == length
+        assert canary.length(engine) == length
 
 
 @pytest.mark.engine
@@ -211,7 +213,7 @@ def test_the_first_load_compares_one_row_beyond_the_original_context_if_the_runs
     """vLLM ignores Ministral 3's llama_4_scaling_beta, which counts from there on."""
     policy = policy_of(tmp_path, "Ministral3, beyond its original context")
     with started(str(tmp_path), policy, max_model_len=67, block_size=32) as engine:
-        assert len(engine.sample_canary()[0].prompt_ids) == 33
+        assert canary.length(engine) == 33
     close_live_engine()
     reason = "or vLLM computes ministral3 differently after 65 tokens, beyond its original context: the canary's"
     with pytest.raises(WeightLoadError, match=reason), started(str(tmp_path), policy, max_model_len=68, block_size=32):

@@ -5,13 +5,14 @@ import math
 from dataclasses import dataclass
 
 import pytest
-import torch
 import tyro
 from helpers import config_of
 
 from config import Config, LearningConfig
-from engine_adapter import SETTINGS, ParityFlags, Sampling, Setting, check_vllm_version, wanted_settings
+from engine_adapter import SETTINGS, ParityFlags, Sampling, Setting, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
+from verify.settings import READERS
+from verify.start import check_vllm_version
 
 
 def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
@@ -47,11 +48,14 @@ def test_every_correction_is_allowed_with_all_fixes_and_refused_with_two_policie
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
     parity = ParityFlags(uncached_runtime=False, variants=("prefix-cache",))
-    wanted = wanted_settings(parity, torch.float32)
-    assert {setting.variant: wanted[setting.name] for setting in SETTINGS if setting.variant} == {
-        "prefix-cache": True, "async-scheduling": False, "cascade-attention": True, "generation-config": "vllm"}
+    wanted = wanted_settings(parity)
+    assert (wanted["enable_prefix_caching"], wanted["async_scheduling"]) == (True, False)
     for variants, fp32 in (((), True), (("both-heads",), False)):
         assert ParityFlags(fp32_head=False, variants=variants).trainer_fp32_head == fp32
+
+
+def test_each_setting_of_a_fix_is_read_back():
+    assert {setting.argument.rpartition(".")[2] for setting in SETTINGS} <= READERS.keys()
 
 
 def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_is_on_by_default_is_a_fix(monkeypatch):
@@ -60,10 +64,10 @@ def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_i
         fcfs: bool = True
         own: bool = False
 
-    row = Setting("fcfs", "scheduling_policy", "fcfs", "priority", lambda engine: None)
+    row = Setting("fcfs", "scheduling_policy", "fcfs", "priority")
     monkeypatch.setattr("engine_adapter.SETTINGS", [*SETTINGS, row])
     for fcfs, value in (True, "fcfs"), (False, "priority"):
-        assert wanted_settings(Fork(fcfs=fcfs), torch.float32)["scheduling_policy"] == value
+        assert wanted_settings(Fork(fcfs=fcfs))["scheduling_policy"] == value
     assert Fork(fcfs=False).off() == ["fcfs"]
     config_of(Fork(), tis="token")
 

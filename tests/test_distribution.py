@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from helpers import built, close_live_engine
 
-from engine_adapter import AuditError, Engine, ParityFlags
+from engine_adapter import Engine, ParityFlags
 from rl import Policy
+from verify.errors import AuditError
 
 pytestmark = pytest.mark.engine
 NO_MASK, BOTH_RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logprobs=False, variants=("both-raw",))

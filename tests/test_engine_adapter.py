@@ -14,6 +14,7 @@ from helpers import (
     AT_PARITY,
     PROMPTS,
     SEEDS,
+    VERSIONED,
     WARM,
     close_live_engine,
     floors,
@@ -26,27 +27,20 @@ from helpers import (
 )
 
 import engine_adapter
-from engine_adapter import (
-    CANARY_PROMPT_TOKENS,
-    AuditError,
-    Engine,
-    EngineStateError,
-    ParityFlags,
-    Sampling,
-    WeightLoadError,
-    reseed,
-)
+import verify
+from engine_adapter import Engine, ParityFlags, Sampling, reseed
 from rl import Policy, Scoring
+from verify import canary
+from verify.errors import AuditError, EngineStateError, WeightLoadError
 
 pytestmark = pytest.mark.engine
 IN_FORCE = {"logprobs_mode": "processed_logprobs", "enable_prefix_caching": False, "async_scheduling": False,
-            "generation_config": "vllm", "disable_cascade_attn": True, "inflight_update": "keep",
-            "head_dtype": "float32", "max_logprobs": -1}  # fmt: skip
+            "inflight_update": "keep", "head_dtype": "float32", "max_logprobs": -1}  # fmt: skip
 
 
 def check_settings(engine: Engine, **without) -> None:
     """What the engine reads back is the fixes' settings, except for those that are given."""
-    found, expected = engine.audit(), IN_FORCE | without
+    found, expected = verify.audit(engine), IN_FORCE | without
     assert {name: found[name] for name in expected} == expected
     assert found["model_dtype"] == str(engine.dtype).removeprefix("torch.")
 
@@ -60,10 +54,9 @@ def test_without_uncached_runtime_prompts_are_stale_after_a_load(engine_folder):
     """The prompts are longer than a block of the KV cache (128 tokens), because vLLM caches whole blocks."""
     policy = Policy(qwen2(tied=False))
     with started(engine_folder, policy, ParityFlags(uncached_runtime=False)) as engine:
-        check_settings(engine, enable_prefix_caching=True, async_scheduling=True, generation_config="auto",
+        check_settings(engine, enable_prefix_caching=True, async_scheduling=True,
                        prefix_cache="V1's default, not cleared by a load")  # fmt: skip
-        assert len(engine.sample_canary()[0].prompt_ids) == CANARY_PROMPT_TOKENS  # it would read stale blocks
-        assert "repetition_penalty" in engine.settings["sampling_defaults"]  # of generation_config.json
+        assert canary.length(engine) == canary.PROMPT_TOKENS  # it would read stale blocks
         prompts = long_prompts(140)
         assert floors(policy, engine, prompts=prompts) < AT_PARITY
         move(policy)
@@ -91,7 +84,7 @@ def test_an_fp32_head_on_both_sides_is_closer_than_on_one_and_the_audit_finds_a_
         assert both < 0.5 * one
         engine.vllm_model.logits_processor.head_dtype = None  # the configuration still says float32
         with pytest.raises(AuditError, match="head_dtype is 'bfloat16', not 'float32'"):
-            engine.audit()
+            verify.audit(engine)
         engine.close()
     with started(engine_folder, coarse, ParityFlags(fp32_head=False)) as engine:
         check_settings(engine, head_dtype="bfloat16")
@@ -106,7 +99,7 @@ def test_the_audit_names_every_setting_that_is_not_in_force(engine_folder):
         hook = engine.vllm_model.logits_processor.register_forward_hook(lambda *given: given[2].bfloat16().float())
         wrong = r"logprobs_mode is 'raw_logprobs'.*prefix_caching is True.*head_dtype is 'bfloat16', not 'float32'"
         with pytest.raises(AuditError, match=wrong):
-            engine.audit()
+            verify.audit(engine)
         hook.remove()
         sampler.logprobs_mode, cache.enable_caching = "processed_logprobs", False
 
@@ -157,7 +150,7 @@ def test_a_faulty_load_is_refused_and_one_of_other_names_leaves_the_engine_as_it
         for wrong, reason in ((weights[name] / 0, "log-probabilities are"), (weights[name].T, "vLLM refused the")):
             with pytest.raises((WeightLoadError, FloatingPointError), match=reason):
                 engine.load(weights | {name: wrong}, policy.response_logprobs)
-            with pytest.raises(EngineStateError, match="broken: build a new one"):
+            with pytest.raises(EngineStateError, match="this one is broken"):
                 engine.generate(PROMPTS, 1, WARM, SEEDS)
             engine.state = "ready"  # the test alone may go on with this engine
         engine.close()
@@ -183,11 +176,11 @@ BLOCK = 32  # the CPU build's smallest
 def test_a_versioned_prefix_cache_is_hit_within_a_version_and_never_across_a_load(engine_folder):
     """Also by requests that wait while the weights change: the engine has room for 8 of 16 at once."""
     endless = replace(WARM, stop_token_ids=())
-    prompts, options = long_prompts(3 * BLOCK + 5), dict(block_size=BLOCK, prefix_cache="versioned", max_num_seqs=4)
+    prompts, options = long_prompts(3 * BLOCK + 5), VERSIONED | dict(block_size=BLOCK, max_num_seqs=4)
     policy = Policy(qwen2(tied=False))
     with started(engine_folder, policy, in_flight=True, **options) as engine:
         check_settings(engine, prefix_cache="versioned", enable_prefix_caching=True)
-        assert len(engine.sample_canary()[0].prompt_ids) == BLOCK + 1
+        assert canary.length(engine) == BLOCK + 1
         pool = engine.core.scheduler.kv_cache_manager.block_pool
         for seed in range(2):
             assert floors(policy, engine, prompts=prompts) < AT_PARITY
@@ -214,12 +207,12 @@ def test_sleep_wake_load_generate_is_the_only_order_and_close_frees_the_model(en
     monkeypatch.setattr(gc, "unfreeze", helpers.unfreeze)
     with started(engine_folder, policy) as engine:
         engine.sleep()
-        for reason, call in ((r"asleep: wake\(\) it first", sample), ("needs an engine that is ready", engine.sleep),
-                             ("load needs", lambda: load_into(engine, policy)), ("audit needs", engine.audit)):
+        for reason, call in (("this one is asleep: .* wake", sample), ("needs an engine that is ready", engine.sleep),
+                             ("load needs", lambda: load_into(engine, policy))):
             with pytest.raises(EngineStateError, match=reason):
                 call()
         engine.wake()
-        for reason, call in ((r"empty: load\(\) the weights first", sample), ("needs .* asleep", engine.wake)):
+        for reason, call in ((r"this one is awake: .* load\(\) to ready", sample), ("needs .* asleep", engine.wake)):
             with pytest.raises(EngineStateError, match=reason):
                 call()
         load_into(engine, policy)

@@ -10,10 +10,11 @@ import torch
 
 import objectives
 import rl
-from engine_adapter import Rollout, observed_head_dtype
+from engine_adapter import Rollout
 from exercises import functions, mystery
 from exercises import test_functions as student
 from extras.sampling_mask import mask_outside
+from verify.settings import observed_head_dtype
 
 
 # ------------------------------------------------------------------------------------------------ the core's functions
@@ -57,9 +58,10 @@ def mismatch_figures(*policies):
 
 def audit_head(engine, asked):
     head = torch.nn.Identity()
-    found = observed_head_dtype(SimpleNamespace(
-        dtype=torch.bfloat16, vllm_model=torch.nn.ModuleDict({"logits_processor": head}),
-        sample_canary=lambda: head(engine.logits())))  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verify.canary.sample", lambda _: head(engine.logits()))
+        found = observed_head_dtype(SimpleNamespace(
+            dtype=torch.bfloat16, vllm_model=torch.nn.ModuleDict({"logits_processor": head})))  # fmt: skip
     if asked not in (None, found):
         raise RuntimeError(f"{asked} was asked, {found} is in force")
     return found

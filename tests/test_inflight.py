@@ -25,11 +25,12 @@ from helpers import (
     train_here,
 )
 
-from engine_adapter import CANARY_PROMPT_TOKENS, Engine, ParityFlags, Sampling
+from engine_adapter import ParityFlags, Sampling
 from extras.inflight import Group, GroupsInFlight
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
 from tasks import Problem, Task, exact_match
+from verify import canary
 
 KEEP, ABORT = ParityFlags(), ParityFlags(inflight_keep=False)
 RECOMPUTE = replace(ABORT, variants=("recompute",))
@@ -173,10 +174,9 @@ def test_an_update_keeps_recomputes_or_aborts_what_was_computed(tmp_path, name, 
 @pytest.mark.engine
 def test_a_rollout_is_as_old_as_the_part_of_its_prompt_that_was_computed_first(engine_folder, monkeypatch):
     """128 prompt tokens to an engine step: the load finds half of the first request's prompt computed."""
-    usual, in_chunks = Engine._arguments, dict(enable_chunked_prefill=True, max_num_batched_tokens=128)
-    monkeypatch.setattr(Engine, "_arguments", lambda *given: usual(*given) | in_chunks)
-    monkeypatch.setattr(Engine, "_canary_length", lambda _: CANARY_PROMPT_TOKENS)  # a CPU splits no seeded prompt
-    with backend("vllm", engine_folder, seed=1) as (policy, engine):
+    in_chunks = dict(enable_chunked_prefill=True, max_num_batched_tokens=128)
+    monkeypatch.setattr(canary, "length", lambda _: canary.PROMPT_TOKENS)  # a CPU splits no seeded prompt
+    with backend("vllm", engine_folder, seed=1, further=in_chunks) as (policy, engine):
         flight = in_flight(engine, 2, Sampling(temperature=1.0, max_new_tokens=8), max_staleness=1)
         flight.groups = [group := Group(Problem("0", "0", "test", HALF))]
         flight._fill()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import ALWAYS_TIED, SIXTEEN, close_live_engine, drawn_ids, policy_of, small_model, started
 
+import verify
 from probe.__main__ import main
 from probe.layers import _row, compare_layers, report
 from rl import Policy
@@ -76,7 +77,7 @@ def test_a_fault_in_one_layer_of_the_live_engine_is_named_by_layer_and_half(tmp_
     with started(str(tmp_path), policy) as engine:
         rows = compare_layers(policy, engine, *REQUESTS)
         assert named(rows) == set(), report(rows, "")
-        engine.canary_tolerance = math.inf
+        engine.checks = verify.Options(canary_nats=100)
         for fault, halves in faults.items():
             weights = {name: tensor.detach().clone() for name, tensor in policy.weights().items()}
             if fault not in IN_ENGINE:

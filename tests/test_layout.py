@@ -7,11 +7,11 @@ from helpers import ROOT
 
 # What a file or a folder may import of ours; in addition, what is imported in a function for an option.
 CORE = {
-    "grpo": "", "objectives": "", "report": "", "config": "engine_adapter objectives report tasks", "models": "",
+    "grpo": "", "objectives": "", "report": "", "config": "engine_adapter objectives report tasks verify", "models": "",
     "tasks": "report",
-    "verify": "", "engine_adapter": "models report tasks verify",
+    "verify": "report", "engine_adapter": "report tasks verify",
     "rl": "config engine_adapter models objectives",
-    "run": "config engine_adapter models objectives report rl tasks",
+    "run": "config engine_adapter models objectives report rl tasks verify",
     "train": "config engine_adapter objectives report rl run tasks",
 }  # fmt: skip
 MAY_IMPORT = {name: set(others.split()) for name, others in CORE.items()}
@@ -21,9 +21,7 @@ MAY_IMPORT["probe"] = MAY_IMPORT["extras"] | {"extras", "examples"}
 MAY_IMPORT["exercises"] = set()  # a student's functions are his own
 MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe", "exercises"}
 # Files of extras/ that import nothing of ours, and who imports them.
-RARE_CASES = {"engine_adapter": {"extras.rotary_table"},
-              "models": {"extras.further_tokens", "extras.multimodal", "extras.transformers4"},
-              "rl": {"extras.rotary_table"}}  # fmt: skip
+RARE_CASES = {"models": {"extras.further_tokens", "extras.multimodal", "extras.transformers4"}}
 MAY_IMPORT |= {name: set() for names in RARE_CASES.values() for name in names}
 FOR_AN_OPTION = {"run": {"extras", "probe", "examples", "extras.further_tokens", "verify"},
                  "tasks": {"examples", "models"},

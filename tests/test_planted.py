@@ -5,11 +5,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from helpers import MATRIX_PROMPTS, WARM, load_into, mismatch, move, policy_of, started
+from helpers import MATRIX_PROMPTS, VERSIONED, WARM, load_into, mismatch, move, policy_of, started
 from torch.nn.functional import linear
 
-from engine_adapter import Engine, EngineStateError, ParityFlags, Sampling, WeightLoadError
-from verify import experts
+from engine_adapter import Engine, ParityFlags, Sampling
+from verify import experts, model_cases
+from verify.errors import EngineStateError, WeightLoadError
 
 BLOCK = 32  # the CPU build's smallest; the canary's prompts then have 33 tokens
 
@@ -53,14 +54,14 @@ FAULTS = {
     "alias of a convolution": ("FalconH1", {}, break_alias, BUFFERS),  # refused in 16 bits
     "tied head not sent": (
         # Only some CPUs pack it in bfloat16.
-        "Llama", dict(tied=True), lambda engine, *_: engine._names.discard("lm_head.weight"), PROOF),
+        "Llama", dict(tied=True), lambda _, patch, __: patch.setattr(
+            model_cases, "heads_without_a_name", model_cases.tied_heads), PROOF),
     "experts packed once": (
         "Qwen3Moe", {}, lambda engine, patch, _: patch.setattr(
-            experts, "packed_again", lambda *_: nullcontext()), PROOF, PROOF),
+            experts, "packed_again", lambda _: nullcontext()), PROOF, PROOF),
     "gates fused once": ("Qwen3Moe", {}, fuse_gates, CANARY, NOTHING),
     "blocks of an older version": (
-        "Qwen2", dict(prefix_cache="versioned"),
-        lambda engine, patch, _: patch.setattr(Engine, "_cache_salt", "1"), CANARY, NOTHING),
+        "Qwen2", VERSIONED, lambda engine, *_: setattr(engine, "cache_salt", lambda _: "1"), CANARY, NOTHING),
     "adapter merged twice": ("Qwen3", {}, merge_twice, PROOF, PROOF),
     "reset that does nothing": (
         "Qwen2", dict(parity=ParityFlags(inflight_keep=False, variants=("recompute",)), in_flight=True), refuse_reset,

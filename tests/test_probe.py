@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import SIXTEEN, config_of, drawn_ids, move, qwen2, refusal, started
 
+import verify
 from engine_adapter import ParityFlags, Rollout, Sampling
 from extras.rounded_weights import RoundedWeights
 from probe import causes
@@ -120,7 +121,7 @@ def plant(folder: Path, faults: set[str], dtype: torch.dtype = torch.float32, ti
     place = str(folder / f"{tied} {dtype}")
     model.save_pretrained(place)
     with started(place, policy, parity, max_model_len=192, block_size=32, max_num_seqs=128) as engine:
-        engine.canary_tolerance = math.inf
+        engine.checks = verify.Options(canary_nats=100)
     generator = torch.Generator().manual_seed(100)
     lengths = torch.randint(1, 90 if "prefix" in faults else 30, (batch,), generator=generator).tolist()
     prompts = [drawn_ids(length, generator) for length in lengths]

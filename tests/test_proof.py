@@ -17,8 +17,8 @@ from helpers import (
     started,
 )
 
-from engine_adapter import WeightLoadError
 from rl import Policy
+from verify.errors import WeightLoadError
 from verify.proof import blank, differing, same_bits, storage, unpacked, untouched
 
 # Each class in one dtype; then what a dtype or a tied head changes: how vLLM packs linear layers, experts and the head.

@@ -28,6 +28,7 @@ from rl import (
     make_batch,
     update,
 )
+from verify.head import check_head
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
@@ -150,7 +151,7 @@ def test_an_unknown_operation_after_the_head_is_refused():
     model = qwen2(tied=False)
     model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * 1.01)
     with pytest.raises(ValueError, match="does more after its head"):
-        Policy(model)
+        check_head(Policy(model))
 
 
 # ------------------------------------------------------------------------------------------------ one update, by hand

@@ -10,7 +10,7 @@ from helpers import WARM, built, rewrite, small_model
 
 from engine_adapter import Rollout, Sampling
 from extras.fast import prompts_once
-from extras.rotary_table import one_table
+from extras.rotary_table import give_one_table, with_one_table
 from extras.transformers_engine import TransformersEngine
 from probe.replay import Replay
 from probe.traces import Trace
@@ -36,9 +36,10 @@ def test_all_bodies_compute_with_one_table_whatever_rows_stand_together(name, ro
     model = small_model(name, False, rope_parameters=deepcopy(rope), **context).double()
     model.set_experts_implementation("eager")  # torch has no grouped float64 product
     oracle, exported = deepcopy(model), model.config.to_dict()
-    policy = Policy(model, Scoring(fp32_head=False), longest=longest)
+    give_one_table(model, longest)
+    policy = Policy(model, Scoring(fp32_head=False))
     assert model.config.to_dict() == exported
-    assert "max_trained_positions" not in str(one_table(model.config, longest))  # which only vLLM would follow
+    assert "max_trained_positions" not in str(with_one_table(model.config, longest))  # which only vLLM would follow
 
     def table(states: torch.Tensor, position_ids: torch.Tensor, *_, **__) -> list[torch.Tensor]:
         angles = (position_ids[..., None] / (factors * 1e4 ** (torch.arange(16) / 16))).repeat(1, 1, 2)

@@ -94,7 +94,7 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
 
 
 def test_vllm_must_be_there_where_it_samples(job, monkeypatch):
-    monkeypatch.setattr("engine_adapter.distributions", lambda name: [])
+    monkeypatch.setattr("verify.start.distributions", lambda name: [])
     prepare(job(engine="transformers"))
     with pytest.raises(ValueError, match="vLLM is not installed"):
         prepare(job())

@@ -12,8 +12,10 @@ from helpers import (
     train_here,
 )
 
-from engine_adapter import CANARY_PROMPTS, EngineStateError, Sampling
+from engine_adapter import Sampling
 from rl import Policy
+from verify import canary
+from verify.errors import EngineStateError
 
 pytestmark = pytest.mark.engine
 
@@ -71,7 +73,7 @@ def test_where_held_requests_keep_their_places_fewer_others_run_beside_them(engi
             while not all(rollout.finish_reason for rollout in others):
                 engine.step()
                 most = max(most, len(engine.core.scheduler.running))
-        assert most == 8 + CANARY_PROMPTS - 10
+        assert most == 8 + canary.PROMPTS - 10
         engine.submit([5, 6], 2, Sampling(1.0, 60), 3)
         engine.step()
         with pytest.raises(EngineStateError, match="or no place, for an evaluation"), engine.holding():

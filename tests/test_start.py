@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, SMALL, command, refusal, train_here
 
-import engine_adapter
-from engine_adapter import check_vllm_version
 from extras.tracker import Tracker
+from verify import start
+from verify.start import check_vllm_version
 
 WRITES = """
 import os, sys
@@ -48,7 +48,7 @@ def test_missing_packages_are_named_in_one_sentence_before_anything_is_imported(
 
 
 def test_a_vllm_that_was_built_for_another_torch_is_refused_unless_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(engine_adapter, "version", lambda name: "2.14.0+cpu")
+    monkeypatch.setattr(start, "version", lambda name: "2.14.0+cpu")
     with pytest.raises(ValueError, match=r"torch must be ==2\.13\.0\+cpu, for which vLLM 0\.32\.0 was built, got"):
         check_vllm_version()
     assert check_vllm_version(allow_untested=True) == "0.32.0"

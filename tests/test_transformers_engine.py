@@ -7,10 +7,11 @@ import pytest
 import torch
 from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, qwen2, small_model
 
-from engine_adapter import EngineStateError, Sampling, Synchronous, WeightLoadError
+from engine_adapter import Sampling, Synchronous
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
 from tasks import Problem, Task, exact_match
+from verify.errors import EngineStateError, WeightLoadError
 
 
 def ready(policy: Policy, **options) -> TransformersEngine:

@@ -24,7 +24,7 @@ def decoded_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
 
 
 def disagreement(
-    by_body: Callable[[Any], list[list[float]]], trainer: Tensor, engine: Tensor,
+    by_body: Callable[..., Tensor], trainer: Tensor, engine: Tensor,
     average: Callable[[Tensor], Tensor], tolerance: float,
 ) -> str | None:
     """What to say if the trainer's forward pass differs from its own decode, by nats; else None.
@@ -33,8 +33,8 @@ def disagreement(
     the model so: then nothing is known.
     """
     with suppress(Exception):
-        decoded = torch.tensor(by_body(decoded_body))
-        own, apart = (average((decoded - each).abs()).item() for each in (trainer, engine))
+        decoded = by_body(decoded_body)
+        own, apart = (average((decoded - side).abs()).item() for side in (trainer, engine))
         if own > tolerance:
             return ("the trainer disagrees with itself: its forward pass differs by"
                     f" {own:.2e} nats from transformers' decode with a cache, the engine by"

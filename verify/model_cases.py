@@ -1,12 +1,13 @@
 """What single architectures need of vLLM: faults of its kernels and loads, and scaled contexts.
 
-It imports nothing of ours.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from verify.proof import renaming
 
 
 def import_classes(architectures: Iterable[str]) -> None:
@@ -23,7 +24,7 @@ def refuse_or_repair(model: Any, dtype: torch.dtype, tensor_names: set[str]) -> 
     Raises: ValueError for one that this vLLM computes or loads wrongly.
     """
     on_cpu = not torch.cuda.is_available()
-    recurrent = {each.mamba_type.name for each in model.modules() if hasattr(each, "mamba_type")}
+    recurrent = {layer.mamba_type.name for layer in model.modules() if hasattr(layer, "mamba_type")}
     if on_cpu and dtype != torch.float32 and recurrent & {"MAMBA1", "MAMBA2"}:
         raise ValueError("its Mamba layers differ by 0.04 to 7 nats in 16 bits on a CPU;"
                          " try float32")
@@ -57,14 +58,30 @@ def _rotate_natively(model: Any) -> None:
             hooks[module] = module.register_forward_pre_hook(look, with_kwargs=True)
 
 
-def scaled_length(config: Any, longest: int) -> int:
+def tied_heads(engine: Any) -> set[str]:
+    """The names of a head that is the embedding, which the trainer sends too."""
+    config = engine.llm.vllm_config.model_config.hf_text_config
+    return {name for name in engine.tensor_names
+            if config.tie_word_embeddings and name.endswith("lm_head.weight")}
+
+
+def heads_without_a_name(engine: Any) -> set[str]:
+    """Tied heads that cannot be sent: vLLM has no such tensor. Where it has one (its CPU build
+    packs a copy), it must be sent."""
+    own = dict(engine.vllm_model.named_parameters(remove_duplicate=False))
+    rename = renaming(engine.vllm_model)
+    return {head for head in tied_heads(engine) if rename(head) not in own}
+
+
+def scaled_length(engine: Any, longest: int) -> int:
     """Length of a prompt that passes the model's original context; 0 if `longest` tokens do not.
 
     Beyond this context rotary angles or scores are scaled. The prompt leaves room for a response.
     """
+    config = engine.llm.vllm_config.model_config.hf_text_config
     rope = getattr(config, "rope_parameters", None) or {}
     # Gemma has a dictionary of them.
-    all_ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
-    originals = [each.get("original_max_position_embeddings") for each in all_ropes]
+    ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    originals = [one.get("original_max_position_embeddings") for one in ropes]
     passed = [original for original in originals if original and longest > original]
     return max(max(passed) + 1, longest - 6) if passed else 0

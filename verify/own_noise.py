@@ -4,6 +4,7 @@ The noise is the distance of the trainer's log-probabilities from those of its w
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,14 @@ class InFloat32(TorchFunctionMode):
         return function(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
 
 
-def unmeasured(error: Exception) -> float:
-    """The limit if a kernel takes 16 bits alone, with a notice."""
-    print(f"notice: the trainer's own noise is NOT MEASURED, {error!r}: the limit is {UNMEASURED}"
-          " nats", flush=True)
-    return UNMEASURED
+def attempted(compute: Callable[[], Tensor]) -> Tensor | None:
+    """What needs float32; None, with a notice, if a kernel takes 16 bits alone."""
+    try:
+        return compute()
+    except Exception as error:  # of the library whose kernel it is
+        print(f"notice: the trainer's own noise is NOT MEASURED, {error!r}: the limit is"
+              f" {UNMEASURED} nats", flush=True)
+        return None
 
 
 def precise_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
@@ -47,28 +51,27 @@ def precise_body(policy: Any, batch: Any, response: Tensor) -> Tensor:
 
 
 def measure(
-    engine: Any, trainer_logprobs: Any, rollouts: list[Any], length: int,
+    engine: Any, sides: Any, another: Callable[[int, int], Any],
     average: Callable[[Tensor], Tensor],
 ) -> tuple[float, float]:
-    """The average |trainer - engine| and its limit, in nats, of the canary's rollouts.
+    """The average |trainer - engine| and its limit, in nats.
 
-    The first load, and each load whose difference exceeds the limit, samples further canaries,
-    because figures of few tokens vary. If the engine's head has 16 bits, its rounding is noise too.
+    `sides` is a canary.Sides; `another` samples a further one, with other prompts and so many new
+    tokens: at the first load, and at each load whose difference exceeds the limit, because figures
+    of few tokens vary. If the engine's head has 16 bits, its rounding is noise too.
     """
     first = engine.weight_version == 1
     fp32_head = engine.settings["head_dtype"] == "float32"
     differences, noises = [], []
     while True:
-        of_trainer, trainers, engines = engine.both_sides(trainer_logprobs, rollouts)
-        differences.append((trainers - engines).abs().flatten())
+        differences.append((sides.trainer - sides.engine).abs().flatten())
         difference = average(torch.cat(differences)).item()
-        try:
-            precise = torch.tensor(of_trainer(precise_body, fp32_head=fp32_head))
-        except Exception as error:  # of the library whose kernel it is
-            return difference, unmeasured(error)
-        noises.append((trainers - precise).abs().flatten())
+        precise = attempted(partial(sides.of_trainer, precise_body, fp32_head=fp32_head))
+        if precise is None:
+            return difference, UNMEASURED
+        noises.append((sides.trainer - precise).abs().flatten())
         limit = (TIMES if first else TIMES_LATER) * average(torch.cat(noises)).item()
         enough = first * TOKENS if difference <= limit else MOST_TOKENS
         if sum(map(len, noises)) >= enough:
             return difference, limit
-        rollouts = engine.sample_canary(len(noises), length, RESPONSE)
+        sides = another(len(noises), RESPONSE)

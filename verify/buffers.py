@@ -1,0 +1,37 @@
+"""Tensors of vLLM's model that no load may change: rotary tables, scales."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify.errors import WeightLoadError
+from verify.proof import renaming
+
+
+def buffers(engine: Any) -> dict[str, Tensor]:
+    """By name. A buffer that shares its memory with a weight is not included."""
+    model = engine.vllm_model
+    loaded = set(map(renaming(model), engine.tensor_names))
+    # Under all their names: a mixture's experts hold its gate too.
+    every = dict(model.named_buffers(remove_duplicate=False))
+    written = [every[name] for name in every.keys() & loaded]
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *written)}
+    return {name: tensor for name, tensor in every.items()
+            if tensor.untyped_storage().data_ptr() not in memory}
+
+
+def constants(engine: Any) -> dict[str, Tensor]:
+    """Copies of them, as they are before the first load."""
+    return {name: tensor.clone() for name, tensor in buffers(engine).items()}
+
+
+def check(engine: Any) -> None:
+    """Raises: WeightLoadError that names those which differ from the first ones."""
+    now, first = buffers(engine), engine.checked.constants
+    # Also a new name: a buffer that was a view of a weight until a load replaced it by a copy.
+    changed = now.keys() ^ first.keys()
+    changed |= {name for name in now.keys() - changed if not torch.equal(now[name], first[name])}
+    if changed:
+        raise WeightLoadError(f"after load {engine.weight_version} buffers of the engine differ"
+                              f" from those at its start: {', '.join(sorted(changed))}")

@@ -1,0 +1,117 @@
+"""The canary: a few sampled tokens, whose log-probabilities the trainer computes too.
+
+The proof compares weights bit for bit. The canary is for the rest: KV cache, windows, kernels.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from verify import experts
+from verify.decode import disagreement
+from verify.errors import WeightLoadError
+from verify.head import checked_body
+from verify.own_noise import measure
+
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 5, 3
+# Largest mean |trainer - engine| in fp32, in nats: the two agree to 1e-5. In 16 bits the limit is
+# measured (own_noise.py).
+NATS = 1e-4
+TrainerLogprobs = Callable[..., list[list[float]]]  # Policy.response_logprobs
+
+
+def longest(engine: Any) -> int:
+    """Tokens that a prompt can have."""
+    return engine.llm.vllm_config.model_config.max_model_len - NEW_TOKENS
+
+
+def length(engine: Any) -> int:
+    """Tokens of a prompt: past a block of the KV cache and past a sliding window.
+
+    It is never longer than the run's rows. With V1's own prefix cache it stays below a block,
+    because the prompts are the same at each load, so the canary would read stale blocks, which
+    are the fault under study.
+    """
+    if engine.parity.stale_cache:
+        return PROMPT_TOKENS
+    config = engine.llm.vllm_config
+    spans = config.cache_config.block_size, config.model_config.get_sliding_window() or 0
+    return max([PROMPT_TOKENS, *(span + 1 for span in spans if span < longest(engine))])
+
+
+def sample(
+    engine: Any, prompt_seed: int = 0, of_length: int = 0, max_new_tokens: int = NEW_TOKENS
+) -> list[Any]:
+    """A few tokens of decode, at temperature 1, where raw and processed values agree.
+
+    After one prompt of the length, or after the canary's own prompts.
+    """
+    shape = (1, of_length) if of_length else (PROMPTS, length(engine))
+    generator = torch.Generator().manual_seed(prompt_seed)
+    prompts = torch.randint(engine.vocab_size, shape, generator=generator).tolist()
+    room = engine.llm.vllm_config.model_config.max_model_len - shape[1]
+    return engine.sample_beside(prompts, min(max_new_tokens, room))
+
+
+class Sides(NamedTuple):
+    """Log-probabilities of the canary's tokens, (B, T)."""
+
+    of_trainer: Callable[..., Tensor]  # the trainer's, by another body or scoring
+    trainer: Tensor
+    engine: Tensor
+
+
+def both_sides(trainer_logprobs: TrainerLogprobs, rollouts: list[Any]) -> Sides:
+    sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+    prompt_length = len(rollouts[0].prompt_ids)
+
+    def of_trainer(*body: Any, **scoring: Any) -> Tensor:
+        return torch.tensor(trainer_logprobs(sequences, prompt_length, *body, **scoring))
+
+    engine = torch.tensor([rollout.logprobs for rollout in rollouts])
+    return Sides(of_trainer, of_trainer(), engine)
+
+
+def check(engine: Any, trainer_logprobs: TrainerLogprobs, of_length: int = 0) -> None:
+    """Raises: WeightLoadError if both sides differ by more than the limit; ValueError if the
+    trainer's head is at fault.
+
+    In 16 bits the first load measures the limit, and a load that exceeds it measures another
+    one, because rounding grows with the logits.
+    """
+    average, attempts = experts.canary(engine)
+    limit = engine.checks.canary_nats
+    if engine.dtype == torch.float32:
+        limit = limit or NATS
+    limits, is_measured = engine.checked.canary_limits, limit is None
+    if is_measured:  # then `measure` has other prompts
+        limit, attempts = limits.get(of_length, 0.0), 1
+    for prompt_seed in range(attempts):
+        sides = both_sides(trainer_logprobs, sample(engine, prompt_seed, of_length))
+        difference = average((sides.trainer - sides.engine).abs()).item()
+        if difference <= limit:
+            break
+    if not difference <= limit and is_measured:
+        def another(seed: int, max_new_tokens: int) -> Sides:
+            return both_sides(trainer_logprobs, sample(engine, seed, of_length, max_new_tokens))
+
+        difference, limit = measure(engine, sides, another, average)
+        limit = max(NATS, limit)
+        limits.setdefault(of_length, limit)
+    first = engine.weight_version == 1
+    if first:
+        where = f"canary after {of_length} tokens" if of_length else "canary"
+        engine.settings[where] = f"{difference:.1e} nats (limit {limit:.1e})"
+    if difference <= limit:
+        return
+    fault = "the engine does not hold the trainer's weights"
+    if first:  # or one of the two sides computes this model wrongly
+        sides.of_trainer(checked_body)
+        beyond = f" after {of_length} tokens, beyond its original context" if of_length else ""
+        fault += f", or vLLM computes {engine.config.model_type} differently{beyond}"
+        fault = disagreement(*sides, average, limit) or fault
+    raise WeightLoadError(
+        f"after load {engine.weight_version} {fault}: the canary's {average.__name__}"
+        f" |trainer - engine| is {difference:.2e} nats, more than {limit:.1e}")

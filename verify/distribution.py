@@ -1,0 +1,74 @@
+"""Before the first step: both sides against the stated distribution, computed separately.
+
+The canary samples at temperature 1 and from the whole vocabulary, and if both sides forget the
+temperature the mismatch is 0 and shows nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify import canary
+from verify.errors import AuditError
+from verify.head import checked_logits
+from verify.own_noise import UNMEASURED, InFloat32, attempted
+
+
+def sampled(engine: Any, prompts: list[list[int]], sampling: Any) -> list[Any]:
+    """A few responses to the first of the prompts: too short to fill a block of V1's prefix cache.
+    """
+    length = min(32, engine.settings["block_size"]) - 1
+    beginnings = [prompt[:length] for prompt in prompts[: canary.PROMPTS]]
+    return engine.sample_beside(beginnings, canary.NEW_TOKENS, sampling)
+
+
+@torch.no_grad()
+def check(
+    policy: Any, engine: Any, batch: Any, stated: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Compare trainer and engine with softmax(stated(logits)) of `sampled` rollouts in a batch.
+
+    `stated` divides (N, V) logits by the temperature, unless an option has another distribution.
+    transformers' own head gives the logits. A side that a switched-off fix changes is left out.
+
+    Raises: AuditError that names the side whose distribution is not the stated one; ValueError if
+    the trainer's head is not transformers'.
+    """
+    parity, sampling = engine.parity, batch.rollouts[0].sampling
+    response = batch.mask > 0  # (B, T)
+
+    def logprobs(logits: Tensor) -> Tensor:  # (B, T, V) -> (N,)
+        of_response = logits[response].float()  # (N, V)
+        chosen = stated(of_response) if stated else of_response / sampling.temperature
+        return chosen.log_softmax(dim=-1).gather(-1, batch.targets[response, None])[:, 0]
+
+    def in_float32() -> Tensor:
+        with InFloat32():
+            return logprobs(policy.model(input_ids=batch.inputs, use_cache=False).logits)
+
+    with policy.using(policy.send.engine_parameters()):
+        scored = policy.logprobs(batch)  # (B, T)
+        precise, limit = logprobs(checked_logits(policy, batch.inputs)), canary.NATS
+        if policy.model.dtype != torch.float32:
+            rounded, precise = precise, attempted(in_float32)
+            if precise is None:
+                precise, limit = rounded, UNMEASURED
+            else:
+                # Medians, because in 16 bits single tokens can differ more. A right side's, of 12
+                # tokens, is up to 8 times the noise (in 2,000 trials).
+                limit = max(limit, 8 * (rounded - precise).abs().median().item())
+    compared = {}
+    if parity.trainer_temperature and parity.sampling_mask:
+        compared["trainer"] = scored
+    if parity.processed_logprobs:
+        compared["engine"] = batch.behavior_logprobs
+    for side, of_side in compared.items():
+        difference = (of_side[response] - precise).abs().median().item()
+        if not difference <= limit:
+            raise AuditError(f"the {side}'s log-probabilities are not those of the stated"
+                             f" distribution ({sampling}): they differ by {difference:.2e} nats,"
+                             f" more than {limit:.1e}")
+        print(f"the {side} differs from the stated distribution by {difference:.1e} nats (limit"
+              f" {limit:.1e})", flush=True)

@@ -1,0 +1,92 @@
+"""The audit: settings as they are in force, read back from the live engine.
+
+A row of `engine_adapter.SETTINGS` has its reader here, by the last part of its argument.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verify import canary
+from verify.errors import AuditError
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def observed_head_dtype(engine: Any) -> str:
+    """The dtype in which the head's product is really computed, read from its logits.
+
+    A 16-bit product that is cast to fp32 afterwards is still recognised, because its values do not
+    change in 16 bits (unless the model scales or caps its logits after the cast).
+    """
+    candidates = sorted((torch.bfloat16, torch.float16), key=lambda dtype: dtype != engine.dtype)
+    seen: set[str] = set()
+
+    def look(_module: Any, _inputs: Any, logits: Tensor) -> None:
+        equal = [dtype for dtype in candidates  # the engine's own first
+                 if torch.equal(logits.to(dtype).to(logits.dtype), logits)]
+        seen.add(dtype_name(equal[0] if equal else logits.dtype))
+
+    heads = [module for name, module in engine.vllm_model.named_modules()
+             if name.endswith("logits_processor")]
+    hooks = [head.register_forward_hook(look) for head in heads]
+    try:
+        canary.sample(engine)  # any weights will do: only the arithmetic is observed
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(seen) != 1:
+        raise AuditError(f"{type(engine.vllm_model).__name__}'s head was seen in {sorted(seen)}")
+    return seen.pop()
+
+
+READERS = {
+    "logprobs_mode": lambda engine: engine.runner.sampler.logprobs_mode,
+    "enable_prefix_caching": lambda engine: engine.core.scheduler.kv_cache_manager.enable_caching,
+    "async_scheduling": lambda engine: "Async" in type(engine.core.scheduler).__name__
+    and engine.core.batch_queue is not None,
+    "head_dtype": observed_head_dtype,
+    "max_logprobs": lambda engine: engine.llm.vllm_config.model_config.max_logprobs,
+    "model_dtype": lambda engine: dtype_name(next(engine.vllm_model.parameters()).dtype),
+    "cudagraph_mode": lambda engine:
+        engine.llm.vllm_config.compilation_config.cudagraph_mode.name,
+}  # fmt: skip
+ECHOED = ["max_logprobs", "inflight_update"]  # not observed: from the configuration alone
+
+
+def audit(engine: Any) -> dict[str, Any]:
+    """What is in force, read from the live engine's objects and arithmetic.
+
+    Raises: AuditError that names each setting that is not as wanted.
+    """
+    config, own_dtype = engine.llm.vllm_config, dtype_name(engine.dtype)
+    model = config.model_config
+    layers = [module for module in engine.vllm_model.modules() if hasattr(module, "impl")]
+    in_force = {name: read(engine) for name, read in READERS.items()}
+    wanted = {"cudagraph_mode": "NONE", "model_dtype": own_dtype}
+    wanted |= {name.rpartition(".")[2]: value for name, value in engine.wanted.items()}
+    if wanted["head_dtype"] == "model":
+        wanted["head_dtype"] = own_dtype
+    wrong = [f"{name} is {value!r}, not {wanted[name]!r}" for name, value in in_force.items()
+             if wanted[name] is not None and value != wanted[name]]
+    if wrong:
+        raise AuditError(f"requested but not in force in vLLM {engine.vllm_version}:"
+                         f" {'; '.join(wrong)} ({engine.parity})")
+    prefix_cache = "versioned" if in_force["enable_prefix_caching"] else "off"
+    if engine.parity.stale_cache:
+        prefix_cache = "V1's default, not cleared by a load"
+    return in_force | {
+        "vllm": engine.vllm_version,
+        "runner": f"{type(engine.runner).__module__}.{type(engine.runner).__name__}",
+        "attention_backend": sorted({type(layer.impl).__name__ for layer in layers}),
+        "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+        "block_size": config.cache_config.block_size,
+        "max_model_len": model.max_model_len,
+        "prefix_cache": prefix_cache,
+        "inflight_update": engine.parity.inflight_update,
+        "echoed": ECHOED,
+        "sleep": "level 2" if model.enable_sleep_mode else "state only, memory is not released",
+    }

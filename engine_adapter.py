@@ -290,6 +290,7 @@ class Engine:
     """
 
     holds_unfinished: ClassVar[bool] = False  # over a load
+    copies_weights: ClassVar[bool] = True  # else it samples with the trainer's own
     live: ClassVar["Engine | None"] = None  # one in a process: vLLM's parallel groups are global
 
     def __init__(
@@ -367,6 +368,11 @@ class Engine:
         if not self.config.architectures:  # the folder names no class; vLLM knows it
             self.config.architectures = [*filter(None, folder.architectures)]
         return self.config
+
+    @classmethod
+    def start(cls, run: Any, policy: Any, **arguments: Any) -> "Engine":
+        """The engine of a run for a policy, still without its weights."""
+        return cls(run.folder, policy.weights().keys(), run.config.parity, **arguments)
 
     # ------------------------------------------------------------------------------ sampling
     def generate(
@@ -558,7 +564,7 @@ class Engine:
 
 
 # ---------------------------------------------------------- where rollouts come from
-class Synchronous:
+class Source:
     """A source of rollouts: P problems a step, all responses sampled to their end.
 
     Training and evaluation both call `answer`. A source may score its rollouts (`Task.score`);

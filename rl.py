@@ -19,17 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from config import LearningConfig
 from engine_adapter import Rollout
 from models import load_model
-from objectives import (
-    OBJECTIVES,
-    correct,
-    correction_metrics,
-    kl_loss,
-    loss_weights,
-    update_sums,
-)
 
 # policy, batch, response (B, T) bool -> hidden states of the N response tokens (N, H)
 Body = Callable[["Policy", "Batch", Tensor], Tensor]
@@ -514,15 +505,16 @@ class Optimizer:
     rounds the masters into the parameters. fp16 uses dynamic loss scaling.
     """
 
-    def __init__(self, model: torch.nn.Module, weight_decay: float,
+    def __init__(self, model: torch.nn.Module, grad_clip: float = 1.0,
                  device: torch.device | None = None):
         """`device`: of masters and moments; if not given, the model's."""
+        self.grad_clip = grad_clip  # largest norm of a step's gradient
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.masters = [_master(parameter, device) for parameter in trained]
         pairs = zip(trained, self.masters, strict=True)
         # (16-bit parameter, its master)
         self.rounded = [pair for pair in pairs if pair[0] is not pair[1]]
-        self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=weight_decay, fused=True)
+        self.adamw = torch.optim.AdamW(self.masters, lr=0.0, weight_decay=0.0, fused=True)
         for master in self.masters:
             # torch would make them in the first step, in memory between freed activations.
             moments = {name: torch.zeros_like(master, device=device)
@@ -544,7 +536,7 @@ class Optimizer:
         self.scaler.scale(loss).backward()
 
     @torch.no_grad()
-    def step(self, lr: float, grad_clip: float) -> float:
+    def step(self, lr: float) -> float:
         """Clip, step, round into the model; returns the gradient's norm before clipping.
 
         In fp16 a norm that is not finite is an overflow: no step is taken and the scale is halved.
@@ -552,7 +544,7 @@ class Optimizer:
         Raises: FloatingPointError if the norm is not finite otherwise; the weights are untouched.
         """
         self.scaler.unscale_(self.adamw)
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, grad_clip).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.grad_clip).item()
         # At scale 1 or less the scaling is not the cause.
         can_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
         if not math.isfinite(norm) and not can_overflow:
@@ -608,112 +600,3 @@ def in_micro_batches(
             whole = collected.setdefault(name, torch.zeros_like(batch.mask))
             whole[rows, : values.shape[1]] = values
     return collected
-
-
-def corrected(
-    batch: Batch, minibatches: Minibatches, learning: LearningConfig
-) -> tuple[Batch, dict[str, float]]:
-    """The batch with all that the loss needs, and the metrics of the correction."""
-    logprobs_and_mask = batch.old_logprobs, batch.behavior_logprobs, batch.mask
-    correction = correct(*logprobs_and_mask, learning.tis, learning.tis_cap, learning.rejection)
-    counted = batch.mask  # by the loss's mean
-    if learning.rejection.mean == "kept":
-        counted = batch.mask * ~correction.rejected
-    token_weights = minibatch_weights(counted, minibatches, learning)  # (B, T)
-    denominator = batch.old_logprobs
-    if learning.old_policy == "rollout":
-        denominator = batch.behavior_logprobs
-    token_has_signal = correction.weights * batch.advantages != 0  # (B, T)
-    token_has_kl = learning.kl_coef * token_weights > 0
-    batch = replace(batch, denominator=denominator, correction=correction.weights,
-                    token_weights=token_weights,
-                    has_gradient=(token_has_signal | token_has_kl).any(dim=1))
-    return batch, correction_metrics(correction, *logprobs_and_mask)
-
-
-def minibatch_weights(
-    mask: Tensor, minibatches: Minibatches, learning: LearningConfig
-) -> Tensor:
-    """`loss_weights` of each minibatch: (B, T) -> (B, T)."""
-    normalizer = OBJECTIVES[learning.objective].normalizer
-    weights = torch.zeros_like(mask)
-    for micro_batches in minibatches:
-        rows = torch.cat(micro_batches)
-        weights[rows] = loss_weights(mask[rows], normalizer, learning.max_new_tokens)
-    return weights
-
-
-def update(
-    policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
-    learning: LearningConfig, lr: float,
-) -> dict[str, Any]:
-    """One pass over the batch: an optimizer step for each minibatch.
-
-    loss = sum_t token_weights_t (correction_t * surrogate_t + kl_loss_t). The losses of
-    micro-batches simply add up. A minibatch without signal (all its groups are flat, masked or
-    rejected, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
-    AdamW would move the weights by momentum alone. With a KL term it counts in `kl_only_updates`.
-    `overflowed_updates` counts the steps that fp16 has lost, `updates` those that changed the
-    weights.
-
-    Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
-    """
-    surrogate = OBJECTIVES[learning.objective].surrogate
-    batch, metrics = corrected(batch, minibatches, learning)
-    losses, norms, sums, kl_only = [], [], [], 0
-    with optimizer.on_device():
-        for micro_batches in minibatches:
-            if not batch.has_gradient[torch.cat(micro_batches)].any():
-                continue
-            kl_only += not (batch.correction * batch.advantages)[torch.cat(micro_batches)].any()
-            loss = 0.0
-            for rows in micro_batches:
-                micro = batch.select(rows)
-                with torch.set_grad_enabled(bool(micro.has_gradient.any())):
-                    logprobs = policy.logprobs(micro)  # (b, T)
-                not_rejected = micro.correction > 0  # (b, T), false outside the mask, too
-                token_loss, clipped = surrogate(
-                    logprobs, micro.denominator, micro.advantages, not_rejected, learning.clip)
-                token_loss = micro.correction * token_loss
-                if learning.kl_coef:
-                    token_loss = token_loss + kl_loss(
-                        logprobs, micro.denominator, micro.ref_logprobs, micro.token_weights > 0,
-                        learning.kl_coef, learning.kl_gradient)
-                micro_loss = (token_loss * micro.token_weights).sum()
-                if micro_loss.requires_grad:
-                    optimizer.backward(micro_loss)
-                loss += micro_loss.item()
-                sums.append(update_sums(logprobs.detach(), micro.denominator, micro.ref_logprobs,
-                                        clipped, micro.token_weights))
-            check_finite(loss, sums[-len(micro_batches) :], lr)
-            losses.append(loss)
-            norms.append(optimizer.step(lr, learning.grad_clip))
-    metrics |= update_metrics(losses, norms, sums, batch.ref_logprobs is not None)
-    return metrics | {"skipped_updates": len(minibatches) - len(norms), "kl_only_updates": kl_only}
-
-
-def check_finite(loss: float, sums: list[dict[str, Tensor]], lr: float) -> None:
-    if not math.isfinite(loss):
-        kl = sum(each.get("kl_ref", 0.0) for each in sums)
-        raise FloatingPointError(f"the loss is {loss}, its KL {kl:.2g}, the learning rate {lr:.2g}")
-
-
-def update_metrics(
-    losses: list[float], norms: list[float], sums: list[dict[str, Tensor]], has_reference: bool
-) -> dict[str, float | None]:
-    """Diagnostics over all minibatches with a signal, None if none had one. `sums`: `update_sums`.
-    """
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    means, largest = ["ratio_mean", "clip_rate", "kl_old_new"], []
-    if has_reference:
-        means, largest = [*means, "kl_ref"], ["kl_ref_max"]
-    metrics = dict.fromkeys([*means, *largest, "loss", "grad_norm"]) | {
-        "updates": len(finite), "overflowed_updates": len(norms) - len(finite)}
-    if losses:
-        total = sum(each["total_weight"] for each in sums)
-        metrics |= {name: float(sum(each[name] for each in sums) / total) for name in means}
-        metrics |= {name: max(float(each[name]) for each in sums) for name in largest}
-        metrics["loss"] = sum(losses) / len(losses)
-    if finite:
-        metrics["grad_norm"] = sum(finite) / len(finite)
-    return metrics

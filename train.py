@@ -1,11 +1,12 @@
 """Colocated GRPO in one process: trainer (transformers) and engine (vLLM V1) take turns.
 
-One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm.
+One step: sample, sleep, score, update, wake, load. `train_step` is the whole algorithm and `update`
+its gradient. `Config` has the options of the method; all others are in their files of extras/.
 """
 
 from importlib.util import find_spec
 
-# Checked first, so that the user gets one sentence. What not all runs need is checked later.
+# Checked first, so that the user gets one sentence. vLLM is checked later: not all engines need it.
 NEEDED = "torch", "transformers", "tyro", "einops"
 if missing := [name for name in NEEDED if find_spec(name) is None]:
     raise SystemExit(f"error: this Python has no {', '.join(missing)}: install what is missing (the"
@@ -13,161 +14,720 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
                      " which makes .venv")
 
 # isort: split
+import json
 import math
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property, partial
+from math import exp, inf
+from pathlib import Path
 from statistics import fmean as mean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
 from torch import Tensor
 
-from config import Config, LearningConfig
-from engine_adapter import Rollout, Synchronous, reseed
+import extras
+import tasks.options
+import verify
+from engine_adapter import (
+    Engine,
+    ParityFlags,
+    Rollout,
+    Sampling,
+    Source,
+    check_mask,
+    has_sampling_mask,
+    reseed,
+)
+from extras import Flat
+from models import load_model, read_config, save_model
 from objectives import (
+    MAX_LOG_WEIGHT,
+    NO_REJECTION,
     OBJECTIVES,
+    REJECTIONS,
+    WEIGHTS,
+    Clip,
+    Rejection,
     backend_metrics,
     centre,
+    correct,
+    correction_metrics,
+    kl_loss,
+    loss_weights,
     mismatch_metrics,
     surprisal_z,
+    update_sums,
 )
 from report.clock import Clock
 from report.curves import draw_at_evaluation
-from report.errors import end_of_process, locked, one_sentence, stage
-from report.files import append_rows, save_checkpoint
-from report.log import answer_line, log_line
-from rl import Batch, Policy, in_micro_batches, make_batch, update
-from run import (
-    Run,
-    TrainingState,
-    begin,
-    build,
-    find_checkpoint,
-    load_policy,
-    prepare,
-    save_policy,
-    start_engine,
+from report.errors import (
+    LARGEST,
+    MANY,
+    SMALLEST,
+    end_of_process,
+    locked,
+    one_sentence,
+    printable,
+    replace_file,
+    stage,
+    within,
 )
-from tasks import Problem
-from tasks.job import teach_toy
+from report.files import (
+    TABLES,
+    append_rows,
+    checkpoints,
+    provenance,
+    save_checkpoint,
+)
+from report.log import answer_line, log_line
+from report.metrics import mean_of, mean_reward
+from rl import (
+    VOCABULARY,
+    Batch,
+    Minibatches,
+    Optimizer,
+    Policy,
+    Scoring,
+    in_micro_batches,
+    make_batch,
+)
+from tasks import Problem, Task
+from tasks.job import digests, find_job, teach_toy
+from tasks.prompts import prompts_record
+from verify import distribution
+from verify.start import check_vllm_version
+
+
+# ---------------------------------------------------------------------------------- options
+@dataclass(frozen=True)
+class Core:
+    """The options of the method. The defaults are the toy job: a small model unlearns a wrong habit
+    on two CPU cores.
+    """
+
+    out: str = "runs/toy"  # Folder for config.json, metrics.jsonl, curves.png, checkpoints/.
+    seed: int = 0  # Decides the toy, the held-out split, the problems and the samples.
+    steps: int = 60  # Batches; 0: one evaluation. With --lr-decay none a resumed run may have more.
+    model: str = "toy"  # `toy`, a folder with a Hugging Face causal language model, or a hub name.
+    # `toy` (addition), `digits`, `countdown`; a file of rows with a question and an answer (JSON
+    # lines, a JSON array, CSV, parquet, each also as .gz); a dataset: a folder, or NAME or
+    # NAME:CONFIG on a hub; a Python file with `sample` or `problems`, and `reward` or `rewards`.
+    task: str = "toy"
+    # Of the model on both sides. In 16 bits the optimizer keeps fp32 masters.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    checkpoint_every: int = 20  # Steps between checkpoints, and after the last; two are kept.
+    # What is sampled.
+    num_prompts: int = 128  # Problems per step (P).
+    group_size: int = 8  # Samples per problem (G).
+    max_new_tokens: int = 8  # Longest response in tokens; the toy answers with 5, its end included.
+    temperature: float = 0.7  # Of sampler and trainer; at 1, raw and processed values are equal.
+    top_k: int = 0  # The sampler's mask: keep the K likeliest tokens; 0 is off.
+    top_p: float = 1.0  # Keep the fewest likeliest tokens that sum to at least top_p; 1 is off.
+    min_p: float = 0.0  # Keep tokens with min_p times the largest probability or more; 0 is off.
+    max_kept: int | None = None  # Largest set of a mask; by default 512, or above top_k (for ties).
+    # What is learnt from it.
+    objective: Literal[tuple(OBJECTIVES)] = "grpo"  # Formulas and sources in objectives.py.
+    # The ratio is that of trainer and engine; if off, of the trainer after and before the update.
+    two_policy: bool = False
+    clip_low: float | None = None  # Lower clip distance; if not given, the objective's usual one.
+    clip_high: float | None = None  # Upper clip distance (cispo: the absolute cap); as clip_low.
+    kl_coef: float = 0.0  # Weight of the KL to the initial policy, a frozen copy of it in memory.
+    # k3: the gradient of the estimator alone, as in GRPO; on policy it is that of KL(ref || pi).
+    # exact: of KL(pi || ref), by the ratio, as in TRL.
+    kl_gradient: Literal["k3", "exact"] = "k3"
+    # Corrections of a mismatch, refused while a parity fix is off; docs/objectives.md.
+    tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
+    tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
+    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule by which tokens get no policy gradient.
+    reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's own.
+    # Largest ratio, or divergence, that is kept; if not given, the rule's own.
+    reject_high: float | None = None
+    # Tokens that the loss's mean counts; if not given, the rule's own.
+    reject_mean: Literal["all", "kept"] | None = None
+    # Allow them although a fix is off: only to study how a correction hides a broken backend.
+    correct_a_broken_backend: bool = False
+    # No loss for truncated responses; their rewards still count in the group's mean (DAPO).
+    mask_truncated: bool = False
+    num_minibatches: int = 2  # Optimizer steps per batch; from the second on the clip can act.
+    micro_batch_tokens: int = 4096  # Tokens per forward and backward: memory, speed and rounding.
+    lr: float = 1e-3  # AdamW's peak, for the toy; docs/run.md has rates of pretrained models.
+    lr_warmup_steps: int = 5  # Linear warm-up: Adam's second moments are noise at first.
+    lr_decay: Literal["linear", "none"] = "linear"  # To zero after the last step, or a constant lr.
+    # The engine.
+    kv_cache_gib: float = 0.25  # Size of the KV cache; fixed: the trainer needs the free memory.
+    max_num_seqs: int = 512  # Sequences the engine decodes at once; the others wait.
+    block_size: int | None = None  # Tokens per KV block; if not given, vLLM's (CPU 128, GPU 16).
+    # Evaluation.
+    eval_every: int = 20  # Steps between evaluations, also before the first step and at the end.
+    # Held-out problems per evaluation (or all there are): always the same, chosen by the seed.
+    eval_problems: int = 256
+    eval_samples: int = 1  # Sampled answers per problem; the greedy evaluation has one.
+
+    parity: ParityFlags = field(default_factory=ParityFlags)
+    data: Flat[tasks.options.Options] = field(default_factory=tasks.options.Options)
+    checks: Flat[verify.Options] = field(default_factory=verify.Options)
+
+    def __post_init__(self):
+        printable(self, "out", "model", "task")
+        within(self, 0, 999_999, "steps")  # six digits in the name of a checkpoint
+        within(self, 0, 2**32 - 1, "seed")  # numpy's
+        within(self, 2, 2**16, "group_size")  # its mean is the baseline
+        within(self, 1, MANY, "num_prompts", "max_new_tokens", "num_minibatches",
+               "micro_batch_tokens", "checkpoint_every", "max_num_seqs", "max_kept",
+               "eval_every", "eval_problems")
+        within(self, 1, 2**16, "eval_samples")
+        within(self, 0, MANY, "lr_warmup_steps")
+        within(self, 0.01, 2, "temperature")  # vLLM's range
+        check_mask(self)
+        within(self, SMALLEST, LARGEST, "lr", "clip_high", "tis_cap", "reject_high")
+        within(self, 0, LARGEST, "kl_coef")
+        within(self, 0, 1, "clip_low")
+        within(self, SMALLEST, 1, "reject_low")
+        within(self, SMALLEST, 1e6, "kv_cache_gib")
+        within(self, 16, MANY, "block_size")
+        objective = OBJECTIVES[self.objective]
+        rows = self.num_prompts * self.group_size
+        if self.block_size and self.block_size % 16:
+            raise ValueError("block_size must be a multiple of 16 (vLLM's CPU build: of 32), got"
+                             f" {self.block_size}")
+        if self.clip_low is not None and objective.clip[0] is None:
+            raise ValueError(f"clip_low must not be given with {self.objective} (it has an upper"
+                             f" cap only), got {self.clip_low}")
+        if self.clip_high is not None and self.objective == "reinforce":
+            raise ValueError("clip_high must not be given with reinforce (its ratio is not bounded;"
+                             f" cispo has a cap), got {self.clip_high}")
+        if rows % self.num_minibatches:
+            raise ValueError(f"num_minibatches must divide num_prompts * group_size = {rows} (all"
+                             f" optimizer steps weigh alike), got {self.num_minibatches}")
+        if not self.kl_coef and self.kl_gradient != "k3":
+            raise ValueError("kl_gradient needs kl_coef (without it there is no KL term), got"
+                             f" {self.kl_gradient}")
+        if self.tis == "off" and self.tis_cap != Core.tis_cap:
+            raise ValueError("tis_cap needs tis (without it there is no weight), got"
+                             f" {self.tis_cap}; try --tis token")
+        if self.reject == "off":
+            if self.reject_low or self.reject_high or self.reject_mean:
+                raise ValueError("reject_low, reject_high and reject_mean need reject (without it"
+                                 " they do nothing), got off")
+        else:
+            self._check_bounds()
+        whole_rows = objective.normalizer == "sequence" and self.rejection.whole_rows
+        if self.reject_mean and not self.kl_coef and (
+                objective.normalizer == "constant" or whole_rows):
+            raise ValueError(f"reject_mean must not be given with {self.objective} and reject"
+                             f" {self.reject} (it would change no loss)")
+        self.check_corrections(self.parity.off())
+        rules = (
+            # The sampler's mask.
+            ("sampling_mask must be on without top_k, top_p and min_p",
+             not self.parity.sampling_mask and not has_sampling_mask(self),
+             "no mask"),
+            ("max_kept must be given with top_k, top_p or min_p and sampling_mask only",
+             self.max_kept and not self.largest_kept_set,
+             "else no kept set is returned", f", got {self.max_kept}"),
+            ("sampling_mask needs processed_logprobs if top_k, top_p or min_p is given",
+             self.largest_kept_set and not self.parity.processed_logprobs,
+             "raw log-probabilities do not show which tokens were kept",
+             "; try --parity.no-sampling-mask"),
+        )
+        for what, broken, why, *end in rules:
+            if broken:
+                raise ValueError(f"{what} ({why}){''.join(end)}")
+        for check in extras.each("check", self):
+            check(self)
+
+    def check_corrections(self, off: list[str]) -> None:
+        """Fix the backend first, then correct the remaining mismatch. `off`: the fixes that are
+        off, or what counts as one. Raises: ValueError.
+        """
+        if self.corrections and self.two_policy:
+            raise ValueError("tis and reject must be off with two_policy (a weight would count the"
+                             f" mismatch twice: its ratio holds it), got {self.corrections}")
+        if self.corrections and off and not self.correct_a_broken_backend:
+            raise ValueError("tis and reject must be off while a fix is off (a correction hides the"
+                             f" broken backend), got {self.corrections} without {', '.join(off)};"
+                             " to study that, --correct-a-broken-backend")
+
+    def _check_bounds(self) -> None:
+        """The bounds of `reject` are around the value of a token without a mismatch."""
+        low, high = self.rejection.bounds
+        if REJECTIONS[self.reject].bounds[0] == -inf:  # of a divergence
+            neutral = 0.0
+            acts = self.reject != "binary_tv" or high < 1  # of probabilities
+        else:  # of a ratio, which MAX_LOG_WEIGHT limits
+            neutral = 1.0
+            acts = low > exp(-MAX_LOG_WEIGHT) or high < exp(MAX_LOG_WEIGHT)
+        if not low <= neutral <= high or not acts:
+            raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
+                             " ratio is 1, its divergence 0) and reject one of 80 nats, got"
+                             f" {self.reject_low} and {self.reject_high} with {self.reject}")
+
+    @property
+    def corrections(self) -> str:
+        """The corrections in use, such as `tis token, reject worst`; empty if there is none."""
+        used = {"tis": self.tis, "reject": self.reject}
+        return ", ".join(f"{name} {kind}" for name, kind in used.items() if kind != "off")
+
+    @property
+    def rejection(self) -> Rejection:
+        """The rule of `reject`, with the user's bounds and mean in place of the usual ones."""
+        rule = REJECTIONS.get(self.reject, NO_REJECTION)
+        low, high = rule.bounds
+        low = low if self.reject_low is None else self.reject_low
+        high = high if self.reject_high is None else self.reject_high
+        return rule._replace(bounds=(low, high), mean=self.reject_mean or rule.mean)
+
+    @property
+    def largest_kept_set(self) -> int:
+        """`Sampling.max_kept` of the training; 0: the trainer's softmax is over the vocabulary."""
+        if not has_sampling_mask(self) or not self.parity.sampling_mask:
+            return 0
+        # More than top_k, because of ties: many logits of a 16-bit head are equal.
+        usual = self.top_k + self.top_k // 4 + 16 if self.top_k else 512
+        return self.max_kept or usual
+
+    @property
+    def clip(self) -> Clip:
+        """(low, high), the objective's usual bounds where the user gives none."""
+        low, high = OBJECTIVES[self.objective].clip
+        return (low if self.clip_low is None else self.clip_low,
+                high if self.clip_high is None else self.clip_high)
+
+    def lr_at(self, step: int) -> float:
+        """Linear warm-up times linear decay to zero after the last step; steps count from 1."""
+        warm_up = min(1.0, step / (self.lr_warmup_steps + 1))
+        decay = 1 - (step - 1) / self.steps if self.lr_decay == "linear" else 1.0
+        return self.lr * warm_up * decay
+
+    def flat(self) -> dict[str, Any]:
+        """All options by their own names, those of extras too, as in config.json."""
+        flat = {}
+        for name, value in vars(self).items():
+            group = is_dataclass(value) and name != "parity"
+            flat |= asdict(value) if group else {name: value}
+        return flat | {"parity": asdict(self.parity)}
+
+    def defaults(self) -> dict[str, Any]:
+        """The default of each option by its own name, without those of `parity`."""
+        groups = [self, *filter(is_dataclass, vars(self).values())]
+        return {option.name: option.default for group in groups for option in fields(group)
+                if option.default is not MISSING and group is not self.parity}
+
+    @property
+    def given(self) -> set[str]:
+        """The names of the options that are not at their defaults."""
+        flat = self.flat()
+        return {name for name, default in self.defaults().items() if flat[name] != default}
+
+    @property
+    def experiment(self) -> dict[str, Any]:
+        """The options that a resumed run must keep."""
+        free = extras.NOT_OF_THE_EXPERIMENT | {
+            "out", "cache_dir", "reward_workers", "chat_template_args"}
+        if self.lr_decay == "none":
+            free = free | {"steps"}
+        return {name: value for name, value in self.flat().items() if name not in free}
+
+
+@dataclass(frozen=True)
+class Config(Core, extras.Options):
+    """All options of a run."""
+
+
+# ---------------------------------------------------------------------------------- a run
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from the first step to the last."""
+
+    config: Config
+    out: Path
+    folder: str  # of the model
+    task: Task
+    sampling: Sampling
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt and response together, in tokens."""
+        return self.sampling.max_new_tokens + max(map(len, self.task.prompts))
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Digests of the model's files and of the task, by name."""
+        config = self.config
+        return digests(config.task, config.data, self.task, config.model, self.folder)
+
+
+class Parts:
+    """What a run is put together from. Files of extras/ replace a part, or add to a list."""
+
+    def __init__(self, run: Run):
+        config = run.config
+        self.policy = dict(  # arguments of Policy
+            has_reference=config.kl_coef > 0)
+        self.optimizer = Optimizer
+        self.engine_kind = Engine  # the class, and its arguments
+        self.engine = dict(
+            dtype=getattr(torch, config.dtype), seed=config.seed, max_model_len=run.max_model_len,
+            kv_cache_gib=config.kv_cache_gib, max_num_seqs=config.max_num_seqs,
+            block_size=config.block_size, checks=config.checks, config=read_config(run.folder))
+        self.source = Source  # of rollouts
+        # (N, V) logits, as the sampling changes them before its softmax
+        self.stated = lambda logits: logits / run.sampling.temperature
+        self.new_folder = True  # whether `out` must hold no run
+        self.first_step = 1
+        self.checkpoint: dict[str, Any] | None = None  # what the trainer's state is read from
+        # What is called, and with what:
+        self.with_model: list[Callable] = []  # the model, on its device: before Policy is made
+        self.at_accept: list[Callable] = []  # nothing: when the run begins to write files
+        self.at_begin: list[Callable] = []  # trainer, record: before the first step
+        self.observers: list[Callable] = []  # each Step: more metrics
+        self.evaluations: list[Callable] = []  # see `evaluate`
+        self.writers: list[Callable] = []  # each row of metrics.jsonl
+        self.at_end: list[Callable] = []  # nothing: before the policy is saved
+        self.on_record: list[Callable] = []  # config.json's record: the record to write
+
+
+@dataclass
+class Trainer:
+    """Both sides, and what an optimizer step changes of them."""
+
+    run: Run
+    policy: Policy
+    optimizer: Optimizer
+    engine: Engine
+    source: Source
+    parts: Parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"policy": self.policy.trained(), "optimizer": self.optimizer.state_dict(),
+                "source": self.source.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        trained, saved = self.policy.trained(), state["policy"]
+        assert saved.keys() == trained.keys(), "tensors of the checkpoint"
+        for name, tensor in trained.items():
+            tensor.copy_(saved[name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.source.load_state_dict(state["source"])
+
+# ---------------------------------------------------------------------------------- the start
+def prepare(config: Config) -> Run:
+    """Check all that can be checked without the model's weights. Raises: ValueError."""
+    for check in extras.each("check_machine", config):
+        check(config)
+    vllm = "engine" not in config.given
+    if torch.cuda.is_available() and vllm and config.min_p and config.top_p < 1:
+        raise ValueError("min_p must be 0 with top_p on a GPU (vLLM's kernel for top-p drops tokens"
+                         f" after min-p), got {config.min_p} and {config.top_p}; try --top-k")
+    job = find_job(config.task, config.seed, config.data, config.model, config.max_new_tokens)
+    if config.steps and config.num_prompts > len(job.task.train):
+        raise ValueError(f"num_prompts must be at most {len(job.task.train)} (all there are), got"
+                         f" {config.num_prompts}")
+    sampling = Sampling(config.temperature, config.max_new_tokens, job.stop_token_ids,
+                        config.top_k, config.top_p, config.min_p,
+                        max_kept=config.largest_kept_set)
+    run = Run(config, Path(config.out).absolute(), job.folder, job.task, sampling)
+    for check in extras.each("check_task", config):
+        run = check(run) or run
+    return run
+
+
+def parts_of(run: Run) -> Parts:
+    """The parts that the options ask for. Raises: ValueError if `out` holds another run."""
+    parts = Parts(run)
+    if has_sampling_mask(run.config):
+        from extras.sampling_mask import collect_kept_sets, masked_logits
+
+        parts.engine["collect"] = collect_kept_sets
+        parts.stated = lambda logits: masked_logits(
+            logits / run.sampling.temperature, run.sampling)
+    for install in extras.each("install", run.config):
+        install(run, parts=parts)
+    if parts.engine_kind.copies_weights:
+        check_vllm_version(run.config.checks.allow_untested_vllm)
+    if parts.new_folder and ((run.out / "config.json").exists() or checkpoints(run.out)):
+        raise ValueError(f"out must be a new folder, {run.config.out} holds a run; go on with"
+                         " --resume or choose another --out")
+    return parts
+
+
+def load_policy(run: Run, parts: Parts) -> Policy:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with stage(f"loading the model in {run.folder}"):
+        model = load_model(run.folder, getattr(torch, run.config.dtype)).to(device)
+        for change in parts.with_model:
+            change(model)
+        from extras.fast import fast_parts
+
+        parts.policy |= fast_parts(model)
+        config, support = run.config, None
+        if has_sampling_mask(config):
+            from extras.sampling_mask import SamplingMask
+
+            support = SamplingMask(run.sampling)
+        temperature = config.temperature if config.parity.trainer_temperature else 1.0
+        parts.policy["scoring"] = Scoring(temperature, config.parity.trainer_fp32_head,
+                                          support or VOCABULARY)
+        return Policy(model, **parts.policy)
+
+
+def begin(run: Run, parts: Parts, policy: Policy, engine: Engine) -> Trainer:
+    """Both sides get the same weights, fresh or from a checkpoint, and the run its files."""
+    config = run.config
+    source = parts.source(engine, run.task, run.sampling, config.num_prompts, config.group_size,
+                          config.seed)
+    trainer = Trainer(run, policy, parts.optimizer(policy.model), engine, source, parts)
+    if parts.checkpoint:
+        trainer.load_state_dict(parts.checkpoint)
+    else:
+        for table in TABLES:
+            replace_file(run.out / table, "")
+    for accept in parts.at_accept:
+        accept()
+    engine.load(policy.weights(), policy.response_logprobs)
+    if engine.copies_weights:
+        prompts = [problem.prompt_ids for problem in run.task.train]
+        sampled = make_batch(distribution.sampled(engine, prompts, run.sampling), policy.device)
+        distribution.check(policy, engine, sampled, parts.stated)
+    record = record_of(trainer)
+    for change in parts.on_record:
+        record = change(record)
+    replace_file(run.out / "config.json", json.dumps(record, indent=2))
+    for side, settings in (("trainer", policy.audit()), ("engine", engine.settings)):
+        in_force = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(f"{side}: {in_force}", flush=True)
+    for prepare_first_step in parts.at_begin:
+        prepare_first_step(trainer, record)
+    return trainer
+
+
+def record_of(trainer: Trainer) -> dict[str, Any]:
+    """config.json: options, what is in force on both sides, versions, problems, digests."""
+    run, policy, engine = trainer.run, trainer.policy, trainer.engine
+    task, record = run.task, provenance(policy.device)
+    record["versions"]["vllm"] = engine.vllm_version
+    evaluated = min(len(task.held_out), run.config.eval_problems)
+    return record | {
+        "config": run.config.flat(), "audit": engine.settings,
+        "trainer": policy.audit() | {"model_path": run.folder},
+        "problems": {"train": len(task.train), "held_out": len(task.held_out),
+                     "evaluated": f"{evaluated}, at each step the same, chosen by the seed",
+                     "dropped": task.num_dropped, "merged": task.num_repeated},
+        "files": run.files, "prompts": prompts_record(task),
+    }
 
 
 # ---------------------------------------------------------------------------------- the loop
-def train(run: Run, state: TrainingState, first_step: int) -> None:
-    """The whole run: steps, evaluations, records, checkpoints."""
-    job, measure = run.config.job, run.config.measure
-    if first_step == 1:
-        log(run, state, {"step": 0} | evaluate(run, state, 0))
+def train(trainer: Trainer) -> None:
+    """The whole run: steps, evaluations, files, checkpoints."""
+    config, parts, out = trainer.run.config, trainer.parts, trainer.run.out
+    if parts.first_step == 1:
+        log(trainer, {"step": 0} | evaluate(trainer, 0))
     started = time.perf_counter()
-    for step in range(first_step, job.steps + 1):
+    for step in range(parts.first_step, config.steps + 1):
         with stage(f"step {step}"):
-            done = train_step(run, state, step)
-        for observe in state.observers:
+            done = train_step(trainer, step)
+        for observe in parts.observers:
             done.metrics.update(observe(done))
-        last = step == job.steps
-        if last or step % measure.eval_every == 0:
-            done.metrics.update(evaluate(run, state, step))
-        a_step = (time.perf_counter() - started) / (step - first_step + 1)
-        log(run, state, done.metrics | {"left_s": a_step * (job.steps - step)})
-        if last or step % job.checkpoint_every == 0:
-            save_checkpoint(run.out, step, state.state_dict())
-    save_policy(run, state.policy)
-    state.engine.close()
-    if state.tracker:
-        state.tracker.close()
+        last = step == config.steps
+        if last or step % config.eval_every == 0:
+            done.metrics.update(evaluate(trainer, step))
+        a_step = (time.perf_counter() - started) / (step - parts.first_step + 1)
+        log(trainer, done.metrics | {"left_s": a_step * (config.steps - step)})
+        if last or step % config.checkpoint_every == 0:
+            save_checkpoint(out, step, trainer.state_dict())
+    for finish in parts.at_end:
+        finish()
+    save_policy(trainer.run, trainer.policy)
+    trainer.engine.close()
 
 
 class Step(NamedTuple):
     """What a step has done: its metrics, the P problems, the batch (B, T) that was trained on.
 
-    `current` is the same batch, but the mask is 0 on each row of which older weights than those
-    before this update have computed a token or a part of the prompt. --mask-truncated does not
-    change it.
+    `fresh` is the batch without the loss of rows that older weights than those before this update
+    helped to compute. --mask-truncated does not change it.
     """
 
     metrics: dict[str, Any]
     problems: list[Problem]
     batch: Batch
-    current: Batch
+    fresh: Batch
 
 
-def train_step(run: Run, state: TrainingState, step: int) -> Step:
+def train_step(trainer: Trainer, step: int) -> Step:
     """The whole algorithm: one batch of rollouts from question to updated weights in the engine."""
-    learning, policy = run.config.learning, state.policy
+    config, policy, engine = trainer.run.config, trainer.policy, trainer.engine
     clock = Clock()
+
+    # 1. Sample with the weights of the last load. Then the engine gives the device to the trainer.
     with clock("generate"):
-        problems, rollouts = state.source.next(step)  # P, B = P * G rows
+        problems, rollouts = trainer.source.next(step)  # P, B = P * G rows
     with clock("sleep"):
-        state.engine.sleep()
+        engine.sleep()
 
+    # 2. Score.
     with clock("reward"):
-        run.task.score(problems, rollouts)  # sets each rollout's reward and score
-    scores = scores_of(rollouts)  # (B,)
+        trainer.run.task.score(problems, rollouts)  # sets each rollout's reward and score
+    scores = torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)  # (B,)
     batch = make_batch(rollouts, policy.device)  # (B, T)
-    # Which rows can have a gradient: for the cut into micro-batches, not for the loss. Advantages
-    # may need old_logprobs, which are computed in micro-batches, so it is taken from the scores: a
-    # row has no signal if its score is its group's mean, or NaN (`centre` has 0 for both).
-    has_signal = centre(scores, learning.group_size) != 0  # (P, G)
-    minibatches = batch.minibatches(has_signal.flatten(), learning.num_minibatches,
-                                    learning.micro_batch_tokens, policy.pack)
 
+    # 3. The trainer's own log-probabilities before the update, in its micro-batches. A row whose
+    # score is its group's mean, or NaN, has no signal: it goes to micro-batches without backward.
+    has_signal = centre(scores, config.group_size) != 0  # (P, G)
+    minibatches = batch.minibatches(has_signal.flatten(), config.num_minibatches,
+                                    config.micro_batch_tokens, policy.pack)
     with clock("old_logprobs"):
-        # (B, T) by name; "logprobs" are the old ones, because the update comes later
-        token_metrics = in_micro_batches(policy.token_metrics, batch, minibatches)
-    batch = with_old_logprobs_and_advantages(batch, token_metrics, scores, learning)
+        measured = in_micro_batches(policy.token_metrics, batch, minibatches)  # (B, T) by name
+    batch = replace(batch, old_logprobs=measured["logprobs"],
+                    ref_logprobs=measured.get("ref_logprobs"))
+    advantages = OBJECTIVES[config.objective].advantages  # (B, 1), or (B, T)
+    batch = replace(batch, advantages=advantages(
+        scores.to(policy.device), config.group_size, batch))
 
-    version = state.engine.weight_version
     oldest = [rollout.oldest_version for rollout in rollouts]
-    # The rows that were sampled with the current weights alone.
-    current = batch.mask_rows([each == version for each in oldest])
-    metrics = {"step": step, "lr": run.config.lr_at(step),
-               **rollout_metrics(batch, scores, has_signal, oldest, version),
-               **batch_metrics(batch, current, token_metrics, learning)}
-    # Only now: the metrics count truncated rows and those that are left out, too.
-    batch = batch.mask_rows([has_loss(each, learning) for each in rollouts])
-    for adjust in state.before_update:  # none, unless a fork adds one: docs/fork.md
-        metrics |= adjust(batch, metrics)
+    fresh = batch.mask_rows([version == engine.weight_version for version in oldest])
+    metrics = {"step": step, "lr": config.lr_at(step),
+               **rollout_metrics(batch, scores, has_signal, oldest, engine.weight_version),
+               **batch_metrics(batch, fresh, measured, config)}
+
+    # 4. Update.
+    batch = batch.mask_rows([has_loss(rollout, config) for rollout in rollouts])
     with clock("update"):
-        metrics |= update(policy, state.optimizer, batch, minibatches, learning, metrics["lr"])
+        metrics |= update(policy, trainer.optimizer, batch, minibatches, config, metrics["lr"])
+
+    # 5. Wake, load, verify. Weights that have not changed are loaded too: on a GPU sleep discards.
     with clock("sync"):
-        metrics |= sync(state, metrics["updates"] > 0)
-    return Step(metrics | clock.figures(), problems, batch, current)
+        engine.wake()
+        metrics |= engine.load(policy.weights(), policy.response_logprobs, metrics["updates"] > 0)
+        metrics |= trainer.source.after_update()
+    return Step(metrics | clock.figures(), problems, batch, fresh)
 
 
-def scores_of(rollouts: list[Rollout]) -> Tensor:
-    """(B,) in float64; NaN: left out."""
-    return torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64)
-
-
-def with_old_logprobs_and_advantages(
-    batch: Batch, token_metrics: dict[str, Tensor], scores: Tensor, learning: LearningConfig
-) -> Batch:
-    """The batch with log-probabilities from before the update; advantages are (B, 1) or (B, T)."""
-    batch = replace(batch, old_logprobs=token_metrics["logprobs"],
-                    ref_logprobs=token_metrics.get("ref_logprobs"))  # for --kl-coef
-    advantages = OBJECTIVES[learning.objective].advantages
-    scores = scores.to(batch.mask.device)
-    return replace(batch, advantages=advantages(scores, learning.group_size, batch))
-
-
-def sync(state: TrainingState, changed: bool) -> dict[str, float]:
-    """The engine gets the policy's weights."""
-    state.engine.wake()
-    # Weights that have not changed are loaded too: on a GPU sleep may have discarded them.
-    metrics = state.engine.load(state.policy.weights(), state.policy.response_logprobs, changed)
-    return metrics | state.source.after_update()
-
-
-def has_loss(rollout: Rollout, learning: LearningConfig) -> bool:
+def has_loss(rollout: Rollout, config: Config) -> bool:
     """False if it is left out, or truncated with --mask-truncated."""
-    masked = learning.mask_truncated and rollout.finish_reason == "length"
+    masked = config.mask_truncated and rollout.finish_reason == "length"
     return not masked and not math.isnan(rollout.score)
 
 
+# ---------------------------------------------------------------------------------- update
+def corrected(
+    batch: Batch, minibatches: Minibatches, config: Config
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with all that the loss needs, and the metrics of the correction."""
+    logprobs_and_mask = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    correction = correct(*logprobs_and_mask, config.tis, config.tis_cap, config.rejection)
+    counted = batch.mask  # by the loss's mean
+    if config.rejection.mean == "kept":
+        counted = batch.mask * ~correction.rejected
+    token_weights = minibatch_weights(counted, minibatches, config)  # (B, T)
+    denominator = batch.old_logprobs
+    if config.two_policy:
+        denominator = batch.behavior_logprobs
+    token_has_signal = correction.weights * batch.advantages != 0  # (B, T)
+    token_has_kl = config.kl_coef * token_weights > 0
+    batch = replace(batch, denominator=denominator, correction=correction.weights,
+                    token_weights=token_weights,
+                    has_gradient=(token_has_signal | token_has_kl).any(dim=1))
+    return batch, correction_metrics(correction, *logprobs_and_mask)
+
+
+def minibatch_weights(
+    mask: Tensor, minibatches: Minibatches, config: Config
+) -> Tensor:
+    """`loss_weights` of each minibatch: (B, T) -> (B, T)."""
+    normalizer = OBJECTIVES[config.objective].normalizer
+    weights = torch.zeros_like(mask)
+    for micro_batches in minibatches:
+        rows = torch.cat(micro_batches)
+        weights[rows] = loss_weights(mask[rows], normalizer, config.max_new_tokens)
+    return weights
+
+
+def update(
+    policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
+    config: Config, lr: float,
+) -> dict[str, Any]:
+    """One pass over the batch: an optimizer step for each minibatch.
+
+    loss = sum_t token_weights_t (correction_t * surrogate_t + kl_loss_t). The losses of
+    micro-batches simply add up. A minibatch without signal (all its groups are flat, masked or
+    rejected, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
+    AdamW would move the weights by momentum alone. With a KL term it counts in `kl_only_updates`.
+    `overflowed_updates` counts the steps that fp16 has lost, `updates` those that changed the
+    weights.
+
+    Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
+    """
+    surrogate = OBJECTIVES[config.objective].surrogate
+    batch, metrics = corrected(batch, minibatches, config)
+    losses, norms, sums, kl_only = [], [], [], 0
+    with optimizer.on_device():
+        for micro_batches in minibatches:
+            if not batch.has_gradient[torch.cat(micro_batches)].any():
+                continue
+            kl_only += not (batch.correction * batch.advantages)[torch.cat(micro_batches)].any()
+            loss = 0.0
+            for rows in micro_batches:
+                micro = batch.select(rows)
+                with torch.set_grad_enabled(bool(micro.has_gradient.any())):
+                    logprobs = policy.logprobs(micro)  # (b, T)
+                not_rejected = micro.correction > 0  # (b, T), false outside the mask, too
+                token_loss, clipped = surrogate(
+                    logprobs, micro.denominator, micro.advantages, not_rejected, config.clip)
+                token_loss = micro.correction * token_loss
+                if config.kl_coef:
+                    token_loss = token_loss + kl_loss(
+                        logprobs, micro.denominator, micro.ref_logprobs, micro.token_weights > 0,
+                        config.kl_coef, config.kl_gradient)
+                micro_loss = (token_loss * micro.token_weights).sum()
+                if micro_loss.requires_grad:
+                    optimizer.backward(micro_loss)
+                loss += micro_loss.item()
+                sums.append(update_sums(logprobs.detach(), micro.denominator, micro.ref_logprobs,
+                                        clipped, micro.token_weights))
+            check_finite(loss, sums[-len(micro_batches) :], lr)
+            losses.append(loss)
+            norms.append(optimizer.step(lr))
+    metrics |= update_metrics(losses, norms, sums, batch.ref_logprobs is not None)
+    return metrics | {"skipped_updates": len(minibatches) - len(norms), "kl_only_updates": kl_only}
+
+
+def check_finite(loss: float, sums: list[dict[str, Tensor]], lr: float) -> None:
+    if not math.isfinite(loss):
+        kl = sum(each.get("kl_ref", 0.0) for each in sums)
+        raise FloatingPointError(f"the loss is {loss}, its KL {kl:.2g}, the learning rate {lr:.2g}")
+
+
+def update_metrics(
+    losses: list[float], norms: list[float], sums: list[dict[str, Tensor]], has_reference: bool
+) -> dict[str, float | None]:
+    """Diagnostics over all minibatches with a signal, None if none had one. `sums`: `update_sums`.
+    """
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    means, largest = ["ratio_mean", "clip_rate", "kl_old_new"], []
+    if has_reference:
+        means, largest = [*means, "kl_ref"], ["kl_ref_max"]
+    metrics = dict.fromkeys([*means, *largest, "loss", "grad_norm"]) | {
+        "updates": len(finite), "overflowed_updates": len(norms) - len(finite)}
+    if losses:
+        total = sum(each["total_weight"] for each in sums)
+        metrics |= {name: float(sum(each[name] for each in sums) / total) for name in means}
+        metrics |= {name: max(float(each[name]) for each in sums) for name in largest}
+        metrics["loss"] = sum(losses) / len(losses)
+    if finite:
+        metrics["grad_norm"] = sum(finite) / len(finite)
+    return metrics
+
+
+# ---------------------------------------------------------------------------------- metrics
 def rollout_metrics(
     batch: Batch, scores: Tensor, has_signal: Tensor, oldest: list[int], weight_version: int
 ) -> dict[str, float]:
@@ -200,11 +760,11 @@ def rollout_metrics(
 
 
 def batch_metrics(
-    batch: Batch, current: Batch, token_metrics: dict[str, Tensor], learning: LearningConfig
+    batch: Batch, fresh: Batch, token_metrics: dict[str, Tensor], config: Config
 ) -> dict[str, float]:
     """Means over the tokens before the update, `mismatch_metrics` among them.
 
-    Metrics named current_... and backend_..., and surprisal_z, use only `current`, the rows that
+    Metrics named current_... and backend_..., and surprisal_z, use only `fresh`, the rows that
     were sampled with the current weights alone, because the others are stale and staleness is not
     the backend's fault.
     """
@@ -212,58 +772,43 @@ def batch_metrics(
     metrics = {name: (values.sum() / batch.mask.sum()).item()
                for name, values in token_metrics.items() if not name.endswith("logprobs")}
     metrics |= mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
-    if current.mask.any():
-        metrics["surprisal_z"] = surprisal_z(current.old_logprobs, token_metrics["entropy"],
-                                             token_metrics["varentropy"], current.mask)
-        both_sides = current.old_logprobs, current.behavior_logprobs
-        on_current = mismatch_metrics(*both_sides, current.mask)
+    if fresh.mask.any():
+        metrics["surprisal_z"] = surprisal_z(fresh.old_logprobs, token_metrics["entropy"],
+                                             token_metrics["varentropy"], fresh.mask)
+        both_sides = fresh.old_logprobs, fresh.behavior_logprobs
+        on_current = mismatch_metrics(*both_sides, fresh.mask)
         metrics |= {f"current_{name}": value for name, value in on_current.items()}
         metrics |= backend_metrics(
-            *both_sides, current.advantages, current.mask,
-            objective=learning.objective, clip=learning.clip, max_length=learning.max_new_tokens)
+            *both_sides, fresh.advantages, fresh.mask,
+            objective=config.objective, clip=config.clip, max_length=config.max_new_tokens)
     return metrics
 
 
-def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean without NaN and None, which left-out responses have; None if all are left out."""
-    counted = [value for value in values if value is not None and not math.isnan(value)]
-    return mean(counted) if counted else None
-
-
 # ---------------------------------------------------------------------------------- evaluation
-def evaluate(run: Run, state: TrainingState, step: int) -> dict[str, float]:
+def evaluate(trainer: Trainer, step: int) -> dict[str, float]:
     """Mean reward on held-out problems. Every answer goes to samples.jsonl.
 
     A policy can adapt to a broken backend. `eval_agree` shows it: the share of the engine's greedy
-    answers whose every token is the trainer's likeliest too. With --eval-trainer-alone, `eval_gap`
-    is how much better the engine's answers are than those that the trainer samples alone.
+    answers whose every token is the trainer's likeliest too.
     """
-    samples, temperature = run.config.measure.eval_samples, run.sampling.temperature
-    rollouts, greedy = answer_held_out(run, state.source, step, "greedy", 1, 0.0)
+    config, answers = trainer.run.config, partial(answer_held_out, trainer, step)
+    rollouts, greedy = answers(trainer.source, "greedy", 1, 0.0)
     print(answer_line(greedy[0]), flush=True)
-    _, sampled = answer_held_out(run, state.source, step, "sampled", samples, temperature)
+    _, sampled = answers(trainer.source, "sampled", config.eval_samples, config.temperature)
     metrics = mean_reward("eval_reward", sampled) | mean_reward("eval_reward_greedy", greedy)
-    metrics["eval_agree"] = greedy_agreement(state.policy, rollouts, run.config.learning)
-    rows = greedy + sampled
-    if state.trainer_alone:
-        # This load copies nothing. It checks that the engine has these weights.
-        state.trainer_alone.engine.load(state.policy.weights(), state.policy.response_logprobs)
-        _, alone = answer_held_out(
-            run, state.trainer_alone, step, "trainer_alone", samples, temperature)
-        rows = rows + alone
-        metrics |= mean_reward("eval_reward_trainer_alone", alone)
-        reward = metrics["eval_reward_trainer_alone"]
-        if None not in (reward, metrics["eval_reward"]):
-            metrics["eval_gap"] = metrics["eval_reward"] - reward
-    return metrics | {"eval_reward_errors": sum(row["error"] is not None for row in rows)}
+    metrics["eval_agree"] = greedy_agreement(trainer.policy, rollouts, config)
+    for evaluate_also in trainer.parts.evaluations:
+        metrics |= evaluate_also(answers, metrics)
+    return metrics
 
 
 def answer_held_out(
-    run: Run, source: Synchronous, step: int, mode: str, num_samples: int, temperature: float
+    trainer: Trainer, step: int, source: Source, mode: str, num_samples: int, temperature: float
 ) -> tuple[list[Rollout], list[dict[str, Any]]]:
     """The source's answers to the held-out problems, and their rows of samples.jsonl."""
-    problems = run.task.held_out[: run.config.measure.eval_problems]
-    reseed(run.config.job.seed, "eval", step)
+    run = trainer.run
+    problems = run.task.held_out[: run.config.eval_problems]
+    reseed(run.config.seed, "eval", step)
     sampling = replace(run.sampling, max_kept=0, temperature=temperature)  # no kept sets
     rollouts = source.answer(problems, num_samples, sampling)
     rows = [{"step": step, "mode": mode} | row
@@ -272,29 +817,31 @@ def answer_held_out(
     return rollouts, rows
 
 
-def mean_reward(name: str, rows: list[dict[str, Any]]) -> dict[str, float | None]:
-    """By this name, and the number of the answers without a reward, which the mean leaves out."""
-    rewards = [row["reward"] for row in rows]
-    return {name: mean_of(rewards), f"{name}_left_out": rewards.count(None)}
-
-
-def greedy_agreement(policy: Policy, rollouts: list[Rollout], learning: LearningConfig) -> float:
+def greedy_agreement(policy: Policy, rollouts: list[Rollout], config: Config) -> float:
     """The share of rollouts whose every token is the trainer's likeliest one."""
     batch = make_batch(rollouts, policy.device)
     rows = torch.arange(len(rollouts))
-    micro_batches = policy.pack(batch, rows, learning.micro_batch_tokens)
+    micro_batches = policy.pack(batch, rows, config.micro_batch_tokens)
     agrees = in_micro_batches(policy.agreement, batch, [micro_batches])["agrees"]  # (B, T)
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 
-def log(run: Run, state: TrainingState, metrics: dict[str, Any]) -> None:
-    """All of it to metrics.jsonl, the pictures and the tracker, one line to the terminal."""
+def log(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """All of it to metrics.jsonl and other writers, pictures, one line to the terminal."""
+    run = trainer.run
     append_rows(run.out / "metrics.jsonl", [metrics])
-    config = run.config
-    print(log_line(metrics, config.job.steps, config.learning.reject), flush=True)
+    print(log_line(metrics, run.config.steps, run.config.reject), flush=True)
     draw_at_evaluation(run.out, metrics)
-    if state.tracker:
-        state.tracker.log(metrics)
+    for write in trainer.parts.writers:
+        write(metrics)
+
+
+def save_policy(run: Run, policy: Policy) -> None:
+    """OUT/policy: the model as a Hugging Face folder."""
+    from extras.further_tokens import copy_untrained
+
+    save_model(policy.model, run.task.tokenizer, run.sampling, run.out / "policy")
+    copy_untrained(run.folder, policy.model.config, run.out / "policy")
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -305,19 +852,18 @@ def main(arguments: list[str] | None = None) -> None:
             signal.signal(number, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
     with one_sentence(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
-    out = config.job.out
+    out = config.out
     with one_sentence(2), locked(out):
         run = prepare(config)
-        teach_toy(config.job.task, config.job.seed, config.job.model, config.job.cache_dir)
-        checkpoint = find_checkpoint(run)
+        teach_toy(config.task, config.seed, config.model, config.data)
+        parts = parts_of(run)
         # The run is accepted: from here on files are written, an error's traceback too.
         with one_sentence(2, out):
-            policy = load_policy(run)
-            engine = start_engine(run, policy)
-            state = build(run, policy, engine)
-            first_step = begin(run, state, checkpoint)
+            policy = load_policy(run, parts)
+            engine = parts.engine_kind.start(run, policy, **parts.engine)
+            trainer = begin(run, parts, policy, engine)
         with one_sentence(1, out):
-            train(run, state, first_step)
+            train(trainer)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,6 @@ class Options:
     cuda_graphs: bool = False  # Decode with CUDA graphs, without compilation; docs/run.md.
 
 
-def check(config: Any, options: Options) -> None:
-    if options.cuda_graphs and config.engine != "vllm":
-        raise ValueError(f"cuda_graphs must not be given with engine {config.engine} (only vLLM has"
-                         " them)")
-
 
 def check_machine(config: Any, options: Options) -> None:
     if options.cuda_graphs and not torch.cuda.is_available():

@@ -5,7 +5,6 @@ prompt together, and the head has a backward of its own. A test holds both versi
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from extras.kv_cache import left_padded, states_after
 from rl import Batch, Head, Policy, Restriction, longest_first, plain_body
 
 
@@ -52,22 +50,6 @@ def siblings_together(batch: Batch, rows: Tensor, micro_batch_tokens: int) -> li
 
 
 # ---------------------------------------------------------------------------------- body
-def left_padded(prompts: Iterable[list[int]]) -> Tensor:
-    """N prompts, padded with -1 so that all end in one column: (N, S)."""
-    return pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True, padding_value=-1,
-                        padding_side="left")
-
-
-def states_after(cache: DynamicCache, model: torch.nn.Module, ids: Tensor, real: Tensor) -> Tensor:
-    """Last hidden states of `ids` after the S columns in the cache, which gets R more.
-
-    `real` is false at padding. Shapes: ids (N, R), real (N, S + R) -> (N, R, H).
-    """
-    positions = (real.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    return model.base_model(input_ids=ids, attention_mask=real, position_ids=positions,
-                            past_key_values=cache, use_cache=True).last_hidden_state
-
-
 def prompts_once(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
     """As `plain_body`, with each distinct prompt computed once for all its responses.
 
@@ -81,6 +63,8 @@ def prompts_once(policy: Policy, batch: Batch, response: Tensor) -> Tensor:
         dim=0, return_inverse=True)
     if len(prompts) == len(rows):
         return plain_body(policy, batch, response)  # nothing to share
+    from transformers import DynamicCache
+
     prompts, rows = prompts.to(policy.device), rows.to(policy.device)
     cache, is_prompt = DynamicCache(config=policy.model.config), prompts >= 0  # (D, S)
     of_prompts = states_after(cache, policy.model, prompts.clamp(min=0), is_prompt)  # (D, S, H)
@@ -109,6 +93,8 @@ def can_share_prompts(model: torch.nn.Module) -> bool:
     A recurrent state would see the padding, and a checkpointed layer has no cache. With a window of
     1 transformers' cache keeps all keys, by the slice [-(1 - 1):].
     """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
     layers = DynamicCache(config=model.config).layers
     if model._is_stateful or model.is_gradient_checkpointing:
         return False

@@ -2,11 +2,22 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
-from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Memory of the backward pass."""
+
+    gradient_checkpointing: bool = False  # Compute each layer again in backward: less memory.
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    if options.gradient_checkpointing:
+        parts.with_model.append(checkpoint_layers)
 
 
 def checkpoint_layers(model: torch.nn.Module) -> None:
@@ -14,6 +25,8 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
 
     Raises: ValueError if the model does not support it, or if a layer is not computed again.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     model.gradient_checkpointing_enable({"use_reentrant": False})  # ValueError without support
     layers: list[torch.nn.Module] = []
     inner: set[torch.nn.Module] = set()
@@ -62,6 +75,8 @@ def check_recomputation(model: torch.nn.Module, layers: list[torch.nn.Module]) -
         hook.remove()
     once = [layer for layer, count in forward.items() if calls[layer] == count]
     if once:
+        import transformers
+
         raise ValueError("gradient_checkpointing must be off: in the backward pass transformers"
                          f" {transformers.__version__} does not compute {len(once)} of"
                          f" {len(forward)} layers of {type(model).__name__} again")

@@ -19,7 +19,7 @@ def install(run: Any, options: Any, parts: Any) -> None:
             (not parity.processed_logprobs and config.temperature == 1
              and not has_sampling_mask(config),
              "processed_logprobs", "raw values are processed at temperature 1 without a mask"),
-            (not parity.inflight_keep and not config.inflight_groups,
+            (not parity.inflight_keep and "inflight_groups" not in config.given,
              "inflight_keep", "no load meets an unfinished rollout; try --inflight-groups"),
             (not parity.fp32_head and config.dtype == "float32",
              "fp32_head", "the model's dtype is float32; try --dtype bfloat16"),
@@ -28,4 +28,5 @@ def install(run: Any, options: Any, parts: Any) -> None:
             if applies:
                 print(f"{switch} is switched WITHOUT EFFECT: {why}", flush=True)
 
-    parts.at_begin.append(name_idle)
+    if parity.off():
+        parts.at_begin.append(name_idle)

@@ -8,13 +8,52 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from engine_adapter import Engine, Rollout, Synchronous, reseed
+from engine_adapter import Engine, Rollout, Source, reseed
+from report.errors import MANY, within
 from tasks import Problem
 from verify.errors import EngineStateError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Groups in flight."""
+
+    # Groups in flight: N that stay unfinished while weights are loaded, besides the P of a step.
+    inflight_groups: int = 0
+    # Largest staleness of a token in updates: a step waits for the groups that would become older.
+    max_staleness: int = 8
+
+    def __post_init__(self):
+        within(self, 0, MANY, "inflight_groups", "max_staleness")
+        if not self.inflight_groups and self.max_staleness != 8:
+            raise ValueError("max_staleness needs inflight_groups (without them nothing is stale);"
+                             " try --inflight-groups")
+
+
+def check(config: Any, options: Options) -> None:
+    most = config.num_prompts * options.max_staleness
+    if options.inflight_groups > most:
+        raise ValueError(f"inflight_groups must be at most num_prompts * max_staleness = {most}"
+                         f" (num_prompts groups leave at each step), got {options.inflight_groups}")
+
+
+def check_task(run: Any, options: Options) -> None:
+    groups, problems = run.config.num_prompts + options.inflight_groups, len(run.task.train)
+    if run.config.steps and groups > problems:
+        raise ValueError(f"num_prompts + inflight_groups must be at most {problems} (all there"
+                         f" are), got {groups}")
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    if options.inflight_groups:
+        parts.engine_kind = InflightEngine
+        parts.source = partial(GroupsInFlight, num_waiting=options.inflight_groups,
+                               max_staleness=options.max_staleness)
 
 
 @dataclass(eq=False)  # `in` compares identity
@@ -34,7 +73,7 @@ class Group:
         return min((each for each in oldest if each is not None), default=version)
 
 
-class GroupsInFlight(Synchronous):
+class GroupsInFlight(Source):
     """A source with N more groups in flight than a step takes.
 
     Groups are in the order of submission; a step takes the first P that are complete. N more stay
@@ -60,7 +99,7 @@ class GroupsInFlight(Synchronous):
         return [group.problem for group in groups], rollouts
 
     def answer(self, *asked: Any) -> list[Rollout]:
-        """As `Synchronous.answer`, for an evaluation: the groups in flight stay as they are."""
+        """As `Source.answer`, for an evaluation: the groups in flight stay as they are."""
         with self.engine.holding():
             return super().answer(*asked)
 

@@ -6,15 +6,52 @@ s = lora_alpha / R. B is 0 at the start. Each load sends the engine round(W + s 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from config import LoraConfig
-from extras.rounded_weights import only_linear_layers, replaced
+from extras.linear_layers import only_linear_layers, replaced
+from report.errors import LARGEST, MANY, SMALLEST, within
 from rl import Send
+
+
+@dataclass(frozen=True)
+class Options:
+    """Adapters of low rank, trained in place of the model's weights."""
+
+    lora_rank: int = 0  # R: fp32 adapters B A on all linear layers of the body; 0: full training.
+    lora_alpha: float = 32.0  # The product B A counts lora_alpha / R times.
+    # merged: the trainer computes with the rounded weight that the engine gets. added: with the
+    # model's weight and the adapter apart, as in most libraries; with vLLM a fix that is off.
+    lora_forward: Literal["merged", "added"] = "merged"
+
+    def __post_init__(self):
+        within(self, 0, MANY, "lora_rank")
+        within(self, SMALLEST, LARGEST, "lora_alpha")
+        if not self.lora_rank and (self.lora_alpha, self.lora_forward) != (32.0, "merged"):
+            raise ValueError("lora_alpha and lora_forward need lora_rank (without it there are no"
+                             " adapters), got 0; try --lora-rank 16")
+
+
+def check(config: Any, options: Options) -> None:
+    if options.lora_forward == "added" and "engine" not in config.given:
+        # Counts as a fix that is off: the engine's weights are rounded, the trainer's not.
+        config.check_corrections([*config.parity.off(), "lora_forward merged"])
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    if not options.lora_rank:
+        return
+
+    def adapt(model: torch.nn.Module) -> None:
+        adapters = Adapters(model, options, run.config.seed)
+        parts.policy["send"] = adapters
+        parts.at_end.append(adapters.merge)
+
+    parts.with_model.append(adapt)
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -52,7 +89,7 @@ class MergedLinear(torch.autograd.Function):
 class AdaptedLinear(torch.nn.Module):
     """A linear layer with an adapter. It holds the layer's own parameters under their names."""
 
-    def __init__(self, plain: torch.nn.Linear, lora: LoraConfig, generator: torch.Generator):
+    def __init__(self, plain: torch.nn.Linear, lora: Options, generator: torch.Generator):
         super().__init__()
         self.plain = [plain]  # in a list, so that it is no submodule
         self.weight, self.bias = plain.weight, plain.bias
@@ -84,7 +121,7 @@ class Adapters(Send):
     `only_linear_layers`.
     """
 
-    def __init__(self, model: torch.nn.Module, lora: LoraConfig, seed: int):
+    def __init__(self, model: torch.nn.Module, lora: Options, seed: int):
         generator = torch.Generator().manual_seed(seed)
         plain, which = only_linear_layers(model, "lora_rank must be 0", "get adapters")
         model.requires_grad_(False)

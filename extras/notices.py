@@ -7,7 +7,6 @@ from typing import Any
 from report.errors import one_line
 from report.log import shown
 from tasks import Problem
-from tasks.options import Options
 from tasks.prompts import time_limit
 
 
@@ -72,7 +71,7 @@ def check_task(run: Any, options: Any) -> None:
             print(f"notice: {sentence}", flush=True)
 
 
-def both_texts(tokenizer: Any, problem: Problem, data: Options) -> str:
+def both_texts(tokenizer: Any, problem: Problem, data: Any) -> str:
     """Of a chat that begins the response: its prompt and the template's own, from shortly before
     the beginning. Empty if they are equal.
     """

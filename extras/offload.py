@@ -5,11 +5,29 @@ Its tests pass on a GPU (H200); its speed there has not been measured.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rl import Optimizer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Memory of the optimizer."""
+
+    offload_optimizer: bool = False  # Masters and moments in host memory between updates.
+
+
+def check_machine(config: Any, options: Options) -> None:
+    if options.offload_optimizer and not torch.cuda.is_available():
+        raise ValueError("offload_optimizer must not be given without a GPU (it would do nothing)")
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    if options.offload_optimizer:
+        parts.optimizer = OffloadedOptimizer
 
 
 class OffloadedOptimizer(Optimizer):
@@ -18,9 +36,9 @@ class OffloadedOptimizer(Optimizer):
     fp32 masters are the parameters themselves, which the engine's load needs: they stay.
     """
 
-    def __init__(self, model: torch.nn.Module, weight_decay: float):
+    def __init__(self, model: torch.nn.Module, grad_clip: float = 1.0):
         # Made there: at the start of a run the engine is awake, so the GPU has no room for them.
-        super().__init__(model, weight_decay, torch.device("cpu"))
+        super().__init__(model, grad_clip, torch.device("cpu"))
         self.device = next(model.parameters()).device
 
     @contextmanager

@@ -17,9 +17,6 @@ def check(config: Any, options: Options) -> None:
     if options.prefix_cache != "off" and not config.parity.uncached_runtime:
         raise ValueError("prefix_cache must be off without uncached_runtime (which switches V1's"
                          f" own cache on), got {options.prefix_cache}")
-    if options.prefix_cache != "off" and config.engine != "vllm":
-        raise ValueError(f"prefix_cache must be off with engine {config.engine} (only vLLM has"
-                         f" one), got {options.prefix_cache}")
 
 
 def install(run: Any, options: Options, parts: Any) -> None:

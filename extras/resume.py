@@ -2,6 +2,8 @@
 
 import json
 import operator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,40 @@ from report.errors import replace_file, stage
 from report.files import TABLES, checkpoints, read_rows
 from tasks.prompts import prompts_record
 
+NOT_OF_THE_EXPERIMENT = {"resume"}
+# Options of earlier versions, with the value that is in force without them.
+REMOVED = {"plain": False, "exact": False, "weight_decay": 0.0, "grad_clip": 1.0,
+           "old_policy": "recompute"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Recovery."""
+
+    resume: bool = False  # Go on from the newest checkpoint in `out`, with the same options.
+
+
+def check(config: Any, options: Options) -> None:
+    if options.resume and config.parity.stale_cache:
+        raise ValueError("resume must be off with V1's prefix cache (it is in no checkpoint, and an"
+                         " empty cache has no stale block); try another --out")
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    if not options.resume:
+        return
+    parts.new_folder = False
+    parts.checkpoint = newest_checkpoint(run)
+    without = ": there was no checkpoint"
+    if parts.checkpoint:
+        without = ""
+        step = parts.checkpoint["step"]
+        parts.first_step = step + 1
+        parts.on_record.append(partial(added, first_step=step + 1, out=run.out))
+        parts.at_accept.append(partial(drop_rows_after, step, run.out))
+    parts.at_begin.append(lambda trainer, record: print(
+        f"resumed at step {parts.first_step}{without}", flush=True))
+
 
 def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     """The newest checkpoint of a run.Run, None before its first one.
@@ -18,7 +54,7 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
     Raises: ValueError if the folder holds another run, or one without its checkpoints, or if the
     checkpoint cannot be read.
     """
-    options, paths = run.config.job, checkpoints(run.out)
+    options, paths = run.config, checkpoints(run.out)
     if not (run.out / "config.json").exists():
         if paths:
             raise ValueError(f"out must be new or a whole run, {run.out} has a run's files without"
@@ -26,8 +62,10 @@ def newest_checkpoint(run: Any) -> dict[str, Any] | None:
         return None
     earlier = earlier_run(run.out)
     free = run.config.flat().keys() - run.config.experiment.keys()
-    kept = {name: value for name, value in earlier["config"].items() if name not in free}
-    refuse_changes("options", run.config.experiment, kept)
+    # An option that is younger than the run had its default there.
+    before = run.config.defaults() | REMOVED | earlier["config"]
+    before = {name: value for name, value in before.items() if name not in free}
+    refuse_changes("options", run.config.experiment | REMOVED, before)
     refuse_changes("model and its task", run.files, earlier["files"])
     refuse_other_prompts(prompts_record(run.task), earlier["prompts"])
     if not paths:

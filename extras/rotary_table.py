@@ -15,7 +15,7 @@ import torch
 
 def install(run: Any, options: None, parts: Any) -> None:
     """The table of the run's longest row, on both sides."""
-    give_one_table(parts.model, run.max_model_len)
+    parts.with_model.append(lambda model: give_one_table(model, run.max_model_len))
     parts.engine["config"] = with_one_table(parts.engine["config"], run.max_model_len)
 
 

@@ -4,18 +4,40 @@ Weight-only rounding of the body's linear layers, symmetric, one scale for each 
 mismatch that people choose, for speed. Here it is for its effect on the numbers; nothing is saved.
 """
 
-from collections import UserDict
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import Conv1d, Embedding, Linear
+from torch.nn import Linear
 
+from extras.linear_layers import LazyWeights, only_linear_layers, replaced
 from rl import Send
 
+ROUNDINGS = ("int8", "fp8", "int6", "int4", "int3")
 LARGEST_FP8 = 448.0  # of e4m3
+
+
+@dataclass(frozen=True)
+class Options:
+    """Rounded weights in the engine."""
+
+    # Format of the engine's linear layers; the trainer keeps its own weights. A mismatch by choice
+    # and no fault: corrections are for it. It saves nothing here.
+    rollout_weights: Literal[("own", *ROUNDINGS)] = "own"
+
+
+def check(config: Any, options: Options) -> None:
+    if options.rollout_weights != "own" and config.given & {"engine", "lora_rank"}:
+        raise ValueError("rollout_weights must be own with engine transformers, and with lora_rank"
+                         " (only full training with engine vllm rounds what it sends), got"
+                         f" {options.rollout_weights}")
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    if options.rollout_weights != "own":
+        parts.with_model.append(lambda model: parts.policy.update(
+            send=RoundedWeights(model, options.rollout_weights)))
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
@@ -33,63 +55,6 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
         scale = largest / (2 ** (int(kind.removeprefix("int")) - 1) - 1)
         nearest = (values / scale).round()
     return (nearest * scale).to(weight.dtype)
-
-
-def linear_layers(model: torch.nn.Module) -> dict[str, Linear]:
-    """Those of the body, by the names of their weights; the head is not one of them."""
-    head = model.get_output_embeddings()
-    return {f"{name}.weight": module for name, module in model.named_modules()
-            if type(module) is Linear and module is not head}
-
-
-def only_linear_layers(
-    model: torch.nn.Module, rule: str, reason: str
-) -> tuple[dict[str, Linear], str]:
-    """`linear_layers`, for an option whose `rule` is that the body has no others with matrices.
-
-    Embeddings aside, and the short convolutions before a recurrent state: they stay as they are.
-    Also returns a sentence for the audit. Raises: ValueError if the body has others, as experts.
-    """
-    layers = linear_layers(model)
-    kinds = {type(each) for each in model.base_model.modules()
-             if any(own.ndim > 1 for own in each.parameters(recurse=False))} - {Linear}
-    left = sorted(kind.__name__ for kind in kinds if issubclass(kind, Conv1d))
-    others = sorted(kind.__name__ for kind in kinds if not issubclass(kind, (Conv1d, Embedding)))
-    if others or not layers:
-        raise ValueError(f"{rule} for models with matrices of other classes than Linear, such as"
-                         f" experts (only linear layers {reason}), got {type(model).__name__} with"
-                         f" {', '.join(others)}")
-    which = f"{len(layers)} linear layers"
-    if left:
-        which += f" (not {', '.join(left)})"
-    return layers, which
-
-
-class LazyWeights(UserDict):
-    """Tensors by name, or functions that compute one each time it is asked for.
-
-    So a load needs memory for a layer, and not for a second model.
-    """
-
-    def __getitem__(self, name: str) -> Tensor:
-        held = self.data[name]
-        return held() if callable(held) else held
-
-
-def replaced(
-    weights: dict[str, Tensor], layers: Iterable[Any], of: Callable[[Any], Tensor]
-) -> LazyWeights:
-    """The tensors that the engine gets, `of(layer)` in place of the weight of each layer.
-
-    A weight is found by its memory, because checkpoints have other names (Nemotron-H). Raises:
-    ValueError if a checkpoint stores it in another form.
-    """
-    changes = {each.weight.data_ptr(): partial(of, each) for each in layers}
-    held = {name: changes.get(each.data_ptr(), each) for name, each in weights.items()}
-    if changes.keys() - {each.data_ptr() for each in weights.values()}:
-        raise ValueError("rollout_weights must be own and lora_rank 0 (checkpoints of this class"
-                         " store linear layers in another form)")
-    return LazyWeights(held)
 
 
 class RoundedWeights(Send):

@@ -5,9 +5,37 @@ None of the three is in requirements.txt. The run has its folder's name there.
 
 import json
 import os
+from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+NOT_OF_THE_EXPERIMENT = {"tracker"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where the numbers go besides metrics.jsonl."""
+
+    # The numbers of each step also go to this library; it must be installed.
+    tracker: Literal["none", "trackio", "tensorboard", "wandb"] = "none"
+
+
+def check_machine(config: Any, options: Options) -> None:
+    name = options.tracker
+    if name != "none" and find_spec(name) is None:
+        raise ValueError(f"tracker must be installed, {name} is not: pip install {name}")
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    def begin(trainer: Any, record: dict[str, Any]) -> None:
+        tracker = Tracker(options.tracker, run.out, record, parts.first_step)
+        parts.writers.append(tracker.log)
+        parts.at_end.append(tracker.close)
+
+    if options.tracker != "none":
+        parts.at_begin.append(begin)
 
 
 class Tracker:

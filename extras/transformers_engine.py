@@ -4,22 +4,83 @@ It is slow, and by construction it has no mismatch: there is one set of weights 
 the plainest statement of what an engine must do for the loop.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from engine_adapter import Engine, Rollout, Sampling
-from extras.fast import left_padded, states_after
+from engine_adapter import Engine, Rollout, Sampling, Source
+from extras.kv_cache import left_padded, states_after
 from extras.sampling_mask import collect_kept_sets, masked_logits
+from report.metrics import mean_reward
 from rl import Policy, at_targets
 from verify.errors import WeightLoadError
 from verify.head import check_head
+
+
+@dataclass(frozen=True)
+class Options:
+    """The trainer's own modules as a sampler."""
+
+    # transformers: the trainer's own module alone, slow, without mismatch, the known-good curve.
+    engine: Literal["vllm", "transformers"] = "vllm"
+    eval_trainer_alone: bool = False  # Also sample with the trainer's own modules (eval_gap); slow.
+
+
+OF_VLLM = {"prefix_cache", "cuda_graphs", "block_size", "canary_nats", "verify_loads"}
+
+
+def check(config: Any, options: Options) -> None:
+    if options.engine == "vllm":
+        return
+    faults = [fix for fix in config.parity.off() if fix != "sampling_mask"]
+    if not config.parity.trainer_fp32_head:  # a 16-bit head on both sides needs no vLLM
+        faults.remove("fp32_head")
+    if faults:
+        raise ValueError(f"engine must be vllm without {', '.join(faults)} (only vLLM has that"
+                         " fault)")
+    if config.given & OF_VLLM:
+        raise ValueError(f"{', '.join(sorted(config.given & OF_VLLM))} must not be given with"
+                         " engine transformers (they are vLLM's)")
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    if options.engine == "transformers":
+        parts.engine_kind, parts.engine = TransformersEngine, {}
+    if options.eval_trainer_alone:
+        parts.at_begin.append(lambda trainer, record: parts.evaluations.append(
+            partial(evaluate_alone, Alone(trainer), run)))
+
+
+class Alone(Source):
+    """The trainer's own modules as a source of answers."""
+
+    def __init__(self, trainer: Any):
+        run, self.policy = trainer.run, trainer.policy
+        super().__init__(engine_for(run, trainer.policy), run.task, run.sampling, 1, 1, 0)
+
+    def answer(self, *asked: Any) -> list[Rollout]:
+        # This load copies nothing. It checks that the engine has these weights.
+        self.engine.load(self.policy.weights(), self.policy.response_logprobs)
+        return super().answer(*asked)
+
+
+def evaluate_alone(
+    source: Alone, run: Any, answers: Callable, metrics: dict[str, Any]
+) -> dict[str, Any]:
+    """`eval_gap`: how much better the engine's answers are than those of the trainer alone."""
+    config, name = run.config, "eval_reward_trainer_alone"
+    _, rows = answers(source, "trainer_alone", config.eval_samples, config.temperature)
+    further = mean_reward(name, rows)
+    if None not in (metrics["eval_reward"], further[name]):
+        further["eval_gap"] = metrics["eval_reward"] - further[name]
+    return further
 
 
 @torch.no_grad()
@@ -38,9 +99,8 @@ def engine_for(run: Any, policy: Policy) -> "TransformersEngine":
     cache = policy.model.base_model(input_ids=token, use_cache=True).past_key_values
     # Keys and values of a rollout; with sliding windows an upper bound.
     of_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    backend = run.config.backend
-    fitting = int(backend.kv_cache_gib * 2**30 / (of_token * run.max_model_len))
-    return TransformersEngine(policy, min(backend.max_num_seqs, max(1, fitting)))
+    fitting = int(run.config.kv_cache_gib * 2**30 / (of_token * run.max_model_len))
+    return TransformersEngine(policy, min(run.config.max_num_seqs, max(1, fitting)))
 
 
 class TransformersEngine(Engine):
@@ -52,9 +112,14 @@ class TransformersEngine(Engine):
 
     vllm_version = None
     holds_unfinished = True  # in its queue
+    copies_weights = False
     on_gpu = _memory_released = False  # sleep has nothing to release
     state = "awake"
     weight_version = 0
+
+    @classmethod
+    def start(cls, run: Any, policy: Policy) -> "TransformersEngine":
+        return engine_for(run, policy)
 
     def __init__(self, policy: Policy, max_num_seqs: int = 256):
         self.policy = policy
@@ -75,6 +140,8 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def step(self) -> None:
         """Sample N queued rollouts with one `Sampling` to their end, at most `max_num_seqs`."""
+        from transformers import DynamicCache
+
         sampling = self._queue[0].sampling
         alike = takewhile(lambda rollout: rollout.sampling == sampling, self._queue)
         rollouts = list(islice(alike, self.max_num_seqs))  # N

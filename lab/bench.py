@@ -16,15 +16,13 @@ import tyro
 from torch import Tensor
 from transformers import DynamicCache
 
-from config import Config, LearningConfig
 from engine_adapter import Engine, Sampling
 from lab.memory import GIB, phases
 from report.clock import Clock
 from report.files import append_rows
 from rl import Batch
-from run import begin, build, load_policy, prepare, start_engine
 from tasks.job import teach_toy
-from train import train_step
+from train import Config, begin, load_policy, parts_of, prepare, train_step
 
 
 def bare_generate(
@@ -41,18 +39,18 @@ def bare_generate(
 
 
 def bare_training(
-    model: torch.nn.Module, batch: Batch, learning: LearningConfig, backward: bool
+    model: torch.nn.Module, batch: Batch, config: Config, backward: bool
 ) -> None:
     """The cheapest forward, or forward and backward, of a batch: the most rows of equal prompts.
 
     The body computes each prompt once for its group, and the head responses alone. Flat groups need
     no backward. No chunks, no entropy, no mask.
     """
-    group_size = learning.group_size
+    group_size = config.group_size
     has_signal = batch.advantages.any(dim=1).view(-1, group_size).any(dim=1)  # (P,)
     minibatches = batch.minibatches(
-        has_signal.repeat_interleave(group_size).cpu(), learning.num_minibatches,
-        learning.micro_batch_tokens, partial(whole_groups, group_size))
+        has_signal.repeat_interleave(group_size).cpu(), config.num_minibatches,
+        config.micro_batch_tokens, partial(whole_groups, group_size))
     for rows in chain.from_iterable(minibatches):
         micro, cache = batch.select(rows), DynamicCache(config=model.config)
         prompt = int(micro.prompt_lengths[0])
@@ -83,31 +81,30 @@ def whole_groups(
 def main(arguments: list[str]) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     run = prepare(config)
-    teach_toy(config.job.task, config.job.seed, config.job.model, config.job.cache_dir)
+    teach_toy(config.task, config.seed, config.model, config.data)
     run.out.mkdir(parents=True)
-    policy = load_policy(run)
+    parts = parts_of(run)
+    policy = load_policy(run, parts)
     started = time.perf_counter()
-    engine = start_engine(run, policy)
+    engine = parts.engine_kind.start(run, policy, **parts.engine)
     start_s = time.perf_counter() - started
-    state = build(run, policy, engine)
-    begin(run, state)
-    learning, model = config.learning, policy.model
+    trainer, model = begin(run, parts, policy, engine), policy.model
     longest = max(map(len, run.task.prompts))
     formula = {f"formula_{phase}_gib": sum(terms.values()) / GIB for phase, terms in
                phases(config, model.config, longest, policy.head.chunk_elements).items()}
-    for step in range(1, config.job.steps + 1):
-        done = train_step(run, state, step)
-        for observe in state.observers:
+    for step in range(1, config.steps + 1):
+        done = train_step(trainer, step)
+        for observe in parts.observers:
             done.metrics.update(observe(done))
         prompts = [problem.prompt_ids for problem in done.problems]
         clock = Clock()
         with clock("bare_generate"):
-            bare_generate(engine, prompts, learning.group_size, run.sampling)
+            bare_generate(engine, prompts, config.group_size, run.sampling)
         with clock("bare_old_logprobs"):
-            bare_training(model, done.batch, learning, backward=False)
+            bare_training(model, done.batch, config, backward=False)
         with clock("bare_update"):
-            bare_training(model, done.batch, learning, backward=True)
-        state.optimizer.adamw.zero_grad(set_to_none=True)  # 16-bit gradients are in the masters
+            bare_training(model, done.batch, config, backward=True)
+        trainer.optimizer.adamw.zero_grad(set_to_none=True)  # 16-bit gradients are in the masters
         row = done.metrics | clock.phases | formula | {"start_s": start_s}
         # The rest of `sync`: weights and KV cache wake.
         row["wake_s"] = row["sync_s"] - row["load_s"] - row["proof_s"] - row["canary_s"]

@@ -165,7 +165,7 @@ LADDER = " ".join((
     "--inflight-groups 16",  # additional groups, unfinished while the weights change
     "--max-num-seqs 128",  # half of the rollouts: the last groups have just started when 48 end
     "--max-new-tokens 18",  # an answer has up to 16 digits and the end-of-sequence token
-    "--old-policy rollout",  # two policies, as in the original report: the ratio has the mismatch
+    "--two-policy",  # two policies, as in the original report: the ratio has the mismatch
     "--lr 2e-3",  # high, so that 40 steps are enough
     "--eval-every 10 --eval-problems 256 --eval-trainer-alone",  # all held-out problems
     "--checkpoint-every 1000000",  # one checkpoint, after the last step
@@ -175,7 +175,7 @@ RUNTIME = "--parity.no-uncached-runtime"
 PAUSE = "--parity.no-inflight-keep"
 HEAD = "--parity.no-fp32-head"
 V1 = f"{RAW} {RUNTIME} {PAUSE} {HEAD}"
-THREE = "--old-policy recompute"  # the three-policy form
+THREE = "--no-two-policy"  # the three-policy form
 TIS = f"{THREE} --tis token --correct-a-broken-backend"  # the last one is idle at parity
 TOP_P = "--top-p 0.9"
 TRANSFORMERS = "--engine transformers --block-size None"
@@ -215,7 +215,7 @@ LADDER_CELLS = (
 # SmolLM2; `make real` runs parity+three. All prompts begin with the same KV block.
 REAL = ("--model .cache/smollm2-135m-instruct-4bit --task examples/arithmetic.py"
         " --reward-limit-s 60 --dtype bfloat16 --num-prompts 8 --inflight-groups 4"
-        " --max-num-seqs 64 --max-new-tokens 16 --lr 2e-5 --block-size 32 --old-policy rollout"
+        " --max-num-seqs 64 --max-new-tokens 16 --lr 2e-5 --block-size 32 --two-policy"
         " --eval-every 20 --eval-problems 44 --eval-samples 4 --eval-trainer-alone"
         " --checkpoint-every 1000000")
 REAL_ARMS = {"parity": ""} | FAULTS | {"v1-defaults": V1}

@@ -16,10 +16,10 @@ import tyro
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from config import Config
 from models import read_config
 from report.errors import one_sentence, stage
 from rl import head_chunk
+from train import Config
 
 GIB = 2**30
 CONTEXT = 1.5 * GIB  # estimate: CUDA context, workspaces, vLLM's buffers that sleep does not free
@@ -35,38 +35,39 @@ def phases(
     b (8 H + 4 I) for attention and MLP, with b bytes a number. Attention's scores are not kept
     (flash attention). With checkpointing each layer keeps its input, and one layer all of this.
     """
-    learning, backend = config.learning, config.backend
-    size = getattr(torch, config.job.dtype).itemsize
+    given = config.flat()  # without the file of an option its name is not there
+    size = getattr(torch, config.dtype).itemsize
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     parameters = sum(each.numel() for each in model.parameters())
     weights = size * parameters
-    adapters = config.lora.lora_rank * sum(
+    adapters = given.get("lora_rank", 0) * sum(
         sum(each.weight.shape) for each in model.base_model.modules() if type(each) is Linear)
     trained = adapters or parameters
     copied = 4 * adapters or weights  # bytes
     hidden, layers = model_config.hidden_size, model_config.num_hidden_layers
     inner = getattr(model_config, "intermediate_size", None) or 4 * hidden
-    positions = max(learning.micro_batch_tokens, prompt_tokens + learning.max_new_tokens)
+    positions = max(config.micro_batch_tokens, prompt_tokens + config.max_new_tokens)
     layer = positions * (16 * hidden + size * (8 * hidden + 4 * inner))
     activations = layers * layer
-    if learning.gradient_checkpointing:
+    if given.get("gradient_checkpointing"):
         activations = layers * positions * size * hidden + layer
     masters = 0 if adapters or size == 4 else 4 * trained  # adapters are fp32, their own masters
-    probed = config.measure.probe_every or config.measure.probe_on_alarm
-    copies = bool(learning.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
+    probed = given.get("probe_every") or given.get("probe_on_alarm")
+    copies = bool(config.kl_coef) + 2 * bool(probed)  # a probe needs the earlier weights, too
     always = {"weights": weights + 4 * adapters + copies * copied, "context": CONTEXT}
     optimizer = {"optimizer": masters + 8 * trained}
     # The engine of the trainer's own modules has the trainer's weights.
-    engine = weights * (backend.engine == "vllm") + backend.kv_cache_gib * GIB
+    engine = weights * ("engine" not in config.given) + config.kv_cache_gib * GIB
     # The sampler's logits, probabilities and noise, (sequences, V) in fp32.
-    sampler = 4 * backend.max_num_seqs * model_config.vocab_size * 4
+    sampler = 4 * config.max_num_seqs * model_config.vocab_size * 4
     generate = always | {"engine": engine + sampler}
-    if not learning.offload_optimizer:
+    if not given.get("offload_optimizer"):
         generate |= optimizer
     head = HEAD_CHUNKS * chunk_elements * 4
     update = always | optimizer | {"gradients": 4 * trained, "activations": activations + head}
-    if backend.inflight_groups and config.parity.inflight_keep:  # sleep would drop the KV cache
+    kept = config.parity.inflight_keep  # sleep would drop the KV cache
+    if given.get("inflight_groups") and kept:
         update["engine"] = engine
     return {"generate": generate, "update": update}
 
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 fits, 1 does not, 2 bad input."""
     with one_sentence(2):
         config = tyro.cli(Options, args=arguments, description=__doc__)
-        name = config.job.model
+        name = config.model
         with stage(f"reading a model folder or a reachable hub name, {name},"):
             model_config = read_config(name)
     prompt_tokens = config.data.max_prompt_tokens or 0

@@ -46,13 +46,13 @@ import torch
 import tyro
 
 import lab
-from config import Config
 from engine_adapter import prepare_environment
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
 from report.errors import MANY, end_of_process, locked, one_sentence, replace_file, stage, within
 from report.files import provenance, read_rows
+from train import Config
 
 Record = dict[str, Any]  # as JSON has it
 Errors = dict[str, str]  # of runs, by the name of their folder
@@ -125,7 +125,7 @@ class Run:
     @property
     def options(self) -> Record:
         """What makes it this run and no other, as JSON has it."""
-        return json.loads(json.dumps(self.config.experiment | {"steps": self.config.job.steps}))
+        return json.loads(json.dumps(self.config.experiment | {"steps": self.config.steps}))
 
     @property
     def finished(self) -> bool:
@@ -212,7 +212,7 @@ def read_json(path: Path) -> Record:
 def execute(folder: Path, run: Run, origin: Record) -> None:
     """The run from its beginning, then its mark."""
     shutil.rmtree(folder, ignore_errors=True)  # not finished
-    wide = widen_if_slow(run.config.job.dtype)
+    wide = widen_if_slow(run.config.dtype)
     with end_of_process():
         import_module(run.cell.program).main(run.words)
         mark = origin | {"wide_products": wide, "options": run.options}
@@ -314,10 +314,10 @@ def run_all(plan: Plan) -> Errors:
     seconds = 60 * plan.options.minutes
     tasks = {}
     for run in pending:
-        job, limit = run.config.job, seconds * run.cell.share
-        model = Path(job.model)
+        config, limit = run.config, seconds * run.cell.share
+        model = Path(config.model)
         if model.parent == plan.models and not model.exists():
-            tasks.setdefault(model, (limit, write_model, model, run.cell.model, job.seed))
+            tasks.setdefault(model, (limit, write_model, model, run.cell.model, config.seed))
         tasks[run.folder] = limit, execute, run.folder, run, origin
     end = lab.STARTED + seconds - RESERVE
     return in_processes([*tasks.values()], jobs, end, partial(note, plan))
@@ -347,7 +347,7 @@ def write_record(plan: Plan, crashed: Errors) -> Record:
         origins += found
         cells[name] = {
             "options": cell.options, "baseline": cell.baseline, "engine": found[0]["audit"],
-            "seeds": [run.config.job.seed for run in runs],
+            "seeds": [run.config.seed for run in runs],
             "metrics": {each: [METRICS[each].measure(rows) for rows in tables]
                         for each in dict.fromkeys((*plan.study.metrics, *plan.options.metrics))},
         }

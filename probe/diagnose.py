@@ -162,10 +162,9 @@ class StepProbe:
     weights, and with those one update earlier. So a probed run is the run without the probe.
     """
 
-    def __init__(self, run: Any, state: Any):
-        self.run = run
-        self.policy = state.policy
-        self.engine = state.engine
+    def __init__(self, trainer: Any, options: Any):
+        self.run, self.options = trainer.run, options
+        self.policy, self.engine = trainer.policy, trainer.engine
         self.weights: list[Weights] = [self.policy.copied_weights()]  # before the update, and older
 
     def __call__(self, step: Any) -> dict[str, str]:
@@ -174,12 +173,11 @@ class StepProbe:
         A step is probed if it is planned or its metrics exceed ALARMS. Writes step_N.npz (the
         trace) and step_N.txt (the report) to the run's folder `probe` and prints a line.
         """
-        measure = self.run.config.measure
         number = step.metrics["step"]
-        exceeded = alarms(step.metrics, self.run.config.learning.clip[1])
-        planned = measure.probe_every and (number - 1) % measure.probe_every == 0
+        exceeded = alarms(step.metrics, self.run.config.clip[1])
+        planned = self.options.probe_every and (number - 1) % self.options.probe_every == 0
         status = {}
-        if planned or (exceeded and measure.probe_on_alarm):
+        if planned or (exceeded and self.options.probe_on_alarm):
             status = self._probe(step, exceeded)
         if step.metrics["updates"]:
             self.weights = [self.policy.copied_weights(), self.weights[0]]
@@ -187,7 +185,7 @@ class StepProbe:
 
     def _probe(self, step: Any, exceeded: list[str]) -> dict[str, str]:
         run = self.run
-        current = step.current
+        current = step.fresh
         number = step.metrics["step"]
         why = f"alarm of {', '.join(exceeded)}" if exceeded else "as planned"
         title = f"probe after step {number} ({why})"

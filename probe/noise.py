@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, LearningConfig
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches
 
@@ -80,31 +79,26 @@ def precisely(policy: Policy, weights: Mapping[str, Tensor]) -> Iterator[None]:
         policy.model.set_experts_implementation(usual)
 
 
-def self_noise(policy: Policy, batch: Batch, learning: LearningConfig) -> Tensor:
+def self_noise(policy: Policy, batch: Batch, config: Any) -> Tensor:
     """The log-probabilities minus those along the second path, with smaller micro-batches: (B, T).
     """
     has_signal = batch.advantages.any(dim=1).cpu()
 
     def recomputed(micro_batch_tokens: int) -> Tensor:
-        minibatches = batch.minibatches(has_signal, learning.num_minibatches, micro_batch_tokens)
+        minibatches = batch.minibatches(has_signal, config.num_minibatches, micro_batch_tokens)
         return in_micro_batches(lambda micro: {"logprobs": policy.logprobs(micro)},
                                 batch, minibatches)["logprobs"]
 
-    usual = recomputed(learning.micro_batch_tokens)
+    usual = recomputed(config.micro_batch_tokens)
     with rounded_otherwise(policy):
-        return usual - recomputed(-(-learning.micro_batch_tokens // 3))
+        return usual - recomputed(-(-config.micro_batch_tokens // 3))
 
 
-def observe_self_noise(policy: Policy, config: Config, step: Any) -> dict[str, float]:
-    """Mean and largest |self_noise| of the updated weights, after every `self_noise_every`-th step.
-
-    In nats: the mismatch that rounding alone would cause.
-    """
-    batch = step.batch
-    planned = (step.metrics["step"] - 1) % config.measure.self_noise_every == 0
-    if not planned or not batch.mask.any():  # --mask-truncated may leave no token
+def observe_self_noise(policy: Policy, config: Any, batch: Batch) -> dict[str, float]:
+    """Mean and largest |self_noise|, in nats: the mismatch that rounding alone would cause."""
+    if not batch.mask.any():  # --mask-truncated may leave no token
         return {}
-    noise = self_noise(policy, batch, config.learning)
+    noise = self_noise(policy, batch, config)
     metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],
             "self_noise_max": metrics["mismatch_max"]}

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine_adapter import Sampling
 from examples.record_vllm import NEUTRAL
-from extras.rounded_weights import linear_layers, rounded
+from extras.linear_layers import linear_layers
+from extras.rounded_weights import rounded
 from probe import causes
 from probe.causes import Cause
 from probe.noise import precisely, twice_precise

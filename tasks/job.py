@@ -22,7 +22,7 @@ class Job(NamedTuple):
 
 
 def find_job(
-    task: str, seed: int, data: Options, model: str, cache_dir: str, max_new_tokens: int
+    task: str, seed: int, data: Options, model: str, max_new_tokens: int
 ) -> Job:
     """The job that --task and --model name; without the model's weights.
 
@@ -32,7 +32,7 @@ def find_job(
     if model == "toy":
         from examples.toys import EOS, toy_config, toy_folder, toy_tokenizer
 
-        folder = str(toy_folder(cache_dir, seed, task))
+        folder = str(toy_folder(data.cache_dir, seed, task))
         config, tokenizer, stop = toy_config(task), toy_tokenizer(), (EOS,)
     else:
         folder = local_folder(model)
@@ -51,12 +51,12 @@ def find_job(
     return Job(problems, folder, config, stop)
 
 
-def teach_toy(task: str, seed: int, model: str, cache_dir: str) -> None:
+def teach_toy(task: str, seed: int, model: str, data: Options) -> None:
     """With `--model toy`: teach it if the cache does not have it. Raises: ValueError."""
     if model == "toy":
         from examples.toys import toy_model
 
-        toy_model(cache_dir, seed, task)
+        toy_model(data.cache_dir, seed, task)
 
 
 def digests(name: str, data: Options, task: Task, model: str, folder: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from report.errors import MANY, SMALLEST, printable, within
@@ -38,9 +39,12 @@ class Options:
     # If a reward raises, hangs, or is no finite number, dictionary of these or None: stop the run,
     # or leave the response out of the loss and of its group's baseline.
     reward_errors: Literal["stop", "leave-out"] = "stop"
+    # Keeps the toy model once it is taught.
+    cache_dir: str = str(Path(__file__).parents[1] / ".cache")
 
     def __post_init__(self):
-        printable(self, "eval_task", "question_column", "answer_column", "reward")
+        printable(self, "eval_task", "question_column", "answer_column", "reward",
+                  "cache_dir")
         within(self, 1, MANY, "max_prompt_tokens")
         within(self, 1, 1024, "reward_workers")
         try:

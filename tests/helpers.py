@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,9 +42,9 @@ from transformers import (
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import train
 import verify
-from config import Config
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, prepare_environment
 from extras.inflight import InflightEngine
 from extras.rotary_table import give_one_table, with_one_table
@@ -52,11 +52,11 @@ from extras.sampling_mask import collect_kept_sets
 from models import read_config
 from objectives import mismatch_metrics
 from rl import Batch, Policy, in_micro_batches, make_batch
-from run import Run, TrainingState, begin, build, find_checkpoint, load_policy, prepare, start_engine
 from tasks import Task
 from tasks.job import teach_toy
 from tasks.options import Options
 from tasks.problem_files import load_task
+from train import Config, Trainer, begin, load_policy, parts_of, prepare
 
 logging.disable_progress_bar()
 ROOT = Path(__file__).parents[1]
@@ -132,28 +132,32 @@ def config_of(parity: ParityFlags | None = None, **options) -> Config:
     """From options by their own names, whatever their group."""
     groups = {"parity": parity or ParityFlags()}
     for group in fields(Config):
-        if group.name != "parity":
-            names = options.keys() & {option.name for option in fields(group.default_factory)}
-            groups[group.name] = group.default_factory(**{name: options.pop(name) for name in names})
-    assert not options, f"{options=}"
-    return Config(**groups)
+        kind = group.default_factory
+        if is_dataclass(kind) and kind is not ParityFlags:
+            names = options.keys() & {option.name for option in fields(kind)}
+            groups[group.name] = kind(**{name: options.pop(name) for name in names})
+    return Config(**groups, **options)
 
 
 def config_changed(config: Config, **changes) -> Config:
     return config_of(**config.flat() | {"parity": config.parity} | changes)
 
 
-def built(root: Path, out: Path, **options) -> tuple[Run, TrainingState, int]:
-    """All of train.py up to the first step, whose number comes last, with the model and the problems of a good run."""
+def built(root: Path, out: Path, **options) -> Trainer:
+    """All of train.py up to the first step, with the model and the problems of a good run."""
     usual = dict(model=str(root / "model"), task=str(root / "task.jsonl"), out=str(out), num_prompts=4, group_size=2,
                  engine="transformers", seed=SHIFT)  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     run = prepare(config_of(**usual | options))
-    job = run.config.job
-    teach_toy(job.task, job.seed, job.model, job.cache_dir)
-    policy = load_policy(run)
-    state = build(run, policy, start_engine(run, policy))
-    return run, state, begin(run, state, find_checkpoint(run))
+    teach_toy(run.config.task, run.config.seed, run.config.model, run.config.data)
+    parts = parts_of(run)
+    policy = load_policy(run, parts)
+    return begin(run, parts, policy, parts.engine_kind.start(run, policy, **parts.engine))
+
+
+def task_of(name: str | Path, seed: int = 0, **options) -> Task:
+    """The task of --task `name`."""
+    return load_task(str(name), seed, Options(**options))
 
 
 def load_into(engine: Engine, policy: Policy) -> dict[str, float]:
@@ -416,11 +420,6 @@ def tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 # ------------------------------------------------------------------------------------------------ a small run
 TASK = [{"question": f"{i}+1=", "answer": i + 1} for i in range(40)]
-def task_of(name: str | Path, seed: int = 0, **options) -> Task:
-    """The task of --task `name`."""
-    return load_task(str(name), seed, Options(**options))
-
-
 PYTHON = '''
 import itertools, os, time
 calls = itertools.count(1)

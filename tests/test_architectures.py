@@ -38,11 +38,10 @@ from helpers import (
 from packaging import version
 from torch.overrides import TorchFunctionMode
 
-from config import LoraConfig
 from engine_adapter import ParityFlags, Rollout, Sampling
 from examples.toys import toy_tokenizer
 from extras.fast import fast_parts
-from extras.lora import Adapters
+from extras.lora import Adapters, Options
 from extras.sampling_mask import SamplingMask
 from models import attention_for
 from probe.noise import rounded_otherwise
@@ -106,7 +105,7 @@ def test_the_fast_body_and_head_have_the_values_and_gradients_of_the_plain_ones(
     model, seen = small_model(name, name in ALWAYS_TIED), []
     model.set_attn_implementation(attention_for(model.config))
     if rank:
-        Adapters(model, LoraConfig(rank, lora_forward="added"), seed=0)
+        Adapters(model, Options(rank, lora_forward="added"), seed=0)
     model.set_experts_implementation("eager")  # torch has no grouped float64 product
     for each in model.parameters():  # biases, too, and the adapters' B
         each.data += 0.02 * torch.randn_like(each)

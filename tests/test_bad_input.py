@@ -33,8 +33,8 @@ OPTIONS = """--no-such-option => Unrecognized options: --no-such-option
 --parity.variants both-heads => would do nothing
 --block-size 24 => block_size must be a multiple of 16
 --max-staleness 3 => try --inflight-groups
---block-size 32 --engine transformers => block_size and canary_nats must not be given
---verify-loads 2 --engine transformers => one copy of the weights
+--block-size 32 --engine transformers => block_size must not be given with engine transformers
+--verify-loads 2 --engine transformers => verify_loads must not be given with engine transformers
 --chat-template-args [1] => must be a JSON object
 --engine transformers --parity.no-fp32-head => without fp32_head
 --lora-rank 4 --lora-forward added --tis token => the broken backend), got tis token without lora_forward

@@ -15,7 +15,7 @@ from rl import Policy, make_batch
 
 def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses():
     """Also in parts: 120 positions are at most two groups. Groups two and three have no signal."""
-    learning = config_of(num_prompts=4, group_size=4, num_minibatches=1, micro_batch_tokens=120).learning
+    config = config_of(num_prompts=4, group_size=4, num_minibatches=1, micro_batch_tokens=120)
     groups = [(5, 6, True), (5, 4, False), (5, 4, False), (9, 6, True)]  # length of the prompt, of a response, signal
     rollouts = [Rollout([5 + place] * prompt, 0, [6] * tokens, [-1.0] * tokens)
                 for place, (prompt, tokens, _) in enumerate(groups) for _ in range(4)]  # fmt: skip
@@ -26,7 +26,7 @@ def test_the_bare_work_has_the_products_of_prompts_once_and_of_responses():
             for prompt, tokens, _ in groups]  # fmt: skip
     for backward, expected in ((False, sum(work)), (True, sum(work) + 2 * (work[0] + work[3]))):
         with FlopCounterMode(display=False) as counter:
-            bare_training(model, batch, learning, backward)
+            bare_training(model, batch, config, backward)
         counts = counter.get_flop_counts()["Global"]
         found = counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
         assert found == pytest.approx(expected, rel=1e-6)

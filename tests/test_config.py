@@ -8,9 +8,9 @@ import pytest
 import tyro
 from helpers import config_of
 
-from config import Config, LearningConfig
 from engine_adapter import SETTINGS, ParityFlags, Sampling, Setting, wanted_settings
 from objectives import REJECTIONS, WEIGHTS
+from train import Config
 from verify.settings import READERS
 from verify.start import check_vllm_version
 
@@ -20,7 +20,7 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
     config = config_of(ParityFlags(fp32_head=False), lr=2e-3, eval_every=7)
     assert tyro.cli(Config, args=words) == config
     flat = config.flat()
-    assert len(flat) == 1 + sum(len(vars(group)) for name, group in vars(config).items() if name != "parity")
+    assert config.given == {"lr", "eval_every"} and flat.keys() == config.defaults().keys() | {"parity"}
     assert config_of(ParityFlags(**flat.pop("parity")), **flat) == config
 
 
@@ -34,16 +34,16 @@ def test_every_correction_is_refused_while_a_fix_is_off_with_one_way_around(fix)
     for correction in CORRECTIONS:
         with pytest.raises(ValueError, match=rf"a correction hides the broken backend.* without {fix};"):
             config_of(**options, **correction)
-        assert config_of(**options, **correction, correct_a_broken_backend=True).learning.corrections
+        assert config_of(**options, **correction, correct_a_broken_backend=True).corrections
     config_of(**options)
 
 
 def test_every_correction_is_allowed_with_all_fixes_and_refused_with_two_policies():
     for correction in CORRECTIONS:
         config_of(**correction)
-        with pytest.raises(ValueError, match="must be off with old_policy rollout"):
-            config_of(**correction, old_policy="rollout", correct_a_broken_backend=True)
-    assert config_of(tis="token", reject="worst").learning.corrections == "tis token, reject worst"
+        with pytest.raises(ValueError, match="must be off with two_policy"):
+            config_of(**correction, two_policy=True, correct_a_broken_backend=True)
+    assert config_of(tis="token", reject="worst").corrections == "tis token, reject worst"
 
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
@@ -77,10 +77,10 @@ def test_added_adapters_are_a_fault_of_vllms_weights_alone():
 
 
 def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():
-    assert LearningConfig(reject="sequence").rejection == REJECTIONS["sequence"]
-    given = LearningConfig(reject="sequence", reject_low=0.1, reject_mean="all").rejection
+    assert config_of(reject="sequence").rejection == REJECTIONS["sequence"]
+    given = config_of(reject="sequence", reject_low=0.1, reject_mean="all").rejection
     assert (given.bounds, given.mean) == ((0.1, 2.0), "all")
-    assert LearningConfig(reject="trm", reject_high=0.5).rejection.bounds == (REJECTIONS["trm"].bounds[0], 0.5)
+    assert config_of(reject="trm", reject_high=0.5).rejection.bounds == (REJECTIONS["trm"].bounds[0], 0.5)
 
 
 RANGES = """[0, 999999] steps
@@ -95,9 +95,9 @@ RANGES = """[0, 999999] steps
 [0.01, 2.0] temperature
 [1e-6, 1.0] top_p
 [0.0, 1.0] min_p clip_low
-[1e-30, 1e30] lr clip_high tis_cap reject_high grad_clip lora_alpha
+[1e-30, 1e30] lr clip_high tis_cap reject_high lora_alpha
 [1e-30, 1.0] reject_low
-[0.0, 1e30] kl_coef weight_decay
+[0.0, 1e30] kl_coef
 [1e-30, 100.0] canary_nats
 [1e-30, 1e6] kv_cache_gib reward_limit_s"""
 

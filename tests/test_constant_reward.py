@@ -26,16 +26,16 @@ CASES = [pytest.param(backend, DTYPES[(i + j) % 3], options, marks=MARKS[backend
 def test_a_constant_reward_moves_no_weight(good, tmp_path, backend, dtype, options):
     (tmp_path / "task.py").write_text(PYTHON.replace("float(len(response) % 3)", "1.0"))
     close_live_engine()
-    run, state, _ = built(good, tmp_path, task=str(tmp_path / "task.py"), lr=1e-4, lr_warmup_steps=0, max_new_tokens=6,
+    trainer = built(good, tmp_path, task=str(tmp_path / "task.py"), lr=1e-4, lr_warmup_steps=0, max_new_tokens=6,
                           micro_batch_tokens=40, dtype=dtype, engine=backend,
                           kl_coef=0.05 if options else 0.0, **options)  # fmt: skip
-    before = state.policy.copied_weights()
+    before = trainer.policy.copied_weights()
     for step in (1, 2):
-        metrics = train_step(run, state, step).metrics
+        metrics = train_step(trainer, step).metrics
         if options:
             assert (metrics["kl_ref"], metrics["grad_norm"], metrics["updates"]) == (0.0, 0.0, 2)
         else:
             assert metrics["skipped_updates"] == 2
-    assert state.engine.weight_version == (3 if options else 1)  # without a step there are no new weights
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.policy.trained().items())
-    state.engine.close()
+    assert trainer.engine.weight_version == (3 if options else 1)  # without a step there are no new weights
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.policy.trained().items())
+    trainer.engine.close()

@@ -20,12 +20,12 @@ NO_MASK, BOTH_RAW = ParityFlags(sampling_mask=False), ParityFlags(processed_logp
 ], ids=str)  # fmt: skip
 def test_the_stated_distribution_passes_under_its_name(good, tmp_path, capsys, options):
     close_live_engine()
-    _, state, _ = built(good, tmp_path, **{"engine": "vllm", "temperature": 0.7} | options)
+    trainer = built(good, tmp_path, **{"engine": "vllm", "temperature": 0.7} | options)
     parity, printed = options.get("parity"), capsys.readouterr().out
-    assert state.policy.audit()["temperature"] == (1.0 if parity == BOTH_RAW else 0.7)
+    assert trainer.policy.audit()["temperature"] == (1.0 if parity == BOTH_RAW else 0.7)
     assert printed.count(" differs from the stated distribution by ") == {NO_MASK: 1, BOTH_RAW: 0}.get(parity, 2)
     assert re.search(r"^engine: .*, canary \S+e-\d+ nats \(limit \S+e-\d+\)", printed, re.MULTILINE)
-    state.engine.close()
+    trainer.engine.close()
 
 
 @pytest.mark.parametrize("forgets, options, fix_off, named", [

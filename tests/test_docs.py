@@ -9,11 +9,11 @@ import tyro
 from helpers import ROOT, read_json
 
 import probe.__main__ as probe
-from config import Config
 from engine_adapter import Rollout
 from lab import memory, study
 from tasks import Problem
 from tasks.task_file import TaskFile
+from train import Config
 
 README = ROOT / "README.md"
 FOR_READERS = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/*.ipynb"), *ROOT.glob("dev/*.md"),

@@ -5,10 +5,9 @@ import torch
 import transformers
 from helpers import ALWAYS_TIED, ARCHITECTURES, qwen2, small_model
 
-from config import LoraConfig
 from engine_adapter import Rollout
 from extras.gradient_checkpointing import checkpoint_layers
-from extras.lora import Adapters
+from extras.lora import Adapters, Options
 from models import attention_for
 from rl import Policy, make_batch, plain_body
 
@@ -25,7 +24,7 @@ def test_each_layer_is_computed_twice_and_no_gradient_changes(name, rank):
     model = small_model(name, name in ALWAYS_TIED, dropout=0.5).to(dtype)
     model.set_attn_implementation(attention_for(model.config))
     if rank:
-        for layer in Adapters(model, LoraConfig(rank), seed=0).layers.values():
+        for layer in Adapters(model, Options(rank), seed=0).layers.values():
             layer.lora_B.data.normal_(0, 0.1)
     policy, passes = Policy(model, body=plain_body), []
     trained = [each for each in model.parameters() if each.requires_grad]

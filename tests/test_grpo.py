@@ -42,16 +42,16 @@ def rows_of_page(job: dict) -> list[dict]:
 def rows_of_core(job: dict) -> list[dict]:
     """One for each step, the last one with the held-out reward."""
     del job["out"]
-    run, state, _ = built(Path(job["model"]).parent, Path(mkdtemp()), engine="vllm", task=job.pop("problems"),
+    trainer = built(Path(job["model"]).parent, Path(mkdtemp()), engine="vllm", task=job.pop("problems"),
                           micro_batch_tokens=1000, **job)  # fmt: skip
-    state.policy = state.policy.changed(body=plain_body)  # as on the page
-    state.source.task = replace(run.task, in_passes=False)
+    trainer.policy = trainer.policy.changed(body=plain_body)  # as on the page
+    trainer.source.task = replace(trainer.run.task, in_passes=False)
     rows = []
     for step in range(1, job["steps"] + 1):
-        metrics, _, batch, _ = train.train_step(run, state, step)
+        metrics, _, batch, _ = train.train_step(trainer, step)
         rows.append(metrics | {"tokens": [rollout.token_ids for rollout in batch.rollouts]})
-    rows[-1]["held_out"] = train.evaluate(run, state, step)["eval_reward_greedy"]
-    state.engine.close()
+    rows[-1]["held_out"] = train.evaluate(trainer, step)["eval_reward_greedy"]
+    trainer.engine.close()
     return rows
 
 
@@ -121,7 +121,7 @@ def test_page_and_core_make_the_same_three_steps(options):
     page, core = without("processed_logprobs")
     jobs = [of_both(options, *changes) for changes in (
         ({"tis_cap": 0.9}, {"tis_cap": 0.9, "tis": "token"}), (by_group, by_group),
-        (page | {"two_policy": True}, core | {"old_policy": "rollout"}))]  # fmt: skip
+        (page | {"two_policy": True}, core | {"two_policy": True}))]  # fmt: skip
     for page, core in jobs:
         for page_row, core_row in zip(page, core, strict=True):
             assert_equal(page_row, core_row)

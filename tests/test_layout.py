@@ -5,50 +5,39 @@ import ast
 import pytest
 from helpers import ROOT
 
-# What a file or a folder may import of ours; in addition, what is imported in a function for an option.
-CORE = {
-    "grpo": "", "objectives": "", "report": "", "config": "engine_adapter objectives report tasks verify", "models": "",
-    "tasks": "report",
-    "verify": "report", "engine_adapter": "report tasks verify",
-    "rl": "config engine_adapter models objectives",
-    "run": "config engine_adapter models objectives report rl tasks verify",
-    "train": "config engine_adapter objectives report rl run tasks",
+# What a file or a folder may import of ours at its top.
+MAY_IMPORT = {
+    "grpo": "", "objectives": "", "report": "", "verify": "report", "models": "",
+    "tasks": "report", "engine_adapter": "report tasks verify",
+    "rl": "engine_adapter models objectives",
+    "train": "engine_adapter extras models objectives report rl tasks verify",
+    "extras": "engine_adapter models objectives report rl tasks verify",
+    "examples": "engine_adapter extras models objectives report rl tasks train verify",
+    "probe": "engine_adapter examples extras models objectives report rl tasks verify",
+    "lab": "engine_adapter examples exercises extras models objectives probe report rl tasks train verify",
+    "exercises": "",  # a student's functions are his own
 }  # fmt: skip
-MAY_IMPORT = {name: set(others.split()) for name, others in CORE.items()}
-MAY_IMPORT["examples"] = set(CORE) - {"grpo"} | {"extras"}
-MAY_IMPORT["extras"] = set(CORE) - {"grpo"}
-MAY_IMPORT["probe"] = MAY_IMPORT["extras"] | {"extras", "examples"}
-MAY_IMPORT["exercises"] = set()  # a student's functions are his own
-MAY_IMPORT["lab"] = MAY_IMPORT["probe"] | {"probe", "exercises"}
-# Files of extras/ that import nothing of ours, and who imports them.
-RARE_CASES = {"models": {"extras.further_tokens", "extras.multimodal", "extras.transformers4"}}
-MAY_IMPORT |= {name: set() for names in RARE_CASES.values() for name in names}
-FOR_AN_OPTION = {"run": {"extras", "probe", "examples", "extras.further_tokens", "verify"},
-                 "tasks": {"examples", "models"},
-                 "extras": {"examples"}} | RARE_CASES  # fmt: skip
-VLLM = {"engine_adapter", "verify", "extras", "examples", "lab"}  # in functions: help and refusals do not wait for it
-FILES = [*sorted(ROOT.glob("*.py")), *(each for room in ("tasks", "verify", "report", "extras", "probe", "lab",
-                                                                "examples", "exercises")
-                                       for each in sorted((ROOT / room).rglob("*.py")))]  # fmt: skip
-
-
-def place(module: str) -> str:
-    """Its row in the table: of a few files their own, of all others their first name."""
-    return module if module in MAY_IMPORT else module.split(".")[0]
+# In addition, in a function.
+LATER = {"tasks": "examples models", "extras": "examples probe",
+         "models": "extras"}  # fmt: skip
+VLLM = {"grpo", "engine_adapter", "verify", "extras", "examples", "lab"}  # in functions: --help does not wait for it
+ROOMS = "tasks", "verify", "report", "extras", "probe", "lab", "examples", "exercises"
+FILES = [*sorted(ROOT.glob("*.py")), *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
 
 
 def imported(nodes: list[ast.AST]) -> set[str]:
-    """The places of the modules that these statements import."""
+    """The files and folders that these statements import."""
     found = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
     found += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return {*map(place, found)}
+    return {module.split(".")[0] for module in found}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_imports_what_its_layer_may(path):
-    tree, room = ast.parse(path.read_text()), place(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    tree, room = ast.parse(path.read_text()), path.relative_to(ROOT).with_suffix("").parts[0]
     at_the_top, everywhere = imported(tree.body), imported(list(ast.walk(tree)))
-    assert at_the_top & MAY_IMPORT.keys() <= MAY_IMPORT[room] | {room}
-    assert everywhere & MAY_IMPORT.keys() <= MAY_IMPORT[room] | {room} | FOR_AN_OPTION.get(room, set())
+    allowed = {room, *MAY_IMPORT[room].split()}
+    assert at_the_top & MAY_IMPORT.keys() <= allowed
+    assert everywhere & MAY_IMPORT.keys() <= allowed | set(LATER.get(room, "").split())
     assert "vllm" not in at_the_top or room == "grpo"
-    assert "vllm" not in everywhere or room.split(".")[0] in VLLM | {"grpo"}
+    assert "vllm" not in everywhere or room in VLLM

@@ -10,12 +10,10 @@ import torch
 from helpers import RECURRENT, at, built, load_into, qwen2, small_model, started
 from transformers import AutoModelForCausalLM
 
-from config import LoraConfig
 from engine_adapter import Rollout
-from extras.lora import Adapters
+from extras.lora import Adapters, Options
 from rl import Policy, make_batch
-from run import Run, TrainingState, save_policy
-from train import train_step
+from train import Trainer, save_policy, train_step
 from verify.proof import differing
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,7 +22,7 @@ logprobs = lambda policy: at(policy, 0.7).logprobs(BATCH)  # noqa: E731
 
 
 def adapted(model: torch.nn.Module, ratio: float = 0.0, **options) -> Policy:
-    policy = Policy(model, send=Adapters(model, LoraConfig(4, **options), 1))
+    policy = Policy(model, send=Adapters(model, Options(4, **options), 1))
     if ratio:
         grow(policy, ratio)
     return policy
@@ -91,22 +89,24 @@ def test_three_loads_arrive_bit_by_bit(engine_folder, dtype):
 
 # ------------------------------------------------------------------------------------------------ a run
 def test_a_run_goes_on_bit_by_bit_from_its_adapters_alone_and_saves_an_ordinary_model(good, tmp_path):
-    def begun(out: str) -> tuple[Run, TrainingState]:
+    def begun(out: str) -> Trainer:
         return built(good, tmp_path / out, task=str(good / "task.py"), lora_rank=4, dtype="float16", kl_coef=0.1,
                      gradient_checkpointing=True, max_new_tokens=4, lr=1e-2, group_size=8, num_minibatches=1,
-                     temperature=2.0)[:2]  # fmt: skip
+                     temperature=2.0)  # fmt: skip
 
-    (run, whole), (_, resumed) = begun("whole"), begun("resumed")
-    train_step(run, whole, 1)
+    whole, resumed = begun("whole"), begun("resumed")
+    train_step(whole, 1)
     saved = deepcopy(whole.state_dict())
     assert all(".lora_" in name for name in saved["policy"])
     assert saved["optimizer"]["scaler"]["scale"] > 1  # float16 is scaled, although the adapters are in float32
     resumed.load_state_dict(saved)
-    for state in (whole, resumed):
-        assert train_step(run, state, 2).metrics["kl_ref"] > 0  # the reference is the first policy
+    for trainer in (whole, resumed):
+        assert train_step(trainer, 2).metrics["kl_ref"] > 0  # the reference is the first policy
     adapters = whole.policy.copied_weights()
     assert all(torch.equal(adapters[name], tensor) for name, tensor in resumed.policy.trained().items())
-    save_policy(run, whole.policy)
+    for finish in whole.parts.at_end:
+        finish()
+    save_policy(whole.run, whole.policy)
     exported, base = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16).state_dict()
                       for path in (tmp_path / "whole" / "policy", good / "model"))  # fmt: skip
     assert exported.keys() == base.keys()

@@ -15,10 +15,10 @@ from engine_adapter import Rollout, Sampling
 from examples.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 from models import load_model, save_model
 from rl import Policy
-from run import Run, save_policy
 from tasks.model_folder import describe_model, load_tokenizer
 from tasks.options import Options
 from tasks.prompts import encode
+from train import Run, save_policy
 
 
 def test_the_seed_alone_decides_what_a_toy_is_taught():

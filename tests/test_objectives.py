@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 import torch
+from helpers import config_of
 
-from config import LearningConfig
 from objectives import (
     OBJECTIVES,
     REJECTIONS,
@@ -135,7 +135,7 @@ def test_each_weight_with_each_rejection_equals_its_definition_on_60_ragged_batc
 
 def test_sequence_mask_of_trl_is_a_choice_of_options():
     """TRL 1.16.0's default: exp of the summed log-ratio on each token, 0 above 3; its mean counts all tokens."""
-    options = LearningConfig(
+    options = config_of(
         tis="sequence", tis_cap=3, reject="sequence", reject_low=1e-30, reject_high=3, reject_mean="all")
     summed = torch.tensor([[-9.0], [-0.5], [1.0], [1.2]])
     mask = torch.tensor([[1.0, 1.0, 0.0]]).expand(4, 3)

@@ -13,6 +13,7 @@ from helpers import SIXTEEN, config_of, drawn_ids, move, qwen2, refusal, started
 
 import verify
 from engine_adapter import ParityFlags, Rollout, Sampling
+from extras import live_probe
 from extras.rounded_weights import RoundedWeights
 from probe import causes
 from probe.__main__ import main
@@ -281,8 +282,8 @@ def test_each_alarm_alone_and_no_clip_alarm_for_narrow_bounds():
 
 
 def test_a_step_without_an_update_leaves_the_probe_the_weights_before_the_last_update():
-    state = SimpleNamespace(policy=Policy(qwen2(tied=False)), engine=None)
-    probe = StepProbe(SimpleNamespace(config=config_of()), state)
+    trainer = SimpleNamespace(run=SimpleNamespace(config=config_of()), policy=Policy(qwen2(tied=False)), engine=None)
+    probe = StepProbe(trainer, live_probe.Options())
     probe(SimpleNamespace(metrics={"step": 1, "updates": 2}))
     known = probe.weights
     probe(SimpleNamespace(metrics={"step": 2, "updates": 0}))

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import Rollout
 from extras.notices import check_task
-from run import Run
 from tasks import Problem, Task, exact_match
 from tasks.model_folder import load_tokenizer
 from tasks.options import Options
 from tasks.prompts import encode, prompts_record
+from train import Run
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
 CHATML = ("{% for m in messages %}<turn>{{ m.role }} {{ m.content }}<end>{% endfor %}"
@@ -112,7 +112,7 @@ def noticed(
     task = encoded(template, problem, stop=stop, system_prompt=config.data.system_prompt)
     printed = StringIO()
     with redirect_stdout(printed):
-        check_task(Run(config, Path(), "", task, None).seen_by_extras, None)
+        check_task(Run(config, Path(), "", task, None), None)
     return " ".join(line.removeprefix("notice: ") for line in printed.getvalue().splitlines())
 
 

@@ -175,7 +175,7 @@ def test_a_refused_command_changes_no_file_and_a_librarys_error_has_its_tracebac
     before = {path: path.lstat().st_ctime_ns for path in out.iterdir()}
     refusal(options(good, out, "--task", str(tmp_path / "absent.jsonl")), capsys)
     assert {path: path.lstat().st_ctime_ns for path in out.iterdir()} == before
-    monkeypatch.setattr("run.find_job", lambda *_: {}["absent"])
+    monkeypatch.setattr("train.find_job", lambda *_: {}["absent"])
     with pytest.raises(SystemExit):
         train_here(options(good, out))
     said = capsys.readouterr().err

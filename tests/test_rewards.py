@@ -207,15 +207,15 @@ def test_a_reward_without_return_is_noticed_before_the_engine_starts(tmp_path, c
 
 def test_a_step_gives_no_loss_to_what_is_left_out_not_even_that_of_a_kl(good, tmp_path):
     (tmp_path / "mine.py").write_text("def reward(problem, response): return len(response) if response[1:] else None")
-    run, state, _ = built(good, tmp_path / "run", reward=str(tmp_path / "mine.py"), num_prompts=8, group_size=4,
+    trainer = built(good, tmp_path / "run", reward=str(tmp_path / "mine.py"), num_prompts=8, group_size=4,
                           max_new_tokens=6, kl_coef=0.1, steps=1)  # fmt: skip
-    done = train_step(run, state, 1)
+    done = train_step(trainer, 1)
     left_out = [math.isnan(each.score) for each in done.batch.rollouts]
     assert 0 < sum(left_out) == done.metrics["left_out"] < 32
     assert [not row.any() for row in done.batch.mask] == left_out
     assert done.metrics["tokens"] == sum(len(each.token_ids) for each in done.batch.rollouts)  # those left out, too
     assert done.metrics["reward"] == mean(each.reward for each in done.batch.rollouts if not math.isnan(each.reward))
-    metrics = evaluate(run, state, 1)
+    metrics = evaluate(trainer, 1)
     found = Counter(row["mode"] for row in rows(tmp_path / "run", "samples") if row["reward"] is None)
     assert (metrics["eval_reward_left_out"], metrics["eval_reward_greedy_left_out"]) == tuple(
         found[mode] for mode in ("sampled", "greedy"))

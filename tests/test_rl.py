@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from helpers import DEVICES, ROUNDING, drawn_ids, frozen_logprobs, minibatches_of, qwen2
+from helpers import DEVICES, ROUNDING, config_of, drawn_ids, frozen_logprobs, minibatches_of, qwen2
 
 import objectives
-from config import LearningConfig
 from engine_adapter import Rollout, Sampling
 from extras.fast import FastHead, fast_parts
 from extras.offload import OffloadedOptimizer
@@ -26,8 +25,8 @@ from rl import (
     head_chunk,
     longest_first,
     make_batch,
-    update,
 )
+from train import Config, update
 from verify.head import check_head
 
 
@@ -174,28 +173,28 @@ def batch_of_four(advantages: torch.Tensor, keep: tuple[bool, ...] = (True,) * 4
 
 
 def updated(
-    table: torch.nn.Parameter, batch: Batch, learning: LearningConfig, num_minibatches: int = 1,
+    table: torch.nn.Parameter, batch: Batch, config: Config, num_minibatches: int = 1,
     micro_batch_tokens: int = 4096,
 ) -> dict:
     """The metrics. The parameters are the log-probabilities themselves, so a gradient is that of a token's one."""
     has_signal = batch.advantages.any(dim=1).tolist()
     policy = SimpleNamespace(logprobs=lambda micro: table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask)
-    return update(policy, Optimizer(torch.nn.ParameterList([table]), weight_decay=0.0), batch,
-                  minibatches_of(batch, num_minibatches, micro_batch_tokens, has_signal), learning, lr=1e-3)
+    return update(policy, Optimizer(torch.nn.ParameterList([table]), grad_clip=1e9), batch,
+                  minibatches_of(batch, num_minibatches, micro_batch_tokens, has_signal), config, lr=1e-3)
 
 
 def sums_by_hand(
-    now, rows: range, batch: Batch, weights, kept, counted, learning: LearningConfig
+    now, rows: range, batch: Batch, weights, kept, counted, config: Config
 ) -> dict[str, torch.Tensor]:
     """Loss and weighted diagnostics of a minibatch, token by token in float64."""
-    (low, high), row = learning.clip, OBJECTIVES[learning.objective]
-    old = (batch.behavior_logprobs if learning.old_policy == "rollout" else batch.old_logprobs).double()
+    (low, high), row = config.clip, OBJECTIVES[config.objective]
+    old = (batch.behavior_logprobs if config.two_policy else batch.old_logprobs).double()
     sums = dict.fromkeys(("loss", "clip_rate", "ratio_mean", "kl_old_new", "kl_ref", "weight"), 0.0)
     for b, t in counted.nonzero().tolist():
         if b not in rows:
             continue
         share = {"token": 1 / counted[rows].sum(), "sequence": 1 / (len(rows) * counted[b].sum()),
-                 "constant": 1 / (len(rows) * learning.max_new_tokens)}[row.normalizer]  # fmt: skip
+                 "constant": 1 / (len(rows) * config.max_new_tokens)}[row.normalizer]  # fmt: skip
         log_ratio, advantage = now[b, t] - old[b, t], batch.advantages.expand(4, 4)[b, t]
         ratio, to_ref = log_ratio.exp(), batch.ref_logprobs[b, t] - now[b, t]
         if row.surrogate is objectives.gspo and kept[b].any():
@@ -207,7 +206,7 @@ def sums_by_hand(
             clipped = ratio > 1 + high if advantage > 0 else advantage < 0 and ratio < 1 - low
             surrogate = -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
         divergence = torch.expm1(to_ref) - to_ref
-        kl = learning.kl_coef * divergence * (log_ratio.exp() if learning.kl_gradient == "exact" else 1)
+        kl = config.kl_coef * divergence * (log_ratio.exp() if config.kl_gradient == "exact" else 1)
         loss = kept[b, t] * weights[b, t] * surrogate + kl
         terms = loss, clipped, log_ratio.exp(), torch.expm1(log_ratio) - log_ratio, divergence, 1.0
         for name, term in zip(sums, terms, strict=True):
@@ -215,7 +214,7 @@ def sums_by_hand(
     return sums
 
 
-def check_update(learning: LearningConfig, case: list[str]) -> None:
+def check_update(config: Config, case: list[str]) -> None:
     advantages = torch.tensor([[1.3], [0.0 if "flat" in case else -0.7], [0.4], [-1.1]])  # (B, 1)
     if "tokens" in case:
         advantages = advantages * torch.tensor([1.0, -0.5, 0.0, 2.0])  # (B, T)
@@ -223,26 +222,26 @@ def check_update(learning: LearningConfig, case: list[str]) -> None:
     table, gradients = torch.nn.Parameter(OLD + MOVED), []  # of the backward passes
     table.register_hook(gradients.append)
     num_minibatches = 1 + ("halves" in case)
-    metrics = updated(table, batch, learning, num_minibatches, 1 if "alone" in case else 4096)
+    metrics = updated(table, batch, config, num_minibatches, 1 if "alone" in case else 4096)
 
-    corrected = correct(batch.old_logprobs, batch.behavior_logprobs, batch.mask, learning.tis, learning.tis_cap,
-                        learning.rejection)  # fmt: skip
+    corrected = correct(batch.old_logprobs, batch.behavior_logprobs, batch.mask, config.tis, config.tis_cap,
+                        config.rejection)  # fmt: skip
     kept = (batch.mask > 0) & ~corrected.rejected
-    assert (0 < corrected.rejected.sum() < 12) == (learning.reject != "off")
-    counted = kept if learning.rejection.mean == "kept" else batch.mask > 0
+    assert (0 < corrected.rejected.sum() < 12) == (config.reject != "off")
+    counted = kept if config.rejection.mean == "kept" else batch.mask > 0
     now, width, expected = (OLD + MOVED).double().requires_grad_(), 4 // num_minibatches, []
     for first in range(0, 4, width):
         rows = range(first, first + width)
-        if (kept * advantages)[rows].any() or (learning.kl_coef and counted[rows].any()):  # else no step
-            expected.append(sums_by_hand(now, rows, batch, corrected.weights, kept, counted, learning))
+        if (kept * advantages)[rows].any() or (config.kl_coef and counted[rows].any()):  # else no step
+            expected.append(sums_by_hand(now, rows, batch, corrected.weights, kept, counted, config))
     assert metrics["skipped_updates"] == num_minibatches - len(expected)
     losses = [each["loss"] for each in expected]
     assert metrics["loss"] == pytest.approx(sum(losses).item() / len(losses), rel=1e-4)
     gradient = sum(gradients)  # each row is in one minibatch
     torch.testing.assert_close(gradient.double(), *torch.autograd.grad(sum(losses), now), atol=1e-6, rtol=1e-4)
-    if not learning.kl_coef:
+    if not config.kl_coef:
         assert not gradient[~kept].any(), "a token that is rejected or not trained has a gradient"
-    if learning.reject == "off":
+    if config.reject == "off":
         for name in ("clip_rate", "ratio_mean", "kl_old_new", "kl_ref"):
             by_hand = sum(each[name] for each in expected) / sum(each["weight"] for each in expected)
             assert metrics[name] == pytest.approx(by_hand.item(), rel=1e-4, abs=1e-6), name
@@ -261,7 +260,7 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
     """The gradient of a rejected token, and of one without a loss, is exactly 0."""
     row, weights = OBJECTIVES[objective], ["off", *WEIGHTS]
     low, high = (None, None) if objective == "reinforce" else CLIPS[row.surrogate]  # reinforce takes no bounds
-    usual = dict(objective=objective, clip_low=low, clip_high=high, max_new_tokens=7, grad_clip=1e9)
+    usual = dict(objective=objective, clip_low=low, clip_high=high, max_new_tokens=7)
     for turn, words in enumerate(CASES, [*REJECTIONS, "off"].index(reject)):
         case, tis = words.split(), weights[turn % 3]
         options = usual | {"tis": tis, "reject": reject} | ({} if tis == "off" else {"tis_cap": 1.5})
@@ -270,9 +269,9 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
             options |= {"kl_coef": 0.3, "kl_gradient": gradient.pop()}
         if reject != "off" and ("kl_coef" in options or row.normalizer == "token"):  # else a mean is refused
             options |= {"reject_mean": "kept" if "kept" in case else "all"}
-        check_update(LearningConfig(**options), case)
+        check_update(config_of(**options), case)
     if reject == "off":
-        check_update(LearningConfig(**usual, old_policy="rollout"), [])
+        check_update(config_of(**usual, two_policy=True), [])
 
 
 @pytest.mark.parametrize("options, advantages, keep, skipped", [
@@ -283,7 +282,7 @@ def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, r
 ])  # fmt: skip
 def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(options, advantages, keep, skipped):
     table, batch = torch.nn.Parameter(OLD + MOVED), batch_of_four(torch.tensor(advantages)[:, None], (keep,) * 4)
-    metrics = updated(table, batch, LearningConfig(**options), num_minibatches=2)
+    metrics = updated(table, batch, config_of(**options), num_minibatches=2)
     assert (metrics["skipped_updates"], metrics["updates"]) == (skipped, 2 - skipped)
     assert metrics["kl_only_updates"] == (not any((*advantages[:2], skipped)))
     assert (metrics["loss"] is None) == (skipped == 2) == torch.equal(table, OLD + MOVED)
@@ -291,7 +290,7 @@ def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(options, advanta
 
 def test_a_step_that_fp16_has_lost_is_no_update():
     table = torch.nn.Parameter((OLD + MOVED).half())
-    metrics = updated(table, batch_of_four(torch.full((4, 1), 99.0)), LearningConfig(), num_minibatches=2)
+    metrics = updated(table, batch_of_four(torch.full((4, 1), 99.0)), config_of(), num_minibatches=2)
     assert (metrics["updates"], metrics["overflowed_updates"], metrics["grad_norm"]) == (0, 2, None)
 
 
@@ -304,13 +303,13 @@ def test_the_largest_kl_term_is_a_metric_and_a_loss_that_is_no_number_stops_the_
         reference[2, 2] = (OLD + MOVED)[2, 2] + nats
         return replace(batch, ref_logprobs=reference)
 
-    learning, not_a_number = LearningConfig(kl_coef=0.1), replace(batch, advantages=torch.full((4, 1), math.nan))
+    config, not_a_number = config_of(kl_coef=0.1), replace(batch, advantages=torch.full((4, 1), math.nan))
     for wrong, reason in (far(100.0), "inf, its KL inf"), (not_a_number, "nan"):
         with pytest.raises(FloatingPointError, match=f"the loss is {reason}"):
-            updated(table, wrong, learning)
+            updated(table, wrong, config)
         assert torch.equal(table, OLD + MOVED)
     table.grad = None
-    metrics = updated(table, far(20.0), learning, micro_batch_tokens=1)
+    metrics = updated(table, far(20.0), config, micro_batch_tokens=1)
     assert metrics["kl_ref_max"] == pytest.approx(math.expm1(20) - 20, rel=1e-4)
 
 
@@ -319,14 +318,14 @@ def one_parameter(
     dtype: torch.dtype, kind: type = Optimizer, device: str = "cpu"
 ) -> tuple[torch.nn.Parameter, Optimizer]:
     parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype, device=device))
-    return parameter, kind(torch.nn.ParameterList([parameter]), weight_decay=0.0)
+    return parameter, kind(torch.nn.ParameterList([parameter]), grad_clip=1e9)
 
 
 def test_bf16_masters_add_up_steps_too_small_for_bf16_and_micro_batches_in_fp32():
     parameter, optimizer = one_parameter(torch.bfloat16)
     for _ in range(100):  # bf16 alone cannot leave 1.0 by steps of 1e-4: its spacing there is 4e-3
         optimizer.backward(parameter.sum())
-        optimizer.step(lr=1e-4, grad_clip=1e9)
+        optimizer.step(lr=1e-4)
     assert parameter[0].item() == pytest.approx(0.99, abs=4e-3)
     assert optimizer.masters[0][0].item() == pytest.approx(0.99, abs=1e-4)
     for gradient in [1.0] + [2**-10] * 64:  # bf16 has 8 bits: 1 + 2^-10 is 1 there
@@ -338,7 +337,7 @@ def test_bf16_masters_add_up_steps_too_small_for_bf16_and_micro_batches_in_fp32(
 def test_fp16_halves_the_scale_after_an_overflow_and_skips_that_step_alone():
     def minibatch(slope: float) -> float:
         optimizer.backward((parameter.float() * slope).sum())
-        return optimizer.step(lr=0.1, grad_clip=1e9)
+        return optimizer.step(lr=0.1)
 
     parameter, optimizer = one_parameter(torch.float16)
     assert not math.isfinite(minibatch(1.5))  # 1.5 * 2^16 is beyond fp16
@@ -365,7 +364,7 @@ def test_a_restored_or_offloaded_optimizer_goes_on_exactly_masters_included(dtyp
         for slope in (1.0, -0.3, 0.2):
             with optimizer.on_device():
                 optimizer.backward((slope * parameter).sum())
-                optimizer.step(lr=0.01, grad_clip=1e9)
+                optimizer.step(lr=0.01)
             if restored:
                 values, state = parameter.detach(), copy.deepcopy(optimizer.state_dict())
                 parameter, optimizer = one_parameter(dtype, kind, device)

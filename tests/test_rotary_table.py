@@ -67,8 +67,8 @@ def test_a_run_has_the_table_of_its_longest_row_and_a_trace_that_of_its_engine(g
     copytree(good / "model", tmp_path / "model")
     rewrite("config.json", rope_parameters=ROPE)(tmp_path / "model")
     for new, factors in ((4, SHORT), (16, LONG)):
-        _, state, _ = built(good, tmp_path / str(new), model=str(tmp_path / "model"), max_new_tokens=new)
-        frequencies = state.policy.model.base_model.rotary_emb.inv_freq
+        trainer = built(good, tmp_path / str(new), model=str(tmp_path / "model"), max_new_tokens=new)
+        frequencies = trainer.policy.model.base_model.rotary_emb.inv_freq
         torch.testing.assert_close(frequencies * factors, 1e4 ** (-torch.arange(16) / 16))
     metas = {}, {"audit": {"max_model_len": 64}}, {"settings": {"model_config.max_model_len": 65}}
     assert [Trace("", [Rollout([5], None, [6])], WARM, meta).longest for meta in metas] == [2, 64, 65]

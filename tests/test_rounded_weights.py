@@ -14,8 +14,7 @@ from helpers import (
     train_here,
 )
 
-from config import ROUNDINGS
-from extras.rounded_weights import RoundedWeights, rounded
+from extras.rounded_weights import ROUNDINGS, RoundedWeights, rounded
 from rl import Policy
 
 

@@ -15,7 +15,7 @@ import pandas
 import pytest
 from helpers import ROOT, task_of
 
-from engine_adapter import Synchronous
+from engine_adapter import Source
 from tasks import Problem, Task, exact_match
 
 ROWS = [{"problem": f"{n} + 1?", "answer": n + 1, "level": {"name": "easy", "digits": len(str(n))}} for n in range(20)]
@@ -206,7 +206,7 @@ def test_each_problem_comes_once_in_a_pass_in_a_new_order_and_none_twice_in_a_st
     passes = {tuple(drawn[start : start + 10]) for start in range(0, 160, 10)}
     assert len(passes) == 16
     assert {len({*each}) for each in passes} == {10}
-    one, resumed = (Synchronous(None, task, None, 4, 2, 0) for _ in range(2))
+    one, resumed = (Source(None, task, None, 4, 2, 0) for _ in range(2))
     task.sample(one.rng, 4, one.left)
     resumed.load_state_dict(deepcopy(one.state_dict()))
     assert task.sample(one.rng, 4, one.left) == task.sample(resumed.rng, 4, resumed.left)

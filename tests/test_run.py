@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers import config_of
 
-from config import Config
 from engine_adapter import ParityFlags
 from extras import idle_switches
 from extras.transformers_engine import engine_for
@@ -21,10 +20,10 @@ from report.clock import Clock
 from report.errors import end_of_process, one_sentence
 from report.files import provenance
 from rl import Policy
-from run import prepare
 from tasks import Problem, Task, exact_match
 from tasks.options import Options
 from tasks.prompts import fitting
+from train import Config, parts_of, prepare
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_a_switch_that_can_change_nothing_is_named(job, capsys):
         (masked, {"temperature": 1.0, "top_p": 0.9}, []),
     ):  # fmt: skip
         parts = SimpleNamespace(at_begin=[])
-        idle_switches.install(prepare(job(parity=parity, **changes)).seen_by_extras, None, parts)
+        idle_switches.install(prepare(job(parity=parity, **changes)), None, parts)
         parts.at_begin[0](SimpleNamespace(engine=SimpleNamespace(settings={"block_size": 16})), {}, 1)
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines if "WITHOUT EFFECT" in line] == named
@@ -80,7 +79,7 @@ def test_the_trainers_own_engine_holds_no_more_keys_and_values_than_the_engines_
     run = prepare(job())
     for gib, sequences in ((0.25, 512), (10.5 * per_token * run.max_model_len / 2**30, 10)):
         run = prepare(job(kv_cache_gib=gib))
-        assert engine_for(run, Policy.load(run.model_path, torch.float32, "cpu")).max_num_seqs == sequences
+        assert engine_for(run, Policy.load(run.folder, torch.float32, "cpu")).max_num_seqs == sequences
 
 
 def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypatch):
@@ -95,9 +94,9 @@ def test_on_a_gpu_top_p_after_min_p_is_refused_where_vllm_samples(job, monkeypat
 
 def test_vllm_must_be_there_where_it_samples(job, monkeypatch):
     monkeypatch.setattr("verify.start.distributions", lambda name: [])
-    prepare(job(engine="transformers"))
+    parts_of(prepare(job(engine="transformers")))
     with pytest.raises(ValueError, match="vLLM is not installed"):
-        prepare(job())
+        parts_of(prepare(job()))
 
 
 def test_the_peak_of_a_phase_is_that_of_memory_that_was_freed_in_it():

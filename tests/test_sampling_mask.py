@@ -153,9 +153,10 @@ def test_a_run_with_a_mask_and_groups_in_flight_is_at_parity(good, tmp_path):
 
 
 def test_an_evaluation_samples_under_the_mask_and_returns_no_kept_sets(good, tmp_path):
-    run, state, _ = built(good, tmp_path, temperature=1.5, top_k=7, top_p=0.001, min_p=0.1)  # keeps the likeliest token
-    drawn = run.sampling
+    trainer = built(good, tmp_path, temperature=1.5, top_k=7, top_p=0.001, min_p=0.1)  # keeps the likeliest token
+    drawn = trainer.run.sampling
     assert (drawn.top_k, drawn.top_p, drawn.min_p, drawn.max_kept) == (7, 0.001, 0.1, 24)
-    greedy, drawn = (answer_held_out(run, state.source, 1, "greedy", 1, temperature)[0] for temperature in (0.0, 1.5))
+    greedy, drawn = (answer_held_out(trainer, 1, trainer.source, "greedy", 1, temperature)[0]
+                     for temperature in (0.0, 1.5))  # fmt: skip
     assert [each.token_ids for each in greedy] == [each.token_ids for each in drawn]
     assert not any(rollout.kept for rollout in greedy + drawn)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from helpers import ROOT, forked, read_json, refusal
 
-from config import Config
 from lab.cells import ALONE, METRICS, RUNGS, STUDIES
 from lab.products import widen
 from lab.study import MARK, RECORDS, Options, Plan, by_seed, described, main, paired, text_of
+from train import Config
 
 STEPS = [{"step": 0, "eval_reward_greedy": 0.1},
          {"step": 1, "reward": 0.25, "tokens": 9, "step_s": 3.0, "eval_reward": 0.5}]  # fmt: skip
@@ -98,7 +98,7 @@ def test_each_cell_differs_from_its_baseline_and_train_accepts_every_option(name
         assert cell.baseline == each or cell.options != plan.study.cells[cell.baseline].options
         words = set(cell.options.split())
         if not words <= parsed:
-            assert plan.run(each, 0).config.job.steps > 1
+            assert plan.run(each, 0).config.steps > 1
             parsed |= words
 
 

@@ -28,12 +28,11 @@ from helpers import (
     train_here,
 )
 
-from config import LearningConfig
-from engine_adapter import Rollout, Sampling, Synchronous, reseed
+from engine_adapter import Rollout, Sampling, Source, reseed
 from examples.record_vllm import record
 from probe.traces import load_traces
 from rl import Policy, make_batch
-from train import batch_metrics, evaluate, greedy_agreement, has_loss, rollout_metrics, scores_of, train_step
+from train import batch_metrics, evaluate, greedy_agreement, has_loss, rollout_metrics, train_step
 
 
 # ------------------------------------------------------------------------------------------------ the default job
@@ -53,32 +52,23 @@ def test_the_default_job_learns_at_parity(tmp_path):
     assert min(row["eval_agree"] for row in table if "eval_agree" in row) >= 0.95  # float32 has a few near ties
 
 
-def test_the_trainers_parts_are_the_plain_ones_if_asked_and_else_the_fast_ones(good, tmp_path):
-    """Their values and gradients are equal: test_architectures.py and test_rl.py."""
-    for plain, parts in (True, ("plain_body", "Head")), (False, ("prompts_once", "FastHead")):
-        _, state, _ = built(good, tmp_path / str(plain), plain=plain)
-        audit = state.policy.audit()
-        assert (audit["body"], audit["head"]) == parts
-
-
 def test_options_arrive_where_they_act(good, tmp_path):
-    run, state, _ = built(good, tmp_path / "run", seed=7, weight_decay=0.1, inflight_groups=1, max_staleness=3,
+    trainer = built(good, tmp_path / "run", seed=7, inflight_groups=1, max_staleness=3,
                           lora_rank=2)  # fmt: skip
-    assert state.optimizer.adamw.defaults["weight_decay"] == 0.1
-    assert (state.source.seed, state.source.max_staleness) == (7, 3)
+    assert (trainer.source.seed, trainer.source.max_staleness) == (7, 3)
     split = task_of(good / "task.jsonl", 7)
-    assert [each.question for each in run.task.held_out] == [each.question for each in split.held_out]
-    first = next(iter(state.policy.send.layers.values())).lora_A
+    assert [each.question for each in trainer.run.task.held_out] == [each.question for each in split.held_out]
+    first = next(iter(trainer.policy.send.layers.values())).lora_A
     drawn = 2 * torch.rand(first.shape, generator=torch.Generator().manual_seed(7)) - 1
     assert torch.equal(first, drawn * first.shape[1] ** -0.5)
 
 
 def test_no_step_is_probed_unasked(good, tmp_path):
-    assert built(good, tmp_path / "no")[1].observers == []
-    run, state, _ = built(good, tmp_path / "planned", probe_every=2)
-    done = train_step(run, state, 2)
+    assert built(good, tmp_path / "no").parts.observers == []
+    trainer = built(good, tmp_path / "planned", probe_every=2)
+    done = train_step(trainer, 2)
     done.metrics["current_mismatch_kl"] = 9.0  # an alarm
-    assert [observe(done) for observe in state.observers] == [{}]
+    assert [observe(done) for observe in trainer.parts.observers] == [{}]
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -91,10 +81,10 @@ def test_greedy_agreement_is_the_share_of_answers_without_another_token():
         likely.append(logits.argmax().item())
     answers = [Rollout([5, 6], None, ids, [0.0] * len(ids))
                for ids in (likely[2:3], likely[2:], unlikely[:1], [likely[2], unlikely[1]])]
-    assert greedy_agreement(policy, answers, LearningConfig()) == 2 / 4
-    assert greedy_agreement(policy, answers[:2], LearningConfig()) == 1
+    assert greedy_agreement(policy, answers, config_of()) == 2 / 4
+    assert greedy_agreement(policy, answers[:2], config_of()) == 1
     policy.model.lm_head.weight.zero_()  # each token is a likeliest one
-    assert greedy_agreement(policy, answers, LearningConfig()) == 1
+    assert greedy_agreement(policy, answers, config_of()) == 1
 
 
 def test_the_metrics_of_rollouts_equal_hand_computed_values():
@@ -105,7 +95,8 @@ def test_the_metrics_of_rollouts_equal_hand_computed_values():
             for versions, reason, reward in values]  # fmt: skip
     rows[3].parts, rows[2].parts = {}, {}
     has_signal = torch.tensor([[True, True], [False, False]])
-    assert rollout_metrics(make_batch(rows), scores_of(rows), has_signal, [0, 2, 1, 3], 3) == {
+    scores = torch.tensor([row.score for row in rows], dtype=torch.float64)
+    assert rollout_metrics(make_batch(rows), scores, has_signal, [0, 2, 1, 3], 3) == {
         "reward": 0.5, "reward/form": 0.5, "reward_errors": 1, "left_out": 1, "score": 1.0, "flat_frac": 0.5,
         "trunc_frac": 0.25, "response_len": 1.5, "tokens": 6, "staleness_max": 3, "staleness_mean": 3 - 7 / 6,
     }  # fmt: skip
@@ -120,7 +111,7 @@ def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones
         measured = {"entropy": batch.mask * (batch.behavior_logprobs + 2), "varentropy": batch.mask}
         batch = replace(batch, old_logprobs=0.7 * batch.behavior_logprobs, advantages=batch.mask)
         current = batch.mask_rows([True] * 3 + [False] * stale)
-        metrics = batch_metrics(batch, current, measured, LearningConfig())
+        metrics = batch_metrics(batch, current, measured, config_of())
         assert (metrics["mismatch_max"] > 1) == bool(stale)
         return {name: value for name, value in metrics.items() if re.match("current|backend|surprisal", name)}
 
@@ -130,11 +121,11 @@ def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones
 
 def test_a_truncated_response_has_no_loss_if_asked():
     ended, cut = (Rollout([1], None, finish_reason=reason, score=1.0) for reason in ("stop", "length"))
-    assert has_loss(cut, LearningConfig())
-    assert [has_loss(each, LearningConfig(mask_truncated=True)) for each in (ended, cut)] == [True, False]
+    assert has_loss(cut, config_of())
+    assert [has_loss(each, config_of(mask_truncated=True)) for each in (ended, cut)] == [True, False]
 
 
-class Signed(Synchronous):
+class Signed(Source):
     """Answers with a fixed token after what the engine samples, which has no loss, and scores it."""
 
     def answer(self, problems: list, num_samples: int, sampling: Sampling) -> list[Rollout]:
@@ -146,18 +137,17 @@ class Signed(Synchronous):
         return rollouts
 
 
-def test_a_sources_answer_serves_training_and_evaluation_and_a_function_changes_the_update(good, tmp_path):
-    run, state, _ = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3,
+def test_a_sources_answer_serves_training_and_evaluation(good, tmp_path):
+    trainer = built(good, tmp_path, task=str(good / "task.py"), eval_problems=5, eval_samples=3,
                           num_minibatches=1)  # fmt: skip
-    state.source = Signed(state.engine, run.task, run.sampling, 4, 2, 0)
-    state.before_update = [lambda batch, metrics: {"lr": metrics["lr"] / len(batch.advantages)}]
-    metrics, _, batch, _ = train_step(run, state, 1)
-    assert (metrics["updates"], state.engine.weight_version) == (1, 2)
+    trainer.source = Signed(trainer.engine, trainer.run.task, trainer.run.sampling, 4, 2, 0)
+    metrics, _, batch, _ = train_step(trainer, 1)
+    assert (metrics["updates"], trainer.engine.weight_version) == (1, 2)
     assert {rollout.token_ids[-1] for rollout in batch.rollouts} == {9}
     assert (batch.advantages != 0).all()
     assert batch.mask.sum() == sum(len(rollout.token_ids) - 1 for rollout in batch.rollouts)
-    assert metrics["lr"] == state.optimizer.adamw.param_groups[0]["lr"] == run.config.lr_at(1) / 8
-    evaluate(run, state, 1)
+    assert metrics["lr"] == trainer.optimizer.adamw.param_groups[0]["lr"] == trainer.run.config.lr_at(1)
+    evaluate(trainer, 1)
     samples = rows(tmp_path, "samples")
     assert len(samples) == 5 + 5 * 3
     assert all(sample["reward"] >= 1e8 for sample in samples)

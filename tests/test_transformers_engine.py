@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import AT_PARITY, PROMPTS, WARM, floors_of, move_and_load, qwen2, small_model
 
-from engine_adapter import Sampling, Synchronous
+from engine_adapter import Sampling, Source
 from extras.transformers_engine import TransformersEngine
 from rl import Policy
 from tasks import Problem, Task, exact_match
@@ -57,7 +57,7 @@ def test_a_runs_seed_and_its_step_decide_the_samples():
     task = Task([Problem("", "", "", PROMPTS[0])], [], exact_match)
 
     def sampled(seed: int, step: int) -> list[list[int]]:
-        _, rollouts = Synchronous(engine, task, WARM, 1, 4, seed).next(step)
+        _, rollouts = Source(engine, task, WARM, 1, 4, seed).next(step)
         return [each.token_ids for each in rollouts]
 
     assert sampled(0, 1) == sampled(0, 1)

@@ -21,7 +21,7 @@ def test_curves_are_drawn_at_an_evaluation_and_the_time_left_ends_at_zero(good, 
     monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **named: (
         save(figure, *given, **named), drawn.append(figure)))  # fmt: skip
     began = time.perf_counter()
-    train(*built(good, out, eval_problems=4, max_new_tokens=6, eval_every=2, steps=3))
+    train(built(good, out, eval_problems=4, max_new_tokens=6, eval_every=2, steps=3))
     whole = time.perf_counter() - began
     table = rows(out)
     assert ["eval_reward" in row for row in table] == [True, False, True, True]

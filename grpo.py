@@ -7,7 +7,7 @@ small as rounding. An importance weight (--tis-cap) also hides a broken backend,
 while a fix is off. The first command makes a model that should write the larger digit at each place
 of two numbers, and mostly writes the smaller one. The second unlearns it, and the third does not:
 
-    python -m examples.toys runs/page
+    python -m tasks.toys runs/page
     python grpo.py --two-policy
     python grpo.py --two-policy --no-processed-logprobs
 

@@ -21,8 +21,8 @@ def write_model(folder: Path, shape: str, seed: int) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from examples.toys import toy_tokenizer
     from models import write_folder
+    from tasks.toys import toy_tokenizer
 
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"

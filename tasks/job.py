@@ -30,7 +30,7 @@ def find_job(
     """
     problems = load_task(task, seed, data)
     if model == "toy":
-        from examples.toys import EOS, toy_config, toy_folder, toy_tokenizer
+        from tasks.toys import EOS, toy_config, toy_folder, toy_tokenizer
 
         folder = str(toy_folder(data.cache_dir, seed, task))
         config, tokenizer, stop = toy_config(task), toy_tokenizer(), (EOS,)
@@ -54,7 +54,7 @@ def find_job(
 def teach_toy(task: str, seed: int, model: str, data: Options) -> None:
     """With `--model toy`: teach it if the cache does not have it. Raises: ValueError."""
     if model == "toy":
-        from examples.toys import toy_model
+        from tasks.toys import toy_model
 
         toy_model(data.cache_dir, seed, task)
 

@@ -25,7 +25,7 @@ from tasks.options import Options
 from tasks.split import refuse_or_drop, split
 from tasks.task_file import TaskFile
 
-BUILT_IN = ("toy", "digits", "countdown")  # tasks in examples/
+BUILT_IN = ("toy", "digits", "countdown")  # tasks in toys.py
 # The usual names of columns, also with capitals: of those that a file has the first is taken. The
 # texts of `body` and `question`, say, are joined.
 QUESTIONS = ("body+question", "question", "problem", "prompt", "query", "instruction+input",
@@ -81,7 +81,7 @@ def read_task(
     `strict`: the columns that are given must be there.
     """
     if name in BUILT_IN:
-        from examples.toys import COUNTDOWN, TASKS
+        from tasks.toys import COUNTDOWN, TASKS
 
         if name in TASKS:
             return TASKS[name](seed)
@@ -152,7 +152,7 @@ def try_reward(task: Task) -> None:
 
 
 def rows_of(file: TaskFile) -> Rows:
-    """Its `problems`, or 10,000 different results of its `sample`, as in examples/countdown.py.
+    """Its `problems`, or 10,000 different results of its `sample`, as in tasks/countdown.py.
 
     There are fewer if 1,000 calls of `sample` in a row bring nothing new.
     """

@@ -18,8 +18,8 @@ from gpu_path import RUNNER
 from helpers import OWN_PROCESS, PYTHON, SHIFT, TASK, qwen2, task_of  # before torch: it sets the number of threads
 from torch import cuda, manual_seed
 
-from examples.toys import toy_tokenizer
 from tasks import Task
+from tasks.toys import toy_tokenizer
 
 collect_ignore = [] if RUNNER == "v2" else ["test_runner_v2.py"]
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the size that an engine is given

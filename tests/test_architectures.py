@@ -39,13 +39,13 @@ from packaging import version
 from torch.overrides import TorchFunctionMode
 
 from engine_adapter import ParityFlags, Rollout, Sampling
-from examples.toys import toy_tokenizer
 from extras.fast import fast_parts
 from extras.lora import Adapters, Options
 from extras.sampling_mask import SamplingMask
 from models import attention_for
 from probe.noise import rounded_otherwise
 from rl import Policy, Scoring, make_batch
+from tasks.toys import toy_tokenizer
 from verify import canary
 from verify.errors import WeightLoadError
 from verify.own_noise import InFloat32

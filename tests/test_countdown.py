@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 from helpers import task_of
 
-from examples.countdown import reward, sample
 from tasks import Problem
+from tasks.countdown import reward, sample
 
 
 def expressions(values: list[tuple[Fraction, str]]):

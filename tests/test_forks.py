@@ -122,7 +122,7 @@ def test_the_page_with_a_higher_clip_and_a_replayed_batch(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with fork("page_clip_higher", tmp_path):
         import grpo
-        from examples.toys import write_page
+        from tasks.toys import write_page
 
         write_page(Path("runs/page"))
         options = grpo.Options(steps=3, num_minibatches=1)

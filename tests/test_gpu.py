@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import ROOT, command, read_json, rows
 
-from examples.toys import toy_tokenizer
 from lab import study
 from lab.models import SHAPES, write_model
 from models import load_model
+from tasks.toys import toy_tokenizer
 
 
 def run(*program: object) -> None:

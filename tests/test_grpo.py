@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from engine_adapter import ParityFlags
-from examples.toys import toy_tokenizer
 from rl import plain_body
 from tasks.answers import last_number
+from tasks.toys import toy_tokenizer
 
 FIGURES = "reward", "updates", "loss", "grad_norm", "clip_rate"
 

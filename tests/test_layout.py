@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "exercises": "",  # a student's functions are his own
 }  # fmt: skip
 # In addition, in a function.
-LATER = {"tasks": "examples models", "extras": "examples probe",
+LATER = {"tasks": "models", "extras": "examples probe",
          "models": "extras"}  # fmt: skip
 VLLM = {"grpo", "engine_adapter", "verify", "extras", "examples", "lab"}  # in functions: --help does not wait for it
 ROOMS = "tasks", "verify", "report", "extras", "probe", "lab", "examples", "exercises"

@@ -18,11 +18,11 @@ from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from examples.toys import toy_tokenizer
 from extras.transformers4 import add_old_names
 from models import write_folder
 from tasks import Problem, Task, exact_match
 from tasks.model_folder import check_tokens, load_tokenizer
+from tasks.toys import toy_tokenizer
 
 DATA = read_json(ROOT / "tests" / "data" / "tokenizers.json")
 TEXTS = DATA["texts"]

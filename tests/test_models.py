@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from engine_adapter import Rollout, Sampling
-from examples.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 from models import load_model, save_model
 from rl import Policy
 from tasks.model_folder import describe_model, load_tokenizer
 from tasks.options import Options
 from tasks.prompts import encode
+from tasks.toys import EOS, TOYS, teach, toy_config, toy_tokenizer
 from train import Run, save_policy
 
 

@@ -20,9 +20,9 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from examples.toys import toy_tokenizer
 from models import load_model, read_config
 from report.files import checkpoints
+from tasks.toys import toy_tokenizer
 
 CASES = [(name, name in ALWAYS_TIED) for name in MULTIMODAL] + [("Gemma3", True)]
 NAMES_OF = "missing_keys", "unexpected_keys", "mismatched_keys"

@@ -67,7 +67,7 @@ def test_the_cells_compute_such_outputs(tmp_path, monkeypatch, capsys):
     """The figures depend on the machine that taught the model; their form and the arithmetic do not."""
     import matplotlib.pyplot as plt
 
-    from examples.toys import write_page
+    from tasks.toys import write_page
 
     monkeypatch.chdir(tmp_path)
     plt.switch_backend("agg")

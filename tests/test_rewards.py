@@ -14,13 +14,13 @@ import torch
 from helpers import ROOT, built, rows, task_of
 
 from engine_adapter import Rollout
-from examples.toys import toy_tokenizer
 from objectives import group_advantages
 from tasks import Problem
 from tasks.options import Options
 from tasks.problem_files import try_reward
 from tasks.prompts import encode
 from tasks.task_file import TaskFile
+from tasks.toys import toy_tokenizer
 from train import evaluate, train_step
 
 BODY = """

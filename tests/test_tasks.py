@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from helpers import task_of
 
-from examples.toys import addition, digits
 from tasks import Problem, Task, exact_match
 from tasks.problem_files import drawn
 from tasks.prompts import time_limit
 from tasks.split import split
+from tasks.toys import addition, digits
 
 
 # ------------------------------------------------------------------------------------------------ the toys

@@ -3,7 +3,7 @@
 A teacher shows the model right answers and, more often, wrong ones that are all wrong in the same
 way. Supervised learning imitates the majority, so the model starts with the wrong habit.
 Reinforcement learning has to find the right answers, which the model samples less often.
-`python -m examples.toys FOLDER` writes the job of grpo.py: FOLDER/model and FOLDER/problems.jsonl.
+`python -m tasks.toys FOLDER` writes the job of grpo.py: FOLDER/model and FOLDER/problems.jsonl.
 """
 
 import hashlib
@@ -27,7 +27,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import tasks.split
-from models import write_folder
 from report.errors import stage
 from tasks import Problem, Task, exact_match
 
@@ -164,6 +163,8 @@ def toy_model(cache_dir: str, seed: int, task: str) -> Path:
     folder = toy_folder(cache_dir, seed, task)
     if folder.is_dir():
         return folder
+    from models import write_folder
+
     name, started = toy_for(task), time.monotonic()
     with stage(f"teaching a model for --cache-dir {cache_dir}"):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -142,8 +142,6 @@ def reseed(*stream: int | str) -> None:
 
 # Of a step's output; any other one, such as vLLM's "error", stops the run.
 FINISH_REASONS = ("None", "stop", "length", "abort")
-# rollout, ids and log-probabilities of the likeliest tokens (n, K): what else to keep of them
-Collect = Callable[[Rollout, numpy.ndarray, numpy.ndarray], None]
 
 
 # ------------------------------------------------------------ the fixes as settings of vLLM
@@ -282,7 +280,8 @@ class Engine:
     `load`), "asleep", "broken" (after a failed load, or `close`). `tensor_names` are those of every
     load. `config` is the trainer's configuration of the model, if it is not that of the folder.
     Options add: `further` arguments of EngineArgs, which the audit compares too; `cache_salt`, the
-    key of cached blocks by weight version; `collect`.
+    key of cached blocks by weight version; `collect`, which gets a rollout with the ids and the
+    log-probabilities of the likeliest tokens, (n, K), if its sampling asks for them.
 
     Raises: EngineStateError if the process holds another engine; ValueError if vLLM cannot run the
     model; AuditError if a setting is not in force in the live engine; RuntimeError if torch and
@@ -299,7 +298,7 @@ class Engine:
         max_num_seqs: int = 512, block_size: int | None = None, config: Any = None,
         checks: verify.Options = verify.USUAL, further: Mapping[str, Any] | None = None,
         cache_salt: Callable[[int], str | None] = lambda weight_version: None,
-        collect: Collect | None = None,
+        collect: Callable[[Rollout, numpy.ndarray, numpy.ndarray], None] | None = None,
     ):
         if Engine.live is not None:
             raise EngineStateError("a process holds one engine, end the other one first:"
@@ -565,7 +564,7 @@ class Engine:
 
 # ---------------------------------------------------------- where rollouts come from
 class Source:
-    """A source of rollouts: P problems a step, all responses sampled to their end.
+    """P problems a step, all responses sampled to their end.
 
     Training and evaluation both call `answer`. A source may score its rollouts (`Task.score`);
     those without a reward are scored while the engine sleeps. `engine` is an engine_adapter.Engine.
@@ -582,13 +581,8 @@ class Source:
 
     def next(self, step: int) -> tuple[list[Problem], list[Rollout]]:
         """P problems and B = P * G rollouts, group-major."""
-        return self.draw("train", step)
-
-    def draw(self, *stream: int | str) -> tuple[list[Problem], list[Rollout]]:
-        """As `next`; each `stream`, such as ("train", step, round), has random samples of its own.
-        """
         problems = self.task.sample(self.rng, self.num_prompts, self.left)
-        reseed(self.seed, *stream)
+        reseed(self.seed, "train", step)
         return problems, self.answer(problems, self.group_size, self.sampling)
 
     def answer(

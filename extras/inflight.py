@@ -70,7 +70,7 @@ class Group:
     def oldest_version(self, version: int) -> int:
         """The oldest weights from which a part of it was computed; `version` if it has none."""
         oldest = [rollout.oldest_version for rollout in self.rollouts]
-        return min((each for each in oldest if each is not None), default=version)
+        return min((own for own in oldest if own is not None), default=version)
 
 
 class GroupsInFlight(Source):
@@ -284,7 +284,7 @@ class InflightEngine(Engine):
         scheduler.running, scheduler.waiting = [], create_request_queue(scheduler.policy)
         yield  # an exception inside ends the run
         self.step()  # The runner forgets the finished rows.
-        held["running"] = [each for each in held["running"] if not each.is_finished()]
+        held["running"] = [row for row in held["running"] if not row.is_finished()]
         for name, value in held.items():
             setattr(scheduler, name, value)
         for row in rows:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import built, close_live_engine
+from transformers import Qwen2ForCausalLM
 
 from engine_adapter import Engine, ParityFlags
 from rl import Policy
@@ -26,6 +27,27 @@ def test_the_stated_distribution_passes_under_its_name(good, tmp_path, capsys, o
     assert printed.count(" differs from the stated distribution by ") == {NO_MASK: 1, BOTH_RAW: 0}.get(parity, 2)
     assert re.search(r"^engine: .*, canary \S+e-\d+ nats \(limit \S+e-\d+\)", printed, re.MULTILINE)
     trainer.engine.close()
+
+
+@pytest.mark.parametrize("engine, fault", [("transformers", "operation"), ("vllm", "operation"), ("vllm", "scale")])
+def test_a_head_that_the_trainer_does_not_reproduce_is_refused_by_name(good, tmp_path, monkeypatch, engine, fault):
+    """transformers has one operation more, or the trainer computes another one, and then the canary fails first."""
+    usual = Qwen2ForCausalLM.forward
+
+    def one_more(*given, **named):
+        output = usual(*given, **named)
+        output.logits *= 1.01
+        return output
+
+    if fault == "operation":
+        monkeypatch.setattr(Qwen2ForCausalLM, "forward", one_more)
+    else:
+        monkeypatch.setattr("rl.Head.scaled", lambda head, logits: logits * 1.5 / head.temperature)
+    close_live_engine()
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM does more after its head than the trainer reproduces"):
+        built(good, tmp_path, engine=engine)
+    if Engine.live:
+        Engine.live.close()
 
 
 @pytest.mark.parametrize("forgets, options, fix_off, named", [

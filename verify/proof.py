@@ -120,7 +120,7 @@ def differing(
                     differ.append(name + held.part)
     if not compared and modules == slice(None):
         raise ValueError(f"the engine has none of the names that were sent: {[*weights][:3]} ...")
-    not_given = sorted(names_of[each] for each in names_of.keys() - storages_given)
+    not_given = sorted(names_of[tensor] for tensor in names_of.keys() - storages_given)
     return Report(list(dict.fromkeys(differ)), sorted(weights.keys() - compared), not_given)
 
 
@@ -159,7 +159,7 @@ def untouched(engine: Any) -> list[str]:
             tensors = [*module.named_parameters(recurse=False)]
             if hasattr(module, "cpu_linear"):
                 tensors += copies(module)
-            names |= {f"{path}.{kind}" for kind, each in tensors if each.isnan().any()}
+            names |= {f"{path}.{kind}" for kind, tensor in tensors if tensor.isnan().any()}
     return sorted(names)
 
 
@@ -179,7 +179,7 @@ def held_by(model: Any, path: str, module: Any, sent: Sent) -> Iterator[Held]:
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     if hasattr(module, "quant_method"):
         yield from linear(model, path, module, sent)
-        own = {kind: each for kind, each in own.items() if kind not in ("weight", "bias")}
+        own = {kind: tensor for kind, tensor in own.items() if kind not in ("weight", "bias")}
     yield from plain(path, own, sent)
 
 

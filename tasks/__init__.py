@@ -104,7 +104,14 @@ class Task:
         for number, (text, rollout) in enumerate(zip(texts, rollouts, strict=True)):
             if rollout.score is None:
                 rollout.score = rollout.reward
-            rows.append(row_of(problems[number // size], text, rollout))
+            problem = problems[number // size]
+            rows.append({
+                "reward": None if math.isnan(rollout.reward) else rollout.reward,
+                "response": text, "question": problem.question, "answer": problem.answer,
+                "source": problem.source, "finish_reason": rollout.finish_reason,
+                "tokens": len(rollout.token_ids), "error": rollout.reward_error,
+                "parts": rollout.parts,
+            })
         errors = [row["error"] for row in rows if row["error"]]
         if errors:
             print(f"REWARD FAILED, one of {len(errors)}: {errors[0]}", flush=True)
@@ -152,16 +159,6 @@ class Task:
         problems = [(problem.key, problem.answer, problem.row) for problem in self.problems]
         files = [self.text, self.evaluation.text if self.evaluation else ""]
         return digest([len(self.train), problems, files])
-
-
-def row_of(problem: Problem, text: str, rollout: Any) -> dict[str, Any]:
-    """A scored rollout as samples.jsonl has it."""
-    return {
-        "reward": None if math.isnan(rollout.reward) else rollout.reward,
-        "response": text, "question": problem.question, "answer": problem.answer,
-        "source": problem.source, "finish_reason": rollout.finish_reason,
-        "tokens": len(rollout.token_ids), "error": rollout.reward_error, "parts": rollout.parts,
-    }
 
 
 def attempt(reward: Reward, problem: Problem, text: str) -> Any:

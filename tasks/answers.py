@@ -102,19 +102,19 @@ class Answers:
         Raises: Unreadable if no response can be compared with the answer; ValueError if math-verify
         is needed and cannot be imported.
         """
-        gold, right_letter, number = parts(problem.answer)
+        gold, right_letter, number = forms(problem.answer)
         box = bare(last_match(BOX, response))
         text = box or last_match(TAGGED, response) or response
         if right_letter:
             return float(right_letter == chosen(text))
         if "=" not in gold:
             box = re.sub(NAME, "", box)
-        found = plain_number(box.rstrip(r"\%. ")) if box else last_number(text)
-        if number is None or (found is None and text != response):
+        given = plain_number(box.rstrip(r"\%. ")) if box else last_number(text)
+        if number is None or (given is None and text != response):
             return self._verify(gold, box or last_formula(text))
         if "." in gold and re.search(r"\d\s*(?:\\?%|percent\b)\D*\Z", text):
-            return float(found in (number, number * 100))
-        return float(number == found)
+            return float(given in (number, number * 100))
+        return float(number == given)
 
     def same(self, one: str, other: str) -> bool:
         """Whether two answers of problems mean the same."""
@@ -123,16 +123,16 @@ class Answers:
                 self.reward(Problem("", one, ""), rf"\boxed{{{last_part(other)}}}"))
         return False
 
-    def _verify(self, gold: str, found: str) -> float:
+    def _verify(self, gold: str, given: str) -> float:
         if self._math_verify is None:
             with stage(f"the answer {gold!r:.40} is no plain number; starting math-verify"
                        " (pip install math-verify)"):
                 self._math_verify = TaskFile(MATH_ANSWERS, 0, self.limit_s)
-        problem, found = Problem("", gold, ""), found[:1001]  # no longer text is read
-        if "=" not in gold and re.search(UNSOLVED + r"[^=]*\Z", found):
-            found = ""
+        problem, given = Problem("", gold, ""), given[:1001]  # no longer text is read
+        if "=" not in gold and re.search(UNSOLVED + r"[^=]*\Z", given):
+            given = ""
         with suppress(ValueError):
-            return self._math_verify.reward(problem, found)
+            return self._math_verify.reward(problem, given)
         try:  # was it the gold, or the response?
             return self._math_verify.reward(problem, "")
         except ValueError as failed:
@@ -141,7 +141,7 @@ class Answers:
 
 
 @lru_cache(10_000)
-def parts(answer: str) -> tuple[str, str, Decimal | None]:
+def forms(answer: str) -> tuple[str, str, Decimal | None]:
     """What there is to compare with: all of it, its letter or "", its number or None."""
     gold = bare(last_part(answer))
     return gold, letter(gold), plain_number(gold)
@@ -163,13 +163,13 @@ def last_number(text: str) -> Decimal | None:
     text = re.sub(WRITING, "", text)
     if "^" in text:  # most texts have none, and the pattern takes a third of the time
         text = re.sub(SQUARE, r"\1", text)
-    found = re.search(NUMBER, text)
-    if found is None:
+    match = re.search(NUMBER, text)
+    if match is None:
         return None
-    in_front = text[: found.end(1)][-100:].rpartition("\n")[2].replace("$", "")
-    if re.search(IN_FRONT, in_front) or re.match(BEHIND, text[found.end() :]):
+    in_front = text[: match.end(1)][-100:].rpartition("\n")[2].replace("$", "")
+    if re.search(IN_FRONT, in_front) or re.match(BEHIND, text[match.end() :]):
         return None
-    digits = re.sub(TIMES_TEN, "e", found[0])
+    digits = re.sub(TIMES_TEN, "e", match[0])
     return Decimal(re.sub("[\u2212\u2013]", "-", re.sub(r"[\\$€£,{}\s]", "", digits)))
 
 

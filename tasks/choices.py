@@ -51,9 +51,9 @@ def letter(gold: str) -> str:
 def chosen(text: str) -> str:
     """The letter that is last said to be the answer, else alone in the last line, else marked."""
     plain, said = re.sub(AROUND, "", text), ""
-    for found in re.finditer(SAID, plain):
-        if not re.search(TAKEN_BACK, plain[: found.end(found.lastindex)][-200:]):
-            said = found[found.lastindex]
+    for match in re.finditer(SAID, plain):
+        if not re.search(TAKEN_BACK, plain[: match.end(match.lastindex)][-200:]):
+            said = match[match.lastindex]
     said = said or last_match(LETTER, plain)
     if said or re.search(DENIED, plain):
         return said
@@ -62,5 +62,5 @@ def chosen(text: str) -> str:
 
 def last_match(pattern: str, text: str) -> str:
     """The group of the last match, else ""."""
-    found = re.findall(pattern, text)
-    return "".join(found[-1]) if found else ""
+    matches = re.findall(pattern, text)
+    return "".join(matches[-1]) if matches else ""

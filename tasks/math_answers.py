@@ -32,11 +32,11 @@ def equal(answer: str, response: str) -> float:
     gold = read(answer)
     if not gold:
         raise ValueError("math-verify does not read all of it")
-    found = read(response) or read(rf"\text{{{response}}}")  # even is \text{even}
-    base, other = (re.findall(r"\d_\{?(\d+)", each) for each in (answer, response))
+    given = read(response) or read(rf"\text{{{response}}}")  # even is \text{even}
+    base, other = (re.findall(r"\d_\{?(\d+)", text) for text in (answer, response))
     if other and base != other:
         return 0.0
-    return float(response.strip() == answer or verify(gold, found, timeout_seconds=3))
+    return float(response.strip() == answer or verify(gold, given, timeout_seconds=3))
 
 
 @lru_cache(10_000)

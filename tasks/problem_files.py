@@ -53,7 +53,7 @@ def load_task(name: str, seed: int, data: Options) -> Task:
     task = read_task(name, seed, data)
     evaluation = None
     if data.eval_task:
-        evaluation = read_task(data.eval_task, seed, data, evaluates=True, strict=is_program(name))
+        evaluation = read_task(data.eval_task, seed, data, strict=is_program(name))
         held_out = evaluation.held_out or evaluation.train
         task = replace(task, held_out=held_out, evaluation=evaluation)
     if data.eval_task or name not in BUILT_IN:
@@ -73,9 +73,7 @@ def is_program(name: str) -> bool:
     return name in BUILT_IN or name.endswith(".py")
 
 
-def read_task(
-    name: str, seed: int, data: Options, evaluates: bool = False, strict: bool = True
-) -> Task:
+def read_task(name: str, seed: int, data: Options, strict: bool = True) -> Task:
     """The task `name`. Its problems are all in `train`, unless it says itself which to hold out.
 
     `strict`: the columns that are given must be there.
@@ -90,7 +88,11 @@ def read_task(
     path = name if from_program else data.reward
     if path:
         file = TaskFile(path, seed, data.reward_limit_s, data.reward_workers)
-    train, held_out = (rows_of(file), []) if from_program else read_rows(name, evaluates)
+    listed = file.problems() if from_program else None
+    if from_program:
+        train, held_out = rows_of(path, drawn(file) if listed is None else listed), []
+    else:
+        train, held_out = read_rows(name)
     rows = held_out + train
     columns = list(dict.fromkeys(column for _, row in rows for column in flat(row)))
     question, answer = None, None
@@ -125,21 +127,21 @@ def read_task(
         rewards = dict(reward=file.reward, grade=file.grade, text=str(file.text))
     train, held_out = ([problems[source] for source, _ in part if source in problems]
                        for part in (train, held_out))
-    return Task(train, held_out, **rewards, in_passes=not from_program or file.has_problems())
+    return Task(train, held_out, **rewards, in_passes=not from_program or listed is not None)
 
 
 def try_reward(task: Task) -> None:
     """Raises: ValueError if the reward of a file fails; the trial's response is the prompt."""
     left_out = {}  # a cause is said once
-    for problem, part in ((task.train[0], task), (task.held_out[0], task.evaluation)):
-        if part is None or part.grade is None:
+    for problem, tried in ((task.train[0], task), (task.held_out[0], task.evaluation)):
+        if tried is None or tried.grade is None:
             continue
         ids = problem.prompt_ids
         rollout = SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids),
                                   versions=[1] * len(ids), finish_reason="length")
         for size in (1, 2):
             texts = [task.tokenizer.decode(ids)] * size
-            result, *_ = part.grade([(problem, texts, [rollout] * size)])[0]
+            result, *_ = tried.grade([(problem, texts, [rollout] * size)])[0]
             said = (f"{result} on {problem.source}, in a trial with the prompt as the response, of"
                     f" a group of {size}")
             failed = isinstance(result, ValueError)
@@ -151,31 +153,31 @@ def try_reward(task: Task) -> None:
         print(f"notice: such responses have no reward and are left out: {said}", flush=True)
 
 
-def rows_of(file: TaskFile) -> Rows:
-    """Its `problems`, or 10,000 different results of its `sample`, as in tasks/countdown.py.
+def drawn(file: TaskFile) -> list[Any]:
+    """10,000 different results of its `sample`, as in tasks/countdown.py.
 
     There are fewer if 1,000 calls of `sample` in a row bring nothing new.
     """
-    problems = file.problems() if file.has_problems() else drawn(file)
-    rows = []
-    for number, problem in enumerate(problems, 1):
-        row = problem
-        if isinstance(problem, tuple | list) and len(problem) in (2, 3):
-            row = dict(zip(("question", "answer", "family"), problem, strict=False))
-        if not isinstance(row, dict):
-            raise ValueError(f"a problem of {file.path} must be a question, an answer and perhaps a"
-                             f" family, or a row with columns, it is {row!r:.80}")
-        rows.append((f"{file.path}, problem {number}", row))
-    return rows
-
-
-def drawn(file: TaskFile) -> list[Any]:
     problems, misses = {}, 0
     while len(problems) < 10_000 and misses < 1_000:
         problem = file.sample()
         misses = misses + 1 if str(problem) in problems else 0
         problems[str(problem)] = problem
     return [*problems.values()]
+
+
+def rows_of(path: str, problems: list[Any]) -> Rows:
+    """The problems of a task file as rows with columns."""
+    rows = []
+    for number, problem in enumerate(problems, 1):
+        row = problem
+        if isinstance(problem, tuple | list) and len(problem) in (2, 3):
+            row = dict(zip(("question", "answer", "family"), problem, strict=False))
+        if not isinstance(row, dict):
+            raise ValueError(f"a problem of {path} must be a question, an answer and perhaps a"
+                             f" family, or a row with columns, it is {row!r:.80}")
+        rows.append((f"{path}, problem {number}", row))
+    return rows
 
 
 # ---------------------------------------------------------------------------------- rows
@@ -192,19 +194,20 @@ class Written(float):
         return float, (float(self),)
 
 
-def read_rows(name: str, evaluates: bool) -> tuple[Rows, Rows]:
-    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out."""
+def read_rows(name: str) -> tuple[Rows, Rows]:
+    """Of a file, a folder, or NAME or NAME:CONFIG on a hub: its rows, and those to hold out.
+
+    Without a split train all are held out, for --eval-task.
+    """
     no_text = os.path.isdir(name) or re.search(r"\.(parquet(\.gz)?|arrow)$", name.lower())
     if not no_text and (os.path.isfile(name) or re.search(r"\.jsonl?(\.gz)?$", name)):
         return read_text(name), []
     splits = read_dataset(name)
+    train = splits.get("train", [])
     held_out = splits.get("test") or splits.get("validation") or []
-    if evaluates and not held_out:
-        held_out = splits.get("train") or next(iter(splits.values()))
-    elif not evaluates and "train" not in splits:
-        raise ValueError(f"task must have a split train, {name} has {', '.join(splits)};"
-                         " --eval-task takes any")
-    return splits.get("train", []), held_out
+    if not train and not held_out:
+        held_out = next(iter(splits.values()))
+    return train, held_out
 
 
 def read_text(path: str, separator: str | None = None, field: str | None = None) -> Rows:

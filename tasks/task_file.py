@@ -16,7 +16,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -52,37 +50,42 @@ class TaskFile:
         self.text, self.whole_groups, self.takes_rollout = self._call(
             f"the import of {path}", "about")
 
-    def has_problems(self) -> bool:
-        """Whether it lists its problems; else it draws them."""
-        return self._call(f"the import of {self.path}", "has_problems")
+    def problems(self) -> list[Any] | None:
+        """Those that it lists; None if it draws them."""
+        return self._call(f"problems of {self.path}", "problems")
 
     def sample(self) -> Any:
         """A problem. The random state is the process's own and begins with `seed`."""
         return self._call(f"sample of {self.path}", "sample")
 
-    def problems(self) -> list[Any]:
-        return self._call(f"problems of {self.path}", "problems")
-
     def reward(self, problem: Any, response: str) -> Any:
         """A finite number, a dictionary of them, or None; of a text without a rollout."""
         ((result,),) = self.grade([(problem, [response], [None])])
-        return no_error(result)
+        if isinstance(result, ValueError):
+            raise result
+        return result
 
     def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
         """For each (problem, responses, rollouts) the rewards; a ValueError for one that fails."""
         calls, names = [], ROLLOUT if self.takes_rollout else ()
         for problem, texts, rollouts in groups:
-            columns = texts, [fields(each, names) for each in rollouts]
-            each_call = [columns] if self.whole_groups else zip(*columns, strict=True)
-            calls += [("grade", fields(problem, PROBLEM), *given) for given in each_call]
-        results = iter(self._call_all("the reward", calls))
-        if not self.whole_groups:
-            return [[next(results) for _ in texts] for _, texts, _ in groups]
-        return [each if isinstance(each, list) else [each] * len(texts)  # an error is of all
-                for each, (_, texts, _) in zip(results, groups, strict=True)]
+            size = len(texts) if self.whole_groups else 1
+            for start in range(0, len(texts), size):
+                members = slice(start, start + size)
+                calls.append(("grade", fields(problem, PROBLEM), texts[members],
+                              [fields(rollout, names) for rollout in rollouts[members]]))
+        rewards = []
+        for call, result in zip(calls, self._call_all("the reward", calls), strict=True):
+            # An error is of all responses of the call.
+            rewards += result if isinstance(result, list) else [result] * len(call[2])
+        rewards = iter(rewards)
+        return [[next(rewards) for _ in texts] for _, texts, _ in groups]
 
     def _call(self, what: str, *call: Any) -> Any:
-        return no_error(*self._call_all(what, [call]))
+        (result,) = self._call_all(what, [call])
+        if isinstance(result, ValueError):
+            raise result
+        return result
 
     def _call_all(self, what: str, calls: list[tuple]) -> list[Any]:
         """Results in the order of the calls, each (name, arguments ...)."""
@@ -104,12 +107,6 @@ class TaskFile:
             raise
 
 
-def no_error(result: Any) -> Any:
-    if isinstance(result, ValueError):
-        raise result
-    return result
-
-
 def fields(source: Any, names: Sequence[str]) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(source, name, None) for name in names})
 
@@ -118,8 +115,7 @@ class Process:
     """A process that runs the functions of a TaskFile, one call at a time."""
 
     def __init__(self, file: TaskFile):
-        self.file, self.child, self.deadline = file, None, math.inf
-        Thread(target=self._watch, daemon=True).start()
+        self.file, self.child = file, None
         atexit.register(self.kill)
 
     def call(self, what: str, name: str, *arguments: Any) -> Any:
@@ -141,26 +137,18 @@ class Process:
 
     def _ask(self, what: str, *call: Any) -> Any:
         limit = self.file.limit_s
-        self.deadline = deadline = time.monotonic() + limit
         try:
             self.connection.send(call)
-            result, error = self.connection.recv()
+            if self.connection.poll(limit):
+                result, error = self.connection.recv()
+            else:
+                self.kill()
+                error = f"no answer within {limit:g} s; try --reward-limit-s"
         except Exception:  # no answer, or bytes of the file's code in its place
             error = f"its process ended with status {self.kill()}"
-            if time.monotonic() >= deadline:
-                error = f"no answer within {limit:g} s; try --reward-limit-s"
-        finally:
-            self.deadline = math.inf
         if error:
             raise ValueError(f"{what} fails ({error.strip():.300})")
         return result
-
-    def _watch(self) -> None:
-        """A thread that ends a call at its deadline; a thread for each call would cost more."""
-        never = Event()
-        while not never.wait(0.05):
-            if time.monotonic() >= self.deadline:
-                self.kill()
 
     def kill(self) -> int | None:
         """End the process and what the file's code has started. Returns its status."""
@@ -212,18 +200,15 @@ class Functions:
         """
         return self.text, self.reward_name == "rewards", bool(self.named)
 
-    def has_problems(self) -> bool:
-        return self._only("sample", "problems") == "problems"
-
     def _only(self, *names: str) -> str:
         """The one of these names that the file defines. Raises: AttributeError if it is not one."""
         defined = vars(self.module)
-        found = [name for name in names if name in defined
+        there = [name for name in names if name in defined
                  and (name == "problems" or callable(defined[name]))]  # problems can be a list
-        if len(found) != 1:
+        if len(there) != 1:
             raise AttributeError(f"a task file must have {names[0]} or {names[1]}, it has"
-                                 f" {' and '.join(found) or f'no {names[0]}'}")
-        return found[0]
+                                 f" {' and '.join(there) or f'no {names[0]}'}")
+        return there[0]
 
     def _check_reward(self) -> None:
         """Raises: TypeError if it is no reward. `named`: whether it takes the rollout, by name."""
@@ -241,20 +226,22 @@ class Functions:
     def sample(self) -> Any:
         return self.module.sample(self.rng)
 
-    def problems(self) -> list[Any]:
+    def problems(self) -> list[Any] | None:
+        if self._only("sample", "problems") == "sample":
+            return None
         problems = self.module.problems
         return list(problems() if callable(problems) else problems)
 
-    def grade(self, problem: Any, response: Any, rollout: Any) -> Any:
-        """The reward; with `rewards`, of whole groups, all three are of lists."""
-        named = dict.fromkeys(self.named, rollout)
-        value = getattr(self.module, self.reward_name)(problem, response, **named)
+    def grade(self, problem: Any, texts: list[str], rollouts: list[Any]) -> list[Any]:
+        """The rewards; `reward` gets one text a call."""
+        function = getattr(self.module, self.reward_name)
         if self.reward_name == "reward":
-            return as_reward(value)
-        values = list(value)
-        if len(values) != len(response):
-            raise TypeError(f"it returned {len(values)} rewards for {len(response)} responses")
-        return list(map(as_reward, values))
+            named = dict.fromkeys(self.named, rollouts[0])
+            return [as_reward(function(problem, texts[0], **named))]
+        rewards = list(function(problem, texts, **dict.fromkeys(self.named, rollouts)))
+        if len(rewards) != len(texts):
+            raise TypeError(f"it returned {len(rewards)} rewards for {len(texts)} responses")
+        return list(map(as_reward, rewards))
 
 
 def as_reward(value: Any) -> float | dict[str, float] | None:

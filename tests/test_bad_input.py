@@ -10,7 +10,6 @@ import torch
 from helpers import PYTHON, TASK, close_live_engine, command, refusal, rewrite, tensors
 from huggingface_hub import constants
 
-from rl import Policy
 from tasks.model_folder import reach_hub
 
 # ------------------------------------------------------------------------------------------------ options
@@ -88,7 +87,7 @@ TASKS = {  # by the file's name and the case
     "a.jsonl no rows": (LINE + "\n3", "line 2: its question must be a text, or chat messages with role and content,"),
     "a.jsonl unknown character": ('{"question": "x", "answer": 1}\n' + LINE, "line 1 failed: Exception: WordLevel"),
     "a.py raises": ("1 / 0", "the import of {path} fails (ZeroDivisionError"),
-    "a.py endless": ("while True: pass", "no answer within 0.3 s"), "a.py no reward": (SAMPLE, "it has no reward"),
+    "a.py no reward": (SAMPLE, "it has no reward"),
     "a.py no answer": (PYTHON.replace(", str(number + 1)", ""), "a problem of {path} must be a question, an answer"),
     "a.py one argument": (PYTHON.replace("problem, response", "response"), "perhaps `rollout`, it is reward(resp"),
     "a.py own class": (PYTHON.replace("return f", "return lambda: f"), "sample of {path} fails (AttributeError"),
@@ -101,8 +100,7 @@ def test_a_task_file(good, tmp_path, kind, capsys):
     text, complaint = TASKS[kind]
     path = tmp_path / kind.split()[0]
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    limit = 0.3 if "0.3" in complaint else 60
-    said = refusal(command(good, f"--task {path} --reward-limit-s {limit}"), capsys)
+    said = refusal(command(good, f"--task {path} --reward-limit-s 60"), capsys)
     assert complaint.replace("{path}", str(path)) in said
 
 
@@ -146,13 +144,6 @@ def test_a_model_folder(good, tmp_path, kind, capsys):
     said = refusal(command(good, f"--engine transformers --model {folder} --out {tmp_path}/run"), capsys)
     assert complaint.replace("{folder}", str(folder)) in said
     assert not (tmp_path / "has_run").exists()
-
-
-def test_tensors_that_the_architecture_does_not_have_are_named(good, tmp_path, capsys):
-    folder = shutil.copytree(good / "model", tmp_path / "model")
-    tensors(lambda table: table.update({"value_head.weight": torch.ones(3)}))(folder)
-    Policy.load(str(folder), torch.float32, "cpu")
-    assert "that Qwen2ForCausalLM does not have: value_head.weight\n" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ the engine

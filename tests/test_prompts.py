@@ -1,6 +1,8 @@
 """Prompts: chat messages, the template and its variables, what the start prints, and what a response's text is."""
 
 import json
+import math
+import re
 import shutil
 from contextlib import redirect_stdout
 from io import StringIO
@@ -16,7 +18,7 @@ from extras.notices import check_task
 from tasks import Problem, Task, exact_match
 from tasks.model_folder import load_tokenizer
 from tasks.options import Options
-from tasks.prompts import encode, prompts_record
+from tasks.prompts import encode, fitting, prompts_record
 from train import Run
 
 SPECIAL = ["<pad>", "<end>", "<turn>", "<think>", "</think>"]
@@ -103,6 +105,25 @@ LOOP = "{% for _ in range(99999) %}" * 3 + "{% endfor %}" * 3
 def test_what_a_template_cannot_do_is_refused(problem, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         prompts(problem, **options)
+
+
+def of_lengths(*lengths: int) -> list[Problem]:
+    return [Problem("", "", f"line {length}", [0] * length) for length in lengths]
+
+
+def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
+    task, drop = Task(of_lengths(*range(1, 8)), of_lengths(4), exact_match), Options(overlong_prompts="drop")
+    said = r"^2 of 8 prompts are longer than 5 tokens \(%s\): line 7 has 7; line 6 has 6"
+    with pytest.raises(ValueError, match=said % "--max-prompt-tokens" + "; to leave them out, --overlong-prompts drop"):
+        fitting(task, math.inf, 4, Options(max_prompt_tokens=5))
+    left = fitting(task, 9, 4, drop)
+    assert re.match(said % "the context of 9 less --max-new-tokens" + ": DROPPED", capsys.readouterr().out)
+    assert (left.train, left.num_dropped) == (task.train[:5], 2)
+    for train, held_out, name in ((1, 2, "held-out"), (2, 1, "training")):
+        task = Task(of_lengths(train), of_lengths(held_out), exact_match)
+        with pytest.raises(ValueError, match=f"1 of 2 prompts .*, all of the {name} problems"):
+            fitting(task, 5, 4, drop)
+        assert fitting(task, 6, 4, drop) == task
 
 
 def noticed(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,12 +16,9 @@ from engine_adapter import ParityFlags
 from extras import idle_switches
 from extras.transformers_engine import engine_for
 from report.clock import Clock
-from report.errors import end_of_process, one_sentence
+from report.errors import end_of_process
 from report.files import provenance
 from rl import Policy
-from tasks import Problem, Task, exact_match
-from tasks.options import Options
-from tasks.prompts import fitting
 from train import Config, parts_of, prepare
 
 
@@ -33,30 +29,6 @@ def job(good, tmp_path) -> Callable[..., Config]:
     (tmp_path / "task.jsonl").write_text("\n".join(lines))
     usual = dict(num_prompts=4, out=str(tmp_path / "run"), task=str(tmp_path / "task.jsonl"), model=str(good / "model"))
     return lambda **changes: config_of(**usual | changes)
-
-
-def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(job, capsys):
-    lengths = sorted(map(len, prepare(job()).task.prompts))
-    limit = lengths[10]
-    longer = sum(length > limit for length in lengths)
-    said = rf"{longer} of 20 prompts are longer than {limit} tokens \(--max-prompt-tokens\): [^;]*.jsonl, line \d+ has"
-    with pytest.raises(ValueError, match=rf"{said} {lengths[-1]}; .*; to leave them out, --overlong-prompts drop"):
-        prepare(job(max_prompt_tokens=limit))
-    run = prepare(job(max_prompt_tokens=limit, overlong_prompts="drop"))
-    assert re.search(rf"{said} .*: DROPPED", capsys.readouterr().out)
-    assert run.task.num_dropped == longer == 20 - len(run.task.prompts)
-    assert max(map(len, run.task.prompts)) == limit
-    assert run.max_model_len == limit + 8
-    with pytest.raises(ValueError, match=rf"longer than {limit - 1} tokens \(the context of 256 less"):
-        prepare(job(max_new_tokens=256 - limit + 1))
-    with pytest.raises(ValueError, match="all of the training problems"):
-        prepare(job(max_prompt_tokens=1, overlong_prompts="drop"))
-    drop = Options(overlong_prompts="drop")
-    one, two = ([Problem("", "", "", [0] * length)] for length in (1, 2))
-    for each, name in ((Task(one, two, exact_match), "held-out"), (Task(two, one, exact_match), "training")):
-        with pytest.raises(ValueError, match=f"1 of 2 prompts .*, all of the {name} problems"):
-            fitting(each, 9, 8, drop)
-        assert fitting(each, 10, 8, drop) == each
 
 
 def test_a_switch_that_can_change_nothing_is_named(job, capsys):
@@ -125,11 +97,3 @@ def test_a_machine_without_git_is_no_error(tmp_path, monkeypatch):
     found = provenance(torch.device("cpu"))
     assert (found["commit"], found["dirty"]) == (None, None)
     assert sys.version.startswith(found["versions"]["python"])
-
-
-def test_an_error_that_no_check_foresees_leaves_its_traceback(capsys):
-    for error, shown in (KeyError("x"), True), (ValueError("x"), False):
-        with pytest.raises(SystemExit), one_sentence(2):
-            raise error
-        assert ("Traceback" in (said := capsys.readouterr().err)) == shown
-        assert said.endswith(("error: KeyError: 'x'\n", "error: x\n"))

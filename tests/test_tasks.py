@@ -24,7 +24,7 @@ def test_a_toy_is_right_split_without_overlap_and_decided_by_the_seed(toy, sizes
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
     assert task.train == toy(0).train != toy(1).train
     assert len({p.question for p in task.sample(random.Random(3), 64, [])}) == 64
-    for problem in task.train + task.held_out:
+    for problem in task.problems:
         a, b = problem.question[:-1].split("+")
         if toy is addition:
             assert problem.answer == f"{int(a) + int(b):04}"[::-1]
@@ -44,19 +44,16 @@ def test_a_time_limit_ends_with_its_block():
 
 
 # ------------------------------------------------------------------------------------------------ files
-def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second_file(tmp_path):
+def test_jsonl_is_split_by_question_or_takes_its_held_out_problems_from_a_second_file(tmp_path, loaded):
     """40 questions twice, one copy with another solution of the same number and a space: merged before the split."""
-    rows = [{"question": f"{i}\u2028+1={end}", "answer": answer.format(i)}
+    rows = [{"question": f"{i}+1={end}", "answer": answer.format(i)}
             for end, answer in (("", "{}"), (" ", "so #### {}.0")) for i in range(40)]
-    path, held_out = tmp_path / "task.jsonl", tmp_path / "eval.jsonl"
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    path.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")  # with a byte-order mark
-    task = task_of(path)
+    task = loaded(rows)
     assert (len(task.train), len(task.held_out), task.num_repeated) == (36, 4, 40)
-    held_out.write_text("\n".join(lines[-5:]))
-    task = task_of(path, eval_task=str(held_out))
-    assert sorted(p.question for p in task.held_out) == sorted(row["question"] for row in rows[-5:])
-    assert len({p.question.strip() for p in task.train + task.held_out}) == len(task.train) + 5 == 40
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, rows[-5:])))
+    task = loaded(rows, eval_task=str(tmp_path / "eval.jsonl"))
+    assert {p.question for p in task.held_out} == {row["question"] for row in rows[-5:]}
+    assert len({p.key for p in task.problems}) == len(task.train) + 5 == 40
 
 
 def test_an_evaluations_first_problems_are_a_sample_that_the_seed_draws_and_a_toys_stay_as_they_are(tmp_path):

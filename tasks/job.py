@@ -21,9 +21,7 @@ class Job(NamedTuple):
     stop_token_ids: tuple[int, ...]
 
 
-def find_job(
-    task: str, seed: int, data: Options, model: str, max_new_tokens: int
-) -> Job:
+def find_job(task: str, seed: int, data: Options, model: str, max_new_tokens: int) -> Job:
     """The job that --task and --model name; without the model's weights.
 
     Raises: ValueError that says what is wrong with the task, with the model, or with both.

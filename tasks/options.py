@@ -43,8 +43,7 @@ class Options:
     cache_dir: str = str(Path(__file__).parents[1] / ".cache")
 
     def __post_init__(self):
-        printable(self, "eval_task", "question_column", "answer_column", "reward",
-                  "cache_dir")
+        printable(self, "eval_task", "question_column", "answer_column", "reward", "cache_dir")
         within(self, 1, MANY, "max_prompt_tokens")
         within(self, 1, 1024, "reward_workers")
         try:

@@ -38,7 +38,7 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     return made
 
 
-def encoded(template: str | None, *problems: Problem, stop: tuple[int, ...] = (1,), **options) -> Task:
+def encoded(template: str | None, *problems: Problem, stop=(1,), **options) -> Task:
     return encode(tokenizer(template), Task([*problems], [], exact_match), stop, Options(**options))
 
 
@@ -87,7 +87,7 @@ def test_a_response_begins_right_after_the_generation_prompt_and_both_texts_are_
         begun = chat("user: 1", "assistant: " + beginning)
         prompt = f"<turn>system Add.<end><turn>user 1<end><turn>assistant {opens}{beginning}"
         assert prompts(begun, template=template, system_prompt="Add.") == [prompt]
-        said = noticed(template, messages=begun.messages, system_prompt="Add.").partition("chats differently: ")[2]
+        said = noticed(template, begun, system_prompt="Add.").partition("chats differently: ")[2]
         assert bool(said) == bool(other)
         assert (other or "") in said
 
@@ -126,11 +126,9 @@ def test_overlong_prompts_are_refused_by_name_or_dropped_and_counted(capsys):
         assert fitting(task, 6, 4, drop) == task
 
 
-def noticed(
-    template: str | None, question: str = "1+1", stop: tuple[int, ...] = (1,), messages: tuple = (), **options
-) -> str:
-    config, problem = config_of(**options), Problem(question, "2", "", messages=[*messages])
-    task = encoded(template, problem, stop=stop, system_prompt=config.data.system_prompt)
+def noticed(template: str | None, problem: Problem = QUESTION, stop: int = 1, **options) -> str:
+    config = config_of(**options)
+    task = encoded(template, problem, stop=(stop,), system_prompt=config.data.system_prompt)
     printed = StringIO()
     with redirect_stdout(printed):
         check_task(Run(config, Path(), "", task, None), None)
@@ -140,19 +138,19 @@ def noticed(
 def test_what_is_often_wrong_with_prompts_is_said_at_the_start():
     assert noticed(CHATML) == noticed(None) == noticed(DATED) == noticed(CHATML, system_prompt="Be brief.") == ""
     assert "1 prompts end with a stop token" in noticed(CHATML + "<end>")
-    assert "1 questions contain a stop token (<end>)" in noticed(CHATML, "say <end>")
-    assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=(0,))
+    assert "1 questions contain a stop token (<end>)" in noticed(CHATML, Problem("say <end>", "", ""))
+    assert "ends a turn with '<end>', which has no stop token of the model (<pad>)" in noticed(CHATML, stop=0)
     assert "the chat template opens <think>" in noticed(CHATML.replace("assistant ", "assistant <think>\n"))
     assert "opens <think>" not in noticed(CHATML.replace("assistant ", "assistant <think></think>"))
-    answered = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
-    assert "1 chats end with an assistant's message" in noticed(CHATML, messages=answered)
-    thought = [{"role": "user", "content": "1+1", "weight": 1, "reasoning": "hm"}]
-    assert noticed(CHATML, messages=thought) == "the chat template shows no reasoning, weight of the messages"
-    assert noticed(CHATML + "{{ messages[0].reasoning }}", messages=thought) == (
+    answered, thought = chat("user: 1+1", "assistant: 2"), chat("user: 1+1")
+    assert "1 chats end with an assistant's message" in noticed(CHATML, answered)
+    thought.messages[0].update(weight=1, reasoning="hm")
+    assert noticed(CHATML, thought) == "the chat template shows no reasoning, weight of the messages"
+    assert noticed(CHATML + "{{ messages[0].reasoning }}", thought) == (
         "the chat template shows no weight of the messages")  # fmt: skip
-    assert "shows no reasoning, weight" in noticed(CHATML, messages=thought, chat_template=False)
-    answered[1]["tool_calls"] = [{}]
-    assert "last message alone, not with its tool_calls" in noticed(CHATML + "{# tool_calls #}", messages=answered)
+    assert "shows no reasoning, weight" in noticed(CHATML, thought, chat_template=False)
+    answered.messages[1]["tool_calls"] = [{}]
+    assert "last message alone, not with its tool_calls" in noticed(CHATML + "{# tool_calls #}", answered)
     without = CHATML.replace("<turn>{{ m.role }} {{ m.content }}<end>",
                              "{% if m.role != 'system' %}<turn>{{ m.content }}<end>{% endif %}")  # fmt: skip
     assert "leaves the system prompt out" in noticed(without, system_prompt="Be brief.")

@@ -1,6 +1,5 @@
 """What is found before a run starts."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -24,10 +23,8 @@ from train import Config, parts_of, prepare
 
 @pytest.fixture
 def job(good, tmp_path) -> Callable[..., Config]:
-    """20 problems of different lengths for a small model; not the toy: it would be taught on this process's threads."""
-    lines = [json.dumps({"question": "1" * (i % 5 + 1) + f"+{i}=", "answer": i}) for i in range(20)]
-    (tmp_path / "task.jsonl").write_text("\n".join(lines))
-    usual = dict(num_prompts=4, out=str(tmp_path / "run"), task=str(tmp_path / "task.jsonl"), model=str(good / "model"))
+    """For a small model; not the toy: it would be taught on this process's threads."""
+    usual = dict(num_prompts=4, out=str(tmp_path / "run"), task=str(good / "task.jsonl"), model=str(good / "model"))
     return lambda **changes: config_of(**usual | changes)
 
 

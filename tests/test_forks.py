@@ -20,7 +20,7 @@ JOB = "--steps 3 --num-prompts 16 --eval-problems 8 --lr 3e-3"
 OPTIONS = {  # what a patch changes on the trainer's side needs no vLLM
     "dynamic_sampling": "",
     "overlong_penalty": "--engine transformers",
-    "two_turns": "--max-new-tokens 12",
+    "two_turns": "--two-turns --max-new-tokens 12",
     "rewards_to_go": "--objective to_go --engine transformers",
     "kl_in_reward": "--objective kl_reward --engine transformers",
 }

@@ -13,7 +13,6 @@ class Options:
     cuda_graphs: bool = False  # Decode with CUDA graphs, without compilation; docs/run.md.
 
 
-
 def check_machine(config: Any, options: Options) -> None:
     if options.cuda_graphs and not torch.cuda.is_available():
         raise ValueError("cuda_graphs must not be given without a GPU (it would do nothing)")

@@ -170,8 +170,8 @@ def test_the_canary_in_16_bits_bears_logits_that_grow(tmp_path, monkeypatch, nam
     which a 16-bit head rounds. The first load counts no prompt twice.
     """
     usual, seeds = canary.sample, {version: [] for version in range(10)}
-    monkeypatch.setattr(canary, "sample", lambda engine, seed=0, *rest: (
-        seeds[engine.weight_version].append(seed), usual(engine, seed, *rest))[1])  # fmt: skip
+    monkeypatch.setattr(canary, "sample", lambda engine, length=0, seed=0, *rest: (
+        seeds[engine.weight_version].append(seed), usual(engine, length, seed, *rest))[1])  # fmt: skip
     policy = policy_of(tmp_path, name, dtype=dtype)
     policy.model.get_output_embeddings().weight.data += 4 * torch.randn(64, generator=torch.Generator().manual_seed(0))
     with started(str(tmp_path), policy, ParityFlags(**flags)) as engine:

@@ -4,6 +4,7 @@ The proof compares weights bit for bit. The canary is for the rest: KV cache, wi
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def length(engine: Any) -> int:
 
 
 def sample(
-    engine: Any, prompt_seed: int = 0, of_length: int = 0, max_new_tokens: int = NEW_TOKENS
+    engine: Any, of_length: int = 0, prompt_seed: int = 0, max_new_tokens: int = NEW_TOKENS
 ) -> list[Any]:
     """A few tokens of decode, at temperature 1, where raw and processed values agree.
 
@@ -63,15 +64,17 @@ class Sides(NamedTuple):
     engine: Tensor
 
 
-def both_sides(trainer_logprobs: TrainerLogprobs, rollouts: list[Any]) -> Sides:
+def both_sides(engine: Any, trainer_logprobs: TrainerLogprobs, *request: int) -> Sides:
+    """Of `sample(engine, *request)`."""
+    rollouts = sample(engine, *request)
     sequences = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
     prompt_length = len(rollouts[0].prompt_ids)
 
     def of_trainer(*body: Any, **scoring: Any) -> Tensor:
         return torch.tensor(trainer_logprobs(sequences, prompt_length, *body, **scoring))
 
-    engine = torch.tensor([rollout.logprobs for rollout in rollouts])
-    return Sides(of_trainer, of_trainer(), engine)
+    reported = torch.tensor([rollout.logprobs for rollout in rollouts])
+    return Sides(of_trainer, of_trainer(), reported)
 
 
 def check(engine: Any, trainer_logprobs: TrainerLogprobs, of_length: int = 0) -> None:
@@ -89,14 +92,12 @@ def check(engine: Any, trainer_logprobs: TrainerLogprobs, of_length: int = 0) ->
     if is_measured:  # then `measure` has other prompts
         limit, attempts = limits.get(of_length, 0.0), 1
     for prompt_seed in range(attempts):
-        sides = both_sides(trainer_logprobs, sample(engine, prompt_seed, of_length))
+        sides = both_sides(engine, trainer_logprobs, of_length, prompt_seed)
         difference = average((sides.trainer - sides.engine).abs()).item()
         if difference <= limit:
             break
     if not difference <= limit and is_measured:
-        def another(seed: int, max_new_tokens: int) -> Sides:
-            return both_sides(trainer_logprobs, sample(engine, seed, of_length, max_new_tokens))
-
+        another = partial(both_sides, engine, trainer_logprobs, of_length)
         difference, limit = measure(engine, sides, another, average)
         limit = max(NATS, limit)
         limits.setdefault(of_length, limit)

@@ -15,8 +15,8 @@ Raw log-probabilities are those at temperature 1, so before any update a ratio i
 below 1 for unlikely tokens. The clip removes the gradient of those in wrong answers, and the policy
 drifts to random ones (docs/page.png). tests/test_grpo.py holds page and train.py equal.
 Left out, but in train.py: audit and proof of a load (engine_adapter.py), fp32 masters (rl.py),
---objective, --kl-coef, --reject (objectives.py), passes over a file (tasks.py), and in extras/
---resume (resume.py), --inflight-groups (inflight.py), --top-p (sampling_mask.py) and others.
+--objective, --kl-coef, --tis (objectives.py), passes over a file (tasks/), and in extras/ --reject
+(rejection.py), --resume (resume.py), --inflight-groups (inflight.py) and others.
 """
 
 import json

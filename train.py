@@ -18,13 +18,10 @@ import json
 import math
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
-from math import exp, inf
 from pathlib import Path
-from statistics import fmean as mean
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,24 +43,8 @@ from engine_adapter import (
 )
 from extras import Flat
 from models import load_model, read_config, save_model
-from objectives import (
-    MAX_LOG_WEIGHT,
-    NO_REJECTION,
-    OBJECTIVES,
-    REJECTIONS,
-    WEIGHTS,
-    Clip,
-    Rejection,
-    backend_metrics,
-    centre,
-    correct,
-    correction_metrics,
-    kl_loss,
-    loss_weights,
-    mismatch_metrics,
-    surprisal_z,
-    update_sums,
-)
+from objectives import CORRECTIONS, OBJECTIVES, Clip, centre, kl_loss, loss_weights
+from report import metrics
 from report.clock import Clock
 from report.curves import draw_at_evaluation
 from report.errors import (
@@ -71,8 +52,8 @@ from report.errors import (
     MANY,
     SMALLEST,
     end_of_process,
+    exit_with_message,
     locked,
-    one_sentence,
     printable,
     replace_file,
     stage,
@@ -86,7 +67,6 @@ from report.files import (
     save_checkpoint,
 )
 from report.log import answer_line, log_line
-from report.metrics import mean_of, mean_reward
 from rl import (
     VOCABULARY,
     Batch,
@@ -142,14 +122,8 @@ class Core:
     # exact: of KL(pi || ref), by the ratio, as in TRL.
     kl_gradient: Literal["k3", "exact"] = "k3"
     # Corrections of a mismatch, refused while a parity fix is off; docs/objectives.md.
-    tis: Literal[("off", *WEIGHTS)] = "off"  # Importance weight: of the token, or of its response.
+    tis: Literal[tuple(CORRECTIONS)] = "off"  # Importance weight: of the token, or of its response.
     tis_cap: float = 2.0  # Largest importance weight; a larger one is truncated to it.
-    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule by which tokens get no policy gradient.
-    reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's own.
-    # Largest ratio, or divergence, that is kept; if not given, the rule's own.
-    reject_high: float | None = None
-    # Tokens that the loss's mean counts; if not given, the rule's own.
-    reject_mean: Literal["all", "kept"] | None = None
     # Allow them although a fix is off: only to study how a correction hides a broken backend.
     correct_a_broken_backend: bool = False
     # No loss for truncated responses; their rewards still count in the group's mean (DAPO).
@@ -185,10 +159,9 @@ class Core:
         within(self, 0, MANY, "lr_warmup_steps")
         within(self, 0.01, 2, "temperature")  # vLLM's range
         check_mask(self)
-        within(self, SMALLEST, LARGEST, "lr", "clip_high", "tis_cap", "reject_high")
+        within(self, SMALLEST, LARGEST, "lr", "clip_high", "tis_cap")
         within(self, 0, LARGEST, "kl_coef")
         within(self, 0, 1, "clip_low")
-        within(self, SMALLEST, 1, "reject_low")
         within(self, SMALLEST, 1e6, "kv_cache_gib")
         within(self, 16, MANY, "block_size")
         objective = OBJECTIVES[self.objective]
@@ -211,18 +184,8 @@ class Core:
         if self.tis == "off" and self.tis_cap != Core.tis_cap:
             raise ValueError("tis_cap needs tis (without it there is no weight), got"
                              f" {self.tis_cap}; try --tis token")
-        if self.reject == "off":
-            if self.reject_low or self.reject_high or self.reject_mean:
-                raise ValueError("reject_low, reject_high and reject_mean need reject (without it"
-                                 " they do nothing), got off")
-        else:
-            self._check_bounds()
-        whole_rows = objective.normalizer == "sequence" and self.rejection.whole_rows
-        if self.reject_mean and not self.kl_coef and (
-                objective.normalizer == "constant" or whole_rows):
-            raise ValueError(f"reject_mean must not be given with {self.objective} and reject"
-                             f" {self.reject} (it would change no loss)")
-        self.check_corrections(self.parity.off())
+        if self.tis != "off":
+            self.check_correction("tis", self.parity.off())
         rules = (
             # The sampler's mask.
             ("sampling_mask must be on without top_k, top_p and min_p",
@@ -242,46 +205,19 @@ class Core:
         for check in extras.each("check", self):
             check(self)
 
-    def check_corrections(self, off: list[str]) -> None:
-        """Fix the backend first, then correct the remaining mismatch. `off`: the fixes that are
-        off, or what counts as one. Raises: ValueError.
+    def check_correction(self, name: str, off: list[str]) -> None:
+        """Fix the backend first, then correct the remaining mismatch, by the option of this name.
+
+        `off`: the fixes that are off, or what counts as one. Raises: ValueError.
         """
-        if self.corrections and self.two_policy:
-            raise ValueError("tis and reject must be off with two_policy (a weight would count the"
-                             f" mismatch twice: its ratio holds it), got {self.corrections}")
-        if self.corrections and off and not self.correct_a_broken_backend:
-            raise ValueError("tis and reject must be off while a fix is off (a correction hides the"
-                             f" broken backend), got {self.corrections} without {', '.join(off)};"
-                             " to study that, --correct-a-broken-backend")
-
-    def _check_bounds(self) -> None:
-        """The bounds of `reject` are around the value of a token without a mismatch."""
-        low, high = self.rejection.bounds
-        if REJECTIONS[self.reject].bounds[0] == -inf:  # of a divergence
-            neutral = 0.0
-            acts = self.reject != "binary_tv" or high < 1  # of probabilities
-        else:  # of a ratio, which MAX_LOG_WEIGHT limits
-            neutral = 1.0
-            acts = low > exp(-MAX_LOG_WEIGHT) or high < exp(MAX_LOG_WEIGHT)
-        if not low <= neutral <= high or not acts:
-            raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
-                             " ratio is 1, its divergence 0) and reject one of 80 nats, got"
-                             f" {self.reject_low} and {self.reject_high} with {self.reject}")
-
-    @property
-    def corrections(self) -> str:
-        """The corrections in use, such as `tis token, reject worst`; empty if there is none."""
-        used = {"tis": self.tis, "reject": self.reject}
-        return ", ".join(f"{name} {kind}" for name, kind in used.items() if kind != "off")
-
-    @property
-    def rejection(self) -> Rejection:
-        """The rule of `reject`, with the user's bounds and mean in place of the usual ones."""
-        rule = REJECTIONS.get(self.reject, NO_REJECTION)
-        low, high = rule.bounds
-        low = low if self.reject_low is None else self.reject_low
-        high = high if self.reject_high is None else self.reject_high
-        return rule._replace(bounds=(low, high), mean=self.reject_mean or rule.mean)
+        value = self.flat()[name]
+        if self.two_policy:
+            raise ValueError(f"{name} must be off with two_policy (a weight would count the"
+                             f" mismatch twice: its ratio holds it), got {value}")
+        if off and not self.correct_a_broken_backend:
+            raise ValueError(f"{name} must be off while a fix is off (a correction hides the broken"
+                             f" backend), got {name} {value} without {', '.join(off)}; to study"
+                             " that, --correct-a-broken-backend")
 
     @property
     def largest_kept_set(self) -> int:
@@ -369,7 +305,7 @@ class Parts:
     def __init__(self, run: Run):
         config = run.config
         self.policy = dict(  # arguments of Policy
-            has_reference=config.kl_coef > 0)
+            has_reference=config.kl_coef > 0 or OBJECTIVES[config.objective].needs_reference)
         self.optimizer = Optimizer
         self.engine_kind = Engine  # the class, and its arguments
         self.engine = dict(
@@ -377,6 +313,7 @@ class Parts:
             kv_cache_gib=config.kv_cache_gib, max_num_seqs=config.max_num_seqs,
             block_size=config.block_size, checks=config.checks, config=read_config(run.folder))
         self.source = Source  # of rollouts
+        self.reject: Reject | None = None
         # (N, V) logits, as the sampling changes them before its softmax
         self.stated = lambda logits: logits / run.sampling.temperature
         self.new_folder = True  # whether `out` must hold no run
@@ -592,23 +529,24 @@ def train_step(trainer: Trainer, step: int) -> Step:
     batch = replace(batch, advantages=advantages(
         scores.to(policy.device), config.group_size, batch))
 
-    oldest = [rollout.oldest_version for rollout in rollouts]
-    fresh = batch.mask_rows([version == engine.weight_version for version in oldest])
-    metrics = {"step": step, "lr": config.lr_at(step),
-               **rollout_metrics(batch, scores, has_signal, oldest, engine.weight_version),
-               **batch_metrics(batch, fresh, measured, config)}
+    fresh = batch.mask_rows([rollout.oldest_version == engine.weight_version
+                             for rollout in rollouts])
+    figures = {"step": step, "lr": config.lr_at(step)} | metrics.before_update(
+        batch, fresh, measured, scores, has_signal, engine.weight_version,
+        objective=OBJECTIVES[config.objective], clip=config.clip, max_length=config.max_new_tokens)
 
     # 4. Update.
     batch = batch.mask_rows([has_loss(rollout, config) for rollout in rollouts])
     with clock("update"):
-        metrics |= update(policy, trainer.optimizer, batch, minibatches, config, metrics["lr"])
+        figures |= update(policy, trainer.optimizer, batch, minibatches, config, figures["lr"],
+                          trainer.parts.reject)
 
     # 5. Wake, load, verify. Weights that have not changed are loaded too: on a GPU sleep discards.
     with clock("sync"):
         engine.wake()
-        metrics |= engine.load(policy.weights(), policy.response_logprobs, metrics["updates"] > 0)
-        metrics |= trainer.source.after_update()
-    return Step(metrics | clock.figures(), problems, batch, fresh)
+        figures |= engine.load(policy.weights(), policy.response_logprobs, figures["updates"] > 0)
+        figures |= trainer.source.after_update()
+    return Step(figures | clock.figures(), problems, batch, fresh)
 
 
 def has_loss(rollout: Rollout, config: Config) -> bool:
@@ -618,170 +556,80 @@ def has_loss(rollout: Rollout, config: Config) -> bool:
 
 
 # ---------------------------------------------------------------------------------- update
+# (old_logprobs, behavior_logprobs, mask) -> which tokens get no policy gradient (B, T), bool, and
+# those that the loss's mean counts (B, T)
+Reject = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 def corrected(
-    batch: Batch, minibatches: Minibatches, config: Config
-) -> tuple[Batch, dict[str, float]]:
-    """The batch with all that the loss needs, and the metrics of the correction."""
-    logprobs_and_mask = batch.old_logprobs, batch.behavior_logprobs, batch.mask
-    correction = correct(*logprobs_and_mask, config.tis, config.tis_cap, config.rejection)
+    batch: Batch, minibatches: Minibatches, config: Config, reject: Reject | None
+) -> Batch:
+    """The batch with all that the loss needs."""
+    sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    correction = CORRECTIONS[config.tis](*sides, config.tis_cap)  # (B, T)
     counted = batch.mask  # by the loss's mean
-    if config.rejection.mean == "kept":
-        counted = batch.mask * ~correction.rejected
-    token_weights = minibatch_weights(counted, minibatches, config)  # (B, T)
+    if reject:
+        rejected, counted = reject(*sides)
+        correction = correction * ~rejected
+    token_weights = torch.zeros_like(batch.mask)
+    for micro_batches in minibatches:
+        rows = torch.cat(micro_batches)
+        token_weights[rows] = loss_weights(
+            counted[rows], OBJECTIVES[config.objective].normalizer, config.max_new_tokens)
     denominator = batch.old_logprobs
     if config.two_policy:
         denominator = batch.behavior_logprobs
-    token_has_signal = correction.weights * batch.advantages != 0  # (B, T)
+    token_has_signal = correction * batch.advantages != 0  # (B, T)
     token_has_kl = config.kl_coef * token_weights > 0
-    batch = replace(batch, denominator=denominator, correction=correction.weights,
-                    token_weights=token_weights,
-                    has_gradient=(token_has_signal | token_has_kl).any(dim=1))
-    return batch, correction_metrics(correction, *logprobs_and_mask)
-
-
-def minibatch_weights(
-    mask: Tensor, minibatches: Minibatches, config: Config
-) -> Tensor:
-    """`loss_weights` of each minibatch: (B, T) -> (B, T)."""
-    normalizer = OBJECTIVES[config.objective].normalizer
-    weights = torch.zeros_like(mask)
-    for micro_batches in minibatches:
-        rows = torch.cat(micro_batches)
-        weights[rows] = loss_weights(mask[rows], normalizer, config.max_new_tokens)
-    return weights
+    return replace(batch, denominator=denominator, correction=correction,
+                   token_weights=token_weights,
+                   has_gradient=(token_has_signal | token_has_kl).any(dim=1))
 
 
 def update(
     policy: Policy, optimizer: Optimizer, batch: Batch, minibatches: Minibatches,
-    config: Config, lr: float,
+    config: Config, lr: float, reject: Reject | None = None,
 ) -> dict[str, Any]:
     """One pass over the batch: an optimizer step for each minibatch.
 
     loss = sum_t token_weights_t (correction_t * surrogate_t + kl_loss_t). The losses of
-    micro-batches simply add up. A minibatch without signal (all its groups are flat, masked or
-    rejected, and there is no KL term) takes no step and counts in `skipped_updates`: otherwise
-    AdamW would move the weights by momentum alone. With a KL term it counts in `kl_only_updates`.
-    `overflowed_updates` counts the steps that fp16 has lost, `updates` those that changed the
-    weights.
+    micro-batches simply add up. A minibatch without signal (all its groups are flat or masked, or
+    their correction is 0, and there is no KL term) takes no step and counts in `skipped_updates`:
+    otherwise AdamW would move the weights by momentum alone. With a KL term it counts in
+    `kl_only_updates`.
 
     Raises: FloatingPointError if a loss is not finite, or a gradient (fp16's overflows aside).
     """
-    surrogate = OBJECTIVES[config.objective].surrogate
-    batch, metrics = corrected(batch, minibatches, config)
-    losses, norms, sums, kl_only = [], [], [], 0
+    surrogate, sums = OBJECTIVES[config.objective].surrogate, metrics.Sums()
+    batch = corrected(batch, minibatches, config, reject)
     with optimizer.on_device():
         for micro_batches in minibatches:
-            if not batch.has_gradient[torch.cat(micro_batches)].any():
+            of_minibatch = torch.cat(micro_batches)
+            if not batch.has_gradient[of_minibatch].any():
                 continue
-            kl_only += not (batch.correction * batch.advantages)[torch.cat(micro_batches)].any()
-            loss = 0.0
             for rows in micro_batches:
                 micro = batch.select(rows)
                 with torch.set_grad_enabled(bool(micro.has_gradient.any())):
                     logprobs = policy.logprobs(micro)  # (b, T)
-                not_rejected = micro.correction > 0  # (b, T), false outside the mask, too
+                has_weight = micro.correction > 0  # (b, T), false outside the mask, too
                 token_loss, clipped = surrogate(
-                    logprobs, micro.denominator, micro.advantages, not_rejected, config.clip)
+                    logprobs, micro.denominator, micro.advantages, has_weight, config.clip)
                 token_loss = micro.correction * token_loss
                 if config.kl_coef:
                     token_loss = token_loss + kl_loss(
                         logprobs, micro.denominator, micro.ref_logprobs, micro.token_weights > 0,
                         config.kl_coef, config.kl_gradient)
-                micro_loss = (token_loss * micro.token_weights).sum()
-                if micro_loss.requires_grad:
-                    optimizer.backward(micro_loss)
-                loss += micro_loss.item()
-                sums.append(update_sums(logprobs.detach(), micro.denominator, micro.ref_logprobs,
-                                        clipped, micro.token_weights))
-            check_finite(loss, sums[-len(micro_batches) :], lr)
-            losses.append(loss)
-            norms.append(optimizer.step(lr))
-    metrics |= update_metrics(losses, norms, sums, batch.ref_logprobs is not None)
-    return metrics | {"skipped_updates": len(minibatches) - len(norms), "kl_only_updates": kl_only}
-
-
-def check_finite(loss: float, sums: list[dict[str, Tensor]], lr: float) -> None:
-    if not math.isfinite(loss):
-        kl = sum(each.get("kl_ref", 0.0) for each in sums)
-        raise FloatingPointError(f"the loss is {loss}, its KL {kl:.2g}, the learning rate {lr:.2g}")
-
-
-def update_metrics(
-    losses: list[float], norms: list[float], sums: list[dict[str, Tensor]], has_reference: bool
-) -> dict[str, float | None]:
-    """Diagnostics over all minibatches with a signal, None if none had one. `sums`: `update_sums`.
-    """
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    means, largest = ["ratio_mean", "clip_rate", "kl_old_new"], []
-    if has_reference:
-        means, largest = [*means, "kl_ref"], ["kl_ref_max"]
-    metrics = dict.fromkeys([*means, *largest, "loss", "grad_norm"]) | {
-        "updates": len(finite), "overflowed_updates": len(norms) - len(finite)}
-    if losses:
-        total = sum(each["total_weight"] for each in sums)
-        metrics |= {name: float(sum(each[name] for each in sums) / total) for name in means}
-        metrics |= {name: max(float(each[name]) for each in sums) for name in largest}
-        metrics["loss"] = sum(losses) / len(losses)
-    if finite:
-        metrics["grad_norm"] = sum(finite) / len(finite)
-    return metrics
-
-
-# ---------------------------------------------------------------------------------- metrics
-def rollout_metrics(
-    batch: Batch, scores: Tensor, has_signal: Tensor, oldest: list[int], weight_version: int
-) -> dict[str, float]:
-    """Metrics of the rollouts alone. Tokens are the response's, without an environment's words.
-
-    Staleness is the number of updates between sampling and training: `staleness_max` that of the
-    oldest part of any row, `staleness_mean` the mean over tokens. `oldest` has the weight version
-    of each row's oldest part, its prompt included.
-    """
-    rollouts, tokens = batch.rollouts, int(batch.mask.sum())
-    truncated = sum(rollout.finish_reason == "length" for rollout in rollouts)
-    versions = [version for rollout in rollouts for version in rollout.versions]
-    parts = defaultdict(list)
-    for rollout in rollouts:
-        for name, value in rollout.parts.items():
-            parts[f"reward/{name}"].append(value)
-    return {
-        "reward": mean_of(rollout.reward for rollout in rollouts),
-        **{name: mean(values) for name, values in parts.items()},
-        "reward_errors": sum(rollout.reward_error is not None for rollout in rollouts),
-        "left_out": int(scores.isnan().sum()),
-        "score": mean_of([scores.nanmean().item()]),
-        "flat_frac": (~has_signal).all(dim=1).float().mean().item(),
-        "trunc_frac": truncated / len(rollouts),
-        "response_len": tokens / len(rollouts),
-        "tokens": tokens,
-        "staleness_max": weight_version - min(oldest),
-        "staleness_mean": weight_version - mean(versions),
-    }
-
-
-def batch_metrics(
-    batch: Batch, fresh: Batch, token_metrics: dict[str, Tensor], config: Config
-) -> dict[str, float]:
-    """Means over the tokens before the update, `mismatch_metrics` among them.
-
-    Metrics named current_... and backend_..., and surprisal_z, use only `fresh`, the rows that
-    were sampled with the current weights alone, because the others are stale and staleness is not
-    the backend's fault.
-    """
-    # entropy, varentropy; with a mask kept_mass, engine_kept_mass, outside_frac.
-    metrics = {name: (values.sum() / batch.mask.sum()).item()
-               for name, values in token_metrics.items() if not name.endswith("logprobs")}
-    metrics |= mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
-    if fresh.mask.any():
-        metrics["surprisal_z"] = surprisal_z(fresh.old_logprobs, token_metrics["entropy"],
-                                             token_metrics["varentropy"], fresh.mask)
-        both_sides = fresh.old_logprobs, fresh.behavior_logprobs
-        on_current = mismatch_metrics(*both_sides, fresh.mask)
-        metrics |= {f"current_{name}": value for name, value in on_current.items()}
-        metrics |= backend_metrics(
-            *both_sides, fresh.advantages, fresh.mask,
-            objective=config.objective, clip=config.clip, max_length=config.max_new_tokens)
-    return metrics
+                loss = (token_loss * micro.token_weights).sum()
+                if loss.requires_grad:
+                    optimizer.backward(loss)
+                sums.add(logprobs.detach(), micro.denominator, micro.ref_logprobs, clipped,
+                         micro.token_weights, loss.item())
+            has_signal = (batch.correction * batch.advantages)[of_minibatch].any()
+            sums.step(optimizer.step(lr), kl_only=not has_signal)
+    figures = sums.figures(len(minibatches))
+    if config.tis != "off" or reject:
+        figures |= metrics.of_correction(batch.correction, batch.mask, config.tis_cap)
+    return figures
 
 
 # ---------------------------------------------------------------------------------- evaluation
@@ -795,11 +643,12 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, float]:
     rollouts, greedy = answers(trainer.source, "greedy", 1, 0.0)
     print(answer_line(greedy[0]), flush=True)
     _, sampled = answers(trainer.source, "sampled", config.eval_samples, config.temperature)
-    metrics = mean_reward("eval_reward", sampled) | mean_reward("eval_reward_greedy", greedy)
-    metrics["eval_agree"] = greedy_agreement(trainer.policy, rollouts, config)
+    figures = metrics.of_answers("eval_reward", sampled)
+    figures |= metrics.of_answers("eval_reward_greedy", greedy)
+    figures["eval_agree"] = greedy_agreement(trainer.policy, rollouts, config)
     for evaluate_also in trainer.parts.evaluations:
-        metrics |= evaluate_also(answers, metrics)
-    return metrics
+        figures |= evaluate_also(answers)
+    return figures
 
 
 def answer_held_out(
@@ -826,14 +675,14 @@ def greedy_agreement(policy: Policy, rollouts: list[Rollout], config: Config) ->
     return (agrees == batch.mask).all(dim=1).float().mean().item()
 
 
-def log(trainer: Trainer, metrics: dict[str, Any]) -> None:
+def log(trainer: Trainer, figures: dict[str, Any]) -> None:
     """All of it to metrics.jsonl and other writers, pictures, one line to the terminal."""
     run = trainer.run
-    append_rows(run.out / "metrics.jsonl", [metrics])
-    print(log_line(metrics, run.config.steps, run.config.reject), flush=True)
-    draw_at_evaluation(run.out, metrics)
+    append_rows(run.out / "metrics.jsonl", [figures])
+    print(log_line(figures, run.config.flat(), extras.ENDINGS), flush=True)
+    draw_at_evaluation(run.out, figures)
     for write in trainer.parts.writers:
-        write(metrics)
+        write(figures)
 
 
 def save_policy(run: Run, policy: Policy) -> None:
@@ -850,19 +699,19 @@ def main(arguments: list[str] | None = None) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)  # as SIGINT: KeyboardInterrupt
-    with one_sentence(2):
+    with exit_with_message(2):
         config = tyro.cli(Config, args=arguments, description=__doc__)
     out = config.out
-    with one_sentence(2), locked(out):
+    with exit_with_message(2), locked(out):
         run = prepare(config)
         teach_toy(config.task, config.seed, config.model, config.data)
         parts = parts_of(run)
         # The run is accepted: from here on files are written, an error's traceback too.
-        with one_sentence(2, out):
+        with exit_with_message(2, out):
             policy = load_policy(run, parts)
             engine = parts.engine_kind.start(run, policy, **parts.engine)
             trainer = begin(run, parts, policy, engine)
-        with one_sentence(1, out):
+        with exit_with_message(1, out):
             train(trainer)
 
 

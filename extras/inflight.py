@@ -55,6 +55,14 @@ def install(run: Any, options: Options, parts: Any) -> None:
         parts.source = partial(GroupsInFlight, num_waiting=options.inflight_groups,
                                max_staleness=options.max_staleness)
 
+# The counts of tokens_wasted and kv_lost are from the start of the run.
+ENDINGS = {
+    "groups_in_flight": " | in flight {groups_in_flight} stale {staleness_mean:.2f} max"
+                        " {staleness_max}",
+    "tokens_wasted": " | {tokens_wasted} tokens thrown away",
+    "kv_lost": " | {kv_lost} kept KV caches LOST to preemption: raise --kv-cache-gib",
+}  # fmt: skip
+
 
 @dataclass(eq=False)  # `in` compares identity
 class Group:

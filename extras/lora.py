@@ -39,7 +39,8 @@ class Options:
 def check(config: Any, options: Options) -> None:
     if options.lora_forward == "added" and "engine" not in config.given:
         # Counts as a fix that is off: the engine's weights are rounded, the trainer's not.
-        config.check_corrections([*config.parity.off(), "lora_forward merged"])
+        for correction in config.given & {"tis", "reject"}:
+            config.check_correction(correction, [*config.parity.off(), "lora_forward merged"])
 
 
 def install(run: Any, options: Options, parts: Any) -> None:

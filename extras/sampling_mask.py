@@ -14,6 +14,11 @@ from torch import Tensor
 from engine_adapter import Rollout, Sampling
 from rl import Batch, Support, at_targets
 
+ENDINGS = {
+    "engine_kept_mass": " | kept mass {kept_mass:.3f} engine {engine_kept_mass:.3f}",
+    "outside_frac": " | {outside_frac:.2%} of tokens outside the trainer's own mask",
+}  # fmt: skip
+
 
 def masked_logits(logits: Tensor, sampling: Any) -> Tensor:
     """(N, V) logits after temperature, -inf where the mask cuts them off: min-p, top-k, top-p.

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine_adapter import Engine, Rollout, Sampling, Source
 from extras.kv_cache import left_padded, states_after
 from extras.sampling_mask import collect_kept_sets, masked_logits
-from report.metrics import mean_reward
+from report import metrics
 from rl import Policy, at_targets
 from verify.errors import WeightLoadError
 from verify.head import check_head
@@ -30,9 +30,10 @@ class Options:
 
     # transformers: the trainer's own module alone, slow, without mismatch, the known-good curve.
     engine: Literal["vllm", "transformers"] = "vllm"
-    eval_trainer_alone: bool = False  # Also sample with the trainer's own modules (eval_gap); slow.
+    eval_trainer_alone: bool = False  # Also sample with the trainer's own modules; slow.
 
 
+ENDINGS = {"eval_reward_trainer_alone": " | trainer alone {eval_reward_trainer_alone:.3f}"}
 OF_VLLM = {"prefix_cache", "cuda_graphs", "block_size", "canary_nats", "verify_loads"}
 
 
@@ -71,16 +72,9 @@ class Alone(Source):
         return super().answer(*asked)
 
 
-def evaluate_alone(
-    source: Alone, run: Any, answers: Callable, metrics: dict[str, Any]
-) -> dict[str, Any]:
-    """`eval_gap`: how much better the engine's answers are than those of the trainer alone."""
-    config, name = run.config, "eval_reward_trainer_alone"
-    _, rows = answers(source, "trainer_alone", config.eval_samples, config.temperature)
-    further = mean_reward(name, rows)
-    if None not in (metrics["eval_reward"], further[name]):
-        further["eval_gap"] = metrics["eval_reward"] - further[name]
-    return further
+def evaluate_alone(source: Alone, run: Any, answers: Callable) -> dict[str, Any]:
+    _, rows = answers(source, "trainer_alone", run.config.eval_samples, run.config.temperature)
+    return metrics.of_answers("eval_reward_trainer_alone", rows)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch.nn import Linear
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from models import read_config
-from report.errors import one_sentence, stage
+from report.errors import exit_with_message, stage
 from rl import head_chunk
 from train import Config
 
@@ -81,7 +81,7 @@ class Options(Config):
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 fits, 1 does not, 2 bad input."""
-    with one_sentence(2):
+    with exit_with_message(2):
         config = tyro.cli(Options, args=arguments, description=__doc__)
         name = config.model
         with stage(f"reading a model folder or a reachable hub name, {name},"):

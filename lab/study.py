@@ -50,7 +50,15 @@ from engine_adapter import prepare_environment
 from lab.cells import METRICS, PANELS, STUDIES, Cell, Metric
 from lab.models import write_model
 from lab.products import widen_if_slow
-from report.errors import MANY, end_of_process, locked, one_sentence, replace_file, stage, within
+from report.errors import (
+    MANY,
+    end_of_process,
+    exit_with_message,
+    locked,
+    replace_file,
+    stage,
+    within,
+)
 from report.files import provenance, read_rows
 from train import Config
 
@@ -536,7 +544,7 @@ def main(arguments: list[str] | None = None) -> int:
     reached its limit, 2 bad input.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    with one_sentence(2):
+    with exit_with_message(2):
         options = tyro.cli(Options, args=words, description=__doc__)
         if options.print is not None:
             path = Path(*options.print or [RECORDS / f"{options.study}.json"])

@@ -25,7 +25,7 @@ from probe.diagnose import diagnose
 from probe.layers import compare_layers, report
 from probe.place import dtype_of, place
 from probe.traces import Trace, load_traces
-from report.errors import MANY, one_sentence, stage, within
+from report.errors import MANY, exit_with_message, stage, within
 from rl import Policy
 from verify.head import check_head
 
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = {"diagnose": Diagnose, "compare": Compare, "layers": Layers, "place": Place}
     command = tyro.extras.subcommand_cli_from_dict(
         commands, prog="python -m probe", description=__doc__, args=arguments)
-    with one_sentence(2):
+    with exit_with_message(2):
         sys.exit(command.run())
 
 

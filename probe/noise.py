@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from objectives import mismatch_metrics
+from report.metrics import of_mismatch
 from rl import Batch, Policy, in_micro_batches
 
 KEY_BLOCK = 16  # keys per block; small, so that short sequences have several blocks too
@@ -99,6 +99,6 @@ def observe_self_noise(policy: Policy, config: Any, batch: Batch) -> dict[str, f
     if not batch.mask.any():  # --mask-truncated may leave no token
         return {}
     noise = self_noise(policy, batch, config)
-    metrics = mismatch_metrics(noise, torch.zeros_like(noise), batch.mask)
+    metrics = of_mismatch(noise, torch.zeros_like(noise), batch.mask)
     return {"self_noise_abs_mean": metrics["mismatch_abs_mean"],
             "self_noise_max": metrics["mismatch_max"]}

@@ -40,7 +40,6 @@ ROWS = {
 METRICS = {
     "current_mismatch_abs_mean": ABS,
     "current_mismatch_kl": KL,
-    "current_mismatch_row_ratio": "1 if both sides agree; long rows are far from it by chance",
     # Mean of each process, then of processes. TRL leaves NaN out, and logs 0 if nothing is left.
     "sampling/sampling_logp_difference/mean": ABS,
     # Of rows by default; those above 3 count as 0.

@@ -10,21 +10,22 @@ from resource import RUSAGE_SELF, getrusage
 
 import torch
 
+PEAKS = "generate", "sleep", "update"
 
-def memory_gib(*, peak: bool = False) -> float:
-    """Memory in use (`peak`: in a phase of `Clock`), in GiB: of this process, or of the GPU."""
-    if torch.cuda.is_available():  # the peak too: torch keeps its blocks until `Engine.wake`
+
+def peak_gib() -> float:
+    """Largest memory in use in a phase of `Clock`, in GiB: of this process, or of the GPU."""
+    if torch.cuda.is_available():  # torch keeps its blocks until `Engine.wake`
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**30
-    name = "VmHWM" if peak else "VmRSS"
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     # Some sandboxes have no VmHWM.
-    return int(found[1] if found else getrusage(RUSAGE_SELF).ru_maxrss) / 2**20
+    return int(peak[1] if peak else getrusage(RUSAGE_SELF).ru_maxrss) / 2**20
 
 
 @dataclass
 class Clock:
-    """Seconds and peak memory of each phase, seconds of the step, memory at its end."""
+    """Seconds of the step and of its phases, and the peak memory of those in PEAKS."""
 
     started: float = field(default_factory=time.perf_counter)
     phases: dict[str, float] = field(default_factory=dict)
@@ -38,8 +39,8 @@ class Clock:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.phases[f"{phase}_s"] = time.perf_counter() - started
-        self.phases[f"{phase}_gib"] = memory_gib(peak=True)
+        if phase in PEAKS:
+            self.phases[f"{phase}_gib"] = peak_gib()
 
     def figures(self) -> dict[str, float]:
-        step_s = time.perf_counter() - self.started
-        return self.phases | {"step_s": step_s, "memory_gib": memory_gib()}
+        return self.phases | {"step_s": time.perf_counter() - self.started}

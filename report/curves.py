@@ -11,7 +11,7 @@ PANELS = {  # of curves.png: titles, and figures of metrics.jsonl
     "reward": ("reward", "eval_reward", "eval_reward_greedy"), "clip rate": ("clip_rate",),
     "KL(old, new), nats": ("kl_old_new",), "entropy, nats": ("entropy",),
     "mismatch, nats (log)": ("mismatch_abs_mean", "mismatch_max"),
-    "seconds": ("generate_s", "old_logprobs_s", "update_s", "sync_s"),
+    "seconds": ("generate_s", "reward_s", "old_logprobs_s", "update_s", "sync_s"),
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def stage(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def one_sentence(status: int, out: str | None = None) -> Iterator[None]:
+def exit_with_message(status: int, out: str | None = None) -> Iterator[None]:
     """A command's boundary: an exception or a signal's KeyboardInterrupt becomes a sentence and a
     status.
 

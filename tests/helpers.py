@@ -50,7 +50,7 @@ from extras.inflight import InflightEngine
 from extras.rotary_table import give_one_table, with_one_table
 from extras.sampling_mask import collect_kept_sets
 from models import read_config
-from objectives import mismatch_metrics
+from report.metrics import of_mismatch
 from rl import Batch, Policy, in_micro_batches, make_batch
 from tasks import Task
 from tasks.job import teach_toy
@@ -234,7 +234,7 @@ def at(policy: Policy, temperature: float) -> Policy:
 
 def mismatch_of(policy: Policy, rollouts: list[Rollout], temperature: float) -> dict[str, float]:
     batch = scored(policy, rollouts, temperature)
-    return mismatch_metrics(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
+    return of_mismatch(batch.old_logprobs, batch.behavior_logprobs, batch.mask)
 
 
 def mismatch(policy: Policy, engine: Engine, sampling: Sampling = WARM, prompts=PROMPTS) -> dict[str, float]:

@@ -9,7 +9,6 @@ import tyro
 from helpers import config_of
 
 from engine_adapter import SETTINGS, ParityFlags, Sampling, Setting, wanted_settings
-from objectives import REJECTIONS, WEIGHTS
 from train import Config
 from verify.settings import READERS
 from verify.start import check_vllm_version
@@ -22,28 +21,6 @@ def test_the_command_line_the_flat_form_and_the_groups_are_the_same_options():
     flat = config.flat()
     assert config.given == {"lr", "eval_every"} and flat.keys() == config.defaults().keys() | {"parity"}
     assert config_of(ParityFlags(**flat.pop("parity")), **flat) == config
-
-
-CORRECTIONS = [*({"tis": weight} for weight in WEIGHTS), *({"reject": rule} for rule in REJECTIONS)]
-
-
-@pytest.mark.parametrize("fix", ["processed_logprobs", "uncached_runtime", "inflight_keep", "fp32_head",
-                                 "sampling_mask"])  # fmt: skip
-def test_every_correction_is_refused_while_a_fix_is_off_with_one_way_around(fix):
-    options = {"parity": ParityFlags(**{fix: False})} | ({"top_p": 0.9} if fix == "sampling_mask" else {})
-    for correction in CORRECTIONS:
-        with pytest.raises(ValueError, match=rf"a correction hides the broken backend.* without {fix};"):
-            config_of(**options, **correction)
-        assert config_of(**options, **correction, correct_a_broken_backend=True).corrections
-    config_of(**options)
-
-
-def test_every_correction_is_allowed_with_all_fixes_and_refused_with_two_policies():
-    for correction in CORRECTIONS:
-        config_of(**correction)
-        with pytest.raises(ValueError, match="must be off with two_policy"):
-            config_of(**correction, two_policy=True, correct_a_broken_backend=True)
-    assert config_of(tis="token", reject="worst").corrections == "tis token, reject worst"
 
 
 def test_a_part_of_a_fix_goes_back_alone_and_a_16_bit_head_on_both_sides_is_the_trainers_too():
@@ -74,13 +51,6 @@ def test_a_backend_fix_of_a_fork_is_one_field_and_one_row_and_only_a_flag_that_i
 
 def test_added_adapters_are_a_fault_of_vllms_weights_alone():
     assert config_of(lora_rank=4, lora_forward="added", engine="transformers", tis="token")
-
-
-def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():
-    assert config_of(reject="sequence").rejection == REJECTIONS["sequence"]
-    given = config_of(reject="sequence", reject_low=0.1, reject_mean="all").rejection
-    assert (given.bounds, given.mean) == ((0.1, 2.0), "all")
-    assert config_of(reject="trm", reject_high=0.5).rejection.bounds == (REJECTIONS["trm"].bounds[0], 0.5)
 
 
 RANGES = """[0, 999999] steps

@@ -14,6 +14,7 @@ from engine_adapter import Rollout
 from exercises import functions, mystery
 from exercises import test_functions as student
 from extras.sampling_mask import mask_outside
+from report import metrics
 from verify.settings import observed_head_dtype
 
 
@@ -49,11 +50,11 @@ def accumulate(losses, mask, micro_batches):
 
 def importance_weights(*policies, two_policy):
     tis = "off" if two_policy else "token"
-    return objectives.correct(*policies[:3], tis, policies[3], objectives.NO_REJECTION).weights
+    return objectives.CORRECTIONS[tis](*policies)
 
 
 def mismatch_figures(*policies):
-    return objectives.mismatch_metrics(*policies)
+    return metrics.of_mismatch(*policies)
 
 
 def audit_head(engine, asked):
@@ -82,10 +83,10 @@ TRAPS = [  # a function, its right code, the wrong one, and the message of a stu
     (accumulate, '(mask, "token", 1)[rows]', '(mask[rows], "token", 1)', r"gradient of .* \[\[1], \[0]]"),
     (accumulate, "+= loss", "= loss", r"loss of .* \[\[1], \[0]]"),
     # A weight with gradient; a weight on top of a two-policy ratio.
-    (objectives.correct, "old_logprobs.detach()", "old_logprobs", "a weight is a constant"),
+    (objectives.truncated, "ratio.detach()", "ratio", "a weight is a constant"),
     (importance_weights, '"off"', '"token"', "no second correction"),
     # KL the wrong way round.
-    (objectives.mismatch_metrics, "(old_logprobs - behavior", "(behavior_logprobs - old", "mismatch_kl"),
+    (metrics.of_mismatch, "(old_logprobs - behavior", "(behavior_logprobs - old", "mismatch_kl"),
     # The dtype after the cast.
     (audit_head, "if asked", "found = str(engine.logits().dtype)[6:]\n    if asked", "no error"),
 ]

@@ -7,7 +7,7 @@ from helpers import ROOT
 
 # What a file or a folder may import of ours at its top.
 MAY_IMPORT = {
-    "grpo": "", "objectives": "", "report": "", "verify": "report", "models": "",
+    "grpo": "", "objectives": "", "report": "objectives", "verify": "report", "models": "",
     "tasks": "report", "engine_adapter": "report tasks verify",
     "rl": "engine_adapter models objectives",
     "train": "engine_adapter extras models objectives report rl tasks verify",

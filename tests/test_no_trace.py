@@ -19,7 +19,7 @@ ARMS = {
     "bfloat16, mask": ("--dtype", "bfloat16", "--top-p", "0.9"),
 }
 OWN = {"probe", "self_noise_abs_mean", "self_noise_max", "eval_reward_trainer_alone",
-       "eval_reward_trainer_alone_left_out", "eval_gap"}  # fmt: skip
+       "eval_reward_trainer_alone_left_out"}  # fmt: skip
 
 
 @pytest.mark.parametrize("arm", ARMS)

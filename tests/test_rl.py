@@ -14,8 +14,9 @@ import objectives
 from engine_adapter import Rollout, Sampling
 from extras.fast import FastHead, fast_parts
 from extras.offload import OffloadedOptimizer
+from extras.rejection import REJECTIONS, Rejection
 from extras.sampling_mask import SamplingMask
-from objectives import OBJECTIVES, REJECTIONS, WEIGHTS, correct
+from objectives import CORRECTIONS, OBJECTIVES
 from rl import (
     Batch,
     Head,
@@ -26,7 +27,7 @@ from rl import (
     longest_first,
     make_batch,
 )
-from train import Config, update
+from train import Config, Reject, update
 
 
 def rollouts(lengths=((3, 4), (5, 2), (2, 6), (4, 1))) -> list[Rollout]:
@@ -166,13 +167,13 @@ def batch_of_four(advantages: torch.Tensor, keep: tuple[bool, ...] = (True,) * 4
 
 def updated(
     table: torch.nn.Parameter, batch: Batch, config: Config, num_minibatches: int = 1,
-    micro_batch_tokens: int = 4096,
+    micro_batch_tokens: int = 4096, reject: Reject | None = None,
 ) -> dict:
     """The metrics. The parameters are the log-probabilities themselves, so a gradient is that of a token's one."""
     has_signal = batch.advantages.any(dim=1).tolist()
     policy = SimpleNamespace(logprobs=lambda micro: table[micro.inputs[:, 0], : micro.mask.shape[1]] * micro.mask)
     return update(policy, Optimizer(torch.nn.ParameterList([table]), grad_clip=1e9), batch,
-                  minibatches_of(batch, num_minibatches, micro_batch_tokens, has_signal), config, lr=1e-3)
+                  minibatches_of(batch, num_minibatches, micro_batch_tokens, has_signal), config, 1e-3, reject)
 
 
 def sums_by_hand(
@@ -206,7 +207,7 @@ def sums_by_hand(
     return sums
 
 
-def check_update(config: Config, case: list[str]) -> None:
+def check_update(config: Config, case: list[str], reject: Rejection | None = None) -> None:
     advantages = torch.tensor([[1.3], [0.0 if "flat" in case else -0.7], [0.4], [-1.1]])  # (B, 1)
     if "tokens" in case:
         advantages = advantages * torch.tensor([1.0, -0.5, 0.0, 2.0])  # (B, T)
@@ -214,18 +215,18 @@ def check_update(config: Config, case: list[str]) -> None:
     table, gradients = torch.nn.Parameter(OLD + MOVED), []  # of the backward passes
     table.register_hook(gradients.append)
     num_minibatches = 1 + ("halves" in case)
-    metrics = updated(table, batch, config, num_minibatches, 1 if "alone" in case else 4096)
+    metrics = updated(table, batch, config, num_minibatches, 1 if "alone" in case else 4096, reject)
 
-    corrected = correct(batch.old_logprobs, batch.behavior_logprobs, batch.mask, config.tis, config.tis_cap,
-                        config.rejection)  # fmt: skip
-    kept = (batch.mask > 0) & ~corrected.rejected
-    assert (0 < corrected.rejected.sum() < 12) == (config.reject != "off")
-    counted = kept if config.rejection.mean == "kept" else batch.mask > 0
+    sides = batch.old_logprobs, batch.behavior_logprobs, batch.mask
+    weights = CORRECTIONS[config.tis](*sides, config.tis_cap)
+    rejected, counted = reject(*sides) if reject else (batch.mask > 1, batch.mask)
+    kept, counted = (batch.mask > 0) & ~rejected, counted > 0
+    assert (0 < rejected.sum() < 12) == bool(reject)
     now, width, expected = (OLD + MOVED).double().requires_grad_(), 4 // num_minibatches, []
     for first in range(0, 4, width):
         rows = range(first, first + width)
         if (kept * advantages)[rows].any() or (config.kl_coef and counted[rows].any()):  # else no step
-            expected.append(sums_by_hand(now, rows, batch, corrected.weights, kept, counted, config))
+            expected.append(sums_by_hand(now, rows, batch, weights, kept, counted, config))
     assert metrics["skipped_updates"] == num_minibatches - len(expected)
     losses = [each["loss"] for each in expected]
     assert metrics["loss"] == pytest.approx(sum(losses).item() / len(losses), rel=1e-4)
@@ -233,7 +234,7 @@ def check_update(config: Config, case: list[str]) -> None:
     torch.testing.assert_close(gradient.double(), *torch.autograd.grad(sum(losses), now), atol=1e-6, rtol=1e-4)
     if not config.kl_coef:
         assert not gradient[~kept].any(), "a token that is rejected or not trained has a gradient"
-    if config.reject == "off":
+    if not reject:
         for name in ("clip_rate", "ratio_mean", "kl_old_new", "kl_ref"):
             by_hand = sum(each[name] for each in expected) / sum(each["weight"] for each in expected)
             assert metrics[name] == pytest.approx(by_hand.item(), rel=1e-4, abs=1e-6), name
@@ -247,34 +248,34 @@ CASES = ["", "halves alone flat exact", "halves masked tokens k3", "halves flat 
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("reject", ["off", *REJECTIONS])
-def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, reject):
+@pytest.mark.parametrize("rule", ["off", *REJECTIONS])
+def test_loss_and_gradient_of_an_update_are_those_of_a_float64_loop(objective, rule):
     """The gradient of a rejected token, and of one without a loss, is exactly 0."""
-    row, weights = OBJECTIVES[objective], ["off", *WEIGHTS]
+    row = OBJECTIVES[objective]
     low, high = (None, None) if objective == "reinforce" else CLIPS[row.surrogate]  # reinforce takes no bounds
     usual = dict(objective=objective, clip_low=low, clip_high=high, max_new_tokens=7)
-    for turn, words in enumerate(CASES, [*REJECTIONS, "off"].index(reject)):
-        case, tis = words.split(), weights[turn % 3]
-        options = usual | {"tis": tis, "reject": reject} | ({} if tis == "off" else {"tis_cap": 1.5})
+    for turn, words in enumerate(CASES, [*REJECTIONS, "off"].index(rule)):
+        case, tis = words.split(), [*CORRECTIONS][turn % 3]
+        options = usual | {"tis": tis} | ({} if tis == "off" else {"tis_cap": 1.5})
         gradient = {"k3", "exact"} & {*case}
         if gradient:
             options |= {"kl_coef": 0.3, "kl_gradient": gradient.pop()}
-        if reject != "off" and ("kl_coef" in options or row.normalizer == "token"):  # else a mean is refused
-            options |= {"reject_mean": "kept" if "kept" in case else "all"}
-        check_update(config_of(**options), case)
-    if reject == "off":
+        reject = None
+        if rule != "off":
+            reject = REJECTIONS[rule]._replace(mean="kept" if "kept" in case else "all")
+        check_update(config_of(**options), case, reject)
+    if rule == "off":
         check_update(config_of(**usual, two_policy=True), [])
 
 
-@pytest.mark.parametrize("options, advantages, keep, skipped", [
-    ({}, (0.0, 0.0, 0.0, 0.0), True, 2), ({}, (1.0, -1.0, 0.0, 0.0), True, 1),
-    ({"kl_coef": 0.1}, (0.0, 0.0, 1.0, 0.0), True, 0),
-    ({"kl_coef": 0.1}, (1.0, -1.0, 2.0, 0.5), False, 2),
-    ({"reject": "binary_tv", "reject_high": 1e-12, "reject_mean": "all"}, (1.0, -1.0, 2.0, 0.5), True, 2),
+@pytest.mark.parametrize("kl_coef, advantages, keep, reject, skipped", [
+    (0.0, (0.0, 0.0, 0.0, 0.0), True, None, 2), (0.0, (1.0, -1.0, 0.0, 0.0), True, None, 1),
+    (0.1, (0.0, 0.0, 1.0, 0.0), True, None, 0), (0.1, (1.0, -1.0, 2.0, 0.5), False, None, 2),
+    (0.0, (1.0, -1.0, 2.0, 0.5), True, lambda old, behavior, mask: (mask > 0, mask), 2),
 ])  # fmt: skip
-def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(options, advantages, keep, skipped):
+def test_a_minibatch_without_a_signal_takes_no_step_and_says_so(kl_coef, advantages, keep, reject, skipped):
     table, batch = torch.nn.Parameter(OLD + MOVED), batch_of_four(torch.tensor(advantages)[:, None], (keep,) * 4)
-    metrics = updated(table, batch, config_of(**options), num_minibatches=2)
+    metrics = updated(table, batch, config_of(kl_coef=kl_coef), 2, reject=reject)
     assert (metrics["skipped_updates"], metrics["updates"]) == (skipped, 2 - skipped)
     assert metrics["kl_only_updates"] == (not any((*advantages[:2], skipped)))
     assert (metrics["loss"] is None) == (skipped == 2) == torch.equal(table, OLD + MOVED)
@@ -296,7 +297,7 @@ def test_the_largest_kl_term_is_a_metric_and_a_loss_that_is_no_number_stops_the_
         return replace(batch, ref_logprobs=reference)
 
     config, not_a_number = config_of(kl_coef=0.1), replace(batch, advantages=torch.full((4, 1), math.nan))
-    for wrong, reason in (far(100.0), "inf, its KL inf"), (not_a_number, "nan"):
+    for wrong, reason in (far(100.0), "inf, the largest KL of a token inf"), (not_a_number, "nan"):
         with pytest.raises(FloatingPointError, match=f"the loss is {reason}"):
             updated(table, wrong, config)
         assert torch.equal(table, OLD + MOVED)

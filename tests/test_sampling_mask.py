@@ -20,7 +20,7 @@ from helpers import (
 from engine_adapter import Engine, ParityFlags, Rollout, Sampling, reseed
 from extras.sampling_mask import SamplingMask, masked_logits
 from extras.transformers_engine import TransformersEngine
-from objectives import mismatch_metrics
+from report.metrics import of_mismatch
 from rl import Policy, Scoring, in_micro_batches, make_batch
 from train import answer_held_out
 
@@ -38,7 +38,7 @@ def measured(policy: Policy, rollouts: list[Rollout], **mask) -> tuple[dict[str,
     policy = policy.changed(scoring=Scoring(1.3, support=SamplingMask(Sampling(1.3, 12, **mask))))
     values = in_micro_batches(policy.token_metrics, batch, minibatches_of(batch, 1, 100))
     means = {name: (each.sum() / batch.mask.sum()).item() for name, each in values.items()}
-    return mismatch_metrics(values["logprobs"], batch.behavior_logprobs, batch.mask), means
+    return of_mismatch(values["logprobs"], batch.behavior_logprobs, batch.mask), means
 
 
 def check_kept_sets(policy: Policy, rollouts: list[Rollout], **mask) -> None:

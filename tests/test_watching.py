@@ -8,6 +8,7 @@ import pytest
 from helpers import built, rows
 from matplotlib.figure import Figure
 
+from extras import ENDINGS
 from report.curves import can_draw, draw_at_evaluation
 from report.log import answer_line, log_line
 from train import train
@@ -51,21 +52,21 @@ def test_without_matplotlib_no_picture_is_drawn_and_it_is_said_once(tmp_path, mo
 MEASURED = json.loads("""{
  "reward": 0.5, "response_len": 12.34, "trunc_frac": 1.0, "flat_frac": 0.5, "mismatch_kl": 1e-05, "clip_rate": 0.01,
  "backend_clip_rate": 0.02, "entropy": 0.12, "grad_norm": 0.34, "lr": 0.001, "generate_s": 1, "update_s": 2,
- "sync_s": 3, "left_s": 7260.4, "kl_ref": 0, "kl_ref_max": 40, "groups_in_flight": 3, "staleness_mean": 0.5,
+ "sync_s": 3, "left_s": 7260.4, "kl_ref": 0.0, "kl_ref_max": 40, "groups_in_flight": 3, "staleness_mean": 0.5,
  "staleness_max": 2, "tokens_wasted": 9, "kv_lost": 4, "skipped_updates": 1, "kl_only_updates": 1,
  "overflowed_updates": 2, "rejected_frac": 0.25, "kept_mass": 0.8, "engine_kept_mass": 0.9, "outside_frac": 0.01,
  "reward_errors": 5, "left_out": 6, "eval_reward": 0.7, "eval_reward_left_out": 0, "eval_reward_greedy": 0.9,
- "eval_reward_greedy_left_out": 8, "eval_agree": 1, "eval_reward_trainer_alone": 0, "reward/right": 0.25,
+ "eval_reward_greedy_left_out": 8, "eval_agree": 1, "eval_reward_trainer_alone": 0.0, "reward/right": 0.25,
  "reward/length": -1}""")
 LINE = (
     "| reward 0.500 (right 0.250, length -1.000) | len  12.3 | trunc 100% | flat  50% | mismatch_kl  1.0e-05 | clip"
     "  1.0% backend  2.0% | entropy 0.12 | gnorm 0.34 lr 1.0e-03 | gen 1.00 upd 2.00 sync 3.00 s | 121 min left |"
-    " kl_ref 0.0e+00 max 4.0e+01 | in flight 3 stale 0.50 max 2 | 9 tokens thrown away | 4 kept KV caches LOST to"
-    " preemption: raise --kv-cache-gib | NO SIGNAL in 1 minibatch(es): flat, masked or rejected rows, no step | NO"
-    " SIGNAL in 1 minibatch(es), a step by the KL alone | fp16 OVERFLOW in 2 minibatch(es): scale halved | 25.0% of"
-    " tokens rejected by trm | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own mask | 5"
-    " rewards FAILED | 6 responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy"
-    " 0.900 (8 LEFT OUT) agree 1.000 (trainer alone 0.000)"
+    " kl_ref 0.0e+00 max 4.0e+01 | NO SIGNAL in 1 minibatch(es): flat, masked or rejected rows, no step | NO SIGNAL in"
+    " 1 minibatch(es), a step by the KL alone | fp16 OVERFLOW in 2 minibatch(es): scale halved | 5 rewards FAILED | 6"
+    " responses LEFT OUT (no reward) | ALL TRUNCATED: raise --max-new-tokens | eval 0.700 greedy 0.900 (8 LEFT OUT)"
+    " agree 1.000 | in flight 3 stale 0.50 max 2 | 9 tokens thrown away | 4 kept KV caches LOST to preemption: raise"
+    " --kv-cache-gib | trainer alone 0.000 | kept mass 0.800 engine 0.900 | 1.00% of tokens outside the trainer's own"
+    " mask | 25.0% of tokens rejected by trm"
 )  # fmt: skip
 LINES = [  # a step without a signal has no gradient, and a batch of stale rows alone no clip rate of the backend
     (MEASURED, LINE), ({"eval_reward": None}, "| eval - greedy - agree -"),
@@ -76,7 +77,7 @@ LINES = [  # a step without a signal has no gradient, and a batch of stale rows 
 
 @pytest.mark.parametrize("metrics, line", LINES, ids=len)
 def test_the_line_of_a_step(metrics, line):
-    assert log_line({"step": 0} | metrics, 9, "trm") == f"step   0/9 {line}"
+    assert log_line({"step": 0} | metrics, {"steps": 9, "reject": "trm"}, ENDINGS) == f"step   0/9 {line}"
 
 
 def test_an_answer_is_one_short_line_that_any_terminal_shows():

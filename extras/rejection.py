@@ -1,0 +1,130 @@
+"""`--reject`: tokens or responses of a large mismatch get no policy gradient.
+
+docs/objectives.md has the sources of the rules, and which published corrections they are part of.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from objectives import OBJECTIVES, kl_k3, row_ratio, token_ratio
+from report.errors import LARGEST, SMALLEST, within
+
+ENDINGS = {"rejected_frac": " | {rejected_frac:.1%} of tokens rejected by {reject}"}
+
+
+# ---------------------------------------------------------------------------------- statistics
+# (old_logprobs, behavior_logprobs, mask) -> (B, T), as `token_ratio`. Where the first two are equal
+# a ratio is exactly 1 and a divergence exactly 0. Values outside the mask do not count.
+def geometric_ratio(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """exp mean_t log rho, the geometric mean of a response's ratios, on each of its tokens."""
+    length = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return row_ratio(old_logprobs / length, behavior_logprobs / length, mask)
+
+
+def token_k3(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The divergence k3 of each token, of KL(behavior || old)."""
+    return kl_k3(behavior_logprobs, old_logprobs)
+
+
+def token_tv(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The divergence |p_old - p_behavior| of each token."""
+    return (old_logprobs.exp() - behavior_logprobs.exp()).abs()
+
+
+class Rejection(NamedTuple):
+    """A token is rejected if its statistic is outside the bounds; its row too, if `whole_rows`.
+
+    Bounds are of a ratio, or -inf and the largest divergence.
+    """
+
+    statistic: Callable[[Tensor, Tensor, Tensor], Tensor]
+    bounds: tuple[float, float]
+    whole_rows: bool = False
+    mean: Literal["all", "kept"] = "all"  # tokens that the loss's mean counts, as in the source
+
+    def __call__(
+        self, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What is rejected (B, T), bool, and the tokens that the loss's mean counts (B, T)."""
+        statistic = self.statistic(old_logprobs, behavior_logprobs, mask)
+        rejected = ((statistic < self.bounds[0]) | (statistic > self.bounds[1])) & (mask > 0)
+        if self.whole_rows:
+            rejected = rejected.any(dim=1, keepdim=True) & (mask > 0)
+        return rejected, mask * ~rejected if self.mean == "kept" else mask
+
+
+REJECTIONS: dict[str, Rejection] = {
+    # IcePop's mask, arXiv 2510.18855. IcePop: bounds 0.5 and 5, with --tis token --tis-cap 5
+    "token": Rejection(token_ratio, (0.5, 2.0)),
+    # The mean over kept tokens is that of MIS and verl; TRL and SkyRL count all.
+    "sequence": Rejection(row_ratio, (0.5, 2.0), whole_rows=True, mean="kept"),
+    # SkyRL; verl's preset: mean over kept tokens, bounds 0.999 and 1.001.
+    "geometric": Rejection(geometric_ratio, (0.99, 1.01), whole_rows=True),
+    "worst": Rejection(token_ratio, (1e-4, 100.0), whole_rows=True),  # SkyRL's outlier_token
+    # TRM-Max, Li et al. 2025, arXiv 2512.23075, which uses the KL over the vocabulary. verl has k3
+    # and the mean over kept tokens.
+    "trm": Rejection(token_k3, (-inf, 0.05), whole_rows=True),
+    # prime-rl's `ipo`. DPPO, arXiv 2602.04879, uses the policy in the update, and one side only.
+    "binary_tv": Rejection(token_tv, (-inf, 0.2)),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- options
+@dataclass(frozen=True)
+class Options:
+    """Rejection of what the backend changed most."""
+
+    reject: Literal[("off", *REJECTIONS)] = "off"  # Rule by which tokens get no policy gradient.
+    reject_low: float | None = None  # Smallest ratio that is kept; if not given, the rule's own.
+    # Largest ratio, or divergence, that is kept; if not given, the rule's own.
+    reject_high: float | None = None
+    # Tokens that the loss's mean counts; if not given, the rule's own.
+    reject_mean: Literal["all", "kept"] | None = None
+
+    def __post_init__(self):
+        within(self, SMALLEST, LARGEST, "reject_high")
+        within(self, SMALLEST, 1, "reject_low")
+
+    @property
+    def rule(self) -> Rejection | None:
+        """The rule with the user's bounds and mean in place of the usual ones."""
+        if self.reject == "off":
+            return None
+        rule = REJECTIONS[self.reject]
+        low, high = rule.bounds
+        if self.reject_low is not None:
+            low = self.reject_low
+        if self.reject_high is not None:
+            high = self.reject_high
+        return rule._replace(bounds=(low, high), mean=self.reject_mean or rule.mean)
+
+
+def check(config: Any, options: Options) -> None:
+    """Raises: ValueError if a bound rejects every token, or an option changes nothing."""
+    rule = options.rule
+    if rule is None:
+        if options != Options():
+            raise ValueError("reject_low, reject_high and reject_mean need reject (without it"
+                             " they do nothing), got off")
+        return
+    low, high = rule.bounds
+    is_divergence = REJECTIONS[options.reject].bounds[0] == -inf
+    if not low <= (0.0 if is_divergence else 1.0) <= high:
+        raise ValueError("reject_low and reject_high must keep a token without a mismatch (its"
+                         f" ratio is 1, its divergence 0), got {options.reject_low} and"
+                         f" {options.reject_high} with {options.reject}")
+    normalizer = OBJECTIVES[config.objective].normalizer
+    changes_no_mean = normalizer == "constant" or (normalizer == "sequence" and rule.whole_rows)
+    if options.reject_mean and changes_no_mean and not config.kl_coef:
+        raise ValueError(f"reject_mean must not be given with {config.objective} and reject"
+                         f" {options.reject} (it would change no loss)")
+    config.check_correction("reject", config.parity.off())
+
+
+def install(run: Any, options: Options, parts: Any) -> None:
+    """Part `reject`: a function (old_logprobs, behavior_logprobs, mask) that the update calls."""
+    parts.reject = options.rule

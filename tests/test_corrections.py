@@ -1,0 +1,102 @@
+"""Weights and rejections against the definitions in their sources, and when they are refused."""
+
+import math
+
+import pytest
+import torch
+from helpers import config_of
+
+from engine_adapter import ParityFlags
+from extras.rejection import REJECTIONS, Options
+from objectives import CORRECTIONS
+
+
+def ragged(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """old_logprobs, behavior_logprobs, mask (6, 8), float64. The mismatch is small in some rows, large in others, and
+    outside the mask it is huge. A row has 0 to 8 tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    mask = (draw(6, 8) < 2 * draw(6, 1) - 0.5).double()
+    mask[0] = 1.0  # a batch has tokens
+    behavior = -7 * draw(6, 8) - 0.01
+    mismatch = 10 ** (4 * draw(6, 1) - 3) * (2 * draw(6, 8) - 1)
+    return (behavior + mismatch).clamp(max=-1e-3) * mask, behavior.where(mask > 0, 50.0), mask
+
+
+BATCHES = [ragged(seed) for seed in range(60)]
+BOUNDS = {"token": (0.5, 2), "sequence": (0.5, 2), "geometric": (0.99, 1.01), "worst": (1e-4, 100),
+          "trm": (-math.inf, 0.05), "binary_tv": (-math.inf, 0.2)}  # fmt: skip
+
+
+def by_hand(old: torch.Tensor, behavior: torch.Tensor) -> tuple[dict, dict]:
+    """The weights, and what is rejected, of one response's tokens (N,)."""
+    ratio = old.exp() / behavior.exp()
+    whole = ratio.prod().expand_as(ratio)
+    statistics = {"token": ratio, "sequence": whole, "geometric": whole ** (1 / len(ratio)), "worst": ratio,
+                  "trm": (ratio - 1 - ratio.log()).max().expand_as(ratio),
+                  "binary_tv": (old.exp() - behavior.exp()).abs()}  # fmt: skip
+    rejected = {name: (values < BOUNDS[name][0]) | (values > BOUNDS[name][1]) for name, values in statistics.items()}
+    rejected["worst"] = rejected["worst"].any().expand_as(ratio)
+    # The least product is verl's and SkyRL's limit.
+    weights = {"off": torch.ones_like(ratio), "token": ratio, "sequence": whole.clamp(min=math.exp(-20))}
+    return {name: values.clamp(max=1.5) for name, values in weights.items()}, rejected
+
+
+def test_weights_and_rejections_equal_their_definitions_on_60_ragged_batches():
+    shares = {name: [] for name in REJECTIONS}
+    for batch in BATCHES:
+        inside = batch[2] > 0
+        rows = [by_hand(old[at], behavior[at])
+                for old, behavior, at in zip(*batch[:2], inside, strict=True) if at.any()]  # fmt: skip
+        for tis, correct in CORRECTIONS.items():
+            weights = correct(*batch, 1.5)
+            expected = torch.cat([by_name[tis] for by_name, _ in rows])
+            torch.testing.assert_close(weights[inside], expected, rtol=1e-9, atol=0)
+            assert not weights[~inside].any()
+        for name, rule in REJECTIONS.items():
+            rejected, counted = rule(*batch)
+            assert torch.equal(rejected[inside], torch.cat([by_name[name] for _, by_name in rows])), name
+            assert not rejected[~inside].any()
+            assert torch.equal(counted > 0, inside & ~rejected if name == "sequence" else inside)
+            shares[name].append(rejected[inside].double().mean())
+    assert all(0.001 < sum(share) / len(share) < 0.9 for share in shares.values())
+
+
+def test_sequence_mask_of_trl_is_a_choice_of_options():
+    """TRL 1.16.0's default: exp of the summed log-ratio on each token, 0 above 3; its mean counts all tokens."""
+    rule = Options(reject="sequence", reject_low=1e-30, reject_high=3, reject_mean="all").rule
+    summed, mask = torch.tensor([[-9.0], [-0.5], [1.0], [1.2]]), torch.tensor([[1.0, 1.0, 0.0]]).expand(4, 3)
+    sides = summed * mask / 2, torch.zeros(4, 3), mask
+    rejected, counted = rule(*sides)
+    weights = CORRECTIONS["sequence"](*sides, 3) * ~rejected
+    torch.testing.assert_close(weights, summed.exp() * torch.tensor([[1.0], [1.0], [1.0], [0.0]]) * mask)
+    assert torch.equal(counted, mask)
+
+
+def test_a_rule_has_its_usual_bounds_and_mean_unless_others_are_given():
+    assert Options().rule is None
+    assert Options(reject="sequence").rule == REJECTIONS["sequence"]
+    assert Options(reject="sequence", reject_low=0.1, reject_mean="all").rule[1:] == ((0.1, 2.0), True, "all")
+    assert Options(reject="trm", reject_high=0.5).rule.bounds == (-math.inf, 0.5)
+
+
+@pytest.mark.parametrize("fix", ["processed_logprobs", "uncached_runtime", "inflight_keep", "fp32_head",
+                                 "sampling_mask", None])  # fmt: skip
+def test_a_correction_is_refused_while_a_fix_is_off_with_one_way_around_and_with_two_policies_always(fix):
+    off = {"parity": ParityFlags(**{fix: False})} if fix else {}
+    if fix == "sampling_mask":
+        off["top_p"] = 0.9
+    config_of(**off)
+    corrections = [("tis", name) for name in CORRECTIONS] + [("reject", name) for name in REJECTIONS]
+    for option, name in corrections[1:]:
+        correction = {option: name}
+        with pytest.raises(ValueError, match=f"{option} must be off with two_policy"):
+            config_of(**correction, two_policy=True, correct_a_broken_backend=True)
+        config_of(**off, **correction, correct_a_broken_backend=True)
+        if fix:
+            said = f"a correction hides the broken backend.*, got {option} {name} without {fix};"
+            with pytest.raises(ValueError, match=said):
+                config_of(**off, **correction)
+        else:
+            config_of(**correction)

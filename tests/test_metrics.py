@@ -1,0 +1,108 @@
+"""The figures of a step against enumeration, plain sums and hand-computed numbers."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine_adapter import Rollout
+from objectives import OBJECTIVES
+from report import metrics
+from rl import make_batch
+
+
+def scores_of(rows: list[Rollout]) -> torch.Tensor:
+    return torch.tensor([row.score for row in rows], dtype=torch.float64)
+
+
+def test_the_figures_of_rollouts_equal_hand_computed_values():
+    """Two groups, one of them flat; one response is left out, one has no token."""
+    values = (([0, 1, 2], "length", 1.0), ([2], "stop", 0.0), ([1, 1], "stop", math.nan), ([], "stop", 0.5))
+    rows = [Rollout([0], None, [5] * len(versions), [-1.0] * len(versions), versions, reason, reward=reward,
+                    score=2 * reward, parts={"form": reward}, reward_error="x" if math.isnan(reward) else None)
+            for versions, reason, reward in values]  # fmt: skip
+    rows[3].parts, rows[2].parts, rows[3].prompt_version = {}, {}, 3
+    has_signal = torch.tensor([[True, True], [False, False]])
+    assert metrics.of_rollouts(make_batch(rows), scores_of(rows), has_signal, 3) == {
+        "reward": 0.5, "reward/form": 0.5, "reward_errors": 1, "left_out": 1, "score": 1.0, "flat_frac": 0.5,
+        "trunc_frac": 0.25, "response_len": 1.5, "tokens": 6, "staleness_max": 3, "staleness_mean": 3 - 7 / 6,
+    }  # fmt: skip
+
+
+def test_the_figures_of_current_rows_are_those_of_a_batch_without_the_stale_ones():
+    def values(stale: int) -> dict[str, float]:
+        """Three rows of current weights, and so many that are stale."""
+        torch.manual_seed(0)
+        drawn = [((-torch.rand(4)).tolist(), 1) for _ in range(3)] + [([-9.0] * 4, 0)] * stale
+        rows = [Rollout([0], None, [5] * 4, logprobs, [version] * 4, reward=1.0, score=1.0)
+                for logprobs, version in drawn]  # fmt: skip
+        batch = make_batch(rows)
+        measured = {"entropy": batch.mask * (batch.behavior_logprobs + 2), "varentropy": batch.mask}
+        batch = replace(batch, old_logprobs=0.7 * batch.behavior_logprobs, advantages=batch.mask)
+        current = batch.mask_rows([True] * 3 + [False] * stale)
+        figures = metrics.before_update(batch, current, measured, scores_of(rows), torch.ones(1, 1).bool(), 1,
+                                        objective=OBJECTIVES["grpo"], clip=(0.2, 0.2), max_length=8)
+        assert (figures["mismatch_max"] > 1) == (figures["staleness_max"] > 0) == bool(stale)
+        return {name: value for name, value in figures.items() if re.match("current|backend|surprisal", name)}
+
+    assert values(2) == pytest.approx(values(0))
+    assert len(values(0)) == 6
+
+
+def test_the_surprisal_of_drawn_tokens_exceeds_the_entropy_by_nothing_and_of_others_by_many_standard_deviations():
+    """400 policies over 8 words, 64 draws of each, from the policy or at another temperature."""
+    logits = 2 * torch.randn(400, 8, dtype=torch.float64)
+    policy = torch.distributions.Categorical(logits=logits)
+    spread = (policy.probs * (policy.logits + policy.entropy()[:, None]) ** 2).sum(dim=1)
+    every = torch.ones(400, 64)
+    given = [values[:, None] * every for values in (policy.entropy(), spread)]
+    for temperature, low, high in ((0.7, -math.inf, -20), (1.0, -5, 5), (1.3, 20, math.inf)):
+        tokens = torch.distributions.Categorical(logits=logits / temperature).sample((64,)).T  # (400, 64)
+        logprobs = policy.logits.gather(1, tokens)
+        z = metrics.surprisal_z(logprobs, *given, every)
+        excess = -(logprobs + policy.entropy()[:, None]).sum().item()
+        assert z == pytest.approx(excess / (spread.sum().item() * 64 + 100) ** 0.5)
+        assert low < z < high
+
+
+def test_a_mismatch_equals_the_divergence_by_enumeration_and_hand_computed_values():
+    behavior, old = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    samples = torch.tensor([[0, 0, 1, 2]])  # behavior's tokens in their exact proportions
+    figures = metrics.of_mismatch(old.log()[samples], behavior.log()[samples], torch.ones(1, 4))
+    expected = {
+        "mismatch_kl": (behavior * (behavior / old).log()).sum().item(), "mismatch_abs_mean": 0.75 * math.log(2),
+        "mismatch_max": math.log(2), "ess": (0.5 + 0.5 + 1 + 2) ** 2 / (4 * (0.25 + 0.25 + 1 + 4)),
+    }  # fmt: skip
+    assert figures == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_mismatch_of_nan_or_of_no_token_is_an_error():
+    values = torch.tensor([[math.nan, -1.0]])
+    with pytest.raises(FloatingPointError, match="1 of 2"):
+        metrics.of_mismatch(values, torch.zeros(1, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="mask must have a response token"):
+        metrics.of_mismatch(values, values, torch.zeros(1, 2))
+
+
+def test_the_ratios_of_backend_and_update_equal_hand_computed_values_and_are_cut_off_at_exp_20():
+    values, zeros = torch.tensor([[300.0, math.log(1.1), 7.0]]), torch.zeros(1, 3)
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    mean = pytest.approx((math.exp(20) + 1.1) / 2)
+    figures = metrics.of_backend(values, zeros, mask, torch.ones(1, 1), OBJECTIVES["grpo"], (0.2, 0.2), 3)
+    assert figures == {"backend_clip_rate": 1 / 2, "backend_ratio_mean": mean}
+    rows, of_rows = torch.tensor([[0.5], [0.0]]).expand(2, 3), torch.tensor([[1.0] * 3, [1.0, 0.0, 0.0]])
+    figures = metrics.of_backend(rows, 0 * rows, of_rows, rows + 1, OBJECTIVES["gspo"], (0.2, 0.2), 3)
+    assert figures["backend_clip_rate"] == pytest.approx(1 / 2)  # weighted as in the loss: a share of rows
+    sums = metrics.Sums()
+    sums.add(values, zeros, None, mask > 0, mask / 2, 0.0)
+    assert sums.figures(1)["ratio_mean"] == mean
+    assert sums.figures(1)["kl_old_new"] < math.inf
+
+
+def test_the_figures_of_a_correction_equal_hand_computed_values():
+    """One token is capped, one rejected, one outside the mask."""
+    weights, mask = torch.tensor([[2.0, 1.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert metrics.of_correction(weights, mask, 2.0) == pytest.approx(
+        {"tis_capped_frac": 1 / 3, "rejected_frac": 1 / 3, "weights_ess": 9 / 15})

@@ -60,10 +60,9 @@ class TaskFile:
 
     def reward(self, problem: Any, response: str) -> Any:
         """A finite number, a dictionary of them, or None; of a text without a rollout."""
-        ((result,),) = self.grade([(problem, [response], [None])])
-        if isinstance(result, ValueError):
-            raise result
-        return result
+        (reward,) = self._call("the reward", "grade", fields(problem, PROBLEM), [response],
+                               [fields(None, ROLLOUT)])
+        return reward
 
     def grade(self, groups: Sequence[tuple[Any, list[str], Sequence[Any]]]) -> list[list[Any]]:
         """For each (problem, responses, rollouts) the rewards; a ValueError for one that fails."""

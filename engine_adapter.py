@@ -350,7 +350,7 @@ class Engine:
             if value is not None:
                 arguments[argument] = arguments.get(argument, {}) | {key: value} if key else value
         self.config.update(arguments["hf_overrides"])
-        arguments["hf_overrides"] = self._run_configuration
+        arguments["hf_overrides"] = lambda of_folder: self.config  # in place of vLLM's own reading
         config = EngineArgs(**arguments).create_engine_config()
         # The CPU platform switches async scheduling off in silence; V1's default is what the flag
         # promises.
@@ -361,12 +361,6 @@ class Engine:
         # No local name: a frame that is kept alive would keep the model in memory after `close`.
         self.vllm_model = self.runner.get_model()
         self.vocab_size = config.model_config.get_vocab_size()
-
-    def _run_configuration(self, folder: Any) -> Any:
-        """The trainer's configuration in place of vLLM's reading of the folder."""
-        if not self.config.architectures:  # the folder names no class; vLLM knows it
-            self.config.architectures = [*filter(None, folder.architectures)]
-        return self.config
 
     @classmethod
     def start(cls, run: Any, policy: Any, **arguments: Any) -> "Engine":
@@ -391,7 +385,7 @@ class Engine:
         seeds = seeds or [None] * len(prompts)
         # A list: the error of `strict` comes before any prompt is queued.
         for prompt, seed in list(zip(prompts, seeds, strict=True)):
-            while not self.has_room:
+            while self.num_unfinished >= self.max_num_seqs:
                 self.step()
             rollouts += self.submit(prompt, group_size, sampling, seed)
         return self._finished(rollouts)
@@ -413,13 +407,8 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Rollouts that are queued or running in vLLM."""
+        """Rollouts that are queued or running in vLLM; queued ones take 50 kB each."""
         return self.core.scheduler.get_num_unfinished_requests()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether there is a free place for a new group. Queued requests take 50 kB each."""
-        return self.num_unfinished < self.max_num_seqs
 
     def submit(
         self, prompt_ids: list[int], group_size: int, sampling: Sampling, seed: int | None = None

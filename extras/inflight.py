@@ -143,7 +143,7 @@ class GroupsInFlight(Source):
     def _fill(self) -> None:
         """Submit groups to the engine while it has room."""
         for group in self.groups:
-            if not group.rollouts and self.engine.has_room:
+            if not group.rollouts and self.engine.num_unfinished < self.engine.max_num_seqs:
                 group.rollouts = self.engine.submit(
                     group.problem.prompt_ids, self.group_size, self.sampling)
 

@@ -2,7 +2,6 @@
 
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,11 +9,17 @@ import torch
 from verify.proof import renaming
 
 
-def import_classes(architectures: Iterable[str]) -> None:
-    """Import vLLM's classes here: it would hide an ImportError, and start a process (13 s)."""
+def import_classes(config: Any) -> None:
+    """Import vLLM's classes here: it would hide an ImportError, and start a process (13 s).
+
+    A folder may name no class.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm import ModelRegistry
 
-    for name in ModelRegistry.models.keys() & set(architectures):
+    if not config.architectures:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    for name in ModelRegistry.models.keys() & set(config.architectures):
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 

@@ -64,7 +64,7 @@ def start_errors(engine: Any, sizes: str) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     try:
-        import_classes(engine.config.architectures or ())
+        import_classes(engine.config)
         yield
     except Exception as error:
         cleanup_dist_env_and_memory()  # vLLM leaves its parallel groups behind
